@@ -1,1 +1,1 @@
-"""Requests that were changed at random: what the fuzzing proofs send."""
+"""Randomly malformed requests, clients and scheduler trials, for the proofs and tests."""

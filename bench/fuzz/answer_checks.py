@@ -1,4 +1,4 @@
-"""How a server answers a mutant, and what is wrong with that: over HTTP on a connection of its own, or over gRPC."""
+"""The outcome of a malformed request, over HTTP on a connection of its own or over gRPC, and whether it is a fault."""
 
 import asyncio
 from typing import NamedTuple
@@ -32,7 +32,7 @@ _TRITONS = (
 
 
 class MutantVerdict(NamedTuple):
-    """How one mutant was answered, in a word; `fault`: what is wrong with that."""
+    """The outcome of one mutant as one word; `fault`: the reason why it is wrong."""
 
     kind: str
     answer: str
@@ -40,7 +40,7 @@ class MutantVerdict(NamedTuple):
 
 
 async def ask_http(place: ServerAddress, asked: HttpMutant) -> MutantVerdict:
-    """Send it on a connection of its own, and hear what comes."""
+    """Send a request on a connection of its own, and read the answer."""
     try:
         async with asyncio.timeout(_BOUND_SECONDS):
             answer = await _exchange(place, asked)
@@ -99,7 +99,7 @@ def _error_in(event: bytes) -> str:
 
 
 class RpcSender:
-    """Sends bytes where messages belong, over one channel."""
+    """Sends bytes in place of messages, over one channel."""
 
     def __init__(self, place: ServerAddress) -> None:
         import grpc
@@ -110,7 +110,7 @@ class RpcSender:
         self._stream = self._channel.stream_stream(f"{_SERVICE}ModelStreamInfer")
 
     async def ask(self, asked: RpcMutant) -> MutantVerdict:
-        """Send it as the one message of a call, and hear what comes."""
+        """Send bytes as the one message of a call, and read the answer."""
         status = await self._status(asked)
         code, _, detail = status.partition(": ")
         expired = code == "UNAVAILABLE" and detail == _EXPIRED

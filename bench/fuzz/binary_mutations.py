@@ -1,6 +1,6 @@
-"""Mutants for v2's `infer` with raw tensors: wrong lengths, wrong tensors behind a right header, broken compression.
+"""Mutants of v2's `infer` with raw tensors: wrong lengths, wrong tensors behind a right header, broken compression.
 
-Knows the layout of such a body and nothing of HTTP. Takes its chances from the `Random` that it is given.
+Knows the layout of such a body and nothing of HTTP. Draws from the `Random` that its caller gives.
 """
 
 import gzip
@@ -23,21 +23,21 @@ _SHAPES: tuple[Any, ...] = (
 
 
 class RawRequest(NamedTuple):
-    """A request: its header as a tree, and the tensors behind it."""
+    """A request: its JSON header as a tree, and the tensors behind it."""
 
     header: dict[str, Any]
     blobs: tuple[bytes, ...]
 
 
 class EncodedRequest(NamedTuple):
-    """A body, and the headers that say what it is."""
+    """A body, and the HTTP headers that describe it."""
 
     body: bytes
     headers: tuple[str, ...]
 
 
 def to_raw_request(document: Mapping[str, Any]) -> RawRequest:
-    """The request whose data are JSON, with the same data raw."""
+    """The request whose data are JSON, with the same data as raw tensors."""
     header, blobs = deepcopy(dict(document)), []
     for given in header["inputs"]:
         blobs.append(_raw(given["datatype"], given.pop("data")))
@@ -53,7 +53,7 @@ def _raw(datatype: str, values: list[Any]) -> bytes:
 
 
 def encode_request(raw: RawRequest, length: object = None) -> EncodedRequest:
-    """The request as it should be, but for the length of its header if that is given."""
+    """The body and headers of the request; `length` replaces the length of its JSON header, if given."""
     head = json.dumps(raw.header).encode()
     said = len(head) if length is None else length
     return EncodedRequest(head + b"".join(raw.blobs), (f"{_LENGTH}: {said}",))
@@ -89,7 +89,7 @@ def wrong_tensor_type(random: Random, raw: RawRequest) -> EncodedRequest:
 
 
 def wrong_source(random: Random, raw: RawRequest) -> EncodedRequest:
-    """Data twice, nowhere, or in memory that nobody lent."""
+    """A tensor with data twice, nowhere, or in an unknown shared-memory region."""
     region = {"shared_memory_region": "r", "shared_memory_byte_size": random.choice((0, 4, -1, 2**63))}
     ways: tuple[Callable[[dict[str, Any]], object], ...] = (
         lambda given: given.update(data=[1]),
@@ -115,7 +115,7 @@ def _bombs() -> tuple[bytes, bytes]:
 
 
 def compressed(random: Random, raw: RawRequest) -> EncodedRequest:
-    """Rightly, wrongly, by another way than is said, or to far more than is allowed."""
+    """The body compressed: rightly, wrongly, by another algorithm than its header names, or to more than the limit."""
     body, headers = encode_request(raw)
     name = random.choice(("gzip", "deflate", "br", "gzip, deflate", "x"))
     ways = (

@@ -1,6 +1,6 @@
-"""Clients that leave: each asks one streaming door for a long answer, and is gone at a moment of its own.
+"""Clients that disconnect: each asks one streaming endpoint for a long answer, and leaves at its own moment.
 
-A visit is drawn from (seed, number) alone. Knows where to leave; not what the server makes of it.
+A client is drawn from (seed, number) alone. Knows the moments to leave, and nothing of the server.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _DOORS = ("generate_stream", "completions", "chat", "grpc")
 
 
 class LeaveMoment(StrEnum):
-    """When a visitor leaves."""
+    """The moment when a client leaves."""
 
     CONNECTED = "connected, nothing sent"
     HEAD = "in the middle of the head"
@@ -36,8 +36,8 @@ class LeaveMoment(StrEnum):
 
 
 class ClientPlan(NamedTuple):
-    """`abrupt`: with a reset, or a cancelled call, instead of a polite end. `events`: heard before leaving mid-stream,
-    `wait`: seconds to stay after sending, `share`: of head or body that is sent."""
+    """`abrupt`: with a reset or a cancelled call instead of a clean close. `events`: read before it leaves mid-stream;
+    `wait`: seconds to stay after sending; `share`: of head or body that it sends."""
 
     door: str
     moment: LeaveMoment
@@ -48,7 +48,7 @@ class ClientPlan(NamedTuple):
 
 
 def plan_client(seed: int, number: int) -> ClientPlan:
-    """The visit of this number."""
+    """The client of this number."""
     random = Random(f"{seed}:visit:{number}")
     door, moment = random.choice(_DOORS), random.choice(list(LeaveMoment))
     return ClientPlan(
@@ -68,7 +68,7 @@ def _question(door: str, model: str, new: int) -> tuple[str, bytes]:
 
 
 async def run_client(place: ServerAddress, model: str, asked: ClientPlan, channels: "GrpcChannels") -> None:
-    """Come, and leave. Raises `OSError` when there is nobody to visit."""
+    """Connect, ask and leave. Raises `OSError` without a server."""
     if asked.door == "grpc":
         await channels.visit(place, model, asked)
     else:
@@ -125,7 +125,7 @@ async def _event(reader: asyncio.StreamReader) -> bool:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Leave with RST instead of FIN."""
+    """Close with RST instead of FIN."""
     import socket
 
     connection: Any = writer.get_extra_info("socket")
@@ -135,7 +135,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 class GrpcChannels:
-    """gRPC channels of which each has a connection of its own; those that leave abruptly take it with them."""
+    """gRPC channels with a connection each, which an abrupt client closes with its channel."""
 
     async def visit(self, place: ServerAddress, model: str, asked: ClientPlan) -> None:
         import grpc

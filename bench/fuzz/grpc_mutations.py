@@ -1,4 +1,4 @@
-"""Mutants for the gRPC door: ModelInferRequests wrong in a field, and messages that are none.
+"""Mutants for the gRPC endpoints: ModelInferRequests with a wrong field, and bytes that are no message.
 
 A mutant is drawn from (seed, number) alone: each can be made again without those before it.
 """
@@ -36,7 +36,7 @@ class RpcMutant(NamedTuple):
 
 
 def valid_message(random: Random, model: str, streaming: bool) -> Message:
-    """A request that the door answers: the prompt as text or ids, raw or typed, with some settings."""
+    """A valid request: the prompt as text or ids, raw or typed, with some settings."""
     from tritonclient.grpc import service_pb2 as pb
 
     message = pb.ModelInferRequest(model_name=model, id="a")
@@ -98,7 +98,7 @@ def wrong_shape(random: Random, message: Message) -> None:
 
 
 def wrong_contents(random: Random, message: Message) -> None:
-    """Typed contents of any type, beside those or the raw ones that are there."""
+    """Typed contents of any type, in addition to those or the raw ones that are there."""
     field = random.choice(_TYPED)
     values: dict[str, Any] = {"bool_contents": True, "bytes_contents": b"\xff\xfe", "fp32_contents": float("nan")}
     values["fp64_contents"] = random.choice((float("nan"), float("inf"), 1e308))
@@ -129,7 +129,7 @@ def repeated_part(random: Random, message: Message) -> None:
 
 
 def wrong_parameter(random: Random, message: Message) -> None:
-    """On the request, an input or an output; with a value of any kind, or of none."""
+    """A parameter of the request, an input or an output, with a value of any kind or none."""
     owners = (message, message, message, _some(random, message.inputs), _some(random, message.outputs))
     shared = ("shared_memory_region", "shared_memory_byte_size", "classification", "binary_data", "\0")
     parameter = random.choice(owners).parameters[random.choice((*FIELDS, *shared))]
@@ -175,13 +175,13 @@ def random_message(random: Random, data: bytes) -> bytes:
 
 
 def unknown_message_fields(random: Random, data: bytes) -> bytes:
-    """Fields 900 and on, of every wire type, groups that never end among them."""
+    """Fields from 900 on of every wire type, groups without an end among them."""
     tags = (b"\xa0\x38\x01", b"\xa1\x38" + bytes(8), b"\xa2\x38\x03abc", b"\xa3\x38", b"\xa3\x38\xa4\x38", b"\xa7\x38")
     return data + b"".join(random.choices(tags, k=random.choice((1, 3, 1000))))
 
 
 def other_message(random: Random, data: bytes) -> bytes:
-    """A valid message of another kind, or the same one twice, which merges."""
+    """A valid message of another kind, or the same one twice, which protobuf merges."""
     nested = data
     for _ in range(random.choice((1, 50, 120))):
         nested = b"\x2a" + _varint(len(nested)) + nested

@@ -1,6 +1,6 @@
-"""Requests that are small to send and large to read: the list grows with each that somebody thinks of.
+"""Requests that are small to send and large to read, for each kind of body that a server parses.
 
-Bodies have the sizes that they are asked for; nothing here knows what a server does with them.
+Bodies have the sizes that the caller asks for; knows nothing of what a server does with them.
 """
 
 import json
@@ -25,7 +25,7 @@ _LENGTH = "Inference-Header-Content-Length"
 
 
 class Attack(NamedTuple):
-    """A request. `path`: empty for gRPC's ModelInfer; `body` makes it, anew each time."""
+    """One request. `path`: empty for gRPC's ModelInfer; `body` makes it, anew each time."""
 
     name: str
     path: str
@@ -34,19 +34,19 @@ class Attack(NamedTuple):
 
     @property
     def internal(self) -> bool:
-        """v2 has it that this is no fault of the client's."""
+        """Whether v2 counts the error as the server's."""
         return self.name in ("infer: floats of another shape", "infer: empty arrays")
 
 
 def attacks(json_size: int, raw_size: int) -> Iterator[Attack]:
-    """JSON of about `json_size` bytes, raw tensors of `raw_size`."""
+    """All attacks, with JSON of about `json_size` bytes and raw tensors of `raw_size`."""
     yield from _of_json(json_size - 4096)
     yield from _of_raw(raw_size - 4096)
     yield from _of_grpc(raw_size - 65536)
 
 
 def _filled(document: Any, item: str, size: int, last: str | None = None) -> bytes:
-    """The document with so many of `item`, apart by commas, that it is about as long as `size`."""
+    """The document with as many of `item`, separated by commas, as make it about `size` bytes long."""
     text = json.dumps(document)
     count = size // (len(item) + 1)
     inside = ",".join([item] * count) if last is None else ",".join([item] * count + [last])
@@ -54,7 +54,7 @@ def _filled(document: Any, item: str, size: int, last: str | None = None) -> byt
 
 
 def _numbered(document: Any, item: str, size: int) -> bytes:
-    """The same; each item says its number."""
+    """As `_filled`, each item with its number."""
     count = size // (len(item) + 6)
     return json.dumps(document).replace(f'"{_HERE}": 0', ",".join([item % n for n in range(count)])).encode()
 
@@ -75,7 +75,7 @@ def _of_json(size: int) -> Iterator[Attack]:
         return Attack(name, path, lambda: _numbered(document, item, size))
 
     def long(name: str, path: str, document: Any, part: str) -> Attack:
-        """One string."""
+        """A body with one long string."""
         text = json.dumps(document)
         return Attack(name, path, lambda: text.replace(_HERE, part * (size // len(part))).encode())
 

@@ -1,4 +1,4 @@
-"""Mutants for the HTTP doors: whole requests, wrong in the body or in how the body is sent.
+"""Mutants for the HTTP endpoints: whole requests, wrong in the body or in its framing.
 
 A mutant is drawn from (seed, number) alone: each can be made again without those before it.
 """
@@ -20,14 +20,14 @@ _BINARY_SHARE = 0.6
 
 
 class ValidRequest(NamedTuple):
-    """A request that a door answers."""
+    """A valid request to one endpoint."""
 
     path: str
     body: Tree
 
 
 class HttpMutant(NamedTuple):
-    """`wire` is all that is sent. `unframed`: nobody could tell where it ends, and hanging up is an answer too."""
+    """`wire`: all bytes. `unframed`: its end is undefined, so closing the connection is an answer too."""
 
     kind: str
     path: str
@@ -36,7 +36,7 @@ class HttpMutant(NamedTuple):
 
 
 def valid_requests(model: str, identity: str = "") -> tuple[ValidRequest, ...]:
-    """One or two for every door that takes a body, of a language model and of one that gives back what it gets."""
+    """One or two requests for every endpoint that takes a body, to a language model and an identity model."""
     return (*_of_language(model), *_of_control(model), *(_of_identity(identity) if identity else ()))
 
 
@@ -71,7 +71,7 @@ def _of_language(model: str) -> tuple[ValidRequest, ...]:
 
 
 def _of_control(model: str) -> tuple[ValidRequest, ...]:
-    """Nothing that changes what the proof sees: the log stays as it is."""
+    """Requests to control endpoints that change nothing that the proof observes, such as the log."""
     return (
         ValidRequest("/v2/repository/index", {"ready": True}),
         ValidRequest(
@@ -111,12 +111,12 @@ def http_mutant(valid: tuple[ValidRequest, ...], seed: int, number: int) -> Http
 
 
 def request(path: str, body: bytes, *headers: str) -> bytes:
-    """A POST as it should be."""
+    """A valid POST."""
     return head(path, f"Content-Length: {len(body)}", *headers) + body
 
 
 def head(path: str, *headers: str) -> bytes:
-    """What comes before a body. The connection is for one request: an answer ends with it."""
+    """The head of a POST. The connection is for one request: an answer ends with it."""
     lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers, "", "")
     return "\r\n".join(lines).encode("latin-1")
 

@@ -1,7 +1,6 @@
-"""JSON bodies made wrong, one way at a time: as a tree, as a text, as bytes.
+"""Malformed JSON bodies, each wrong in one way: as a tree, as a text, as bytes.
 
-Every mutation takes its chances from the `Random` that it is given: the same one makes the same body. Knows nothing of
-HTTP, and of the doors only what a valid body looks like.
+Every mutation draws from the `Random` that its caller gives: an equal one makes an equal body. Knows nothing of HTTP.
 """
 
 import json
@@ -77,7 +76,7 @@ def swapped_fields(random: Random, tree: Tree) -> None:
 
 
 def another_field(random: Random, tree: Tree) -> None:
-    """One that some door knows, with a value that may even be right."""
+    """A field that some endpoint knows, with a value that may even be valid."""
     tree[random.choice(FIELDS)] = deepcopy(random.choice(STRANGE + HUGE))
 
 
@@ -94,7 +93,7 @@ def deep_nesting(random: Random, tree: Tree) -> None:
 
 
 def grown(random: Random, tree: Tree) -> None:
-    """A value a thousand times over."""
+    """The body with one value repeated a thousand times."""
     holder, key = _any_spot(random, tree)
     value = holder.get(key, "") if isinstance(holder, dict) else holder[key]
     times = random.choice((100, 1000))
@@ -109,7 +108,7 @@ OF_THE_TREE_ONCE = (deep_nesting, grown)
 
 
 def _literals(text: str) -> list[int]:
-    """Where a value may begin: behind a colon or at the opening of a list."""
+    """The positions where a value may begin: behind a colon or at the opening of a list."""
     return [at + 1 for at, letter in enumerate(text) if letter in ":["] or [0]
 
 
@@ -133,7 +132,7 @@ def lone_surrogate(random: Random, text: str) -> str:
 
 
 def deep_text(random: Random, text: str) -> str:
-    """Nesting that no tree of ours could hold."""
+    """Nesting too deep for a tree."""
     depth = random.choice((1_000, 5_000, 100_000))
     opening, closing = random.choice((("[", "]"), ('{"x":', "}")))
     whole = random.random() < 0.5

@@ -1,4 +1,4 @@
-"""A scheduler trial driven at random: who comes, who leaves, when a step is planned and when its result arrives."""
+"""Random calls for a scheduler trial: arrivals, aborts, planned steps and their results."""
 
 from random import Random
 
@@ -6,7 +6,7 @@ from .scheduler_trial import SchedulerTrial
 
 
 def drive_randomly(trial: SchedulerTrial, random: Random, operations: int) -> None:
-    """Random calls until there were `operations` of them, then drain. Busy phases alternate with quiet ones."""
+    """Make random calls until there were `operations` of them, then drain. Busy phases alternate with quiet ones."""
     longest = trial.longest()
     while trial.operations < operations:
         rush = 0.4 if trial.operations // 200 % 2 else 0.05

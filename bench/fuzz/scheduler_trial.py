@@ -1,7 +1,7 @@
-"""A scheduler, its cache and the fake executor put through any interleaving, everything checked after every call.
+"""A scheduler, its cache and the fake executor under any interleaving of calls, checked after each.
 
-Shared by the tests (random and under hypothesis) and by `bench.proof_scheduler`. Knows what each sequence must give:
-the fake's next token is the last one plus one, so every token of every sequence is known beforehand.
+Used by the tests (random and under hypothesis) and by `charonia.bench.proofs.scheduler`. The fake's next token is the
+last one plus one, so every token of every sequence is known beforehand.
 """
 
 from collections import Counter, deque
@@ -26,8 +26,8 @@ FAMILY = 250  # a family's prompts are prefixes of one stream, so they share blo
 
 @dataclass(slots=True)
 class ExpectedSequence:
-    """What a sequence has yet to give. In plans: when it arrived, until when newcomers may overtake it, and when it
-    must have been admitted. `work`: plans it needs for itself. Of its prompt's tokens from position `scored` on, up to
+    """The tokens that a sequence has yet to give. In plans: when it arrived, until when newcomers may overtake it, and
+    when it must have been admitted. `work`: plans it needs for itself. Of its prompt's tokens from position `scored` to
     `prompt`, scores are to come."""
 
     tokens: deque[int]
@@ -42,9 +42,9 @@ class ExpectedSequence:
 
 
 class SchedulerTrial:
-    """Each verb is one call of the scheduler or the cache, then a check of everything; `operations` counts them.
+    """Each method is one call of the scheduler or the cache, then a check of everything; `operations` counts them.
 
-    A verb raises AssertionError when anything is not as it must be.
+    A method raises AssertionError when a check fails.
     """
 
     def __init__(self, world: SchedulerWorld, seed: int = 0) -> None:
@@ -75,7 +75,7 @@ class SchedulerTrial:
         return len(self._flights)
 
     def longest(self) -> int:
-        """Tokens, prompt and new ones, that a sequence may have here."""
+        """The tokens, prompt and new ones, that a sequence may have here."""
         return min(self.world.scheduler.max_model_len, self.world.blocks * self.world.block_size)
 
     def arrive(
@@ -90,8 +90,8 @@ class SchedulerTrial:
         scored: bool = False,
         max_in_flight: int = 0,
     ) -> int:
-        """A sequence of `prompt` tokens of a family; `stop`: which of its new tokens is a stop token, from 1. `scored`:
-        it wants to know of its prompt's tokens what the model gave them."""
+        """Add a sequence with `prompt` tokens of a family. `stop`: which of its new tokens is a stop token, from 1;
+        `scored`: it asks for the log-probabilities of its prompt."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
         tokens = np.arange(first, first + prompt, dtype=np.int32)
@@ -152,7 +152,7 @@ class SchedulerTrial:
         return self._work(self.longest(), min(self.world.outputs, self.longest()))
 
     def _burden_others(self, work: int) -> None:
-        """Whoever a newcomer may overtake has to wait for it as well."""
+        """Extend the deadlines of the sequences that a newcomer may overtake."""
         if self.world.tenants > 1:
             work = RANK_ONLY_INTERVAL * self._longest_work()
         for expected in self.expected.values():
@@ -160,7 +160,7 @@ class SchedulerTrial:
                 expected.deadline += work
 
     def leave(self, key: int) -> None:
-        """Abort; from here on nothing may be heard of it."""
+        """Abort a sequence; no update may mention it any more."""
         del self.expected[key]
         self.scheduler.abort([key])
         self._check()
@@ -188,7 +188,7 @@ class SchedulerTrial:
         assert all(in_flight[row] < cap for row in plan.rows.tolist()), "a row is in too many plans"
 
     def apply(self) -> StepUpdates | None:
-        """The oldest result arrives, if there is one."""
+        """Apply the oldest result in flight, if there is one."""
         if not self._flights:
             return None
         plan, result = self._flights.popleft()
@@ -204,7 +204,7 @@ class SchedulerTrial:
         return updates
 
     def _seconds(self, plan: StepPlan) -> float | None:
-        """Any part of it may be noise."""
+        """The measured time of a step, of which any part may be noise."""
         steady = 0.01 + self.world.token_seconds * plan.tokens
         return steady * self._random.uniform(0.3, 3) if self.world.token_seconds else None
 
@@ -227,7 +227,7 @@ class SchedulerTrial:
                 assert next(tokens) == expected.tokens.popleft(), f"{key} got another token than last + 1"
 
     def _take_scores(self, updates: StepUpdates) -> None:
-        """Every token once, in order; each is the one that follows the one before."""
+        """Check that each token comes once, in order, and follows the one before."""
         for key, scores in updates.prompt_logprobs:
             expected, found = self.expected[key], scores.to_list()
             assert scores.start == expected.scored, f"{key} got scores twice, or not all"
@@ -235,7 +235,8 @@ class SchedulerTrial:
             expected.scored += len(found)
 
     def drain(self) -> list[int]:
-        """Run until nothing is left, then nothing may be held; the keys that were admitted on the way, in order."""
+        """Run until nothing is left, then check that nothing is held; returns the keys that were admitted meanwhile, in
+        order."""
         admitted: list[int] = []
         while self.scheduler.has_work:
             self.schedule()

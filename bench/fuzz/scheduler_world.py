@@ -1,4 +1,4 @@
-"""What a trial of the scheduler runs in: sizes, rules and habits, chosen or drawn. Knows nothing of trials."""
+"""The sizes, rules and load of a scheduler trial, chosen or drawn. Knows nothing of trials."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -12,9 +12,10 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerWorld:
-    """What a trial runs in. `live`: sequences it lets in at once. Of a rambling trial's prompts, `long_prompts` may be
-    of any length; `outputs`: the most new tokens it asks for. `tenants`: how many there are; each weighs twice the one
-    before. `token_seconds`: what the scheduler is told that a token of a step takes, more or less; 0 tells nothing."""
+    """The sizes, rules and load of a trial. `live`: sequences that it adds at once. Of a random trial's prompts,
+    `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for. `tenants`: their number; each
+    weighs twice the one before. `token_seconds`: the time of a token that the scheduler is told, roughly; 0 for none.
+    """
 
     blocks: int = 24
     block_size: int = 4
@@ -54,7 +55,7 @@ class SchedulerWorld:
         )
 
     def staged(self, stages: int) -> "SchedulerWorld":
-        """The same over a pipeline, as a step loop has it scheduled; one stage is as drawn."""
+        """The same over a pipeline, as a step loop schedules it; unchanged for one stage."""
         if stages == 1:
             return self
         scheduler = msgspec.structs.replace(self.scheduler, ahead=stages - 1, in_flight_per_sequence=1)

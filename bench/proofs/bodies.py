@@ -1,9 +1,9 @@
-"""Ten thousand requests that are wrong, and none of them hurts: `python -m charonia.bench.proofs.bodies`.
+"""Ten thousand malformed requests leave a server unharmed: `python -m charonia.bench.proofs.bodies`.
 
-Mutants of valid requests go to every door that takes one, a third of them over gRPC. Each must be answered or hung up
-on within a bound, none with a fault of the server's (5xx; over gRPC INTERNAL, UNKNOWN and the like), none with a
-traceback in its log; and afterwards it still serves, and its memory has not grown. The core computes: its weights are
-random.
+Mutants of valid requests go to every endpoint that takes a body, a third of them over gRPC. Each must be answered or
+its connection closed within a bound, none with an error of the server's (5xx; over gRPC INTERNAL, UNKNOWN and the
+like), none with a traceback in the log; afterwards the server still serves, and its memory has not grown. The engine
+core computes with random weights.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ app = App(name="python -m charonia.bench.proofs.bodies", help=__doc__)
 
 
 class FuzzTargets(NamedTuple):
-    """A language model, and one of the backend `identity` if there is one."""
+    """The models under test: a language model and, if it is there, one of the backend `identity`."""
 
     model: str
     identity: str = ""
@@ -58,7 +58,7 @@ class BodiesResult(NamedTuple):
 async def send_mutants(
     place: ServerAddress, targets: FuzzTargets, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
 ) -> BodiesResult:
-    """Send the mutants of these numbers, some at a time, and look at the server's processes in between."""
+    """Send the mutants of these numbers, several at a time, and sample the memory of the server's processes."""
     model = targets.model
     valid, remaining, rpc = valid_requests(model, targets.identity), iter(numbers), RpcSender(place)
     found, every = BodiesResult([], []), max(1, len(numbers) // LOOKS)
@@ -94,7 +94,7 @@ def tracebacks(place: ServerAddress) -> list[str]:
 
 
 def memory(looks: list[BodiesSample]) -> dict[str, Trend]:
-    """How the memory of the frontend and of the core went, in bytes."""
+    """The trends of the frontend's and the engine core's memory, in bytes."""
     done = [look.done for look in looks]
     return {
         "frontend": trend(done, [look.seen.frontend.rss for look in looks]),
@@ -103,7 +103,7 @@ def memory(looks: list[BodiesSample]) -> dict[str, Trend]:
 
 
 def show(console: Console, found: BodiesResult, trends: dict[str, Trend]) -> None:
-    """The table of what was answered to what, and the figures."""
+    """Print the table of outcomes by mutation, and the figures."""
     answers = sorted({verdict.answer for verdict in found.verdicts})
     table = Table("mutation", "sent", *answers)
     counts = Counter((verdict.kind, verdict.answer) for verdict in found.verdicts)
@@ -118,7 +118,7 @@ def show(console: Console, found: BodiesResult, trends: dict[str, Trend]) -> Non
 
 
 def format_memory(each: Trend) -> str:
-    """Memory and its growth, for people."""
+    """Memory and its growth as text."""
     mib = 1 << 20
     word = "flat" if each.flat else "GROWS"
     return f"{each.mean / mib:.1f} MiB, grew {each.growth / mib:+.2f} MiB, noise {each.noise / mib:.2f} MiB: {word}"
@@ -126,7 +126,7 @@ def format_memory(each: Trend) -> str:
 
 @app.default
 def main(count: int = 10_000, seed: int = 0, first: int = 0) -> None:
-    """Send `count` mutants from number `first` on; the exit code tells whether all was well."""
+    """Send `count` mutants from number `first` on; the exit code is 0 if every check held."""
     console = Console()
     with tiny_server("--http-max-input-size", str(LIMIT)) as place, Progress(console=console) as progress:
         task = progress.add_task("mutants", total=count)

@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.01
 
 
 def record(folder: Path) -> None:
-    """Begin to watch this process for as long as it lives."""
+    """Begin to record this process, for as long as it lives."""
     seen: set[CodeType] = set()
     on = False
 

@@ -1,10 +1,9 @@
-"""Two thousand streams whose clients leave, and nothing of them stays: `python -m charonia.bench.proofs.disconnects`.
+"""Two thousand clients disconnect and leave nothing behind: `python -m charonia.bench.proofs.disconnects`.
 
-Clients ask every streaming door, many at a time, and leave at random moments: before they sent anything, midway in
-head or body, before the first event, in the stream, behind it; politely or with a reset. Then the server must
-hold what it held before: no request, no block, no descriptor, no socket, no thread, no process, no memory. It must
-have counted an end for each request that it read, still serve, and, as nothing is left to finish, leave at once when
-told to.
+Clients ask every streaming endpoint, many at a time, and leave at random moments: before they send anything, midway in
+head or body, before the first event, in the stream, behind it; with a clean close or a reset. Afterwards the server
+must hold what it held before: no request, block, descriptor, socket, thread, process or memory more. It must have
+counted an end for each request that it read, still serve, and shut down at once, as nothing is left to finish.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ app = App(name="python -m charonia.bench.proofs.disconnects", help=__doc__)
 
 
 class DisconnectsResult(NamedTuple):
-    """What was there before and after the visits, and how the requests of these ended, by the server's count."""
+    """The server's resources before and after the disconnects, and the outcomes that it counted."""
 
     visits: Sequence[ClientPlan]
     before: ServerStats
@@ -52,7 +51,7 @@ class DisconnectsResult(NamedTuple):
 
     @property
     def faults(self) -> list[str]:
-        """What is left of those who left."""
+        """What the disconnects left behind."""
         whole = sum(
             each.moment not in (LeaveMoment.CONNECTED, LeaveMoment.HEAD, LeaveMoment.BODY) for each in self.visits
         )
@@ -71,10 +70,10 @@ class DisconnectsResult(NamedTuple):
 async def run_disconnects(
     place: ServerAddress, model: str, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
 ) -> DisconnectsResult:
-    """Pay the visits of these numbers, and wait until the server is idle.
+    """Run the clients of these numbers, and wait until the server is idle.
 
     Raises:
-        Unavailable: it does not get idle.
+        Unavailable: it does not become idle.
     """
     await _pay_all(place, model, [plan_client(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))], tell)
     counted = (await until_idle(place)).outcomes()
@@ -85,7 +84,7 @@ async def run_disconnects(
 
 
 async def _at_rest(place: ServerAddress) -> ServerStats:
-    """What it holds when its connections are closed: as soon as two looks agree."""
+    """The server's resources once its connections are closed: when two readings agree."""
     last = read_server_stats(place)
     while True:
         await asyncio.sleep(0.3)
@@ -109,7 +108,7 @@ async def _pay_all(place: ServerAddress, model: str, visits: Sequence[ClientPlan
 
 
 def shutdown_seconds(place: ServerAddress) -> float:
-    """Seconds the server takes to end when it is asked to; endless where it does not."""
+    """The time that a server takes to end after SIGTERM, in seconds; infinite if it does not."""
     assert place.pid is not None
     asked = time.monotonic()
     os.kill(place.pid, signal.SIGTERM)
@@ -127,7 +126,7 @@ def _ended(pid: int) -> bool:
 
 
 def show(console: Console, remains: DisconnectsResult) -> None:
-    """Who left when; what was held before and after."""
+    """Print the moments of the disconnects, and the resources before and after."""
     counts = Counter((each.moment, each.door) for each in remains.visits)
     doors = sorted({door for _, door in counts})
     left = Table("left", *doors)
@@ -146,7 +145,7 @@ def show(console: Console, remains: DisconnectsResult) -> None:
 
 
 def grown_processes(remains: DisconnectsResult) -> list[str]:
-    """Whose memory has grown by more than noise."""
+    """The processes whose memory has grown by more than noise."""
     before, after = remains.before, remains.after
     pairs = {"frontend": (before.frontend.rss, after.frontend.rss), "core": (before.cores[0].rss, after.cores[0].rss)}
     return [f"{who} grew by {now / then - 1:.0%}" for who, (then, now) in pairs.items() if now > then * (1 + _GROWTH)]
@@ -154,7 +153,7 @@ def grown_processes(remains: DisconnectsResult) -> list[str]:
 
 @app.default
 def main(count: int = 2_000, seed: int = 0) -> None:
-    """Pay `count` visits after the warm-up; the exit code tells whether nothing stayed."""
+    """Run `count` clients after the warm-up; the exit code is 0 if nothing was left behind."""
     console = Console()
     with fake_server(ENGINE) as place:
         with Progress(console=console) as progress:

@@ -1,7 +1,7 @@
-"""One tenant floods, the other hardly notices: `python -m charonia.bench.proofs.fairness`.
+"""A tenant that floods a server hardly slows another: `python -m charonia.bench.proofs.fairness`.
 
-Two tenants with a key each ask a real server over the fake executor. First each offers half of what saturates it, then
-one of them offers ten times what saturates it; the other's median time to the first token may grow by half.
+Two tenants with a key each ask a real server over the fake executor. First each offers half of the saturating rate,
+then one of them offers ten times that rate; the other's median time to the first token may grow by half.
 """
 
 import sys
@@ -28,7 +28,8 @@ app = App(name="python -m charonia.bench.proofs.fairness", help=__doc__)
 
 
 def quiet_tenant_ttft(place: ServerAddress, rate: float, other: float, seconds: float) -> float:
-    """The quiet tenant's median seconds to the first token at `rate` requests a second, beside `other` of the other."""
+    """The quiet tenant's median time to the first token in seconds, at `rate` requests a second beside `other` a second
+    of the other tenant."""
     quiet, flooding = (
         open_load(place, SHAPE, each, seconds, seed, key)
         for each, seed, key in ((rate, 1, QUIET), (other, 2, FLOODING))
@@ -46,7 +47,7 @@ def _told(records: list[LoadRecord]) -> str:
 
 @app.default
 def main(seconds: float = 30.0) -> None:
-    """Measure for `seconds` each; the exit code tells whether the bound held."""
+    """Measure each load for `seconds`; the exit code is 0 if the bound held."""
     with fake_server(ENGINE, *FLAGS) as place:
         rate = saturating_rate(place, SHAPE, 3 * ROWS, seconds / 3, QUIET)
         print(f"saturated at {rate:.1f} requests a second")

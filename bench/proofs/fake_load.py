@@ -1,6 +1,6 @@
-"""What the proofs under load share: a server of our own over a fake model, and loads put to it by several tenants.
+"""A server over a fake model and loads of several tenants, for the proofs under load.
 
-The fake executor makes a step take a known time, so that capacity is known too and no machine's speed is measured.
+A step of the fake executor takes a known time, so the capacity is known too, and no machine's speed is measured.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from ..server_process import ServerAddress, own_server
 
 @contextmanager
 def fake_server(parameters: Mapping[str, object], *flags: str) -> Iterator[ServerAddress]:
-    """A server over the fake model, set up with `parameters`, and gone in the end."""
+    """A server over the fake model with these `parameters`; a context manager that stops it."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = write_repository(Path(directory) / "models", parameters)
         with own_server("--model-repository", str(repository), *flags) as place:
@@ -28,7 +28,7 @@ def fake_server(parameters: Mapping[str, object], *flags: str) -> Iterator[Serve
 
 
 class RequestShape(NamedTuple):
-    """Tokens of every request."""
+    """The numbers of tokens of every request."""
 
     prompt: int
     new: int
@@ -37,7 +37,7 @@ class RequestShape(NamedTuple):
 def open_load(
     place: ServerAddress, shape: RequestShape, rate: float, seconds: float, seed: int, api_key: str = ""
 ) -> LoadRun:
-    """`rate` requests a second on average, arriving at random."""
+    """A load of `rate` requests a second on average, with random arrivals."""
     arrivals = poisson(rate, round(2 * rate * seconds) + 100, seed)
     return _load(place, due_within(uniform_jobs(arrivals, *shape), seconds), LoopMode(), seed, api_key)
 
@@ -45,7 +45,7 @@ def open_load(
 def closed_load(
     place: ServerAddress, shape: RequestShape, concurrency: int, seconds: float, api_key: str = ""
 ) -> LoadRun:
-    """So many requests at a time."""
+    """A load of so many concurrent requests."""
     jobs = uniform_jobs([0.0] * 100_000, *shape)
     return _load(place, jobs, LoopMode(concurrency=concurrency, duration=seconds), 0, api_key)
 
@@ -61,12 +61,12 @@ def _load(place: ServerAddress, jobs: list[PlannedRequest], pace: LoopMode, seed
 
 
 def run_load(load: LoadRun) -> list[LoadRecord]:
-    """What came of a load."""
+    """The result of one load."""
     return [record for outcome in run(load) for record in outcome.records]
 
 
 def run_concurrently(loads: Sequence[LoadRun]) -> list[list[LoadRecord]]:
-    """What came of several loads put at the same time, in their order."""
+    """The results of several loads that run at the same time, in their order."""
     with ThreadPoolExecutor(len(loads)) as threads:
         return list(threads.map(run_load, loads))
 
@@ -74,7 +74,8 @@ def run_concurrently(loads: Sequence[LoadRun]) -> list[list[LoadRecord]]:
 def saturating_rate(
     place: ServerAddress, shape: RequestShape, concurrency: int, seconds: float, api_key: str = ""
 ) -> float:
-    """Requests a second that are served while somebody always waits; the start and the end are left out."""
+    """The requests a second that a server completes while requests always wait, without the start and the end of the
+    load."""
     records = run_load(closed_load(place, shape, concurrency, seconds, api_key))
     ends = [record.ended for record in records if record.status == OK and seconds / 4 <= record.ended <= seconds]
     return len(ends) / (seconds * 3 / 4)

@@ -1,7 +1,7 @@
-"""Families of decoders that are hard on a cache, token for token: `python -m charonia.bench.proofs.families`.
+"""The decoders that are hardest on a cache, token for token: `python -m charonia.bench.proofs.families`.
 
-Attention sinks, and keys and values of unequal size or number. Of each family a tiny model with random weights computes
-greedily, by transformers.generate and by the engine, over a cache that is too small for all: cut prompts, prefix hits,
+Attention sinks, and keys and values of unequal size or number. A tiny model of each family with random weights
+generates greedily, by transformers and by the engine with a cache that is too small: cut prompts, prefix hits,
 preemption, a step ahead.
 """
 
@@ -85,7 +85,7 @@ app = App(name="python -m charonia.bench.proofs.families", help=__doc__)
 
 
 def faults(family: str, directory: Path, device: str = "cpu") -> Iterator[str]:
-    """What is wrong with a family, of which a checkpoint is made in `directory`."""
+    """The differences of one family, whose checkpoint is made in `directory`."""
     write_random(directory, _TINY | FAMILIES[family] | {"model_type": family})
     prompts = _prompts()
     outcome, plans = _served(directory, device, prompts)
@@ -141,7 +141,7 @@ def _generated(directory: Path, device: str, prompts: list[list[int]]) -> Iterat
 
 @app.default
 def main(device: str = "cpu") -> None:
-    """Compare all families on `device`; the exit code tells whether all are equal."""
+    """Compare all families on `device`; the exit code is 0 if all are equal."""
     broken = 0
     for family in FAMILIES:
         with TemporaryDirectory() as scratch:

@@ -1,8 +1,8 @@
-"""The engine core is killed every ten seconds under load, and nobody is lost: `python -m charonia.bench.proofs.kills`.
+"""The engine core is killed again and again under load: `python -m charonia.bench.proofs.kills`.
 
-Clients of all streaming doors ask at random moments while the core gets SIGKILL again and again. Every stream must end
-with its whole result or with an error that says so; the server must have counted the same ends as the clients; it must
-be ready again before the next kill; and afterwards no process, zombie, descriptor or socket may be left of dead cores.
+Clients of all streaming endpoints ask at random moments while the core gets SIGKILL again and again. Every stream must
+end with its whole result or with an error; the server must have counted the same ends as the clients; it must be ready
+again before the next kill; and afterwards no process, zombie, descriptor or socket of dead cores may be left.
 """
 
 import asyncio
@@ -42,15 +42,15 @@ app = App(name="python -m charonia.bench.proofs.kills", help=__doc__)
 
 
 class KillTarget(NamedTuple):
-    """The model that is asked, and those of the server's processes of which one dies at a time."""
+    """The model under load, and the processes of the server of which one is killed at a time."""
 
     model: str
     pids: Callable[[ServerAddress], list[int]]
 
 
 class KillsResult(NamedTuple):
-    """What came of everything. `away`: seconds from each kill until the server was ready again; `outcomes`: the ends
-    that the server counted."""
+    """The result of a run. `away`: seconds from each kill until the server was ready again; `outcomes`: the ends that
+    the server counted."""
 
     records: Sequence[LoadRecord]
     away: Sequence[float]
@@ -65,12 +65,12 @@ class KillsResult(NamedTuple):
 
     @property
     def told(self) -> int:
-        """Those who heard that they get nothing, or nothing more."""
+        """The number of clients that were told of an error."""
         return sum(_told(record) for record in self.records)
 
     @property
     def faults(self) -> list[str]:
-        """What was lost."""
+        """The failed checks."""
         lost = Counter(_fate(each) for each in self.records if not (_answered(each) or _told(each)))
         found = [f"{count} streams ended otherwise: {status}" for status, count in lost.items()]
         counted = Counter({_WORDS.get(name, name): 0 for name in self.outcomes})
@@ -115,8 +115,8 @@ def run_kills(
     tell: Callable[[str], None] = lambda line: None,
     quarry: KillTarget = CORE,
 ) -> KillsResult:
-    """Ask `rate` times a second while one of the `quarry` dies at these seconds; after the last as long as before the
-    first.
+    """Ask `rate` times a second, and kill one of the `quarry` at these seconds; after the last kill the load goes on
+    for as long as before the first.
 
     Raises:
         Unavailable: the server was not ready again within `patience` seconds.
@@ -136,7 +136,7 @@ def run_kills(
 
 
 async def _tried(place: ServerAddress, patience: float, tell: Callable[[str], None], quarry: KillTarget) -> None:
-    """Everything once before the first census: every door asked, and a core lost."""
+    """A warm-up before the first census: every endpoint is asked, and a core killed."""
     with ThreadPoolExecutor(len(DOORS)) as threads:
         list(threads.map(run, (_load(place, door, 8, 1, -1 - seed, quarry) for seed, door in enumerate(DOORS))))
     tell("killing one before it counts")
@@ -170,7 +170,8 @@ def _kill_at(
 
 
 def _begun(place: ServerAddress, patience: float) -> float:
-    """When the first request runs: generators take a while to start, and a kill that meets nobody proves nothing."""
+    """The time when the first request runs: generators take a while to start, and a kill without requests proves
+    nothing."""
     deadline = time.monotonic() + patience
     while not scrape(place).total("charonia_requests_running") and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -178,10 +179,10 @@ def _begun(place: ServerAddress, patience: float) -> float:
 
 
 def kill(place: ServerAddress, patience: float, quarry: KillTarget = CORE) -> float:
-    """Kill one of the quarry; seconds until another core serves.
+    """Kill one process of the quarry; returns the seconds until its successor serves.
 
     Raises:
-        Unavailable: there was none to kill, or none came within `patience` seconds.
+        Unavailable: there was none to kill, or no successor within `patience` seconds.
     """
     cores, quarry_pids = living_cores(place), quarry.pids(place)
     if not quarry_pids:
@@ -204,7 +205,7 @@ def _restarts(seen: MetricsScrape) -> float:
 
 
 def show(console: Console, aftermath: KillsResult) -> None:
-    """How the streams ended, as the clients saw it; and what was lost."""
+    """Print the ends of the streams as the clients saw them, and what was lost."""
     table = Table("ended", "streams")
     for status, count in Counter(record.status for record in aftermath.records).most_common():
         table.add_row(status, str(count))
@@ -221,7 +222,7 @@ def show(console: Console, aftermath: KillsResult) -> None:
 
 @app.default
 def main(seconds: float = 120.0, every: float = 10.0, rate: float = 40.0) -> None:
-    """Kill for so many `seconds`; the exit code tells whether nothing was lost."""
+    """Kill for so many `seconds`; the exit code is 0 if nothing was lost."""
     console = Console()
     with fake_server(ENGINE) as place, Progress(console=console) as progress:
         task = progress.add_task("under load", total=None)

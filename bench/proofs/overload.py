@@ -1,7 +1,7 @@
-"""Ten times too much to do, and as much done as ever: `python -m charonia.bench.proofs.overload`.
+"""Goodput under ten times the capacity is as high as ever: `python -m charonia.bench.proofs.overload`.
 
-A rate sweep over a real server with the fake executor finds the highest goodput; then ten times what saturates it
-arrives for a minute. Goodput must be at least 90 % of the highest, and 99 of 100 refusals take less than 50 ms.
+A rate sweep over a real server with the fake executor finds the highest goodput; then requests arrive at ten times the
+saturating rate for a minute. Goodput must be at least 90 % of the highest, and 99 of 100 refusals take less than 50 ms.
 """
 
 import sys
@@ -37,18 +37,18 @@ app = App(name="python -m charonia.bench.proofs.overload", help=__doc__)
 
 
 def goodput(records: Sequence[LoadRecord], seconds: float) -> float:
-    """Requests a second that kept the objective and ended while the load went on; its first quarter is left out."""
+    """The requests a second that met the objective and ended during the load, without its first quarter."""
     good = [record for record in records if OBJECTIVE.kept_by(record) and seconds / 4 <= record.ended <= seconds]
     return len(good) / (seconds * 3 / 4)
 
 
 def refusals(records: Sequence[LoadRecord]) -> list[float]:
-    """Seconds each refusal took."""
+    """The seconds that each refusal took."""
     return [record.ended - record.sent for record in records if record.status == REFUSED]
 
 
 class OverloadResult(NamedTuple):
-    """Good requests a second: the most of the sweep, and under overload; and what came of each request then."""
+    """Goodput in requests a second, the highest of the sweep and under overload, and the requests of the latter."""
 
     highest: float
     reached: float
@@ -60,12 +60,12 @@ class OverloadResult(NamedTuple):
 
     @property
     def slowest(self) -> float:
-        """Seconds within which 99 of 100 refusals came."""
+        """The 99th percentile of the refusals' seconds."""
         return float(np.percentile(refusals(self.records), 99))
 
 
 def overload(place: ServerAddress, seconds: float, sweep_seconds: float) -> OverloadResult:
-    """Sweep the rates, each for `sweep_seconds`, then overload for `seconds`."""
+    """Sweep the rates for `sweep_seconds` each, then overload for `seconds`."""
     rate = saturating_rate(place, SHAPE, ROWS + 8, sweep_seconds)
     print(f"saturated at {rate:.1f} requests a second")
     highest = 0.0
@@ -79,7 +79,7 @@ def overload(place: ServerAddress, seconds: float, sweep_seconds: float) -> Over
 
 @app.default
 def main(seconds: float = 60.0, sweep_seconds: float = 15.0) -> None:
-    """Overload for `seconds`; the exit code tells whether both bounds held."""
+    """Overload for `seconds`; the exit code is 0 if both bounds held."""
     with fake_server(ENGINE, "--log-format", "json") as place:
         found = overload(place, seconds, sweep_seconds)
     count, slow = len(refusals(found.records)), found.slowest

@@ -1,6 +1,6 @@
-"""What a server of ours holds, as any operator can see it: its processes in /proc, its work on the metrics port.
+"""The resources of a server as an operator sees them: its processes in /proc, its work on the metrics port.
 
-Knows nothing of what is asked there.
+Knows nothing of the requests.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _http = build_opener(ProxyHandler({}))
 
 
 class ProcessStats(NamedTuple):
-    """One process; `rss` in bytes. A zombie holds nothing but its name."""
+    """One process; `rss` in bytes. A zombie has nothing but its name."""
 
     pid: int
     name: str
@@ -36,15 +36,15 @@ class ProcessStats(NamedTuple):
 
 
 class ServerStats(NamedTuple):
-    """A server's processes: the frontend, its engine cores, and its other children, which are Python's own."""
+    """A server's processes: the frontend, its engine cores, and other children such as resource trackers."""
 
     frontend: ProcessStats
     cores: tuple[ProcessStats, ...]
     others: tuple[ProcessStats, ...] = ()
 
     def beyond(self, before: "ServerStats") -> Iterator[str]:
-        """What is held that was not held before: descriptors, sockets, processes, zombies, and more threads than pools
-        may start late."""
+        """The resources that were not held before: descriptors, sockets, processes, zombies, and more threads than
+        pools may start late."""
         yield from _more("frontend", before.frontend, self.frontend)
         for what in ("cores", "others"):
             then, now = getattr(before, what), getattr(self, what)
@@ -63,7 +63,7 @@ def _more(who: str, before: ProcessStats, now: ProcessStats) -> Iterator[str]:
 
 
 def read_server_stats(place: ServerAddress) -> ServerStats:
-    """Raises `Unavailable` where the server is not ours, or gone."""
+    """Raises `Unavailable` if the server is none of ours, or gone."""
     if place.pid is None:
         raise Unavailable("the server is not ours to look into")
     try:
@@ -102,13 +102,13 @@ def _target(link: Path) -> str:
 
 
 class MetricsScrape:
-    """One look at the metrics port."""
+    """One scrape of the metrics port."""
 
     def __init__(self, text: str) -> None:
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum over all series of this name that have these labels; 0 where there is none."""
+        """The sum of all series of this name that have these labels; 0 without any."""
         wanted = labels.items()
         return sum(each.value for each in self._samples if each.name == name and wanted <= each.labels.items())
 
@@ -123,7 +123,7 @@ class MetricsScrape:
 
     @property
     def busy(self) -> dict[str, float]:
-        """What a server that does nothing has none of: the names and values that are not zero."""
+        """The gauges of work that are not zero, by name."""
         names = (
             "charonia_requests_running",
             "charonia_requests_waiting",
@@ -134,12 +134,12 @@ class MetricsScrape:
 
 
 def counted_since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """What was counted in between, zeros left out."""
+    """The differences of two counts, without zeros."""
     return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
 
 
 def scrape(place: ServerAddress) -> MetricsScrape:
-    """Raises `Unavailable` where no metrics port answers."""
+    """Raises `Unavailable` if no metrics port answers."""
     try:
         with _http.open(f"http://{place.host}:{place.metrics_port}/metrics", timeout=30) as answer:
             return MetricsScrape(answer.read().decode())
@@ -148,10 +148,10 @@ def scrape(place: ServerAddress) -> MetricsScrape:
 
 
 async def until_idle(place: ServerAddress, seconds: float = 30.0) -> MetricsScrape:
-    """Look until nothing runs, waits or holds a block.
+    """Wait until nothing runs, waits or holds a block.
 
     Raises:
-        Unavailable: something still does after so many seconds; the message names it.
+        Unavailable: the server is not idle after so many seconds; the message names what is left.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
@@ -163,7 +163,7 @@ async def until_idle(place: ServerAddress, seconds: float = 30.0) -> MetricsScra
 
 
 async def settled(place: ServerAddress, before: ServerStats, seconds: float = 30.0) -> ServerStats:
-    """Look until no more is held than before, or so many seconds are over; connections take a moment to close."""
+    """Wait until no more is held than before, or for so many seconds; connections take a moment to close."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while any((now := read_server_stats(place)).beyond(before)) and loop.time() < deadline:  # noqa: ASYNC110 - nobody tells

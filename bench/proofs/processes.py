@@ -1,9 +1,9 @@
-"""Models come and go while their processes are killed: `python -m charonia.bench.proofs.processes`.
+"""Models are loaded and unloaded while their processes are killed: `python -m charonia.bench.proofs.processes`.
 
-One model has an engine core, one a core with ranks below it, one instances in processes of their own. Each is loaded
-and unloaded again and again, beside the others, while random processes of theirs get SIGKILL. A load may fail of that.
-Every request to load or unload must be answered; in the end each model must load and be ready; and when all are
-unloaded no process, zombie or descriptor may be left, and no traceback in the log.
+One model has an engine core, one a core with ranks, one isolated instances. Each is loaded and unloaded again and again
+beside the others, while random processes of theirs get SIGKILL, which may fail a load. Every request to load or unload
+must be answered; in the end each model must load and be ready; and when all are unloaded no process, zombie or
+descriptor may be left, and no traceback in the log.
 """
 
 import json
@@ -56,7 +56,7 @@ app = App(name="python -m charonia.bench.proofs.processes", help=__doc__)
 
 
 class ProcessesResult(NamedTuple):
-    """What came of it: kills, loads that succeeded and that failed, and everything that should not have been."""
+    """The result of a run: kills, loads that succeeded and that failed, and failed checks."""
 
     kills: int
     loaded: int
@@ -66,7 +66,7 @@ class ProcessesResult(NamedTuple):
 
 @contextmanager
 def serve_models(models: Sequence[str]) -> Iterator[ServerAddress]:
-    """A server that loads these of `MODELS` when it is asked to."""
+    """A server that loads these of `MODELS` on request."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = Path(directory) / "models"
         write: Mapping[str, Callable[[], object]] = {
@@ -83,7 +83,7 @@ def serve_models(models: Sequence[str]) -> Iterator[ServerAddress]:
 
 
 def load_and_unload(place: ServerAddress, models: Sequence[str], rounds: int, seed: int = 0) -> ProcessesResult:
-    """Load and unload each of the models so often, all at the same time, while their processes are killed."""
+    """Load and unload each model so often, all concurrently, while their processes are killed."""
     for name in models:  # what is imported once stays
         _expect(place, f"{name}/load", 200)
     for name in models:
@@ -103,7 +103,7 @@ def load_and_unload(place: ServerAddress, models: Sequence[str], rounds: int, se
 
 
 def _change(place: ServerAddress, name: str, rounds: int, seed: int) -> list[int]:
-    """The statuses of all loads."""
+    """The HTTP statuses of all loads."""
     chance, statuses = random.Random(seed), []
     for _ in range(rounds):
         statuses.append(_ask(place, f"/v2/repository/models/{name}/load", {}))
@@ -140,7 +140,7 @@ def _name(pid: int) -> str:
 
 
 def _peace(place: ServerAddress) -> ServerStats:
-    """What there is when no model has a process any more, or after a while."""
+    """The processes that are left once no model should have one, or after a while."""
     with suppress(TimeoutError):
         _until(
             lambda: (
@@ -166,7 +166,7 @@ def _until(holds: Callable[[], bool], what: str) -> None:
 
 
 def _ask(place: ServerAddress, path: str, body: object = None) -> int:
-    """The status. Raises `TimeoutError` where none comes."""
+    """The HTTP status. Raises `TimeoutError` without one."""
     data = None if body is None else json.dumps(body).encode()
     request = Request(f"http://{place.host}:{place.http_port}{path}", data, {"Content-Type": "application/json"})
     try:
@@ -179,7 +179,7 @@ def _ask(place: ServerAddress, path: str, body: object = None) -> int:
 
 @app.default
 def main(rounds: int = 40) -> None:
-    """Load and unload each model so often; the exit code tells whether all went well."""
+    """Load and unload each model so often; the exit code is 0 if every check held."""
     with serve_models(MODELS) as place:
         fought = load_and_unload(place, MODELS, rounds)
     for fault in fought.faults:

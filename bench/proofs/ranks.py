@@ -1,8 +1,8 @@
-"""A random rank is killed a hundred times under load, and nothing stays: `python -m charonia.bench.proofs.ranks`.
+"""A random rank is killed a hundred times under load: `python -m charonia.bench.proofs.ranks`.
 
-As `proof_kills`, of a model that is split over rank processes. A rank that dies must take the others and the core with
-it: streams end with an error that says so, the model comes back, and of all the dead ranks no process, no shared memory
-and no listening port is left.
+As `charonia.bench.proofs.kills`, for a model that is split over rank processes. A rank that dies must end the others
+and the core: streams end with an error, the model is restarted, and of all dead ranks no process, shared memory or
+listening port is left.
 """
 
 import sys
@@ -26,15 +26,15 @@ app = App(name="python -m charonia.bench.proofs.ranks", help=__doc__)
 
 
 class HeldResources(NamedTuple):
-    """What a server's processes hold on the machine: how many ranks and listening sockets, and everybody's segments of
-    shared memory by name."""
+    """The resources of a server's processes on the machine: the numbers of ranks and listening sockets, and all
+    segments of shared memory by name."""
 
     ranks: int
     listening: int
     segments: frozenset[str]
 
     def beyond(self, before: "HeldResources") -> Iterator[str]:
-        """What is held that was not held before."""
+        """The resources that were not held before."""
         for what in ("ranks", "listening"):
             then, now = getattr(before, what), getattr(self, what)
             if now != then:
@@ -48,7 +48,7 @@ def rank_pids(place: ServerAddress) -> list[int]:
 
 
 def held_resources(place: ServerAddress) -> HeldResources:
-    """What there is now."""
+    """The resources held now."""
     assert place.pid is not None
     ranks = rank_pids(place)
     pids = [place.pid, *living_cores(place), *ranks]
@@ -58,7 +58,7 @@ def held_resources(place: ServerAddress) -> HeldResources:
 
 
 def living_ranks(pids: set[int]) -> list[int]:
-    """Those of the ranks that still run."""
+    """The ranks among these that still run."""
     return [pid for pid in sorted(pids) if _name(pid) == "charonia-rank"]
 
 
@@ -76,7 +76,7 @@ def _listening(pid: int) -> int:
 
 
 class _Seen:
-    """Ranks to kill, and all that there ever were."""
+    """The ranks to kill, and all ranks that ever ran."""
 
     def __init__(self) -> None:
         self.pids: set[int] = set()
@@ -96,12 +96,12 @@ def main(
     pipeline: int = 1,
     patience: float = 60.0,
 ) -> None:
-    """Kill so many times; the exit code tells whether nothing was lost and nothing is left.
+    """Kill so many times; the exit code is 0 if nothing was lost and nothing is left.
 
     Parameters
     ----------
     kills
-        How many times.
+        Number of kills.
     every
         Seconds between two, unless the model takes longer to be ready again.
     rate

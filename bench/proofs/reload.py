@@ -1,7 +1,7 @@
-"""Memory comes back when models are unloaded: `python -m charonia.bench.proofs.reload`.
+"""Unloading a model gives its memory back: `python -m charonia.bench.proofs.reload`.
 
-A server loads an ONNX model of 200 MB, answers with it and unloads it, ten times. What its process holds afterwards
-must be within five percent of what it held after the first time: the libraries stay, and nothing else.
+A server loads an ONNX model of 200 MB, answers with it and unloads it, ten times. Its process may then hold at most
+five percent more than after the first time, when the libraries were loaded.
 """
 
 import json
@@ -35,21 +35,21 @@ app = App(name="python -m charonia.bench.proofs.reload", help=__doc__)
 
 
 class ReloadRound(NamedTuple):
-    """Bytes that the server's process held with the model loaded, and after it was unloaded."""
+    """The bytes of the server's process with the model loaded, and after it was unloaded."""
 
     loaded: int
     unloaded: int
 
 
 class ReloadResult(NamedTuple):
-    """`before`: bytes held before anything was loaded."""
+    """`before`: bytes before anything was loaded."""
 
     before: int
     rounds: Sequence[ReloadRound]
 
     @property
     def growth(self) -> float:
-        """Of what is held without the model, from the first round to the last."""
+        """The growth of the memory without the model, from the first round to the last."""
         first, last = self.rounds[0].unloaded, self.rounds[-1].unloaded
         return last / first - 1
 
@@ -75,7 +75,7 @@ def _round(place: ServerAddress, wide: int) -> ReloadRound:
 
 
 def _settled(place: ServerAddress) -> int:
-    """What is held once it shrinks no more: unloading goes on after it was answered."""
+    """The memory once it shrinks no more: unloading goes on after its answer."""
     held = read_server_stats(place).frontend.rss
     for _ in range(round(_UNLOAD_SECONDS)):
         time.sleep(10 * _POLL_SECONDS)
@@ -100,12 +100,12 @@ def _post(place: ServerAddress, path: str, body: object = None) -> bytes:
 
 @app.default
 def run_reloads(*, rounds: int = 10) -> int:
-    """Load and unload.
+    """Load and unload again and again; the exit code is 0 if the memory came back.
 
     Parameters
     ----------
     rounds
-        How many times.
+        Number of loads.
     """
     console = Console()
     with TemporaryDirectory(prefix="charonia-proof-") as directory:

@@ -1,6 +1,6 @@
-"""Two million random calls of the scheduler, all checked after each: `python -m charonia.bench.proofs.scheduler`.
+"""Two million random calls of the scheduler, checked after each: `python -m charonia.bench.proofs.scheduler`.
 
-The same trials as in the tests, longer and more of them. A failure prints the seed that repeats it.
+The trials of the tests, longer and more of them. A failure prints the seed that repeats it.
 """
 
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,7 +23,7 @@ app = App(name="python -m charonia.bench.proofs.scheduler", help=__doc__)
 
 
 class SchedulerResult(NamedTuple):
-    """`longest_wait`: of the patience a sequence may need at most, the largest part one did need."""
+    """`longest_wait`: the largest share of its allowed wait that a sequence needed."""
 
     operations: int
     longest_wait: float
@@ -33,7 +33,7 @@ def run_trials(seed: int) -> SchedulerResult:
     """At least PER_SEED calls, in worlds drawn from the seed.
 
     Raises:
-        RuntimeError: a check failed; names seed and world.
+        RuntimeError: a check failed; names the seed and the world.
     """
     random, operations, longest_wait = Random(seed), 0, 0.0
     while operations < PER_SEED:
@@ -50,7 +50,7 @@ def run_trials(seed: int) -> SchedulerResult:
 
 @app.default
 def main(operations: int = 2_000_000, first_seed: int = 0) -> None:
-    """Stop at the first failure."""
+    """Run the seeds; stops at the first failure."""
     seeds = range(first_seed, first_seed - (-operations // PER_SEED))
     total, longest_wait = 0, 0.0
     with Progress() as progress, ProcessPoolExecutor(cpu_count(), get_context("spawn")) as pool:

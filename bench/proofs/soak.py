@@ -1,9 +1,9 @@
-"""Ten minutes of everything at once, and no memory kept: `python -m charonia.bench.proofs.soak --plot soak.png`.
+"""Ten minutes of mixed traffic, and no memory kept: `python -m charonia.bench.proofs.soak --plot soak.png`.
 
-Good requests through every door, streamed and not, with several answers, stop strings and log-probs; clients that leave
-in the middle; bodies that are wrong. The model computes with random weights. Every good request must be answered, no
-wrong one may be answered with a fault of ours, and the memory of frontend and core, looked at every second, must stay
-where it is once the load has been there for a third of the time.
+Valid requests to every endpoint, streamed and not, with several choices, stop strings and log-probabilities; clients
+that disconnect; malformed bodies. The model computes with random weights. Every valid request must be answered, no
+malformed one with an error of the server's, and the memory of frontend and core, sampled each second, must not grow
+after the first third of the time.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ app = App(name="python -m charonia.bench.proofs.soak", help=__doc__)
 
 
 class MemorySample(NamedTuple):
-    """Memory in bytes, so many seconds after the start; `asked`: requests by then."""
+    """The memory in bytes so many seconds after the start, and the requests `asked` until then."""
 
     at: float
     asked: int
@@ -59,7 +59,7 @@ class SoakResult(NamedTuple):
     looks: list[MemorySample]
 
     def trends(self) -> dict[str, Trend]:
-        """Memory of the frontend and of the core over the seconds."""
+        """The memory of the frontend and of the core over the seconds."""
         at = [look.at for look in self.looks]
         return {
             "frontend": trend(at, [look.frontend for look in self.looks]),
@@ -68,7 +68,7 @@ class SoakResult(NamedTuple):
 
 
 class TrafficMix:
-    """Asks whatever the number says, and notes what came of it."""
+    """Sends the request of each number, and records its result."""
 
     def __init__(self, place: ServerAddress, model: str, seed: int) -> None:
         self._place, self._model, self._seed = place, model, seed
@@ -78,7 +78,7 @@ class TrafficMix:
         self.soaked = SoakResult(Counter(), [], [])
 
     async def ask(self) -> None:
-        """The next one."""
+        """Send the next request."""
         self.asked += 1
         random = Random(f"{self._seed}:mix:{self.asked}")
         (kind,) = random.choices(list(_KINDS), list(_KINDS.values()))
@@ -131,8 +131,8 @@ def _disappointed(kind: str, verdict: MutantVerdict) -> str:
 
 
 async def send_heaviest(place: ServerAddress, model: str) -> None:
-    """The heaviest bodies there can be, before anybody looks: they come rarely, and what allocators keep of one in the
-    middle would look like growth."""
+    """Send the heaviest bodies before the first sample: they are rare, and the memory that allocators keep of one in
+    the middle would look like growth."""
     many = {"model": model, "prompt": ["x"] * 4, "n": 128, "max_tokens": 32, "logprobs": 20}
     ids = {"model": model, "prompt": [1] * (LIMIT // 2 - 100)}
     text = {"model": model, "prompt": "many words, " * (LIMIT // 13)}
@@ -144,7 +144,8 @@ async def send_heaviest(place: ServerAddress, model: str) -> None:
 async def soak(
     place: ServerAddress, model: str, seconds: float, seed: int, tell: Callable[[float], None] = lambda at: None
 ) -> SoakResult:
-    """Ask for so many seconds, some clients at a time, looking every second, or 60 times where that is more."""
+    """Send requests for so many seconds, several at a time; sample memory each second, or 60 times if that is more
+    often."""
     mix, begun = TrafficMix(place, model, seed), time.monotonic()
 
     async def one_after_another() -> None:
@@ -169,7 +170,7 @@ async def soak(
 
 
 def show(console: Console, soaked: SoakResult) -> None:
-    """What was asked, and how it was answered."""
+    """Print the requests and their outcomes."""
     answers = sorted({answer for _, answer in soaked.verdicts})
     table = Table("asked", *answers)
     for kind in _KINDS:

@@ -1,8 +1,8 @@
 """No request holds up the others: `python -m charonia.bench.proofs.stalls`.
 
-Each of a list of hostile requests, as large as a server's limits let it be, goes there while another process asks for
-its health all the time. None may leave a gap of more than a tenth of a second in the answers, each must be answered or
-refused, and afterwards the frontend holds no more memory than before, but for 64 MiB.
+Each of a list of hostile requests, as large as a server's limits allow, is sent while another process asks for the
+server's health all the time. None may leave a gap of more than a tenth of a second in the answers, each must be
+answered or refused, and afterwards the frontend holds at most 64 MiB more memory.
 """
 
 import http.client
@@ -45,8 +45,8 @@ app = App(name="python -m charonia.bench.proofs.stalls", help=__doc__)
 
 
 class AttackResult(NamedTuple):
-    """What one attack did. `gap`: seconds between two answers to who asked beside it; `kept`: bytes the frontend still
-    held when it had settled; `seconds`: until it was answered, with `status`."""
+    """The effect of one attack. `gap`: the longest time between two health answers, in seconds; `kept`: bytes that the
+    frontend still held when it had settled; `seconds`: until its answer, with `status`."""
 
     name: str
     status: str
@@ -69,7 +69,7 @@ class AttackResult(NamedTuple):
 
 @contextmanager
 def server(*flags: str) -> Iterator[ServerAddress]:
-    """One with a language model and models that give back numbers, or strings, of any length."""
+    """A server with a language model, and models that return numbers or strings of any length."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = write_repository(Path(directory) / "models", _FRONTEND)
         for name, kind in (("floats", "FP32"), ("strings", "STRING"), ("flags", "BOOL")):
@@ -80,7 +80,7 @@ def server(*flags: str) -> Iterator[ServerAddress]:
 
 
 def _watch(place: ServerAddress, told: Connection) -> None:
-    """The process that asks: whenever it is told to, it tells the longest gap since."""
+    """The process that asks for health: on request it reports the longest gap since the last report."""
     connection = http.client.HTTPConnection(place.host, place.http_port, timeout=600)
     longest, last = 0.0, time.monotonic()
     while True:
@@ -141,7 +141,7 @@ def _called(place: ServerAddress, body: bytes) -> str:
 
 
 def run_attack(place: ServerAddress, watch: Connection, attack: Attack) -> AttackResult:
-    """Send it, and see what it costs those beside it."""
+    """Send one attack, and measure its effect on the health answers."""
     body = attack.body()
     before = read_server_stats(place).frontend.rss
     _gap(watch)
@@ -157,7 +157,7 @@ def run_attack(place: ServerAddress, watch: Connection, attack: Attack) -> Attac
 def run_attacks(
     place: ServerAddress, json_size: int, raw_size: int, tries: int = 1, only: str = ""
 ) -> Iterator[AttackResult]:
-    """What each attack did; of several tries the one with the smallest gap."""
+    """The result of each attack: of several tries, the one with the smallest gap."""
     with gap_watcher(place) as watch:
         for attack in attacks(json_size, raw_size):
             if only not in attack.name:
@@ -171,7 +171,7 @@ def run_attacks(
 
 @app.default
 def main(json_mib: int = 64, raw_mib: int = 32, tries: int = _TRIES, only: str = "") -> None:
-    """Send each attack, of those whose name has `only` in it; the exit code tells whether all was well."""
+    """Send each attack, or those with `only` in their name; the exit code is 0 if all bounds held."""
     table, failed = Table("attack", "answer", "s", "gap, ms", "kept, MiB", "faults"), False
     with server() as place:
         for each in run_attacks(place, json_mib << 20, raw_mib << 20, tries, only):

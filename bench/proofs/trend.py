@@ -1,4 +1,4 @@
-"""Whether a quantity that is looked at again and again stays where it is. Knows nothing of what it counts."""
+"""Whether a quantity that is sampled again and again stays where it is. Knows nothing of the quantity."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,10 +13,10 @@ _LEAST = 0.01
 
 
 class Trend(NamedTuple):
-    """The straight line of least squares through the looks after the warm-up.
+    """The straight line of least squares through the samples after the warm-up.
 
-    `growth` along it from the first of them to the last, in the quantity's unit; `slope` per unit of x. `noise` is what
-    growth may be and mean nothing: three standard deviations of the looks around the line, or 1 % of the mean.
+    `growth` along it from the first of them to the last, in the quantity's unit; `slope` per unit of x. `noise` is the
+    growth that means nothing: three standard deviations of the samples around the line, or 1 % of the mean.
     """
 
     mean: float
@@ -26,12 +26,12 @@ class Trend(NamedTuple):
 
     @property
     def flat(self) -> bool:
-        """It does not grow; that it shrinks is no fault."""
+        """Whether it does not grow; it may shrink."""
         return self.growth <= self.noise
 
 
 def trend(at: Sequence[float], values: Sequence[float]) -> Trend:
-    """The trend of `values` over `at`, which ascends. Three looks at least must remain after the warm-up."""
+    """The trend of `values` over the ascending `at`. At least three samples must remain after the warm-up."""
     skipped = round(len(at) * _WARM_UP)
     x, y = np.array(at[skipped:], float), np.array(values[skipped:], float)
     slope, start = np.polyfit(x, y, 1)
