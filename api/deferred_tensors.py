@@ -11,10 +11,8 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import NUMPY_TYPES, Tensor
-from ..repository.request_validation import validate_request
 from . import json_tensors, raw_tensors
 from .chunked_json import PIECE_BYTES, UnparsedContainer
 from .json_values import wrong_json_type
@@ -37,14 +35,16 @@ def placeholder_tensor(datatype: str, shape: tuple[int, ...], place: raw_tensors
     return Tensor(place.input, datatype, shape, _NOTHING)
 
 
-async def decode_deferred(config: ModelConfig, request: InferRequest, later: DeferredInputs) -> InferRequest:
-    """The request with all its inputs.
+async def decode_deferred(
+    validate: Callable[[InferRequest], None], request: InferRequest, deferred: DeferredInputs
+) -> InferRequest:
+    """The request with all its inputs, decoded once `validate` finds that it fits the model (`ModelHandle.validate`).
 
     Raises:
         InvalidArgument: it does not fit the model, and nothing was decoded; or an input cannot be.
     """
-    validate_request(config, request)
-    inputs = {name: await decode() for name, decode in later.items()}
+    validate(request)
+    inputs = {name: await decode() for name, decode in deferred.items()}
     return msgspec.structs.replace(request, inputs={**request.inputs, **inputs})
 
 

@@ -142,7 +142,7 @@ class InferenceServicer:
                 raise Unsupported(_DECOUPLED)
             request, requested, deferred = parse_infer_message(message, gateway.shared_state.shared_memory, caller)
             if deferred:
-                request = await decode_deferred(config, request, deferred)
+                request = await decode_deferred(model.validate, request, deferred)
             if config.decoupled and wants_stream(request):
                 raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
             async with aclosing(model.infer(request)) as stream:

@@ -140,7 +140,7 @@ async def _responses(
     config = model.config
     request, requested, deferred = parse_infer_message(message, gateway.shared_state.shared_memory, caller)
     if deferred:
-        request = await decode_deferred(config, request, deferred)
+        request = await decode_deferred(model.validate, request, deferred)
     final = False
     async with aclosing(model.infer(request)) as responses:
         async for response in responses:

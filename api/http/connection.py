@@ -1,6 +1,6 @@
-"""The client's end of an HTTP exchange: reading his body, noticing that he left, streaming events to him.
+"""The client's end of an HTTP request: reading the body, noticing a disconnect, streaming events.
 
-Knows nothing of models and of what the bytes say.
+Knows nothing of models and of what the bytes mean.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from ...core.gateway import ResponseStream
 from ...processes import gc_tuning
 from ..size_limits import check_json_size
 from .content_encoding import content_coding, decompress
+from .direct import take_complete_body
 from .error_responses import INTERNAL_SERVER_ERROR
 from .request_context import record_error
 
@@ -29,21 +30,20 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 P = ParamSpec("P")
 
-_MOMENT = 0.005
-"""Seconds."""
+_UNWATCHED_SECONDS = 0.005
 
-_SHORT = 1 << 16
-"""Bytes that take less time to compress than to hand to another thread."""
+_OFFLOADED_BYTES = 1 << 16
+"""A body of fewer bytes takes less time to compress than to hand to another thread."""
 
 _FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
 class ClientDisconnected(Exception):
-    """The client hung up: nobody is there to read an answer."""
+    """The client closed the connection: no response can reach it."""
 
 
 SizeCheck: TypeAlias = Callable[[int], None]
-"""Raises what is to be said of a body of so many bytes, if that is too much."""
+"""Raises an error for a body of so many bytes if that is too many."""
 
 
 async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
@@ -51,12 +51,12 @@ async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
 
     Raises:
         InvalidArgument: the body is longer than `limit`, cannot be decompressed, or is a form.
-        ClientLeft: the client hung up while sending it.
+        ClientDisconnected: the client closed the connection while sending it.
     """
     headers = request.headers
     encoding = content_coding(headers.get("content-encoding", ""))
     announced = headers.get("content-length", "").encode()
-    body = await receive_body(request.receive, announced, lambda size: check_json_size(size, limit))
+    body = await receive_body(request, announced, lambda size: check_json_size(size, limit))
     if encoding:
         body = await offload_if_large(len(body), decompress, body, encoding, limit)
     refuse_form(headers.get("content-type", ""), body)
@@ -64,54 +64,52 @@ async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
 
 
 def refuse_form(media: str, body: bytes | bytearray) -> None:
-    """Raises `InvalidArgument` for a body that is called a form and is no JSON: curl calls all that it posts one, and
-    nothing, too."""
+    """Raises `InvalidArgument` for a body whose media type is a form's, unless it is JSON or empty: curl calls
+    everything that it posts a form."""
     if body and body[:1] != b"{" and media.startswith(_FORMS) and not body[:100].lstrip().startswith(b"{"):
         kind = media.partition(";")[0]
         raise InvalidArgument(f"the body is a form ({kind}), not JSON: send 'Content-Type: application/json' and JSON")
 
 
 async def offload_if_large(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """The work on so many bytes, done in another thread if that is worth it."""
-    if size <= _SHORT:
+    """The result of `work` on so many bytes, done in another thread where that is worth it."""
+    if size <= _OFFLOADED_BYTES:
         return work(*given, **named)
     return await asyncio.to_thread(work, *given, **named)
 
 
-async def receive_body(receive: Receive, announced: bytes, check: SizeCheck) -> bytes | bytearray:
+async def receive_body(request: Request, announced: bytes, check: SizeCheck) -> bytes | bytearray:
     """The whole body, of which a header may have `announced` the length; copied once if it came in parts.
 
-    Raises what `check` says of its size, and `ClientDisconnected`.
+    Raises the error of `check` for its size, and `ClientDisconnected`.
     """
+    whole = take_complete_body(request.scope, request.receive)
+    if whole is not None:
+        check(len(whole))
+        return whole
     if announced.isdigit():
         check(int(announced))
-    message = await _received(receive)
-    first: bytes = message.get("body", b"")
-    check(len(first))
-    if not message.get("more_body", False):
-        return first
-    body = bytearray(first)
-    while message.get("more_body", False):
-        message = await _received(receive)
-        body += message.get("body", b"")
-        check(len(body))
+    body, more = bytearray(), True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        part: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        check(len(body) + len(part))
+        if not more and not body:
+            return part
+        body += part
     if len(body) > gc_tuning.LARGE_REQUEST_BYTES:
         gc_tuning.release_memory_soon()
     return body
 
 
-async def _received(receive: Receive) -> Message:
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnected
-    return message
-
-
 class CancelOnDisconnect:
     """Cancels the task inside the `async with` block when the client leaves, and raises `ClientDisconnected` from it.
 
-    Use it after the body was read: it takes over `receive`. What takes no longer than a moment is not watched: to watch
-    costs more than most of such requests do.
+    Use it after the body was read: it takes over `receive`. The client is watched from 5 ms on: watching costs more
+    than most shorter requests do.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -123,7 +121,7 @@ class CancelOnDisconnect:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._later = asyncio.get_running_loop().call_later(_MOMENT, self._begin)
+        self._later = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, self._begin)
         return self
 
     def _begin(self) -> None:
@@ -148,66 +146,66 @@ class CancelOnDisconnect:
 
 
 class EventEncoder(Protocol[T_contra]):
-    """What the items of a stream look like to the client."""
+    """How the items of a stream are encoded for the client."""
 
     def encode_item(self, item: T_contra) -> bytes | Awaitable[bytes]:
-        """Server-sent events for one item; there may be none. What takes long to write is awaited."""
+        """Server-sent events for one item, maybe none; awaited where encoding takes long."""
 
     def encode_end(self) -> bytes:
-        """What comes after the last item."""
+        """The events after the last item."""
 
     def encode_error(self, error: CharoniaError) -> bytes:
-        """What comes instead of the rest, once something was sent."""
+        """The events in place of the rest, once the response has begun."""
 
 
 class EventStreamResponse(EventSourceResponse, Generic[T]):
-    """A response of server-sent events, in a `form`: LF only, no pings.
+    """A response of server-sent events, one or more for each of `items`: LF only, no pings.
 
     The headers are sse-starlette's, the sending is not: the library's doubles what a frame costs, ends streams when
     the server begins to drain, and sends the status before it is known whether there is a first event. Here an error
-    before the first item is raised and becomes a plain answer.
+    before the first item is raised and becomes a plain response.
     """
 
     def __init__(
-        self, items: ResponseStream[T], form: EventEncoder[T], headers: Mapping[str, str] | None = None
+        self, items: ResponseStream[T], encoder: EventEncoder[T], headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(items, headers=headers)
         del self.headers["connection"]  # is the connection's to say
         self._items = items
-        self._form = form
+        self._encoder = encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnected):
             async with aclosing(self._items), CancelOnDisconnect(receive):
                 first = await anext(self._items, None)
-                begin = b"" if first is None else await self._event(first)
+                begin = b"" if first is None else await self._encode(first)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if begin:
                     await send(_part(begin))
                 await send(_part(await self._send_rest(scope, send), more=False))
 
-    async def _event(self, item: T) -> bytes:
-        body = self._form.encode_item(item)
+    async def _encode(self, item: T) -> bytes:
+        body = self._encoder.encode_item(item)
         return body if isinstance(body, bytes) else await body
 
     async def _send_rest(self, scope: Scope, send: Send) -> bytes:
-        """Send everything but what is returned."""
+        """Send the other items; the events after them, which are not sent yet."""
         try:
             async for item in self._items:
-                body = await self._event(item)
+                body = await self._encode(item)
                 if body:
                     await send(_part(body))
-            return self._form.encode_end()
+            return self._encoder.encode_end()
         except CharoniaError as error:
-            return self._form.encode_error(error)
+            return self._encoder.encode_error(error)
         except asyncio.CancelledError as cancelled:
             if (exiting := shutdown_error(cancelled)) is None:
                 raise
             record_error(scope, exiting)
-            return self._form.encode_error(exiting)
+            return self._encoder.encode_error(exiting)
         except Exception:
             log.exception("a stream broke off")
-            return self._form.encode_error(INTERNAL_SERVER_ERROR)
+            return self._encoder.encode_error(INTERNAL_SERVER_ERROR)
 
 
 def _part(body: bytes, more: bool = True) -> Message:

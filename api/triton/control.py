@@ -1,6 +1,7 @@
-"""What v2 answers over HTTP besides inference and health: configs, statistics, repository, shared memory, settings.
+"""The routes of v2 over HTTP for control: configs, statistics, the model repository, settings of logs and traces.
 
-Translates between the protocol and the gateway; decides nothing.
+Translates between the protocol and the gateway. The extensions are described at
+https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
 
 import base64
@@ -22,6 +23,7 @@ from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
 from ..json_values import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
 from ..model_stats import explanations, model_stats_json
+from .endpoints import model_and_version
 
 _MODEL = "/v2/models/{model}"
 _VERSION = _MODEL + "/versions/{version:int}"
@@ -54,11 +56,10 @@ class ControlEndpoints:
     # Models
 
     async def config(self, request: Request) -> Response:
-        model, version = _asked_for(request)
-        return json_response(dict(self._gateway.model_config(model, version).document))
+        return json_response(dict(self._gateway.model_config(*model_and_version(request)).document))
 
     async def statistics(self, request: Request) -> Response:
-        found = self._gateway.model_statistics(*_asked_for(request))
+        found = self._gateway.model_statistics(*model_and_version(request))
         return json_response({"model_stats": [_statistics(each) for each in found]})
 
     # Repository
@@ -99,14 +100,14 @@ class ControlEndpoints:
     # Settings
 
     async def log_settings(self, request: Request) -> Response:
-        """With a body they change."""
+        """The settings; a body changes some first."""
         logs = self._gateway.shared_state.logs
         changed = {name: _log_setting(name, value) for name, value in (await self._document(request)).items()}
         return json_response(asdict(logs.update(replace(logs.settings, **changed)) if changed else logs.settings))
 
     async def trace_settings(self, request: Request) -> Response:
-        """With a body they change."""
-        model, traces = self._traced(request), self._gateway.shared_state.traces
+        """The settings; a body changes some first."""
+        model, traces = self._traced_model(request), self._gateway.shared_state.traces
         change: TraceSettingsChange = {
             name: _trace_setting(name, value) for name, value in (await self._document(request)).items()
         }
@@ -114,7 +115,7 @@ class ControlEndpoints:
             _traces((traces.update(change, model) if change else traces.settings(model)).as_v2_texts())
         )
 
-    def _traced(self, request: Request) -> str:
+    def _traced_model(self, request: Request) -> str:
         model: str = request.path_params.get("model", "")
         if model and not self._gateway.is_model_ready(model):
             raise InvalidArgument(f"Request for unknown model : {model}", field="model")
@@ -130,22 +131,18 @@ def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:
     return [Route(f"/v2/repository/{each}{path}", handler, methods=["POST"]) for each in ("", "{repository}/")]
 
 
-def _asked_for(request: Request) -> tuple[str, str]:
-    return request.path_params.get("model", ""), str(request.path_params.get("version", ""))
-
-
-def _statistics(of: ModelStatistics) -> JsonObject:
-    [said] = model_stats_json([of])
-    reasons = explanations(of)
-    return {**said, "explain": reasons} if reasons else said
+def _statistics(statistics: ModelStatistics) -> JsonObject:
+    [members] = model_stats_json([statistics])
+    reasons = explanations(statistics)
+    return {**members, "explain": reasons} if reasons else members
 
 
 def _entry(entry: RepositoryIndexEntry) -> JsonObject:
-    """Only what there is to say: of a model that was never loaded its name."""
-    said = {"name": entry.name, "version": entry.version, "state": entry.state and entry.state.value}
+    """The members that are not empty: of a model that was never loaded the name alone."""
+    members = {"name": entry.name, "version": entry.version, "state": entry.state and entry.state.value}
     if entry.state is not None and entry.reason:
-        said["reason"] = entry.reason
-    return {key: value for key, value in said.items() if value}
+        members["reason"] = entry.reason
+    return {key: value for key, value in members.items() if value}
 
 
 def _refuse_repository(request: Request) -> None:
@@ -190,7 +187,7 @@ def _log_setting(name: str, value: Any) -> Any:
 
 
 def _trace_setting(name: str, value: Any) -> tuple[str, ...] | None:
-    """null takes back what was set; levels are a list, all else is one text."""
+    """A setting's values; None, from null, to take back what was set. Levels are a list, all else is one text."""
     if value is None:
         return None
     if name == "trace_level":

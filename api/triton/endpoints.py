@@ -1,6 +1,8 @@
-"""Triton's v2 door over HTTP: health, metadata, infer, generate.
+"""The routes of the v2 protocol over HTTP: health, metadata, infer, generate.
 
-Translates between the protocol and the gateway; decides nothing.
+Translates between the protocol and the gateway. KServe describes the protocol at
+https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol, Triton its extension `generate` at
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md.
 """
 
 from asyncio import to_thread
@@ -15,7 +17,7 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import Gateway, ModelHandle
-from ...core.model import ModelConfig
+from ...core.model import ModelConfig, ModelStats
 from ...core.request import InferRequest, InferResponse
 from ..header_forwarding import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
@@ -23,7 +25,6 @@ from ..http.error_responses import json_response, v2_error_body
 from ..http.request_context import context_of, record_error
 from ..metadata import ServerInfo, model_metadata, server_metadata
 from ..single_response import is_empty_final, read_up_to_two
-from . import orca
 from .generate import encode_generate_response, generate_body_to_infer_request, is_long, parse_long_generate_body
 from .infer import InferEndpoint
 
@@ -34,12 +35,12 @@ _NOT_ONE = (
 
 
 class V2Endpoints:
-    """The door's handlers."""
+    """The handlers."""
 
     def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
         self._gateway = gateway
         self._info = info
-        self._infer_door = InferEndpoint(gateway, info, forwarding)
+        self._infer = InferEndpoint(gateway, info, forwarding)
 
     def routes(self) -> list[Route]:
         models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
@@ -52,7 +53,7 @@ class V2Endpoints:
             routes += [
                 Route(path, self.metadata, methods=["GET"]),
                 Route(f"{path}/ready", self.model_ready, methods=["GET"]),
-                Route(f"{path}/infer", self._infer_door.answer, methods=["POST"]),
+                Route(f"{path}/infer", self._infer.answer, methods=["POST"]),
                 Route(f"{path}/generate", self.generate, methods=["POST"]),
                 Route(f"{path}/generate_stream", self.generate_stream, methods=["POST"]),
             ]
@@ -70,48 +71,65 @@ class V2Endpoints:
         return Response(status_code=200 if self._gateway.ready() else 400)
 
     async def metadata(self, request: Request) -> Response:
-        name, version = _asked_for(request)
+        name, version = model_and_version(request)
         config = self._gateway.model_config(name, version)
         return json_response(model_metadata(config, (version,) if version else self._gateway.served_versions(name)))
 
     async def model_ready(self, request: Request) -> Response:
-        if self._gateway.is_model_ready(*_asked_for(request)):
+        if self._gateway.is_model_ready(*model_and_version(request)):
             return Response()
         return json_response({"error": "Model version not ready"}, 400)
 
     async def generate(self, request: Request) -> Response:
-        model, wanted = await self._read(request, stream=False)
-        config = model.config
-        async with CancelOnDisconnect(request.receive), aclosing(model.infer(wanted)) as responses:
-            answers = await read_up_to_two(responses)
-        if len(answers) != 1:
+        model, infer_request = await self._read(request, stream=False)
+        config, request_id = model.config, infer_request.id
+        async with CancelOnDisconnect(request.receive), aclosing(model.infer(infer_request)) as stream:
+            responses = await read_up_to_two(stream)
+        if len(responses) != 1:
             record_error(request.scope, error := Unsupported(_NOT_ONE))
             return json_response(v2_error_body(error))  # with status 200, as Triton's first response has it
-        encode = to_thread(encode_generate_response, config, wanted.id, answers[0]) if is_long(answers[0]) else None
-        body = await encode if encode else encode_generate_response(config, wanted.id, answers[0])
-        headers = _load_header(request, model)
-        return Response(body, headers=headers, media_type="application/json")
+        if is_long(responses[0]):
+            body = await to_thread(encode_generate_response, config, request_id, responses[0])
+        else:
+            body = encode_generate_response(config, request_id, responses[0])
+        return Response(body, headers=_load_header(request, model), media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:
-        model, wanted = await self._read(request, stream=True)
-        headers = _load_header(request, model)
-        return EventStreamResponse(model.infer(wanted), GenerateEventEncoder(model.config, wanted.id), headers)
+        model, infer_request = await self._read(request, stream=True)
+        encoder = GenerateEventEncoder(model.config, infer_request.id)
+        return EventStreamResponse(model.infer(infer_request), encoder, _load_header(request, model))
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelHandle, InferRequest]:
-        model = self._gateway.acquire(context_of(request.scope), *_asked_for(request))
+        model = self._gateway.acquire(context_of(request.scope), *model_and_version(request))
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await parse_long_generate_body(await read_json_body(request, self._info.max_input_size), model.config)
         return model, generate_body_to_infer_request(body, model.config, stream)
 
 
+def load_header(form: str, stats: ModelStats) -> dict[str, str]:
+    """The fill of the model's cache as a header, in a format of Open Request Cost Aggregation: text or json.
+
+    No header for another format, and for a model without a cache.
+    """
+    used, capacity = stats.kv_tokens, stats.kv_token_capacity
+    if not capacity or form not in ("text", "json"):
+        return {}
+    if form == "text":
+        usage = f"named_metrics.kv_cache_utilization={used / capacity:f}, named_metrics.max_token_capacity={capacity}"
+        return {"endpoint-load-metrics": f"TEXT {usage}"}
+    named = {"kv_cache_utilization": used / capacity, "max_token_capacity": capacity}
+    return {"endpoint-load-metrics": f"JSON {orjson.dumps({'named_metrics': named}).decode()}"}
+
+
 def _load_header(request: Request, model: ModelHandle) -> dict[str, str]:
-    form = request.headers.get(orca.FORMAT_HEADER)
-    return {} if form is None else orca.load_header(form, model.stats())
+    form = request.headers.get("endpoint-load-metrics-format")
+    return {} if form is None else load_header(form, model.stats())
 
 
-def _asked_for(request: Request) -> tuple[str, str]:
-    return request.path_params["model"], str(request.path_params.get("version", ""))
+def model_and_version(request: Request) -> tuple[str, str]:
+    """The model and the version that the path names; empty for one that it does not."""
+    return request.path_params.get("model", ""), str(request.path_params.get("version", ""))
 
 
 class GenerateEventEncoder:
@@ -123,10 +141,10 @@ class GenerateEventEncoder:
 
     def encode_item(self, response: InferResponse) -> bytes | Awaitable[bytes]:
         if is_long(response):
-            return to_thread(self._written, response)
-        return b"" if is_empty_final(response) else self._written(response)
+            return to_thread(self._encode, response)
+        return b"" if is_empty_final(response) else self._encode(response)
 
-    def _written(self, response: InferResponse) -> bytes:
+    def _encode(self, response: InferResponse) -> bytes:
         return sse_event(encode_generate_response(self._config, self._id, response))
 
     def encode_end(self) -> bytes:

@@ -32,6 +32,7 @@ from charonia.core.request_context import Headers, RequestContext
 from charonia.core.shared_state import SharedState
 from charonia.core.statistics import ModelStatistics
 from charonia.core.tensor import Tensor, TensorSpec
+from charonia.repository.request_validation import validate_request
 
 LLM = ModelConfig(
     "llm",
@@ -175,6 +176,9 @@ class FakeHandle:
     def __init__(self, gateway: FakeGateway, config: ModelConfig) -> None:
         self._gateway = gateway
         self.config = config
+
+    def validate(self, request: InferRequest) -> None:
+        validate_request(self.config, request)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         self._gateway.asked.append(request)
