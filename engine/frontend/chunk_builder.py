@@ -1,4 +1,4 @@
-"""What an engine says of one request, turned into chunks of text.
+"""Turns the token deltas of one request into chunks of text.
 
 Knows nothing of where tokens come from; decides nothing but where a stop string ends the text.
 """
@@ -6,7 +6,7 @@ Knows nothing of where tokens come from; decides nothing but where a stop string
 from collections.abc import Sequence
 
 from ...core.errors import InvalidArgument
-from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, RankedLogprobs, TokenLogprob
+from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, SamplingParams, Usage
 from ...tokenization.detokenizer import make_detokenizer
 from ...tokenization.stop_strings import StopStrings
@@ -14,12 +14,12 @@ from ...tokenization.tokenizer import Tokenizer
 from .token_stream import TokenDelta
 
 _LEAST_LOGPROB = -9999.0
-"""Stands for impossible: JSON has no infinity."""
+"""The log-probability of the impossible: JSON has no infinity."""
 
 
 class ChunkBuilder:
-    """Writes the text of one request, which begins with `echo`; `eos` are the tokens by which the model itself ends it,
-    `told` those of the prompt that the first chunk has. The chunk with a finish reason is the last one, though the
+    """Writes the text of one request, which begins with `echo`. `eos`: the tokens by which the model itself ends it.
+    `prompt_ids`: tokens of the prompt for the first chunk. The chunk with a finish reason is the last one, though the
     engine may go on.
 
     Raises:
@@ -33,19 +33,17 @@ class ChunkBuilder:
         asked: SamplingParams,
         eos: Sequence[int] = (),
         echo: str = "",
-        told: tuple[int, ...] = (),
+        prompt_ids: tuple[int, ...] = (),
     ) -> None:
-        if (
-            not (asked.skip_special_tokens or asked.spaces_between_special_tokens)
-            and tokenizer.separates_special_tokens
-        ):
+        joined = not (asked.skip_special_tokens or asked.spaces_between_special_tokens)
+        if joined and tokenizer.separates_special_tokens:
             field = "spaces_between_special_tokens"
             raise InvalidArgument(f"{field}: this model's tokenizer cannot leave them out", field=field)
         self._tokenizer = tokenizer
         self._prompt_tokens = len(prompt)
         self._echo = echo
-        self._told = told
-        self._unsaid = [] if asked.prompt_logprobs is None else prompt
+        self._prompt_ids = prompt_ids
+        self._unscored = [] if asked.prompt_logprobs is None else prompt
         self._completion_tokens = 0
         self._min_tokens = asked.min_tokens
         self._includes_stop = asked.include_stop_str_in_output
@@ -55,21 +53,21 @@ class ChunkBuilder:
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
-        """What these tokens write. Those behind a stop string do not count."""
+        """The chunk of a delta's tokens. Those behind a stop string do not count."""
         text, taken = self._write(delta)
         self._completion_tokens += taken
         token_ids = delta.token_ids[:taken]
         echo, self._echo = self._echo, ""
-        told, self._told = self._told, ()
+        prompt_ids, self._prompt_ids = self._prompt_ids, ()
         return GenerateChunk(
             text=echo + text,
             token_ids=token_ids,
             usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
             finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
             stop_reason=self._stop_reason(delta),
-            logprobs=self._logprobs(token_ids, delta.logprobs) if delta.logprobs else (),
-            prompt_logprobs=self._scored(delta.scores) if self._unsaid else (),
-            prompt_ids=told,
+            logprobs=tuple(map(self._logprob, token_ids, delta.logprobs)),
+            prompt_logprobs=self._scored(delta.scores) if self._unscored else (),
+            prompt_ids=prompt_ids,
         )
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
@@ -110,20 +108,14 @@ class ChunkBuilder:
         return piece if too_early else self._stops.push(piece)
 
     def _scored(self, scores: Sequence[PromptLogprobs]) -> tuple[PromptToken, ...]:
-        """The whole prompt, once."""
-        (first, *others), self._unsaid = self._unsaid, []
+        """The whole prompt with its log-probabilities, once."""
+        (first, *others), self._unscored = self._unscored, []
+        tokens = [PromptToken(first, self._tokenizer.token_piece(first).text)]
         found = (score for each in scores for score in each.to_list())
-        return (
-            PromptToken(first, self._tokenizer.token_piece(first).text),
-            *(self._prompt_token(token, score) for token, score in zip(others, found, strict=True)),
-        )
-
-    def _prompt_token(self, token: int, score: RankedLogprobs) -> PromptToken:
-        given = self._logprob(token, score.logprobs)
-        return PromptToken(token, given.text, given, score.rank)
-
-    def _logprobs(self, tokens: tuple[int, ...], logprobs: Sequence[Logprobs]) -> tuple[TokenLogprob, ...]:
-        return tuple(self._logprob(token, each) for token, each in zip(tokens, logprobs, strict=False))
+        for token, score in zip(others, found, strict=True):
+            given = self._logprob(token, score.logprobs)
+            tokens.append(PromptToken(token, given.text, given, score.rank))
+        return tuple(tokens)
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
         top = tuple(self._named(*pair) for pair in zip(logprobs.ids, logprobs.values, strict=True))

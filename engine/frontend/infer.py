@@ -1,6 +1,6 @@
-"""The v2 face of a language model: tensors and parameters become a generation, its chunks become responses.
+"""A language model behind v2's infer: tensors and parameters become a generation, its chunks become responses.
 
-Names are those that Triton's TensorRT-LLM and vLLM back ends made known. Knows nothing of engines or tokenizers.
+The names are those of Triton's TensorRT-LLM and vLLM back ends. Knows nothing of engines or tokenizers.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from ...core.request import (
     InferRequest,
     InferResponse,
     Prompt,
-    SamplingParams,
     join_chunks,
 )
 from ...core.tensor import Tensor, TensorSpec
@@ -41,21 +40,21 @@ OUTPUTS = (
     TensorSpec("output_log_probs", "FP32", (-1, -1)),
     TensorSpec("cumulative_logprob", "FP32", (-1,)),
 )
-"""All but the first come when asked for: by a parameter `return_...`, or by name. A free first dimension counts the
-answers, but `output_ids` stand one after the other and rows of `output_log_probs` are filled up with 0."""
+"""All but the first come only when asked for: by a parameter `return_...`, or by name. A free first dimension is the
+number of answers, but `output_ids` are concatenated, and rows of `output_log_probs` are padded with 0."""
 
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 _LOGPROBS = {*_LOG_PROBS, "cumulative_logprob"}
 
 _READ_AT_ONCE = 1 << 16
-"""Token ids that cost little to read before they are too many."""
+"""Token ids that are converted before they are counted against a shorter limit: so many cost little."""
 
 Chunks = AsyncGenerator[GenerateChunk, None]
 
 
 class ParsedInferRequest(NamedTuple):
-    """What a v2 request asks of a language model: one answer or several to the same prompt. `outputs`: the names to
-    answer with, in order."""
+    """A v2 request to a language model, parsed: one generation or several for the same prompt. `outputs`: the names of
+    the response's tensors, in order."""
 
     requests: tuple[GenerateRequest, ...]
     options: ResponseOptions
@@ -63,45 +62,43 @@ class ParsedInferRequest(NamedTuple):
 
 
 def parse_infer_request(request: InferRequest, limit: TokenLimit | None = None) -> ParsedInferRequest:
-    """Understand a v2 request. `limit`: how many token ids it may have.
+    """Parse a v2 request. `limit`: of its token ids.
 
     Raises:
         InvalidArgument: a name is unknown, a value is wrong, or they contradict each other; `field` names it.
     """
-    settings = parse_request_parameters(request.parameters, request.inputs.get("sampling_parameters"))
-    manner = _manner(request, settings.options)
-    outputs = _output_names(request, manner)
+    sampling, options = parse_request_parameters(request.parameters, request.inputs.get("sampling_parameters"))
+    options = _response_options(request, options)
+    outputs = _output_names(request, options)
+    if _LOGPROBS & set(outputs):
+        sampling = msgspec.structs.replace(sampling, logprobs=0)
     generate = GenerateRequest(
         id=request.id,
         prompt=_prompt(request.inputs, limit),
-        sampling=_with_logprobs(settings.sampling, outputs),
-        priority=manner.priority,
-        cache_salt=manner.cache_salt,
-        timeout=manner.timeout / 1e6,
-        choice_count=manner.n,
-        adapter=manner.lora_name,
-        guided_decoding=manner.guide,
-        echo=not manner.exclude_input_in_output,
+        sampling=sampling,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        timeout=options.timeout / 1e6,
+        choice_count=options.n,
+        adapter=options.lora_name,
+        guided_decoding=options.guide,
+        echo=not options.exclude_input_in_output,
     )
-    requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
-    return ParsedInferRequest(tuple(requests), manner, outputs)
+    requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(options.n))
+    return ParsedInferRequest(tuple(requests), options, outputs)
 
 
-def _manner(request: InferRequest, manner: ResponseOptions) -> ResponseOptions:
-    """With the `stream` that came as a tensor, which wins."""
+def _response_options(request: InferRequest, options: ResponseOptions) -> ResponseOptions:
+    """`options` with the `stream` that came as a tensor, which wins."""
     if "stream" in request.inputs:
-        manner = msgspec.structs.replace(manner, stream=bool(one_element(request.inputs["stream"])))
-    if manner.stream and not manner.exclude_input_in_output:
+        options = msgspec.structs.replace(options, stream=bool(one_element(request.inputs["stream"])))
+    if options.stream and not options.exclude_input_in_output:
         raise InvalidArgument(
             "When streaming, `exclude_input_in_output` = False is not allowed.", field="exclude_input_in_output"
         )
-    if manner.stream and manner.n > 1:
-        raise InvalidArgument(f"When streaming, n must be 1, got {manner.n}.", field="n")
-    return manner
-
-
-def _with_logprobs(sampling: SamplingParams, outputs: Sequence[str]) -> SamplingParams:
-    return msgspec.structs.replace(sampling, logprobs=0) if _LOGPROBS & set(outputs) else sampling
+    if options.stream and options.n > 1:
+        raise InvalidArgument(f"When streaming, n must be 1, got {options.n}.", field="n")
+    return options
 
 
 class StreamedResponses:
@@ -113,7 +110,7 @@ class StreamedResponses:
         self._sum = 0.0
 
     def build_response(self, chunk: GenerateChunk) -> InferResponse | None:
-        """None where there is nothing to show yet."""
+        """The response of a chunk; None where there is nothing to show yet."""
         if chunk.logprobs:
             self._sum += _sum(chunk)
         if chunk.text or chunk.finish_reason is not None or self._by_token:
@@ -125,22 +122,19 @@ _COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens"}
 """Outputs that would lose tokens if a response without text were left out."""
 
 
-async def complete_response(question: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
-    """The one response that says what the chunks of all the question's requests say."""
-    wholes = await _collect_all(streams)
-    return _response(_ResponseContent(wholes, [_sum(whole) for whole in wholes]), question.outputs)
-
-
-async def _collect_all(streams: Sequence[Chunks]) -> list[GenerateChunk]:
-    """What each stream says, read side by side; the first error ends all of them."""
+async def complete_response(asked: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
+    """The one response of the whole streams of all its requests, which are read side by side. The first error ends all
+    of them."""
     if len(streams) == 1:
-        return [await _collect(streams[0])]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_collect(stream)) for stream in streams]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+        wholes = [await _collect(streams[0])]
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_collect(stream)) for stream in streams]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        wholes = [task.result() for task in tasks]
+    return _response(_ResponseContent(wholes, [_sum(whole) for whole in wholes]), asked.outputs)
 
 
 async def _collect(stream: Chunks) -> GenerateChunk:
@@ -153,7 +147,7 @@ def _sum(chunk: GenerateChunk) -> float:
 
 
 class _ResponseContent(NamedTuple):
-    """What is said in one response, by one answer or several. `sums`: the logprobs of all their tokens so far."""
+    """The content of one response: a chunk of each answer, and the sums of the logprobs of all tokens so far."""
 
     chunks: Sequence[GenerateChunk]
     sums: Sequence[float]
@@ -164,9 +158,9 @@ def _response(answers: _ResponseContent, outputs: Sequence[str]) -> InferRespons
     return InferResponse(tensors, final=answers.chunks[0].finish_reason is not None)
 
 
-def _padded(rows: Sequence[list[float]]) -> list[list[float]]:
-    width = max(map(len, rows))
-    return [row + [0.0] * (width - len(row)) for row in rows]
+def _padded_logprobs(chunks: Sequence[GenerateChunk]) -> list[list[float]]:
+    width = max(len(chunk.logprobs) for chunk in chunks)
+    return [[each.logprob for each in chunk.logprobs] + [0.0] * (width - len(chunk.logprobs)) for chunk in chunks]
 
 
 _DATATYPES = {spec.name: spec.datatype for spec in OUTPUTS}
@@ -178,16 +172,16 @@ _VALUES: dict[str, Callable[[_ResponseContent], Any]] = {
     "num_output_tokens": lambda said: [len(chunk.token_ids) for chunk in said.chunks],
     "output_ids": lambda said: [token for chunk in said.chunks for token in chunk.token_ids],
     "cum_log_probs": lambda said: said.sums,
-    "output_log_probs": lambda said: _padded([[each.logprob for each in chunk.logprobs] for chunk in said.chunks]),
+    "output_log_probs": lambda said: _padded_logprobs(said.chunks),
     "cumulative_logprob": lambda said: said.sums,
 }
 
 
-def _output_names(request: InferRequest, manner: ResponseOptions) -> tuple[str, ...]:
+def _output_names(request: InferRequest, options: ResponseOptions) -> tuple[str, ...]:
     if request.outputs is not None:
         return request.outputs
-    asked = (name for name in _DATATYPES if getattr(manner, f"return_{name}", False))
-    return ("text_output", *asked, *(_LOG_PROBS if manner.return_log_probs else ()))
+    asked = (name for name in _DATATYPES if getattr(options, f"return_{name}", False))
+    return ("text_output", *asked, *(_LOG_PROBS if options.return_log_probs else ()))
 
 
 def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:

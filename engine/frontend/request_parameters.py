@@ -1,6 +1,6 @@
-"""What the parameters of a v2 request may say to a language model, under every name clients know it by.
+"""The parameters of a v2 request to a language model, under every name that clients know them by.
 
-A name nobody knows, a value of the wrong type and a wish that cannot be granted yet are refused; none is ignored.
+An unknown name, a value of the wrong type and a parameter that is not supported are refused; none is ignored.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ MAX_CHOICES = 128
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer: everything a request may set that does not choose tokens. `n`: how many answers. `timeout` in
-    microseconds, as Triton has it; 0 is the model's."""
+    """All parameters of a request that do not choose tokens. `n`: the number of answers. `timeout`: microseconds, as
+    Triton has it; 0 is the model's."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
@@ -50,21 +50,21 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NamedValue(NamedTuple):
-    """A parameter, and the name it came by."""
+    """The value of a parameter, and the name that it came by."""
 
     name: str
     value: Any
 
 
 class RequestParameters(NamedTuple):
-    """A request's parameters, understood."""
+    """A request's parameters, parsed."""
 
     sampling: SamplingParams
     options: ResponseOptions
 
 
 _SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
-_MANNER = set(ResponseOptions.__struct_fields__)
+_OPTIONS = set(ResponseOptions.__struct_fields__)
 _ALIASES = {
     "end_id": "stop_token_ids",
     "random_seed": "seed",
@@ -78,15 +78,15 @@ _ALIASES = {
     "num_return_sequences": "n",
 }
 _LISTS = {"stop_token_ids", "stop", "bad_words", "allowed_token_ids"}
-"""Fields of which one element may come alone."""
+"""Fields of which a single element may come without a list."""
 _WORDS = {"stop", "bad_words"}
-"""Of these, those in which an empty string is none."""
+"""Those of them in which an empty string is left out."""
 _LLMAPI_PREFIX = "sampling_param_"
 
-_OF_THE_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
-"""Parameters that reach a model by the way it was asked and mean nothing to it; padding we never do."""
+_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+"""Parameters of the protocol that reach a model and mean nothing to it; padding we never do."""
 
-_NOT_YET: dict[str, tuple[Any, ...]] = {
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "beam_width": (1,),
     "use_beam_search": (False,),
@@ -110,20 +110,26 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "embedding_bias_words": (),
     "embedding_bias_weights": (),
 }
-"""Known wishes that are not granted yet, with the values that wish for nothing (so do "", [] and null)."""
+"""Known parameters that are not supported, with the values that ask for nothing (so do "", [] and null)."""
 
 
 def parse_request_parameters(parameters: Mapping[str, ParameterValue], replacement: Tensor | None) -> RequestParameters:
-    """Understand a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens.
+    """Parse a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens.
 
     Raises:
-        InvalidArgument: see above; `field` names the parameter.
+        InvalidArgument: one is unknown, not supported or of the wrong type; `field` names it.
     """
-    given = _renamed(parameters)
+    given = _by_own_names(parameters)
     if replacement is not None:
-        manner = {name: each for name, each in given.items() if name in _MANNER}
-        given = manner | _renamed(_json_object(replacement))
-    return RequestParameters(_convert(given, _SAMPLING, SamplingParams), _convert(given, _MANNER, ResponseOptions))
+        try:
+            content = orjson.loads(text_of(replacement))
+        except ValueError as error:
+            raise InvalidArgument(f"{replacement.name} is not JSON: {error}", field=replacement.name) from error
+        if not isinstance(content, dict):
+            raise InvalidArgument(f"{replacement.name} must be a JSON object", field=replacement.name)
+        options = {name: each for name, each in given.items() if name in _OPTIONS}
+        given = options | _by_own_names(content)
+    return RequestParameters(_convert(given, _SAMPLING, SamplingParams), _convert(given, _OPTIONS, ResponseOptions))
 
 
 def one_element(tensor: Tensor) -> Any:
@@ -150,23 +156,13 @@ def text_of(tensor: Tensor) -> str:
         raise InvalidArgument(f"{tensor.name} is not UTF-8: {error}", field=tensor.name) from error
 
 
-def _json_object(tensor: Tensor) -> dict[str, Any]:
-    try:
-        content = orjson.loads(text_of(tensor))
-    except ValueError as error:
-        raise InvalidArgument(f"{tensor.name} is not JSON: {error}", field=tensor.name) from error
-    if not isinstance(content, dict):
-        raise InvalidArgument(f"{tensor.name} must be a JSON object", field=tensor.name)
-    return content
-
-
-def _renamed(parameters: Mapping[str, Any]) -> dict[str, _NamedValue]:
-    """The parameters that say something, by our own names."""
+def _by_own_names(parameters: Mapping[str, Any]) -> dict[str, _NamedValue]:
+    """The parameters that ask for something, by our own names."""
     renamed: dict[str, _NamedValue] = {}
     for given, value in parameters.items():
         name = given.removeprefix(_LLMAPI_PREFIX)
         name = _ALIASES.get(name, name)
-        if _says_nothing(given, name, value):
+        if _asks_for_nothing(given, name, value):
             continue
         if name in renamed:
             text = f"parameter '{given}' says again what '{renamed[name].name}' says"
@@ -175,18 +171,18 @@ def _renamed(parameters: Mapping[str, Any]) -> dict[str, _NamedValue]:
     return renamed
 
 
-def _says_nothing(given: str, name: str, value: Any) -> bool:
+def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
     if name in {*_LISTS, "logit_bias"} - {"allowed_token_ids"}:
         # TensorRT-LLM has a boolean that is called stop, too.
         return value is None or value is False or value in ("", [], {})
-    if name in _SAMPLING or name in _MANNER:
+    if name in _SAMPLING or name in _OPTIONS:
         return value is None
-    if name in _OF_THE_PROTOCOL or name.startswith("triton_"):
+    if name in _PROTOCOL or name.startswith("triton_"):
         return True
-    if name not in _NOT_YET:
-        alike = did_you_mean(given, (*_SAMPLING, *_MANNER, *_ALIASES))
+    if name not in _UNSUPPORTED:
+        alike = did_you_mean(given, (*_SAMPLING, *_OPTIONS, *_ALIASES))
         raise InvalidArgument(f"unknown parameter '{given}'{alike}", field=given)
-    if value in (None, "", []) or value in _NOT_YET[name]:
+    if value in (None, "", []) or value in _UNSUPPORTED[name]:
         return True
     raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)
 
@@ -207,17 +203,12 @@ def _convert(given: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -
         element = found.path[found.path.find("[") :] if isinstance(value, list) else ""
         raise InvalidArgument(f"parameter '{said}{element}' {found}", field=said) from error
     except InvalidArgument as error:
-        raise _as_said(error, given) from None
+        culprit = given.get(error.field or "")
+        if culprit is None or culprit.name == error.field:
+            raise
+        raise InvalidArgument(f"parameter '{culprit.name}': {error.message}", field=culprit.name) from None
 
 
 def _whole(value: Any) -> Any:
-    """An integer of more than 64 bits comes as a number; what is too large is to be told by its range."""
+    """An integer of more than 64 bits comes as a float: the range check is to see an integer."""
     return int(value) if type(value) is float and value.is_integer() else value
-
-
-def _as_said(error: InvalidArgument, given: Mapping[str, _NamedValue]) -> InvalidArgument:
-    """By the name that the parameter came by."""
-    culprit = given.get(error.field or "")
-    if culprit is None or culprit.name == error.field:
-        return error
-    return InvalidArgument(f"parameter '{culprit.name}': {error.message}", field=culprit.name)
