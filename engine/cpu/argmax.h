@@ -1,10 +1,10 @@
-/* The place of the largest number. */
-#ifndef CHARONIA_LARGEST_H
-#define CHARONIA_LARGEST_H
+/* The index of the largest number. */
+#ifndef CHARONIA_ARGMAX_H
+#define CHARONIA_ARGMAX_H
 
 #include <stdint.h>
 
-/* The first of the largest of n numbers. */
-int64_t largest_of(const void *x, int64_t n, int kind);
+/* The index of the first largest of n numbers. */
+int64_t argmax_of(const void *x, int64_t n, int kind);
 
 #endif

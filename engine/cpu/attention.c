@@ -9,16 +9,17 @@
 #define SUBJECT "attention.inc"
 #include "each_level.h"
 
-typedef void write_piece(const struct manner *, const struct step *, const struct call *, const struct piece *);
-typedef void attend_piece(const struct manner *, const struct step *, const struct call *, const struct piece *,
-                          float *);
+typedef void write_piece(const struct attention_params *, const struct step *, const struct attention_call *,
+                         const struct attention_piece *);
+typedef void attend_piece(const struct attention_params *, const struct step *, const struct attention_call *,
+                          const struct attention_piece *, float *);
 
 static write_piece *const write_pieces[LEVELS] = ALL_LEVELS(write);
 static attend_piece *const attend_pieces[LEVELS] = ALL_LEVELS(attend);
-static attend_piece *const fold_pieces[LEVELS] = ALL_LEVELS(gather_up);
+static attend_piece *const fold_pieces[LEVELS] = ALL_LEVELS(fold_splits);
 
-static void attend_alone(const struct manner *m, const struct step *s, const struct plan *plan, const struct call *c,
-                         float *scratch)
+static void attend_alone(const struct attention_params *m, const struct step *s, const struct attention_plan *plan,
+                         const struct attention_call *c, float *scratch)
 {
     const int level = charonia_level();
     for (int64_t i = 0; i < plan->writes; i++)
@@ -29,8 +30,8 @@ static void attend_alone(const struct manner *m, const struct step *s, const str
         fold_pieces[level](m, s, c, plan->to_fold + i, scratch);
 }
 
-void attend_together(Team *team, const struct manner *m, const struct step *s, const struct plan *plan,
-                     const struct call *c, float *scratch)
+void attend_in_team(Team *team, const struct attention_params *m, const struct step *s,
+                    const struct attention_plan *plan, const struct attention_call *c, float *scratch)
 {
     const int level = charonia_level();
     if (plan->cost < WORTH_ATTENDING) {
@@ -38,20 +39,21 @@ void attend_together(Team *team, const struct manner *m, const struct step *s, c
             attend_alone(m, s, plan, c, scratch);
         return;
     }
-    for (int64_t i = part(plan->writes, team, team->me); i < part(plan->writes, team, team->me + 1); i++)
+    for (int64_t i = share_begin(plan->writes, team, team->me); i < share_begin(plan->writes, team, team->me + 1); i++)
         write_pieces[level](m, s, c, plan->to_write + i);
-    meet_and_deal(team);
-    for (int64_t i; (i = take(team)) < plan->works;)
+    barrier_and_restart(team);
+    for (int64_t i; (i = next_piece(team)) < plan->works;)
         attend_pieces[level](m, s, c, plan->to_work + i, scratch);
     if (!plan->folds)
         return;
-    meet_and_deal(team);
-    for (int64_t i; (i = take(team)) < plan->folds;)
+    barrier_and_restart(team);
+    for (int64_t i; (i = next_piece(team)) < plan->folds;)
         fold_pieces[level](m, s, c, plan->to_fold + i, scratch);
 }
 
-EXPORT void charonia_attention(const struct manner *m, const struct step *s, const struct plan *plan,
-                               const struct call *c, float *scratch)
+EXPORT void charonia_attention(const struct attention_params *m, const struct step *s,
+                               const struct attention_plan *plan, const struct attention_call *c, float *scratch)
 {
-    TOGETHER(plan->cost < WORTH_ATTENDING ? 1 : omp_get_max_threads(), attend_together(team, m, s, plan, c, scratch));
+    PARALLEL_REGION(plan->cost < WORTH_ATTENDING ? 1 : omp_get_max_threads(), attend_in_team(team, m, s, plan, c,
+                    scratch));
 }

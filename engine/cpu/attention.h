@@ -1,4 +1,4 @@
-/* Paged attention: what is stored how, and what one call is divided into.
+/* Paged attention: how keys and values are stored, and the pieces that a call is divided into.
 
    Keys and values stand in tiles of TILE tokens of one head, made for products with many queries at once:
      keys    [head_dim / 2][TILE][2]    16 tokens of two neighbouring dimensions
@@ -7,7 +7,7 @@
    float32 is [head_dim][TILE] and [TILE][head_dim]. A block is [tiles in it][kv_heads] tiles.
 
    A context is cut into splits of SPLIT tokens, counted from the sequence's beginning. Each split's part of the sum is
-   made by itself and the parts are folded in order: so a token's result depends on its position and on nothing else. */
+   made by itself and the parts are folded in order: so a token's result depends on its position alone. */
 #ifndef CHARONIA_ATTENTION_H
 #define CHARONIA_ATTENTION_H
 
@@ -29,8 +29,8 @@ enum { TILE = 16, SPLIT = 256, TILES = SPLIT / TILE };
 /* Floats of queries that one piece of work may hold on its stack, twice. */
 enum { MOST_QUERIES = 16384, MOST_HEAD = 512 };
 
-/* One kind of layer; attention.py has the same fields. `window` 0: all; `cap` 0: none. */
-struct manner {
+/* The parameters of layers that attend alike; attention.py has the same fields. `window` 0: all; `cap` 0: none. */
+struct attention_params {
     int64_t heads, kv_heads, head_dim, block_size, window;
     int64_t kind, stored; /* of queries and what comes out; of the cache: F32, BF16 or S8 */
     float scale, cap;
@@ -44,50 +44,51 @@ struct step {
     const int64_t *firsts, *tables;
 };
 
-/* One layer's part of a step. Strides in elements between tokens; `turns` [positions, 2, turned / 2] for the first
-   `turned` numbers of a head, or none; `sinks` [heads] or none: of each query head the score of a token that it always
-   sees, whose value is 0. */
-struct call {
+/* One layer's part of a step. Strides in elements between tokens; `cos_sin` [positions, 2, rotary_dim / 2] for the
+   first `rotary_dim` numbers of a head, or none; `sinks` [heads] or none: for each query head the score of a token that
+   it always sees, whose value is 0. */
+struct attention_call {
     const void *queries, *keys, *values;
     int64_t query_stride, key_stride, value_stride;
-    const float *turns, *sinks;
+    const float *cos_sin, *sinks;
     char *cache;
     void *out;
-    int64_t turned;
+    int64_t rotary_dim;
 };
 
 /* Neighbouring tokens of a row, from `token` of it: those that share a tile to be written, or queries of one head that
    go together through the splits from `from` to `to`. `part` >= 0: they leave one partial sum a split in the scratch
    memory from there on, [split][query][head_dim + 2]. */
-struct piece {
+struct attention_piece {
     int32_t row, token, tokens, head, from, to;
     int64_t part;
 };
 
-/* What `queries` neighbouring queries see of one split: its tiles from `first` up to `last`. */
+/* The part of one split that neighbouring queries see: its tiles from `first` up to `last`. */
 struct span {
     const char *tiles[TILES];
     int64_t head_dim;
-    int first, last, stored, fresh; /* fresh: nobody looked at them before, they come from far */
+    int first, last, stored, fresh; /* fresh: no query read them before, they come from memory */
 };
 
 /* scores[r][SPLIT] = queries [r][stride] times the span's keys; part[r][head_dim] = weights [r][stride] times values. */
 typedef void product(const struct span *, const float *, int64_t, float *);
 
-struct plan {
+struct attention_plan {
     int64_t writes, works, folds, scratch, cost;
-    struct piece *to_write, *to_work, *to_fold;
+    struct attention_piece *to_write, *to_work, *to_fold;
 };
 
-/* Work below which threads would cost more than they give. */
+/* With less work, threads would cost more than they give. */
 enum { WORTH_ATTENDING = 100000 };
 
-/* Fills `plan`, whose arrays have room for so many pieces each, for layers of this manner. Returns what room it takes:
-   if that is more, the plan is not to be used, but for its `scratch`. */
-int64_t charonia_attention_plan(const struct manner *, const struct step *, struct plan *, int64_t room);
+/* Fills `plan`, whose arrays have `room` for so many pieces each, for layers with these parameters. Returns the room that
+   the plan takes: if that is more, only its `scratch` is valid. */
+int64_t charonia_attention_plan(const struct attention_params *, const struct step *, struct attention_plan *,
+                                int64_t room);
 
 /* One layer of a step that `plan` was made for, with plan->scratch floats of memory for it. */
-void attend_together(Team *, const struct manner *, const struct step *, const struct plan *, const struct call *,
-                     float *scratch);
+void attend_in_team(Team *, const struct attention_params *, const struct step *, const struct attention_plan *,
+                    const struct attention_call *, float *scratch);
 
 #endif

@@ -1,4 +1,4 @@
-/* Divides a step into pieces of work. How it does so changes no result, only who computes it when. */
+/* Divides a step into pieces of work. The division changes no result, only which thread computes it when. */
 #include <stdlib.h>
 
 #include "attention.h"
@@ -8,13 +8,13 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The first token that the one at `position` sees. */
-static int64_t sees_from(const struct manner *m, int64_t position)
+static int64_t sees_from(const struct attention_params *m, int64_t position)
 {
     return m->window ? most(position + 1 - m->window, 0) : 0;
 }
 
 /* Tokens of one row that go together: as many as the stack holds, fewer where threads would have nothing to do. */
-static int64_t together(const struct manner *m, const struct step *s, int64_t threads)
+static int64_t together(const struct attention_params *m, const struct step *s, int64_t threads)
 {
     int64_t group = m->heads / m->kv_heads, tokens = 0;
     for (int64_t r = 0; r < s->rows; r++)
@@ -33,12 +33,12 @@ static int64_t pieces_a_head(const struct step *s, int64_t size)
 
 /* A plan being made, in arrays with `room` for so many pieces each: more are counted and left out. */
 struct making {
-    const struct manner *manner;
-    struct plan *plan;
+    const struct attention_params *params;
+    struct attention_plan *plan;
     int64_t room;
 };
 
-static void add(struct piece *pieces, int64_t *count, int64_t room, struct piece piece)
+static void add(struct attention_piece *pieces, int64_t *count, int64_t room, struct attention_piece piece)
 {
     if (*count < room)
         pieces[*count] = piece;
@@ -50,18 +50,18 @@ static void add_writes(const struct making *making, const struct step *s)
     for (int64_t r = 0; r < s->rows; r++)
         for (int64_t at = 0, some; at < s->counts[r]; at += some) {
             some = least(TILE - (s->starts[r] + at) % TILE, s->counts[r] - at);
-            struct piece piece = {(int32_t)r, (int32_t)at, (int32_t)some, 0, 0, 0, -1};
+            struct attention_piece piece = {(int32_t)r, (int32_t)at, (int32_t)some, 0, 0, 0, -1};
             add(making->plan->to_write, &making->plan->writes, making->room, piece);
         }
 }
 
 /* One piece for all of a context, or one a split and one that folds them. */
-static void add_work(const struct making *making, struct piece whole, int divided)
+static void add_work(const struct making *making, struct attention_piece whole, int divided)
 {
-    struct plan *plan = making->plan;
-    int64_t queries = whole.tokens * (making->manner->heads / making->manner->kv_heads);
-    int64_t size = queries * (making->manner->head_dim + 2), splits = whole.to - whole.from;
-    plan->cost += queries * splits * SPLIT * making->manner->head_dim;
+    struct attention_plan *plan = making->plan;
+    int64_t queries = whole.tokens * (making->params->heads / making->params->kv_heads);
+    int64_t size = queries * (making->params->head_dim + 2), splits = whole.to - whole.from;
+    plan->cost += queries * splits * SPLIT * making->params->head_dim;
     if (!divided || splits < 2) {
         add(plan->to_work, &plan->works, making->room, whole);
         return;
@@ -70,7 +70,7 @@ static void add_work(const struct making *making, struct piece whole, int divide
     plan->scratch += size * splits;
     add(plan->to_fold, &plan->folds, making->room, whole);
     for (int64_t at = 0; at < splits; at++) {
-        struct piece piece = whole;
+        struct attention_piece piece = whole;
         piece.from += (int32_t)at;
         piece.to = piece.from + 1;
         piece.part += size * at;
@@ -83,21 +83,24 @@ static void add_works(const struct making *making, const struct step *s, int64_t
     for (int64_t r = 0; r < s->rows; r++)
         for (int64_t at = 0; at < s->counts[r]; at += size) {
             int64_t tokens = least(size, s->counts[r] - at), first = s->starts[r] + at;
-            int32_t from = (int32_t)(sees_from(making->manner, first) / SPLIT);
+            int32_t from = (int32_t)(sees_from(making->params, first) / SPLIT);
             int32_t to = (int32_t)((first + tokens - 1) / SPLIT + 1);
-            for (int32_t head = 0; head < making->manner->kv_heads; head++)
-                add_work(making, (struct piece){(int32_t)r, (int32_t)at, (int32_t)tokens, head, from, to, -1}, divided);
+            for (int32_t head = 0; head < making->params->kv_heads; head++) {
+                const struct attention_piece whole = {(int32_t)r, (int32_t)at, (int32_t)tokens, head, from, to, -1};
+                add_work(making, whole, divided);
+            }
         }
 }
 
 static int dearest_first(const void *a, const void *b)
 {
-    const struct piece *x = a, *y = b;
+    const struct attention_piece *x = a, *y = b;
     int64_t mine = (int64_t)(x->to - x->from) * x->tokens, theirs = (int64_t)(y->to - y->from) * y->tokens;
     return mine > theirs ? -1 : mine < theirs;
 }
 
-EXPORT int64_t charonia_attention_plan(const struct manner *m, const struct step *s, struct plan *plan, int64_t room)
+EXPORT int64_t charonia_attention_plan(const struct attention_params *m, const struct step *s,
+                                       struct attention_plan *plan, int64_t room)
 {
     struct making making = {m, plan, room};
     int64_t threads = charonia_threads(), size = together(m, s, threads);
@@ -106,6 +109,6 @@ EXPORT int64_t charonia_attention_plan(const struct manner *m, const struct step
     add_works(&making, s, size, pieces_a_head(s, size) * m->kv_heads < 2 * threads);
     int64_t taken = most(plan->writes, most(plan->works, plan->folds));
     if (taken <= room && plan->works > threads)
-        qsort(plan->to_work, (size_t)plan->works, sizeof(struct piece), dearest_first);
+        qsort(plan->to_work, (size_t)plan->works, sizeof(struct attention_piece), dearest_first);
     return taken;
 }

@@ -8,19 +8,19 @@ enum activation { SILU, GELU, ERF_GELU, QUICK_GELU };
 
 typedef void norm_row(void *, const void *, const float *, void *, long, float, int);
 typedef void gate_row(const void *, void *, long, int, int);
-typedef void turn_row(const void *, const float *, void *, long, int);
+typedef void rope_row(const void *, const float *, void *, long, int);
 typedef void scale_row(const void *, void *, long, float, int);
 
 static norm_row *const norms[LEVELS] = ALL_LEVELS(norm);
 static gate_row *const gates[LEVELS] = ALL_LEVELS(gate);
-static turn_row *const turn_rows[LEVELS] = ALL_LEVELS(turn);
+static rope_row *const rope_rows[LEVELS] = ALL_LEVELS(rope);
 static scale_row *const scales[LEVELS] = ALL_LEVELS(scale);
 
 static char *place(const void *base, int64_t element, int kind) { return (char *)base + element * KIND_BYTES(kind); }
 
 static int threads_for(int64_t elements) { return elements < WORTH_THREADS ? 1 : omp_get_max_threads(); }
 
-void norm_together(Team *team, const Norm *o)
+void norm_in_team(Team *team, const Norm *o)
 {
     norm_row *norm = norms[charonia_level()];
     FOR_ROWS(team, o->rows, o->rows * o->heads * o->n, for (int64_t h = 0; h < o->heads; h++) {
@@ -30,40 +30,42 @@ void norm_together(Team *team, const Norm *o)
     });
 }
 
-void gate_together(Team *team, const Gate *o)
+void gate_in_team(Team *team, const Gate *o)
 {
     gate_row *gate = gates[charonia_level()];
     FOR_ROWS(team, o->rows, 2 * o->rows * o->n,
-             gate(place(o->x, 2 * row * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->activation, o->kind));
+             gate(place(o->x, 2 * row * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->activation,
+                  o->kind));
 }
 
 void embed_rows(const Embedding *o)
 {
     scale_row *scale = scales[charonia_level()];
     for (int64_t row = 0; row < o->rows; row++)
-        scale(place(o->table, o->ids[row] * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->factor, o->kind);
+        scale(place(o->table, o->ids[row] * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->factor,
+              o->kind);
 }
 
 EXPORT void charonia_norm(void *x, const void *delta, const float *weight, void *out, int64_t rows, int64_t heads,
                           int64_t stride, int64_t weights, int64_t n, float eps, int kind)
 {
     const Norm norm = {x, delta, weight, out, rows, heads, stride, weights, n, eps, kind};
-    TOGETHER(threads_for(rows * heads * n), norm_together(team, &norm));
+    PARALLEL_REGION(threads_for(rows * heads * n), norm_in_team(team, &norm));
 }
 
 EXPORT void charonia_gate(const void *x, void *out, int64_t rows, int64_t n, int activation, int kind)
 {
     const Gate gate = {x, out, rows, n, activation, kind};
-    TOGETHER(threads_for(2 * rows * n), gate_together(team, &gate));
+    PARALLEL_REGION(threads_for(2 * rows * n), gate_in_team(team, &gate));
 }
 
 /* out [rows, heads, 2 * half] = x (rows `stride` elements apart), turned by cosines and sines [rows, 2, half]. */
-EXPORT void charonia_turn(const void *x, const float *turns, void *out, int64_t rows, int64_t heads, int64_t stride,
+EXPORT void charonia_rope(const void *x, const float *cos_sin, void *out, int64_t rows, int64_t heads, int64_t stride,
                           int64_t half, int kind)
 {
-    turn_row *turn = turn_rows[charonia_level()];
-    TOGETHER(threads_for(2 * rows * heads * half),
+    rope_row *rope = rope_rows[charonia_level()];
+    PARALLEL_REGION(threads_for(2 * rows * heads * half),
              FOR_ROWS(team, rows, 2 * rows * heads * half, for (int64_t h = 0; h < heads; h++)
-                 turn(place(x, row * stride + h * 2 * half, kind), turns + row * 2 * half,
+                 rope(place(x, row * stride + h * 2 * half, kind), cos_sin + row * 2 * half,
                       place(out, (row * heads + h) * 2 * half, kind), half, kind)));
 }

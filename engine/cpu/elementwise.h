@@ -34,8 +34,8 @@ typedef struct {
     int kind;
 } Embedding;
 
-void norm_together(Team *, const Norm *);
-void gate_together(Team *, const Gate *);
+void norm_in_team(Team *, const Norm *);
+void gate_in_team(Team *, const Gate *);
 void embed_rows(const Embedding *);
 
 #endif

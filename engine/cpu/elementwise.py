@@ -83,7 +83,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     rows, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype)
     addresses, kind = (x.data_ptr(), cos_sin.data_ptr(), out.data_ptr()), library.DTYPE_CODES[x.dtype]
-    library.bind_function("charonia_turn")(*addresses, rows, heads, x.stride(0), size // 2, kind)
+    library.bind_function("charonia_rope")(*addresses, rows, heads, x.stride(0), size // 2, kind)
     return out
 
 

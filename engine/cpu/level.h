@@ -4,7 +4,7 @@
 
 enum charonia_level { PORTABLE, AVX2, AVX512, AVX512BF16, LEVELS };
 
-/* The level in use: the best the machine has, or a lower one that somebody asked for. */
+/* The level in use: the best the machine has, or a lower one that was asked for. */
 int charonia_level(void);
 
 /* Threads that a parallel region started here would have. */

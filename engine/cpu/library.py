@@ -32,25 +32,25 @@ SIGNATURES = {
     "charonia_gate": "ppllii",
     "charonia_attention_plan": "pppl",
     "charonia_attention": "ppppp",
-    "charonia_turn": "ppplllli",
-    "charonia_largest": "ppllli",
+    "charonia_rope": "ppplllli",
+    "charonia_argmax": "ppllli",
     "charonia_choice_fields": "",
     "charonia_sample": "pppllli",
     "charonia_uniform": "ppl",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
-    "charonia_crew": "l",
-    "charonia_dismiss": "p",
-    "charonia_start": "ppp",
-    "charonia_join": "pl",
+    "charonia_pool_start": "l",
+    "charonia_pool_stop": "p",
+    "charonia_step_submit": "ppp",
+    "charonia_pool_wait": "pl",
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float)."""
 
 _RESULT_TYPES: dict[str, Any] = {
     "charonia_choice_fields": ctypes.c_char_p,
     "charonia_attention_plan": ctypes.c_int64,
-    "charonia_crew": ctypes.c_void_p,
-    "charonia_start": ctypes.c_int64,
+    "charonia_pool_start": ctypes.c_void_p,
+    "charonia_step_submit": ctypes.c_int64,
 }
 """All others return int or nothing."""
 

@@ -57,7 +57,7 @@ static const char *lines_at(const Product *p, int64_t group, int64_t chunk)
     return p->matrix->lines + (group * p->steps + first_step(p, chunk)) * LINE;
 }
 
-/* What the tiles after these will read; null where nobody knows. */
+/* The lines that the tiles after these will read; null if they are not known. */
 static const char *lines_after(const Product *p, const Block *b, int64_t group, int64_t chunk)
 {
     if (group + p->plan->groups < b->end)
@@ -151,7 +151,7 @@ static int64_t spread_out(int64_t bytes)
 }
 
 /* Everything but where its own memory is. */
-static Product product(const Asked *a)
+static Product product(const MatmulCall *a)
 {
     const Matrix *m = a->matrix;
     const Kernel *kernel = kernel_of(m->kind);
@@ -174,21 +174,21 @@ static Product product(const Asked *a)
 static int64_t scales_bytes(int64_t rows) { return (rows * 4 + LINE - 1) / LINE * LINE; }
 
 /* Few rows every thread prepares for itself: that takes less time than to wait for each other. */
-static int64_t copies(const Asked *a, int threads) { return a->rows <= FEW_ROWS ? threads : 1; }
+static int64_t copies(const MatmulCall *a, int threads) { return a->rows <= FEW_ROWS ? threads : 1; }
 
 static int64_t prepared_bytes(const Product *p, int64_t rows)
 {
     return p->rows ? 0 : scales_bytes(rows) + rows * p->row_stride;
 }
 
-int64_t product_bytes(const Asked *a, int threads)
+int64_t product_bytes(const MatmulCall *a, int threads)
 {
     const Product p = product(a);
     return copies(a, threads) * prepared_bytes(&p, a->rows) + threads * sums_bytes(&p, a->rows);
 }
 
 /* Rows `from` to `to` as the tiles read them, with scales and rows in `memory`. */
-static void prepare(Product *p, const Asked *a, int64_t from, int64_t to, char *memory)
+static void prepare(Product *p, const MatmulCall *a, int64_t from, int64_t to, char *memory)
 {
     const Matrix *m = p->matrix;
     const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
@@ -204,26 +204,26 @@ static int64_t groups_of(const Matrix *m) { return (m->outputs + LANES - 1) / LA
 
 static const char *first_lines(const Matrix *m, const Team *t)
 {
-    return m->lines + part(groups_of(m), t, t->me) * steps_of(m->kind, m->inputs) * LINE;
+    return m->lines + share_begin(groups_of(m), t, t->me) * steps_of(m->kind, m->inputs) * LINE;
 }
 
 /* This thread's part, and what is left of its neighbours'. */
-static void multiply_claimed(Team *t, const Asked *a, Product *p, char *sums)
+static void multiply_claimed(Team *t, const MatmulCall *a, Product *p, char *sums)
 {
     const char *after = a->next ? first_lines(a->next, t) : 0;
     const int64_t groups = groups_of(a->matrix), smallest = a->rows > p->plan->rows ? LEAST_CLAIM : LEAST_STREAM;
     t->works++;
     for (int64_t away = 0; away < least(t->all, 1 + NEIGHBOURS); away++) {
-        const int64_t who = (t->me + away) % t->all, first = part(groups, t, who);
-        const int64_t count = part(groups, t, who + 1) - first;
-        for (Piece piece; (piece = claim(t, who, count, smallest)).begin < count;) {
+        const int64_t owner = (t->me + away) % t->all, first = share_begin(groups, t, owner);
+        const int64_t count = share_begin(groups, t, owner + 1) - first;
+        for (Piece piece; (piece = claim_piece(t, owner, count, smallest)).begin < count;) {
             p->after = piece.end < count ? lines_at(p, first + piece.end, 0) : after;
             multiply(p, a->rows, first + piece.begin, first + piece.end, sums);
         }
     }
 }
 
-void multiply_together(Team *t, const Asked *a, char *memory)
+void multiply_in_team(Team *t, const MatmulCall *a, char *memory)
 {
     Product p = product(a);
     const int64_t prepared = prepared_bytes(&p, a->rows), own = copies(a, (int)t->all) > 1;
@@ -232,21 +232,21 @@ void multiply_together(Team *t, const Asked *a, char *memory)
     if (prepared && own) {
         prepare(&p, a, 0, a->rows, memory + t->me * prepared);
     } else if (prepared) {
-        prepare(&p, a, part(a->rows, t, t->me), part(a->rows, t, t->me + 1), memory);
-        meet(t);
+        prepare(&p, a, share_begin(a->rows, t, t->me), share_begin(a->rows, t, t->me + 1), memory);
+        barrier(t);
     }
     multiply_claimed(t, a, &p, sums);
 }
 
-/* See Asked. Returns 0, or 1 when memory is short. */
+/* See MatmulCall. Returns 0, or 1 when memory is short. */
 EXPORT int charonia_matmul(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride)
 {
-    const Asked asked = {m, 0, x, x_stride, rows, out, out_stride};
+    const MatmulCall call = {m, 0, x, x_stride, rows, out, out_stride};
     const int all = rows * m->outputs * m->inputs < WORTH_MULTIPLYING ? 1 : omp_get_max_threads();
-    char *memory = aligned_alloc(LINE, (size_t)(product_bytes(&asked, all) + LINE));
+    char *memory = aligned_alloc(LINE, (size_t)(product_bytes(&call, all) + LINE));
     if (!memory)
         return 1;
-    TOGETHER(all, multiply_together(team, &asked, memory));
+    PARALLEL_REGION(all, multiply_in_team(team, &call, memory));
     free(memory);
     return 0;
 }

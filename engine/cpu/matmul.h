@@ -74,23 +74,23 @@ typedef struct {
     int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
 } Kernel;
 
-/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: a matrix that the same threads will
-   multiply after this one, or null; its first lines are fetched. */
+/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: the matrix that the same threads multiply
+   after this one, whose first lines are fetched, or null. */
 typedef struct {
     const Matrix *matrix, *next;
     const void *x;
     int64_t x_stride, rows;
     void *out;
     int64_t out_stride;
-} Asked;
+} MatmulCall;
 
 /* Bytes of memory that so many threads need for it; a multiple of a line. */
-int64_t product_bytes(const Asked *, int threads);
+int64_t product_bytes(const MatmulCall *, int threads);
 
 /* With product_bytes() of memory, at the beginning of a line. */
-void multiply_together(Team *, const Asked *, char *memory);
+void multiply_in_team(Team *, const MatmulCall *, char *memory);
 
-/* That of the level in use. */
+/* The kernel of the level in use. */
 const Kernel *kernel_of(int kind);
 
 extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];

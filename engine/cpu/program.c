@@ -1,98 +1,105 @@
-/* A decoder by one call: what a tape recorded of it, in order, for any number of tokens. */
+/* Computes the operations of a recorded decoder in order, for any number of tokens. */
 #include <time.h>
 
-#include "elementwise.h"
 #include "argmax.h"
+#include "elementwise.h"
 #include "program.h"
 
-static int64_t rows_of(const Work *w, const Operation *o) { return o->chosen ? w->scene->chosen : w->tokens; }
+static int64_t rows_of(const StepLayout *l, const Operation *o)
+{
+    return o->selected ? l->arguments->logits_count : l->tokens;
+}
 
-/* Of what it computes with. */
+/* Bytes of one number. */
 static int64_t number_bytes(const Operation *o) { return o->dtype == FLOAT32 ? 4 : 2; }
 
-static char *slot(const Work *w, int64_t at, int chosen)
+static char *tensor(const StepLayout *l, int64_t offset, int selected)
 {
-    return at < 0 ? 0 : chosen ? w->chosen + at * w->scene->chosen : w->slots + at * w->tokens;
+    if (offset < 0)
+        return 0;
+    return selected ? l->selected_tensors + offset * l->arguments->logits_count : l->token_tensors + offset * l->tokens;
 }
 
-Asked asked(const Work *w, const Operation *o)
+MatmulCall matmul_call(const StepLayout *l, const Operation *o)
 {
-    return (Asked){o->what, o->next, slot(w, o->x, o->chosen), o->stride, rows_of(w, o), slot(w, o->out, o->chosen),
-                   o->size};
+    return (MatmulCall){o->what, o->next, tensor(l, o->x, o->selected), o->stride, rows_of(l, o),
+                        tensor(l, o->out, o->selected), o->size};
 }
 
-static void normalise(Team *team, const Operation *o, const Work *w)
+static void normalize(Team *team, const Operation *o, const StepLayout *l)
 {
-    const Norm norm = {slot(w, o->x, o->chosen), slot(w, o->delta, o->chosen), o->what, slot(w, o->out, o->chosen),
-                       rows_of(w, o), o->heads, o->stride, o->weights, o->size, o->number, o->dtype};
-    norm_together(team, &norm);
+    const Norm norm = {tensor(l, o->x, o->selected), tensor(l, o->delta, o->selected), o->what,
+                       tensor(l, o->out, o->selected), rows_of(l, o), o->heads, o->stride, o->weights, o->size,
+                       o->number, o->dtype};
+    norm_in_team(team, &norm);
 }
 
-static void attend(Team *team, const Operation *o, const Work *w)
+static void attend(Team *team, const Operation *o, const StepLayout *l)
 {
-    const int64_t kind = w->scene->kind_of[o->layer];
-    const struct manner *m = w->scene->manners[kind];
-    const int64_t head = m->head_dim * number_bytes(o), stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    char *queries = slot(w, o->x, 0), *keys = queries + m->heads * head, *values = keys + m->kv_heads * head;
-    const struct call call = {queries, keys, values, stride, stride, stride, w->program->turns[o->angles], 0,
-                              w->scene->caches[o->layer], slot(w, o->out, 0), o->size};
-    attend_together(team, m, &w->step, w->plans + kind, &call, w->scratches[kind]);
+    const int64_t index = l->arguments->params_of_layer[o->layer];
+    const struct attention_params *p = l->arguments->params[index];
+    const int64_t head = p->head_dim * number_bytes(o), stride = (p->heads + 2 * p->kv_heads) * p->head_dim;
+    char *queries = tensor(l, o->x, 0), *keys = queries + p->heads * head, *values = keys + p->kv_heads * head;
+    const struct attention_call call = {queries, keys, values, stride, stride, stride, l->program->cos_sin[o->angles], 0,
+                                        l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size};
+    attend_in_team(team, p, &l->step, l->plans + index, &call, l->scratches[index]);
 }
 
-static void embed(const Operation *o, const Work *w)
+static void embed(const Operation *o, const StepLayout *l)
 {
-    const struct step *s = &w->step;
+    const struct step *s = &l->step;
     for (int64_t r = 0; r < s->rows; r++) {
-        const int32_t *ids = w->scene->known + s->lines[r] * w->scene->longest + s->starts[r];
-        const Embedding rows = {ids, o->what, slot(w, o->out, 0) + s->firsts[r] * o->size * number_bytes(o),
+        const int32_t *ids = l->arguments->token_ids + s->lines[r] * l->arguments->token_ids_stride + s->starts[r];
+        const Embedding rows = {ids, o->what, tensor(l, o->out, 0) + s->firsts[r] * o->size * number_bytes(o),
                                 s->counts[r], o->size, o->number, o->dtype};
         embed_rows(&rows);
     }
 }
 
-static void choose(const Operation *o, const Work *w)
+static void select_places(const Operation *o, const StepLayout *l)
 {
     const int64_t bytes = o->size * number_bytes(o);
-    const char *from = slot(w, o->x, 0);
-    char *to = slot(w, o->out, 1);
-    for (int64_t i = 0; i < w->scene->chosen; i++)
-        memcpy(to + i * bytes, from + w->scene->places[i] * bytes, (size_t)bytes);
+    const char *from = tensor(l, o->x, 0);
+    char *to = tensor(l, o->out, 1);
+    for (int64_t i = 0; i < l->arguments->logits_count; i++)
+        memcpy(to + i * bytes, from + l->arguments->logits_indices[i] * bytes, (size_t)bytes);
 }
 
-static void enter(const Operation *o, const Work *w)
+static void input(const Operation *o, const StepLayout *l)
 {
-    memcpy(slot(w, o->out, 0), w->scene->entering, (size_t)(w->tokens * o->size * number_bytes(o)));
+    memcpy(tensor(l, o->out, 0), l->arguments->hidden_states, (size_t)(l->tokens * o->size * number_bytes(o)));
 }
 
-static void pick(Team *team, const Operation *o, const Work *w)
+static void sample(Team *team, const Operation *o, const StepLayout *l)
 {
-    const char *logits = slot(w, o->x, 1);
-    const int64_t bytes = o->size * number_bytes(o);
-    const int64_t *of = w->scene->picked_of;
-    FOR_ROWS(team, w->scene->picked_count, w->scene->picked_count * o->size, {
+    const StepArguments *a = l->arguments;
+    const char *logits = tensor(l, o->x, 1);
+    const int64_t bytes = o->size * number_bytes(o), *of = a->sampled_of;
+    const struct choice *how = a->sampling;
+    FOR_ROWS(team, a->sampled_count, a->sampled_count * o->size, {
         const char *own = logits + (of ? of[row] : row) * bytes;
-        const struct choice *how = w->scene->choices;
-        const int64_t token = how ? sampled(own, o->size, o->dtype, how + row) : largest_of(own, o->size, o->dtype);
-        w->scene->picked[row] = w->scene->known[w->picks[row]] = (int32_t)token;
+        const int64_t token =
+            how ? sample_token(own, o->size, o->dtype, how + row) : argmax_of(own, o->size, o->dtype);
+        a->sampled[row] = a->token_ids[l->sampled_to[row]] = (int32_t)token;
     });
 }
 
-static void operate(Team *team, const Operation *o, const Work *w)
+static void compute(Team *team, const Operation *o, const StepLayout *l)
 {
     if (o->kind == NORM) {
-        normalise(team, o, w);
+        normalize(team, o, l);
     } else if (o->kind == GATE) {
-        const Gate gate = {slot(w, o->x, 0), slot(w, o->out, 0), w->tokens, o->size, o->activation, o->dtype};
-        gate_together(team, &gate);
+        const Gate gate = {tensor(l, o->x, 0), tensor(l, o->out, 0), l->tokens, o->size, o->activation, o->dtype};
+        gate_in_team(team, &gate);
     } else if (o->kind == ATTENTION) {
-        attend(team, o, w);
+        attend(team, o, l);
     } else if (o->kind == PRODUCT) {
-        const Asked product = asked(w, o);
-        multiply_together(team, &product, w->spare);
-    } else if (o->kind == PICK) {
-        pick(team, o, w);
+        const MatmulCall product = matmul_call(l, o);
+        multiply_in_team(team, &product, l->product_memory);
+    } else if (o->kind == SAMPLE) {
+        sample(team, o, l);
     } else if (team->me == 0) {
-        o->kind == EMBED ? embed(o, w) : o->kind == CHOOSE ? choose(o, w) : enter(o, w);
+        o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : input(o, l);
     }
 }
 
@@ -103,13 +110,13 @@ static double now(void)
     return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
 }
 
-void run_tape(Crew *crew, Team *team, void *what, int64_t from)
+void run_program(ThreadPool *pool, Team *team, void *layout, int64_t from)
 {
-    const Work *w = what;
-    double *seconds = team->me ? 0 : w->scene->seconds, before = seconds ? now() : 0;
-    for (int64_t i = from; i < w->scene->until; i++) {
-        operate(team, w->program->operations + i, w);
-        part_ways(crew, team, i + 1);
+    const StepLayout *l = layout;
+    double *seconds = team->me ? 0 : l->arguments->seconds, before = seconds ? now() : 0;
+    for (int64_t i = from; i < l->arguments->operation_count; i++) {
+        compute(team, l->program->operations + i, l);
+        barrier_admitting(pool, team, i + 1);
         if (seconds) {
             const double after = now();
             seconds[i] = after - before;

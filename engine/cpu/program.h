@@ -1,75 +1,75 @@
-/* What a tape recorded of a decoder, and a step that it is run for. */
-#ifndef CHARONIA_TAPE_H
-#define CHARONIA_TAPE_H
+/* A recorded decoder (op_trace.py), and one step that it is run for. program.py has the same fields. */
+#ifndef CHARONIA_PROGRAM_H
+#define CHARONIA_PROGRAM_H
 
 #include "attention.h"
-#include "thread_pool.h"
 #include "matmul.h"
 #include "sample.h"
+#include "thread_pool.h"
 
-enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, ENTER, CHOOSE, PICK };
+enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE };
 
-/* One operation. `x`, `delta` and `out` are slots: the memory of slot s begins s bytes a token from the beginning.
-   tape.py has the same fields. */
+/* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
+   a token from the beginning, or s bytes a selected place. */
 typedef struct {
     int64_t kind, x, delta, out; /* delta: -1 is none */
-    const void *what;            /* a norm's weights, a product's Matrix, a table of embeddings */
+    const void *what;            /* a norm's weights, a product's Matrix, an embedding table */
     int64_t heads, stride, weights, size;
-    int64_t layer, angles;       /* attention: which cache, and which angles turn `size` numbers of each head */
-    const Matrix *next;          /* product: of the one after it */
-    float number;                /* a norm's eps, what embeddings are multiplied with */
+    int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head */
+    const Matrix *next;          /* product: the matrix of the next product */
+    float number;                /* a norm's eps, the factor of embeddings */
     int32_t dtype, activation;
-    int32_t chosen;              /* whether its slots are of the chosen places alone; CHOOSE: what comes out */
+    int32_t selected;            /* whether its tensors are of selected places alone; SELECT: the one that comes out */
 } Operation;
 
-/* What is the same in every step. A slot takes so many bytes for each token, or each chosen place. `turns`: by angles,
-   cosines and sines of every position. */
+/* The same in every step. `token_bytes` and `selected_bytes`: memory of all tensors for each token and each selected
+   place. `cos_sin`: by `angles`, the table of every position. */
 typedef struct {
     const Operation *operations;
-    int64_t token_bytes, place_bytes;
-    const float *const *turns;
+    int64_t token_bytes, selected_bytes;
+    const float *const *cos_sin;
 } Program;
 
-/* What is new in each step. Its `firsts` are found here. */
+/* One step. `step.firsts` is not read: it is computed. Memory begins at a cache line. */
 typedef struct {
     struct step step;
-    int32_t *known;                       /* token ids by line, each `longest` long */
-    int64_t longest;
-    const void *entering;                 /* hidden states, for a program that begins with ENTER */
-    const int64_t *places;                /* packed places that are chosen */
-    int64_t chosen;
-    int32_t *picked;                      /* for PICK: [picked_count], which `known` gets too */
-    const int64_t *picked_of;             /* for PICK: which of the chosen places, ascending, or null: all */
-    const struct choice *choices;         /* for PICK: how, or null: the likeliest */
-    int64_t picked_count;
-    int64_t until;                        /* how many of the operations */
-    int64_t kinds;                        /* manners of attention */
-    const struct manner *const *manners;
-    const int64_t *kind_of;               /* by layer */
-    char *const *caches;                  /* by layer */
-    double *seconds;                      /* that each operation takes, or null */
-    char *memory;                         /* of all scenes of a program, and how many bytes are asked for */
-    int64_t bytes;
-    char *desk;                           /* of this scene alone; both from the beginning of a line on */
-    int64_t desk_bytes;
-} Scene;
+    int32_t *token_ids;                           /* by line */
+    int64_t token_ids_stride;
+    const void *hidden_states;                    /* INPUT: the source of a program that does not embed token ids */
+    const int64_t *logits_indices;                /* packed places that are selected, ascending */
+    int64_t logits_count;
+    int32_t *sampled;                             /* SAMPLE: [sampled_count] tokens, which are stored in token_ids, too */
+    const int64_t *sampled_of;                    /* the selected place of each, ascending, or null: all places */
+    const struct choice *sampling;                /* how each is sampled, or null: the likeliest */
+    int64_t sampled_count;
+    int64_t operation_count;                      /* operations to be computed */
+    int64_t params_count;
+    const struct attention_params *const *params; /* the different ones */
+    const int64_t *params_of_layer;
+    char *const *caches;                          /* by layer */
+    double *seconds;                              /* of each operation, or null */
+    char *memory;                                 /* for tensors, shared by all steps of a program */
+    int64_t memory_bytes;
+    char *workspace;                              /* of this step alone */
+    int64_t workspace_bytes;
+} StepArguments;
 
-/* A step, and where in its memory everything lies. */
+/* A step with its places in memory. */
 typedef struct {
     const Program *program;
-    const Scene *scene;
+    const StepArguments *arguments;
     struct step step;
     int64_t tokens;
-    char *slots, *chosen, *spare;
-    struct plan *plans;                   /* by kind of attention */
-    float **scratches;
-    int64_t *picks;                       /* where in `known` each picked token belongs */
-} Work;
+    char *token_tensors, *selected_tensors, *product_memory;
+    struct attention_plan *plans;                 /* by attention_params */
+    float **scratches;                            /* by attention_params */
+    int64_t *sampled_to;                          /* the index in token_ids of each sampled token */
+} StepLayout;
 
-/* A product as the step has it. */
-Asked asked(const Work *, const Operation *);
+/* A product with the operands of this step. */
+MatmulCall matmul_call(const StepLayout *, const Operation *);
 
-/* A crew's job: the operations of a Work, each of which is a step. */
-void run_tape(Crew *, Team *, void *work, int64_t from);
+/* A PoolJob: the operations of a StepLayout from `from` on, with a barrier_admitting() after each. */
+void run_program(ThreadPool *, Team *, void *layout, int64_t from);
 
 #endif

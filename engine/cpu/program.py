@@ -149,7 +149,8 @@ class DecoderProgram:
         self.token_bytes, selected_bytes = (buffer_bytes(self.offsets, selected) for selected in (False, True))
         sizes = self.token_bytes, selected_bytes
         self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._tables.ctypes.data)
-        self._start, self._join = library.bind_function("charonia_start"), library.bind_function("charonia_join")
+        self._submit_step = library.bind_function("charonia_step_submit")
+        self._wait = library.bind_function("charonia_pool_wait")
         self._pool, self.close = start_thread_pool(self)
         self.memory = aligned_empty(0)
         self._pending: deque[StepRun] = deque()
@@ -175,7 +176,7 @@ class DecoderProgram:
         """Help to compute the steps begun up to `run`, and return when they are computed."""
         while run in self._pending:
             first = self._pending[0]
-            self._join(self._pool, first.number)
+            self._wait(self._pool, first.number)
             self._pending.popleft()  # not before: a caller that is interrupted comes back for it
             self._free_workspaces.append(first.workspace)
             if first.seconds is not None and (listener := first.inputs.listener) is not None:
@@ -200,7 +201,7 @@ class DecoderProgram:
 
     def _submit(self, arguments: _StepArguments) -> int:
         arguments.memory, arguments.memory_bytes = self.memory.data_ptr(), len(self.memory)
-        number: int = self._start(self._pool, ctypes.addressof(self._program), ctypes.addressof(arguments))
+        number: int = self._submit_step(self._pool, ctypes.addressof(self._program), ctypes.addressof(arguments))
         return number
 
     def _grow(self, run: StepRun) -> None:
@@ -229,7 +230,7 @@ def start_thread_pool(owner: object) -> tuple[int, Callable[[], object]]:
         MemoryError: the machine gives no more threads.
     """
     helpers = library.bind_function("charonia_threads")() - 1
-    address: int | None = library.bind_function("charonia_crew")(helpers)
+    address: int | None = library.bind_function("charonia_pool_start")(helpers)
     if address is None:
         raise MemoryError(f"no {helpers} threads to compute with")
     return address, weakref.finalize(owner, _stop_threads, address, os.getpid())
@@ -238,4 +239,4 @@ def start_thread_pool(owner: object) -> tuple[int, Callable[[], object]]:
 def _stop_threads(address: int, process: int) -> None:
     """A forked process has the pool's memory but none of its threads, and would wait for them for ever."""
     if os.getpid() == process:
-        library.bind_function("charonia_dismiss")(address)
+        library.bind_function("charonia_pool_stop")(address)

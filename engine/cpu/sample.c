@@ -123,9 +123,9 @@ typedef int64_t draw(const Row *, const struct choice *);
 static draw *const plain[LEVELS] = ALL_LEVELS(plain);
 static draw *const filtered[LEVELS] = ALL_LEVELS(filtered);
 
-int64_t sampled(const void *logits, int64_t n, int kind, const struct choice *c)
+int64_t sample_token(const void *logits, int64_t n, int kind, const struct choice *c)
 {
-    Row row = {logits, n, kind, largest_of(logits, n, kind), 0, LOG2E / c->temperature};
+    Row row = {logits, n, kind, argmax_of(logits, n, kind), 0, LOG2E / c->temperature};
     if (c->temperature < GREEDY_BELOW || c->top_k == 1)
         return row.likeliest;
     row.top = number(&row, row.likeliest);
@@ -140,8 +140,8 @@ EXPORT void charonia_sample(const void *x, const struct choice *choices, int64_t
                             int64_t n, int kind)
 {
     const int threads = rows < 2 || rows * n < WORTH_THREADS ? 1 : omp_get_max_threads();
-    TOGETHER(threads, FOR_ROWS(team, rows, rows * n, {
-                 out[row] = sampled((const char *)x + row * stride * KIND_BYTES(kind), n, kind, choices + row);
+    PARALLEL_REGION(threads, FOR_ROWS(team, rows, rows * n, {
+                 out[row] = sample_token((const char *)x + row * stride * KIND_BYTES(kind), n, kind, choices + row);
              }));
 }
 

@@ -22,6 +22,6 @@ struct choice {
 
 /* A token out of n > 0 logits, a function of these and of `choice` alone; between AVX2 and portable code the last bits
    of probabilities differ. Allocates where it filters; without memory it is the likeliest token. */
-int64_t sampled(const void *logits, int64_t n, int kind, const struct choice *choice);
+int64_t sample_token(const void *logits, int64_t n, int kind, const struct choice *choice);
 
 #endif

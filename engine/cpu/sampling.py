@@ -24,7 +24,7 @@ def argmax(x: Tensor) -> Tensor:
     rows, n = x.shape
     out = torch.empty(rows, dtype=torch.int64)
     sizes = rows, x.stride(0), n, library.DTYPE_CODES[x.dtype]
-    library.bind_function("charonia_largest")(x.data_ptr(), out.data_ptr(), *sizes)
+    library.bind_function("charonia_argmax")(x.data_ptr(), out.data_ptr(), *sizes)
     return out
 
 

@@ -155,8 +155,8 @@ INLINE vf vf_silu(vf x) { return x / (1.0f + vf_exp2(x * -LOG2E)); }
 /* x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), without the cancellation (arXiv 1606.08415). */
 INLINE vf vf_gelu(vf x)
 {
-    vf turned = x * vf_fma(x * x, vf_all(0.044715f), vf_all(1.0f));
-    return x / (1.0f + vf_exp2(turned * (-2.0f * LOG2E * 0.7978845608028654f)));
+    vf inner = x * vf_fma(x * x, vf_all(0.044715f), vf_all(1.0f));
+    return x / (1.0f + vf_exp2(inner * (-2.0f * LOG2E * 0.7978845608028654f)));
 }
 
 /* x / 2 (1 + erf(x / sqrt(2))) out of erfc, whose fraction is within 1.2e-7 everywhere (Numerical Recipes 6.2): so

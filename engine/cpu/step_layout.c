@@ -1,98 +1,101 @@
-/* Lays a step out in memory, and has it computed. */
+/* Lays the tensors of a step out in memory, and gives the step to a thread pool. */
 #include "level.h"
 #include "program.h"
 
-/* Bytes that any product needs beside its operands. */
-static int64_t most_bytes(const Work *w, int threads)
+/* Bytes that the largest product needs beside its operands. */
+static int64_t product_memory_bytes(const StepLayout *l, int threads)
 {
     int64_t most = 0;
-    for (const Operation *o = w->program->operations; o < w->program->operations + w->scene->until; o++)
+    for (const Operation *o = l->program->operations; o < l->program->operations + l->arguments->operation_count; o++)
         if (o->kind == PRODUCT) {
-            const Asked product = asked(w, o);
+            const MatmulCall product = matmul_call(l, o);
             const int64_t bytes = product_bytes(&product, threads);
             most = bytes > most ? bytes : most;
         }
     return most;
 }
 
-/* Memory that is taken piece by piece, in whole lines. Of one that begins nowhere the pieces are counted only. */
+/* Memory that is allocated in whole cache lines. An arena without memory only counts them. */
 typedef struct {
-    char *from;
-    int64_t taken;
-} Shelf;
+    char *memory;
+    int64_t bytes;
+} Arena;
 
-static void *take_down(Shelf *shelf, int64_t bytes)
+static void *allocate(Arena *arena, int64_t bytes)
 {
-    char *found = shelf->from + shelf->taken;
-    shelf->taken += (bytes + LINE - 1) / LINE * LINE;
+    char *found = arena->memory + arena->bytes;
+    arena->bytes += (bytes + LINE - 1) / LINE * LINE;
     return found;
 }
 
-/* Where each row's tokens begin, and where what is picked belongs: behind the last of them. */
-static void find_places(Work *w, int64_t *firsts)
+/* The packed place where each row's tokens begin, and the index in token_ids of each sampled token: a sampled place is the
+   last of its row, and the token goes behind it. */
+static void locate_rows(StepLayout *l, int64_t *firsts)
 {
-    const Scene *s = w->scene;
-    int64_t picked = 0, first = 0;
-    for (int64_t r = 0; r < s->step.rows; r++) {
+    const StepArguments *a = l->arguments;
+    int64_t sampled = 0, first = 0;
+    for (int64_t r = 0; r < a->step.rows; r++) {
         firsts[r] = first;
-        first += s->step.counts[r];
-        if (picked < s->picked_count && s->places[s->picked_of ? s->picked_of[picked] : picked] == first - 1)
-            w->picks[picked++] = s->step.lines[r] * s->longest + s->step.starts[r] + s->step.counts[r];
+        first += a->step.counts[r];
+        if (sampled < a->sampled_count && a->logits_indices[a->sampled_of ? a->sampled_of[sampled] : sampled] == first - 1)
+            l->sampled_to[sampled++] =
+                a->step.lines[r] * a->token_ids_stride + a->step.starts[r] + a->step.counts[r];
     }
 }
 
-static void lay_plan(Work *w, int64_t kind, Shelf *memory, Shelf *desk)
+static void lay_out_attention(StepLayout *l, int64_t index, Arena *memory, Arena *workspace)
 {
-    const struct manner *m = w->scene->manners[kind];
-    struct plan plan = {0};
-    const int64_t room = charonia_attention_plan(m, &w->step, &plan, 0), bytes = room * (int64_t)sizeof(struct piece);
-    float *scratch = take_down(memory, plan.scratch * (int64_t)sizeof(float));
-    plan.to_write = take_down(desk, bytes);
-    plan.to_work = take_down(desk, bytes);
-    plan.to_fold = take_down(desk, bytes);
-    if (desk->from) {
-        charonia_attention_plan(m, &w->step, &plan, room);
-        w->plans[kind] = plan;
-        w->scratches[kind] = scratch;
+    const struct attention_params *p = l->arguments->params[index];
+    struct attention_plan plan = {0};
+    const int64_t pieces = charonia_attention_plan(p, &l->step, &plan, 0);
+    const int64_t bytes = pieces * (int64_t)sizeof(struct attention_piece);
+    float *scratch = allocate(memory, plan.scratch * (int64_t)sizeof(float));
+    plan.to_write = allocate(workspace, bytes);
+    plan.to_work = allocate(workspace, bytes);
+    plan.to_fold = allocate(workspace, bytes);
+    if (workspace->memory) {
+        charonia_attention_plan(p, &l->step, &plan, pieces);
+        l->plans[index] = plan;
+        l->scratches[index] = scratch;
     }
 }
 
-static void lay_out(Work *w, int threads, Shelf *memory, Shelf *desk)
+static void lay_out_step(StepLayout *l, int threads, Arena *memory, Arena *workspace)
 {
-    const Scene *s = w->scene;
-    for (int64_t r = 0; r < s->step.rows; r++)
-        w->tokens += s->step.counts[r];
-    int64_t *firsts = take_down(desk, s->step.rows * (int64_t)sizeof(int64_t));
-    w->picks = take_down(desk, s->picked_count * (int64_t)sizeof(int64_t));
-    w->plans = take_down(desk, s->kinds * (int64_t)sizeof(struct plan));
-    w->scratches = take_down(desk, s->kinds * (int64_t)sizeof(float *));
-    w->step.firsts = firsts;
-    if (desk->from)
-        find_places(w, firsts);
-    w->slots = take_down(memory, w->tokens * w->program->token_bytes);
-    w->chosen = take_down(memory, s->chosen * w->program->place_bytes);
-    for (int64_t kind = 0; kind < s->kinds; kind++)
-        lay_plan(w, kind, memory, desk);
-    w->spare = take_down(memory, most_bytes(w, threads));
+    const StepArguments *a = l->arguments;
+    for (int64_t r = 0; r < a->step.rows; r++)
+        l->tokens += a->step.counts[r];
+    int64_t *firsts = allocate(workspace, a->step.rows * (int64_t)sizeof(int64_t));
+    l->sampled_to = allocate(workspace, a->sampled_count * (int64_t)sizeof(int64_t));
+    l->plans = allocate(workspace, a->params_count * (int64_t)sizeof(struct attention_plan));
+    l->scratches = allocate(workspace, a->params_count * (int64_t)sizeof(float *));
+    l->step.firsts = firsts;
+    if (workspace->memory)
+        locate_rows(l, firsts);
+    l->token_tensors = allocate(memory, l->tokens * l->program->token_bytes);
+    l->selected_tensors = allocate(memory, a->logits_count * l->program->selected_bytes);
+    for (int64_t index = 0; index < a->params_count; index++)
+        lay_out_attention(l, index, memory, workspace);
+    l->product_memory = allocate(memory, product_memory_bytes(l, threads));
 }
 
-/* Gives a crew a step to compute, and returns its number; or -1 and does nothing: `bytes` or `desk_bytes` were too few, and
-   are those that it takes now. What the scene names is to be left alone until the step is done. */
-EXPORT int64_t charonia_start(Crew *crew, const Program *p, Scene *s)
+/* Gives a step to the pool and returns its number. Or returns -1 and does nothing: `memory_bytes` or `workspace_bytes` were
+   too few, and now say how many the step takes. The arguments and all they point at must stay until the step is computed. */
+EXPORT int64_t charonia_step_submit(ThreadPool *pool, const Program *p, StepArguments *a)
 {
-    const int threads = (int)helpers_of(crew) + 1;
-    const Work blank = {.program = p, .scene = s, .step = s->step};
-    Work counted = blank, *w = (Work *)s->desk;
-    Shelf memory = {0, 0}, desk = {0, 0};
-    take_down(&desk, sizeof(Work));
-    lay_out(&counted, threads, &memory, &desk);
-    if (memory.taken > s->bytes || desk.taken > s->desk_bytes) {
-        s->bytes = memory.taken, s->desk_bytes = desk.taken;
+    const int threads = (int)pool_helpers(pool) + 1;
+    const StepLayout blank = {.program = p, .arguments = a, .step = a->step};
+    StepLayout counted = blank, *layout = (StepLayout *)a->workspace;
+    Arena memory = {0, 0}, workspace = {0, 0};
+    allocate(&workspace, sizeof(StepLayout));
+    lay_out_step(&counted, threads, &memory, &workspace);
+    if (memory.bytes > a->memory_bytes || workspace.bytes > a->workspace_bytes) {
+        a->memory_bytes = memory.bytes, a->workspace_bytes = workspace.bytes;
         return -1;
     }
-    memory = (Shelf){s->memory, 0}, desk = (Shelf){s->desk, 0};
-    take_down(&desk, sizeof(Work));
-    *w = blank;
-    lay_out(w, threads, &memory, &desk);
-    return give(crew, run_tape, w);
+    memory = (Arena){a->memory, 0}, workspace = (Arena){a->workspace, 0};
+    allocate(&workspace, sizeof(StepLayout));
+    *layout = blank;
+    lay_out_step(layout, threads, &memory, &workspace);
+    return submit_job(pool, run_program, layout);
 }

@@ -1,209 +1,209 @@
-/* Threads that stay. A job is begun by whoever is there first, and everybody else is let in between two of its steps: so
-   nobody waits for a thread that sleeps, that has lost its processor, or that runs Python first. */
+/* A job is begun by the first thread that is there, and every other thread is admitted between two of its steps: so no job
+   waits for a thread that sleeps, that has lost its processor, or that runs Python first. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
 
 #include "thread_pool.h"
 
-enum { JOBS = 8 };      /* given and not done; whoever gives more helps first */
+enum { JOBS = 8 };      /* submitted and not done; submitting one more helps with the oldest first */
 enum { YIELDS = 2000 }; /* after SPINS, about a millisecond: then a helper sleeps */
 
 typedef struct {
-    Job *job;
-    void *what;
-} Given;
+    PoolJob *job;
+    void *argument;
+} SubmittedJob;
 
 typedef struct {
-    Crew *crew;
+    ThreadPool *pool;
     pthread_t thread;
 } Helper;
 
-struct crew {
+struct thread_pool {
     Region region;
-    int64_t door;       /* jobs that are done, and in the lower 16 bits how many came to the next one */
+    int64_t entry;      /* the number of jobs done, and in the lower 16 bits the threads that came to the next job */
     char apart[56];
-    int64_t all;        /* of these, who take part */
-    int64_t next;       /* the step from which on the last of them did */
-    int64_t meetings;   /* as they then count */
+    int64_t members;    /* of these, the threads that take part */
+    int64_t next_step;  /* from which on the last of them do, */
+    int64_t barriers;   /* and their Team's counts then */
     uint32_t works;
-    int64_t helpers, given, asleep, dismissed;
+    int64_t helpers, submitted, asleep, stopping;
     pthread_mutex_t lock;
     pthread_cond_t more;
-    Share *shares;
-    Given jobs[JOBS];
-    Helper crew[];
+    Claims *claims;
+    SubmittedJob jobs[JOBS];
+    Helper threads[];
 };
 
-static int64_t seen(const int64_t *number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
-static void publish(int64_t *number, int64_t value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
+static int64_t load(const int64_t *number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
+static void store(int64_t *number, int64_t value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
 
-static int64_t done(const Crew *c) { return seen(&c->door) >> 16; }
+static int64_t jobs_done(const ThreadPool *p) { return load(&p->entry) >> 16; }
 
-/* Comes to job `number`; returns how many came before, or -1 if it is done. */
-static int64_t come_to(Crew *c, int64_t number)
+/* Come to job `number`; returns the number of threads that came before, or -1 if the job is done. */
+static int64_t enter_job(ThreadPool *p, int64_t number)
 {
-    int64_t door = seen(&c->door);
-    for (int64_t spins = 0; door >> 16 <= number; spins++) {
-        if (door >> 16 < number) { /* who were the last to leave the one before are still at the door */
-            wait_a_little(spins);
-            door = seen(&c->door);
-        } else if (__atomic_compare_exchange_n(&c->door, &door, door + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-            return door & 0xffff;
+    int64_t entry = load(&p->entry);
+    for (int64_t spins = 0; entry >> 16 <= number; spins++) {
+        if (entry >> 16 < number) { /* the last threads of the job before are still about to leave it */
+            spin_wait(spins);
+            entry = load(&p->entry);
+        } else if (__atomic_compare_exchange_n(&p->entry, &entry, entry + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+            return entry & 0xffff;
         }
     }
     return -1;
 }
 
-/* Whether the job goes on with whoever came as number `me`: it may be done before he is let in. */
-static int let_in(Crew *c, int64_t number, int64_t me)
+/* Whether thread `me` is admitted to the job: it may be done before. */
+static int wait_for_admission(ThreadPool *p, int64_t number, int64_t me)
 {
-    for (int64_t spins = 0; me && !(seen(&c->all) > me && done(c) == number); spins++) {
-        if (done(c) > number)
+    for (int64_t spins = 0; me && !(load(&p->members) > me && jobs_done(p) == number); spins++) {
+        if (jobs_done(p) > number)
             return 0;
-        wait_a_little(spins);
+        spin_wait(spins);
     }
     return 1;
 }
 
-void part_ways(Crew *c, Team *t, int64_t next)
+void barrier_admitting(ThreadPool *p, Team *t, int64_t next_step)
 {
     const int64_t all = t->all;
-    if (all > 1 && !come(t)) {
-        t->all = seen(&c->all);
+    if (all > 1 && !arrive(t)) {
+        t->all = load(&p->members);
         return;
     }
-    t->all = seen(&c->door) & 0xffff;
+    t->all = load(&p->entry) & 0xffff;
     if (t->all > all) {
-        c->next = next, c->meetings = t->meetings, c->works = t->works;
-        publish(&c->all, t->all);
+        p->next_step = next_step, p->barriers = t->barriers, p->works = t->works;
+        store(&p->members, t->all);
     }
     if (all > 1)
-        go_on(t);
+        release_team(t);
 }
 
-/* The job is done when all who take part have come. */
-static void end(Crew *c, Team *t, int64_t number)
+/* The job is done when all of its members have arrived here. */
+static void finish_job(ThreadPool *p, Team *t, int64_t number)
 {
-    if (t->all > 1 && !come(t))
+    if (t->all > 1 && !arrive(t))
         return;
-    c->next = 0, c->meetings = t->meetings, c->works = t->works;
-    publish(&c->all, 1);
+    p->next_step = 0, p->barriers = t->barriers, p->works = t->works;
+    store(&p->members, 1);
     if (t->all > 1)
-        go_on(t);
-    publish(&c->door, (number + 1) << 16);
+        release_team(t);
+    store(&p->entry, (number + 1) << 16);
 }
 
-static void take_part(Crew *c, int64_t number)
+static void take_part(ThreadPool *p, int64_t number)
 {
-    const int64_t me = come_to(c, number);
-    if (me < 0 || !let_in(c, number, me))
+    const int64_t me = enter_job(p, number);
+    if (me < 0 || !wait_for_admission(p, number, me))
         return;
-    const Given *given = c->jobs + number % JOBS;
-    Team team = {&c->region, c->shares, me, c->all, c->meetings, c->works};
-    given->job(c, &team, given->what, c->next);
-    end(c, &team, number);
+    const SubmittedJob *submitted = p->jobs + number % JOBS;
+    Team team = {&p->region, p->claims, me, p->members, p->barriers, p->works};
+    submitted->job(p, &team, submitted->argument, p->next_step);
+    finish_job(p, &team, number);
 }
 
-/* Whether there is job `number`, or else everybody is dismissed. */
-static int sleep_until(Crew *c, int64_t number)
+/* Sleep until there is job `number`; returns 0 if the pool is stopped first. */
+static int sleep_until_job(ThreadPool *p, int64_t number)
 {
-    pthread_mutex_lock(&c->lock);
-    c->asleep++;
-    while (c->given <= number && !c->dismissed)
-        pthread_cond_wait(&c->more, &c->lock);
-    c->asleep--;
-    const int there = c->given > number;
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_lock(&p->lock);
+    p->asleep++;
+    while (p->submitted <= number && !p->stopping)
+        pthread_cond_wait(&p->more, &p->lock);
+    p->asleep--;
+    const int there = p->submitted > number;
+    pthread_mutex_unlock(&p->lock);
     return there;
 }
 
-static int wait_for(Crew *c, int64_t number)
+static int wait_for_job(ThreadPool *p, int64_t number)
 {
-    for (int64_t spins = 0; seen(&c->given) <= number; spins++) {
+    for (int64_t spins = 0; load(&p->submitted) <= number; spins++) {
         if (spins > SPINS + YIELDS)
-            return sleep_until(c, number);
-        wait_a_little(spins);
+            return sleep_until_job(p, number);
+        spin_wait(spins);
     }
     return 1;
 }
 
-static void *help(void *given)
+static void *run_helper(void *helper)
 {
-    Crew *c = ((Helper *)given)->crew;
-    for (int64_t number = 0; wait_for(c, number); number++)
-        take_part(c, number);
+    ThreadPool *p = ((Helper *)helper)->pool;
+    for (int64_t number = 0; wait_for_job(p, number); number++)
+        take_part(p, number);
     return 0;
 }
 
-EXPORT void charonia_join(Crew *c, int64_t number)
+EXPORT void charonia_pool_wait(ThreadPool *p, int64_t number)
 {
-    take_part(c, number);
-    for (int64_t spins = 0; done(c) <= number; spins++)
-        wait_a_little(spins);
+    take_part(p, number);
+    for (int64_t spins = 0; jobs_done(p) <= number; spins++)
+        spin_wait(spins);
 }
 
-int64_t give(Crew *c, Job *job, void *what)
+int64_t submit_job(ThreadPool *p, PoolJob *job, void *argument)
 {
-    const int64_t number = c->given;
-    if (number - done(c) >= JOBS)
-        charonia_join(c, number - JOBS);
-    c->jobs[number % JOBS] = (Given){job, what};
-    pthread_mutex_lock(&c->lock);
-    publish(&c->given, number + 1);
-    if (c->asleep)
-        pthread_cond_broadcast(&c->more);
-    pthread_mutex_unlock(&c->lock);
+    const int64_t number = p->submitted;
+    if (number - jobs_done(p) >= JOBS)
+        charonia_pool_wait(p, number - JOBS);
+    p->jobs[number % JOBS] = (SubmittedJob){job, argument};
+    pthread_mutex_lock(&p->lock);
+    store(&p->submitted, number + 1);
+    if (p->asleep)
+        pthread_cond_broadcast(&p->more);
+    pthread_mutex_unlock(&p->lock);
     return number;
 }
 
-int64_t helpers_of(const Crew *c) { return c->helpers; }
+int64_t pool_helpers(const ThreadPool *p) { return p->helpers; }
 
-/* Signals are for the threads of Python. */
-static int begin(Helper *helper)
+/* A helper takes no signals: they are for the threads of Python. */
+static int start_helper(Helper *helper)
 {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int failed = pthread_create(&helper->thread, 0, help, helper);
+    const int failed = pthread_create(&helper->thread, 0, run_helper, helper);
     pthread_sigmask(SIG_SETMASK, &before, 0);
     return !failed;
 }
 
-static void leave(Crew *c, int64_t helpers)
+static void stop(ThreadPool *p, int64_t helpers)
 {
-    pthread_mutex_lock(&c->lock);
-    c->dismissed = 1;
-    pthread_cond_broadcast(&c->more);
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_lock(&p->lock);
+    p->stopping = 1;
+    pthread_cond_broadcast(&p->more);
+    pthread_mutex_unlock(&p->lock);
     for (int64_t i = 0; i < helpers; i++)
-        pthread_join(c->crew[i].thread, 0);
-    pthread_mutex_destroy(&c->lock);
-    pthread_cond_destroy(&c->more);
-    free(c->shares);
-    free(c);
+        pthread_join(p->threads[i].thread, 0);
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->more);
+    free(p->claims);
+    free(p);
 }
 
-EXPORT void charonia_dismiss(Crew *c) { leave(c, c->helpers); }
+EXPORT void charonia_pool_stop(ThreadPool *p) { stop(p, p->helpers); }
 
-EXPORT Crew *charonia_crew(int64_t helpers)
+EXPORT ThreadPool *charonia_pool_start(int64_t helpers)
 {
-    Crew *c = calloc(1, sizeof(Crew) + (size_t)helpers * sizeof(Helper));
-    Share *shares = calloc((size_t)helpers + 1, sizeof(Share));
-    if (!c || !shares) {
-        free(c);
-        free(shares);
+    ThreadPool *p = calloc(1, sizeof(ThreadPool) + (size_t)helpers * sizeof(Helper));
+    Claims *claims = calloc((size_t)helpers + 1, sizeof(Claims));
+    if (!p || !claims) {
+        free(p);
+        free(claims);
         return 0;
     }
-    c->helpers = helpers, c->shares = shares, c->all = 1;
-    pthread_mutex_init(&c->lock, 0);
-    pthread_cond_init(&c->more, 0);
+    p->helpers = helpers, p->claims = claims, p->members = 1;
+    pthread_mutex_init(&p->lock, 0);
+    pthread_cond_init(&p->more, 0);
     for (int64_t i = 0; i < helpers; i++) {
-        c->crew[i].crew = c;
-        if (!begin(c->crew + i)) {
-            leave(c, i);
+        p->threads[i].pool = p;
+        if (!start_helper(p->threads + i)) {
+            stop(p, i);
             return 0;
         }
     }
-    return c;
+    return p;
 }

@@ -1,30 +1,31 @@
-/* Threads that stay, and whoever gives them work and comes to help later. */
-#ifndef CHARONIA_CREW_H
-#define CHARONIA_CREW_H
+/* A pool of threads that compute jobs beside the thread that submits them, which helps when it waits. */
+#ifndef CHARONIA_THREAD_POOL_H
+#define CHARONIA_THREAD_POOL_H
 
 #include "parallel_region.h"
 
-typedef struct crew Crew;
+typedef struct thread_pool ThreadPool;
 
-/* What each who takes part does of a job from step `from` on. After each step all call part_ways() with the number of the
-   next one. */
-typedef void Job(Crew *, Team *, void *what, int64_t from);
+/* A job of several steps, as each member of its team computes it from step `from` on. After each step all members call
+   barrier_admitting() with the number of the next step. */
+typedef void PoolJob(ThreadPool *, Team *, void *argument, int64_t from);
 
-/* Of so many threads beside the one that gives work; 0 if there is no memory, or no thread. */
-Crew *charonia_crew(int64_t helpers);
+/* Start `helpers` threads; returns 0 if there is no memory, or no thread. */
+ThreadPool *charonia_pool_start(int64_t helpers);
 
-/* Returns when everything given is done; without helpers, what nobody came for is not. */
-void charonia_dismiss(Crew *);
+/* End the threads and free the pool when every submitted job is done. Without helpers, a job that nobody waited for is
+   dropped. */
+void charonia_pool_stop(ThreadPool *);
 
-int64_t helpers_of(const Crew *);
+int64_t pool_helpers(const ThreadPool *);
 
-/* A job to be done after those before it; returns its number. The helpers begin at once. By one thread only. */
-int64_t give(Crew *, Job *, void *what);
+/* Have a job computed after those submitted before; returns its number. The helpers begin at once. For one thread only. */
+int64_t submit_job(ThreadPool *, PoolJob *, void *argument);
 
-/* Help with job `number`, until it is done. By the thread that gave it, one job after the other. */
-void charonia_join(Crew *, int64_t number);
+/* Help with job `number`, and return when it is done. For the thread that submits, one job after the other. */
+void charonia_pool_wait(ThreadPool *, int64_t number);
 
-/* As meet(), between two steps of a job: whoever came meanwhile takes part from here on. */
-void part_ways(Crew *, Team *, int64_t next);
+/* A barrier between two steps of a job. Threads that came to the job meanwhile are members from here on. */
+void barrier_admitting(ThreadPool *, Team *, int64_t next_step);
 
 #endif

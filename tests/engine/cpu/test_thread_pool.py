@@ -84,7 +84,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def test_steps_begun_ahead_are_those_of_one_after_the_other(checkpoint: Callable[..., Path], threads: int) -> None:
-    """More than the crew has places for, so that giving one has to wait for another."""
+    """More than the pool has places for, so that giving one has to wait for another."""
     expected = World(checkpoint("llama")).one_by_one(24)
     world = World(checkpoint("llama"))
     begun = [world.begin([start] * 3, [count] * 3) for start, count in spans(24)]
@@ -177,15 +177,15 @@ def test_who_was_interrupted_comes_back_for_the_step(
     assert isinstance(world.decoder, NativeDecoder)
     program = world.decoder._program
     assert program is not None
-    join = program._join
+    join = program._wait
 
-    def interrupted(crew: int, number: int) -> None:
+    def interrupted(pool: int, number: int) -> None:
         joined.append(number)
         if len(joined) == 1:
             raise KeyboardInterrupt
-        join(crew, number)
+        join(pool, number)
 
-    monkeypatch.setattr(program, "_join", interrupted)
+    monkeypatch.setattr(program, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         first.finish()
     second.finish()
@@ -214,8 +214,8 @@ def test_a_forked_process_waits_for_no_threads(checkpoint: Callable[..., Path], 
 
 @pytest.fixture(scope="module")
 def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The crew alone, watched by the thread sanitizer where the compiler has it."""
-    compiler, to = shutil.which("gcc") or shutil.which("cc"), tmp_path_factory.mktemp("crew") / "stress"
+    """The pool alone, watched by the thread sanitizer where the compiler has it."""
+    compiler, to = shutil.which("gcc") or shutil.which("cc"), tmp_path_factory.mktemp("pool") / "stress"
     if compiler is None:
         pytest.skip("no compiler here")
     here, kernels = Path(__file__).parent, Path(library.__file__).parent
