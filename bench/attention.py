@@ -28,7 +28,7 @@ app = App(name="python -m charonia.bench.attention", help=__doc__)
 
 
 class AttentionCase(NamedTuple):
-    """So many sequences that each compute `new` tokens on top of `context`."""
+    """A batch of so many sequences that each compute `new` tokens after `context`."""
 
     sequences: int
     context: int

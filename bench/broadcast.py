@@ -1,6 +1,6 @@
-"""What telling ranks of a step costs: `python -m charonia.bench.broadcast [--rows 256] [--ranks 2]`.
+"""The cost of sending a step's plan to ranks: `python -m charonia.bench.broadcast [--rows 256] [--ranks 2]`.
 
-Plans go the way they go while serving: encoded by rows, posted to a board in shared memory, read and decoded by rank
+Plans go the way they go while serving: encoded by rows, written to a ring in shared memory, read and decoded by rank
 processes, which answer with one byte. Every kind of step is timed alone; nothing is computed between.
 """
 
@@ -55,9 +55,9 @@ KINDS = (
 
 
 class BroadcastCost(NamedTuple):
-    """Of one kind of step: its bytes, and microseconds of the median step. To write, post and read it is processor
-    time: on a machine with few cores a reader that wakes up takes the writer's. `told` is time on the clock, from the
-    plan to the last rank's word that it has read it; that word's way back is a part of it."""
+    """The cost of one kind of step: its bytes, and microseconds of the median step. Writing and reading are processor
+    time: on a machine with few cores a reader that wakes up takes the writer's. `told` is wall-clock time, from the
+    plan to the last rank's confirmation, whose way back is a part of it."""
 
     size: int
     written: float

@@ -1,4 +1,4 @@
-"""Our own engine without doors: scheduler and executor in a loop of the bench's own."""
+"""Our own engine without a server: scheduler and executor in a loop of the benchmark."""
 
 import msgspec
 import numpy as np

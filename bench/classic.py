@@ -1,10 +1,10 @@
-"""What v2's infer costs: Charonia's doors with the identity model, beside the least that the same libraries can do.
+"""The cost of v2's infer: Charonia's endpoints with the identity model, beside bare handlers on the same libraries.
 
     python -m charonia.bench.classic --connections 32 --doors binary grpc
 
-A closed loop from a process of its own, at several numbers of connections: wrk and h2load where they are installed. The
+A closed loop from a process of its own, at several numbers of connections: wrk and h2load if they are installed. The
 contenders take turns in one run, for the machine is shared and its speed is not constant. Requests per second depend on
-what the generator leaves of the cores; requests per second of the server's CPU time do not.
+the cores that the generator leaves free; requests per second of the server's CPU time do not.
 """
 
 import sys
@@ -45,7 +45,7 @@ _Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferTrial:
-    """What every contender does."""
+    """The load of every contender."""
 
     doors: Annotated[tuple[Door, ...], Parameter(consume_multiple=True, negative=())] = ("binary", "json", "grpc")
     """The protocols."""
@@ -182,7 +182,7 @@ def _cells(comparison: InferComparison, door: Door, connections: int) -> Sequenc
 
 @app.default
 def classic(*, trial: Annotated[InferTrial, Parameter("*")] = InferTrial(), json: Path | None = None) -> None:
-    """Compare Charonia's doors with bare handlers.
+    """Compare Charonia's endpoints with bare handlers.
 
     Parameters
     ----------

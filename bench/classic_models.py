@@ -1,13 +1,13 @@
-"""What batching brings where the model is the work: ONNX models behind binary HTTP, beside onnxruntime in a process.
+"""The gain of batching where the model is the work: ONNX models behind binary HTTP, beside onnxruntime in a process.
 
     python -m charonia.bench.classic_models --connections 32 --seconds 5
 
-Two networks of linear layers with random weights. A small one (50-1024-1024-1), whose time goes into the server as much
-as into the model, beside our own rate with the identity model. A large one of 35 M weights (139 MB), whose time goes
-into reading them, with dynamic batching and without, beside onnxruntime alone at batch 32 with as many threads. Its
-delay is longer than it computes: whoever got his answer is back before the next batch leaves, and all go together. With
-a shorter one they part into two groups, which take turns. The generator computes on the same cores; `net` is without
-what it took of them. Needs the packages `onnx` and `onnxruntime`.
+Two networks of linear layers with random weights. A small one (50-1024-1024-1), whose requests cost the server as much
+as the model, beside our own rate with the identity model. A large one of 35 M weights (139 MB), whose time goes into
+reading them, with dynamic batching and without, beside onnxruntime alone at batch 32 with as many threads. Its delay is
+longer than its execution: a client with an answer is back before the next batch leaves, so all go together; with a
+shorter delay they form two groups, which take turns. The generator computes on the same cores; `net` is without its
+share of them. Needs the packages `onnx` and `onnxruntime`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +54,7 @@ _Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingTrial:
-    """What every contender does."""
+    """The load of every contender."""
 
     connections: _Count = 32
     """Requests at a time."""
@@ -94,7 +94,7 @@ class BatchingRun(msgspec.Struct, frozen=True):
 
 
 class BatchingComparison(msgspec.Struct, frozen=True):
-    """What came of each turn, by contender."""
+    """The turns of each contender."""
 
     trial: BatchingTrial
     turns: dict[str, list[BatchingRun]]

@@ -1,4 +1,4 @@
-"""How a command of this folder ends where something is wrong."""
+"""The exit of a benchmark command that cannot run: one line on stderr, and status 1."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from ..core.errors import CharoniaError
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """An error that is meant for people ends the command with its message, and with nothing more."""
+    """End the command at a `CharoniaError`, with its message alone."""
     try:
         yield
     except CharoniaError as error:

@@ -17,8 +17,8 @@ Observe: TypeAlias = Callable[[StepPlan], None]
 
 @dataclass
 class LoopResult:
-    """What a run brought, by sequence key: new tokens, prompt tokens out of the prefix cache, finish reason, and
-    logprobs of the tokens, new ones and the prompt's, where they were asked for."""
+    """The result of a run by sequence key: new tokens, cached prompt tokens, finish reason, and log-probabilities of
+    new and prompt tokens where they were asked for."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)

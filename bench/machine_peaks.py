@@ -33,7 +33,7 @@ class PeakMeter:
 
     @property
     def ways(self) -> dict[Precision, str]:
-        """How the best product of each precision is computed."""
+        """The ways to compute a product in each precision, of which the best counts."""
         return {precision: name for precision, (name, _) in self._products.items()}
 
     def measure(self) -> dict[Precision, MachinePeaks]:

@@ -1,4 +1,4 @@
-"""Engine throughput without doors, as a share of what the machine could do at best, and beside peers: A B A B.
+"""Engine throughput without a server, as a share of the machine's limit, and beside peers in turns (A B A B).
 
     python -m charonia.bench.offline --scratch DIR
     python -m charonia.bench.offline --scratch DIR --peer transformers --peer openvino=/path/to/venv/bin/python
@@ -44,7 +44,7 @@ app = App(name="python -m charonia.bench.offline", help=__doc__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """What to compute, and with what."""
+    """The work of a comparison."""
 
     sequences: Annotated[tuple[int, ...], _Several] = (1, 4, 16, 32)
     """Submitted at once; one column each."""
@@ -72,7 +72,7 @@ class OfflineOptions:
 
 @dataclass(frozen=True, slots=True)
 class WarmContenders:
-    """Those who take part, warm, and what their machine is measured with."""
+    """The contenders, warm, and the probes of their machine's limits."""
 
     spec: ModelSpec
     gauge: PeakMeter

@@ -1,4 +1,4 @@
-"""How an offline comparison is shown: a table for people, JSON for programs, a plot for documents."""
+"""The figures of an offline comparison: a table for the terminal, JSON for programs, a plot for documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class OfflineCell:
 
     @property
     def share(self) -> float:
-        """Of the limit, each turn's own."""
+        """The share of the limit, which is measured for each turn."""
         return median(turn.speed / turn.limit for turn in self.turns)
 
 

@@ -85,7 +85,7 @@ def _peer(text: str) -> tuple[str, Path]:
 
 
 class PeerProcess:
-    """A running one. While nobody asks it, it is stopped: whatever it does idly is no part of another's figure."""
+    """A running contender. It is stopped (SIGSTOP) between its turns, so that its idle work slows no other."""
 
     def __init__(self, entry: PeerSpec, setup: PeerSetup) -> None:
         """Start it; returns when it stands.

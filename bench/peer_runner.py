@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """What a contender is to be ready for: so many sequences of `length` tokens at most, prompt included.
+    """The work that a contender must be ready for: so many sequences of at most `length` tokens, prompt included.
 
-    `precision`: what it computes with. `chunk`: most tokens in a step. `folder`: it may keep files here, such as the
-    checkpoint in a format of its own.
+    `precision`: of its computation. `chunk`: most tokens in a step. `folder`: for files of its own, such as the
+    checkpoint in its format.
     """
 
     checkpoint: str

@@ -32,7 +32,8 @@ app = App(name="python -m charonia.bench.placement", help=__doc__)
 
 
 class PlacementResult(NamedTuple):
-    """What one combination gave: output tokens a second, median and 99th percentile of ITL in seconds, cores taken."""
+    """The result of one combination: output tokens a second, median and 99th percentile of the inter-token latency in
+    seconds, cores taken."""
 
     tokens: float
     itl: float
@@ -68,7 +69,7 @@ def yield_to_engine(frontend: int | None, nice: int) -> None:
 
 @contextmanager
 def tokenizing(at: ServerAddress, model: str, clients: int) -> Iterator[None]:
-    """So many clients that ask for a long text to be tokenized, again and again."""
+    """So many clients that have a long text tokenized again and again."""
     enough = threading.Event()
     body = json.dumps({"model": model, "prompt": _TEXT}).encode()
     asking = Request(f"http://{at.host}:{at.http_port}/tokenize", body, {"Content-Type": "application/json"})

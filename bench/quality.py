@@ -1,4 +1,4 @@
-"""What quantisation costs: perplexity of a checkpoint on text it has not seen, as it is and in int8.
+"""The cost of quantisation: perplexity of a checkpoint on unseen text, as it is and in int8.
 
 `python -m charonia.bench.quality CHECKPOINT [--text FILE ...]`; without files, on the modules of Python's standard
 library that the demo model's training held out. Computed by the engine's own layers and attention, window by window.
@@ -89,7 +89,7 @@ def windows_of(checkpoint: Path, texts: list[str], most: int) -> list[Tensor]:
 
 
 def held_out_modules() -> Iterator[str]:
-    """As examples/training/prepare.py draws them; its other sources are not on every machine."""
+    """The modules that examples/training/prepare.py holds out; its other sources are not on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
         origin = f"stdlib/{path.relative_to(root).as_posix()}"
@@ -106,7 +106,7 @@ def is_held_out(origin: str) -> bool:
 def compare(
     checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[PerplexityScore, PerplexityScore]:
-    """Of the same windows: in `dtype`, and in int8 with activations in `dtype`."""
+    """The perplexities of the same windows: in `dtype`, and in int8 with activations in `dtype`."""
     plain = score(str(dtype).removeprefix("torch."), ScoredModel(checkpoint, dtype, False), windows)
     return plain, score("int8", ScoredModel(checkpoint, dtype, True), windows)
 

@@ -1,8 +1,8 @@
-"""What ranks cost and what they save: `python -m charonia.bench.ranks CHECKPOINT [--tokens 1024]`.
+"""The cost and the saving of ranks: `python -m charonia.bench.ranks CHECKPOINT [--tokens 1024]`.
 
-Loads the checkpoint as one rank and over several, with the same cache in all, and says of every rank the memory that is
-its own: anonymous, above that of a process that has imported torch and nothing else; and how long loading and a
-decoding step take. Without a checkpoint it writes one of Qwen2.5-0.5B's shape.
+Loads the checkpoint as one rank and over several, with the same cache in all, and prints each rank's own memory
+(anonymous, above that of a process that has imported torch and nothing else), and the time of loading and of a decoding
+step. Without a checkpoint it writes one of Qwen2.5-0.5B's shape.
 """
 
 import multiprocessing
@@ -43,8 +43,8 @@ app = App(name="python -m charonia.bench.ranks", help=__doc__)
 
 
 class RankCost(NamedTuple):
-    """Of one split: seconds to load, milliseconds of a decoding step, and of each rank the anonymous bytes, loaded and
-    with its part of the cache written."""
+    """The cost of one split: seconds to load, milliseconds of a decoding step, and of each rank the anonymous bytes,
+    loaded and with its part of the cache written."""
 
     load: float
     step: float

@@ -112,7 +112,7 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
 
 
 def microseconds(length: int) -> float:
-    """What finding a replica costs, a token of a prompt that long: the best of many."""
+    """The best time to find a replica, in microseconds a token of a prompt of that length."""
     prompt, known = list(range(length)), [PrefixIndex(), PrefixIndex()]
     return min(_timed(lambda: _find(prompt, known)) for _ in range(50)) / length * 1e6
 

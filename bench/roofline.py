@@ -1,4 +1,4 @@
-"""How fast a machine could generate at best, out of a model's shape and the machine's measured limits.
+"""The highest rate at which a machine can generate, from a model's shape and the machine's measured limits.
 
 Knows dense decoders alone, and neither torch nor clocks. Not counted: the arithmetic of attention, norms and sampling,
 so a long context shows a lower share of the limit than a short one.
@@ -35,9 +35,9 @@ class MachinePeaks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """What a model asks of a machine: weights a token is multiplied with, in the layers and in the head, and bytes.
+    """The work of one token: the weights that it is multiplied with, in the layers and in the head, and bytes.
 
-    `windows` has one entry a layer: tokens that it sees, None for all. `kv_bytes`: of a token in one layer.
+    `windows` has one entry a layer: the tokens that it sees, None for all. `kv_bytes`: of a token in one layer.
     """
 
     layers: int

@@ -1,8 +1,8 @@
-"""What the scheduler costs per step: `python -m charonia.bench.scheduler`. Runs no model and no executor.
+"""The cost of the scheduler per step: `python -m charonia.bench.scheduler`. Runs no model and no executor.
 
-Steady: every row decodes. Mixed: sequences end after 128 tokens on average, and each makes way for an arrival with a
-prompt of 256 tokens (half of it one of eight shared beginnings), computed beside the decoding rows.
-Prefix: what a prompt that is cached costs, hashed on arrival and looked up on admission.
+Steady: every row decodes. Mixed: sequences end after 128 tokens on average, and each is followed by one with a prompt
+of 256 tokens (half of it one of eight shared prefixes), computed beside the decoding rows. Prefix: the cost of a cached
+prompt, hashed on arrival and looked up on admission.
 """
 
 import platform
@@ -85,7 +85,7 @@ class SchedulerLoad:
         self._scheduler.add(SequenceRequest(key=next(self._keys), prompt=prompt, max_tokens=new, hashes=hashes))
 
     def fill(self) -> None:
-        """Until every row is taken and nobody waits, then some more."""
+        """Run steps until every row is taken and no request waits, then some more."""
         while self._scheduler.waiting:
             self.step()
         for _ in range(WARM_UP):

@@ -1,6 +1,6 @@
-"""What the scheduler's packing means for latency, in a machine's time: `python -m charonia.bench.scheduler_latency`.
+"""The effect of the scheduler's packing on latency, in a simulated time: `python -m charonia.bench.scheduler_latency`.
 
-Nothing is measured: the fake executor computes, and a clock of its own moves by what each step would take on a machine
+Nothing is measured: the fake executor computes, and a simulated clock advances by the time of each step on a machine
 (`SimulatedMachine`). So figures are exact, the same everywhere, and tests may hold the scheduler to them.
 """
 
@@ -64,7 +64,7 @@ class SimulatedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedResult:
-    """What one request got: the times of its tokens, in seconds from the beginning."""
+    """The times of one request's tokens, in seconds from the beginning."""
 
     arrival: SimulatedRequest
     tokens: list[float] = field(default_factory=list)
@@ -101,12 +101,12 @@ class Simulation:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """As an engine does, whereby the scheduler learns what steps cost."""
+        """Run steps as an engine does, from which the scheduler learns their cost."""
         self.run([SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS)])
         self.now, self.steps = 0.0, 0
 
     def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
-        """What each heard, in the order of arrival."""
+        """The results in the order of arrival."""
         heard = [SimulatedResult(arrival) for arrival in sorted(arrivals)]
         coming = list(enumerate(heard))[::-1]
         while coming or self._scheduler.has_work:
@@ -120,7 +120,7 @@ class Simulation:
         return heard
 
     def _step(self) -> list[int]:
-        """One step; who got a token."""
+        """Run one step; the sequences that got a token."""
         plan = self._scheduler.schedule()
         assert plan is not None
         seconds = self._machine.seconds(self._work(plan), int(plan.samples.sum()))

@@ -1,11 +1,11 @@
-"""Load for a server: open or closed loop, over every door that streams; and what its frontend costs.
+"""Load for a server: open or closed loop, over every streaming endpoint; and the cost of its frontend.
 
     python -m charonia.bench.serve http://localhost:8000 --concurrency 8 --requests 64
     python -m charonia.bench.serve --checkpoint DIR --rate 2 --requests 100 --slo-ttft-ms 500 --json result.json
     python -m charonia.bench.serve --model-repository DIR --trace trace.csv --speedup 10 --duration 60
     python -m charonia.bench.serve frontend --streams 256
 
-A server of our own listens on free loopback ports and is gone afterwards.
+Without a URL it starts a server on free loopback ports, and stops it afterwards.
 """
 
 import shlex
@@ -37,7 +37,7 @@ app = App(name="python -m charonia.bench.serve", help=__doc__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What to tell, and where."""
+    """The outputs of a run."""
 
     slo_ttft_ms: float | None = None
     """A good request has its first token within this time."""

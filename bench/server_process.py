@@ -1,6 +1,6 @@
-"""The server under load: one that runs already, or one of our own on free loopback ports, gone when we are.
+"""The server under load: one that runs already, or one that is started on free loopback ports and stopped at the end.
 
-Knows where its doors are and what its processes cost; nothing of what is asked there.
+Knows its addresses and the cost of its processes; nothing of the requests.
 """
 
 import ipaddress
@@ -37,8 +37,8 @@ _http = build_opener(ProxyHandler({}))
 
 
 class ServerAddress(NamedTuple):
-    """Where a server's doors are. Where it is ours: `pid`, its process, its `metrics_port`, and the `log` of all that
-    it says."""
+    """The addresses of a server. If it was started here: `pid` of its process, its `metrics_port`, and the `log` of its
+    output."""
 
     host: str
     http_port: int
@@ -94,7 +94,7 @@ def parse_server_url(url: str, grpc_port: int, allow_remote: bool) -> ServerAddr
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine's own, decided without asking anybody."""
+    """Whether a name or address is this machine's own, decided without a lookup."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -225,7 +225,7 @@ def _until_ready(place: ServerAddress, alive: LivenessCheck) -> None:
 
 
 def is_ready(place: ServerAddress) -> bool:
-    """Whether the server says so."""
+    """Whether the server reports that it is ready."""
     try:
         with _http.open(f"http://{_netloc(place)}/v2/health/ready", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -241,7 +241,7 @@ def _netloc(place: ServerAddress) -> str:
 
 
 def cpu_seconds(pid: int | None) -> CpuSeconds | None:
-    """What a server's processes have cost by now; None where it is not ours, or the system does not tell."""
+    """The CPU seconds of a server's processes so far; None if it was not started here, or the system does not tell."""
     if pid is None:
         return None
     try:

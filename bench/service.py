@@ -1,10 +1,10 @@
-"""What the server must hold over HTTP, with this machine's real model: each trial's ratio beside its bar.
+"""The bars of a server over HTTP, with this machine's real model: each trial's ratio beside its bar.
 
     python -m charonia.bench.service --scratch DIR
     python -m charonia.bench.service --checkpoint DIR --precision int8 --trials throughput prefill --json FILE
 
-One server, and beside it, stopped while it is not asked, the engine without doors. Ends with status 1 where a bar is
-missed.
+One server, and beside it the engine without a server, which is stopped outside its turns. Ends with status 1 if a bar
+is missed.
 """
 
 import shlex

@@ -62,7 +62,7 @@ class FastestSteps:
         self._tokens, self._began = run.tokens, now
 
     def steps(self) -> Iterator[StepTimes]:
-        """Those of which one followed another."""
+        """The steps that directly followed another."""
         return (self._best[tokens] for tokens in sorted(self._best))
 
 

@@ -1,8 +1,8 @@
 """CPU time of the step loop's own thread in a decode step: `python -m charonia.bench.step_overhead`.
 
-A real engine core turns with real sockets; its executor answers at once, having read so much memory on every core that
-nobody finds in a cache what he left there: so it is while a model computes. Code that is cold takes several times as
-long as the same in a loop of its own, which is what `bench.scheduler` measures.
+A real engine core runs with real sockets; its executor answers at once, after it has read so much memory on every core
+that the caches hold nothing else, as after a model's step. Cold code takes several times as long as the same in a loop
+of its own, which `charonia.bench.scheduler` measures.
 """
 
 import time

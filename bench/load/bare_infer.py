@@ -1,8 +1,8 @@
-"""The least a server of v2's infer can do on the same libraries: parse a request, give its tensor back.
+"""The fastest server of v2's infer on the same libraries: it parses a request and returns its tensor.
 
     python -m charonia.bench.load.bare_infer HTTP_PORT GRPC_PORT
 
-What Charonia's doors are measured against. No routes, no checks, no model: uvicorn and grpc.aio, orjson, numpy and
+Charonia's endpoints are measured against it. No routes, no checks, no model: uvicorn and grpc.aio, orjson, numpy and
 protobuf. Knows nothing of Charonia.
 """
 

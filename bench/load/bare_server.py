@@ -1,4 +1,4 @@
-"""Bare handlers on their ports: uvicorn and grpc.aio as our doors use them, and nothing else."""
+"""Bare handlers on ports of their own, with the settings of uvicorn and grpc.aio that Charonia uses."""
 
 import sys
 from collections.abc import Mapping

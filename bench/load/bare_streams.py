@@ -21,8 +21,8 @@ _EVENT = b'data: {"choices":[{"text":"%s"}]}\n\n'
 
 
 class FrameSpec(NamedTuple):
-    """What to send: `number` frames of `size` bytes. Between two of them `pause` seconds pass, in which others have
-    their turn; None pauses not at all."""
+    """The frames of a stream: `number` of them with `size` bytes. `pause`: seconds between two, in which other streams
+    run; None for no pause at all."""
 
     number: int
     size: int

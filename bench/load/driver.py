@@ -1,7 +1,7 @@
-"""Puts the requests of a load to a server, in an open or a closed loop, and keeps the time.
+"""Sends the requests of a load to a server, in an open or a closed loop, and takes their times.
 
-Knows nothing of doors: a `RequestSender` asks. Latencies count from the moment a request was due, not from when the
-generator came round to it: else a slow server would slow its own examination.
+Knows nothing of endpoints: a `RequestSender` sends. Latencies count from the moment when a request was due, even if the
+generator was late: a slow server would otherwise slow its own examination.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class LoopMode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadCounters:
-    """What happened so far, for whoever watches."""
+    """The requests so far, for a progress display."""
 
     def __init__(self) -> None:
         self.sent = self.done = self.failed = self.tokens = 0

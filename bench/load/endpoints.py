@@ -1,6 +1,6 @@
-"""The server's doors as a client sees them: how a request is put, and what the events of its answer say.
+"""The server's endpoints as a client sees them: how a request is sent, and the events of its answer.
 
-Knows nothing of loops and loads. A door is asked through a `RequestSender`, whatever the transport.
+Knows nothing of loops and loads. A `RequestSender` hides the transport.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ OK = "ok"
 
 
 class RequestResult(msgspec.Struct, kw_only=True):
-    """What came of one request. `status` is "ok" or says what went wrong; `times` are those at which tokens came, in
-    seconds of `perf_counter`; `frames` are events or messages, `size` their bytes; a count of -1 is unknown."""
+    """The result of one request. `status`: "ok" or the error; `times`: of its tokens, in seconds of `perf_counter`;
+    `frames`: events or messages, `size` their bytes; a count of -1 is unknown."""
 
     status: str
     times: list[float] = []
@@ -29,8 +29,8 @@ class RequestResult(msgspec.Struct, kw_only=True):
 
 
 class RequestOptions(NamedTuple):
-    """How requests are put, all alike. `counted`: ask the server to say how many tokens there were. `api_key`: shown
-    where it is not empty."""
+    """The options of all requests. `counted`: ask the server for the number of tokens. `api_key`: sent unless it is
+    empty."""
 
     model: str
     temperature: float = 0.0
@@ -49,7 +49,7 @@ class RequestSender(Protocol):
 
 
 class StreamingEndpoint(Protocol):
-    """A door over HTTP whose answers are event streams."""
+    """An HTTP endpoint whose answers are event streams."""
 
     def path(self, model: str) -> str: ...
 
@@ -117,7 +117,7 @@ ENDPOINTS: dict[str, StreamingEndpoint] = {
 
 
 class SseSender:
-    """Puts requests to one door of a server."""
+    """Sends requests to one endpoint of a server."""
 
     def __init__(self, client: HttpClient, door: StreamingEndpoint, manner: RequestOptions) -> None:
         self._client, self._door, self._manner = client, door, manner
@@ -134,7 +134,7 @@ class SseSender:
 
 
 def read_answer(answer: HttpResponseReader, door: StreamingEndpoint) -> RequestResult:
-    """What a whole answer says; an event that is no event of this door's is an error, not an exception."""
+    """The result of a whole answer; a malformed event makes it an error, not an exception."""
     heard = RequestResult(status=OK, frames=len(answer.events), size=answer.size)
     if answer.status != 200:
         heard.status = f"HTTP {answer.status}"
@@ -165,7 +165,7 @@ def _message(error: Any) -> str:
 
 
 def sampling(new: int, manner: RequestOptions) -> dict[str, Any]:
-    """What every door calls by the same names."""
+    """The parameters that all endpoints call by the same names."""
     return {"max_tokens": new, "temperature": manner.temperature, "ignore_eos": manner.ignore_eos}
 
 

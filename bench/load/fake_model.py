@@ -22,7 +22,7 @@ def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
 
 
 def write_words(checkpoint: Path) -> None:
-    """What a checkpoint has beside config and weights: tokenizer and chat template."""
+    """Write the tokenizer and chat template of a checkpoint."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     write_tokenizer(checkpoint, VOCAB)
     (checkpoint / "chat_template.jinja").write_text(_TEMPLATE)

@@ -11,7 +11,7 @@ from .endpoints import OK
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """How values are spread, in the unit they came in; percentiles interpolate between the two nearest values."""
+    """The distribution of values, in their unit; percentiles interpolate between the two nearest values."""
 
     count: int
     mean: float
@@ -30,14 +30,14 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a request must keep to be good: milliseconds to the first token, and between tokens on average (its
-    TPOT). None asks nothing."""
+    """The objective of a request: milliseconds to the first token, and between tokens on average (TPOT). None for no
+    bound."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
 
     def kept_by(self, record: LoadRecord) -> bool:
-        """Whether it ended well, and in time."""
+        """Whether the request ended well, and in time."""
         if record.status != OK:
             return False
         first = self.ttft_ms is None or ttft(record) * 1e3 <= self.ttft_ms

@@ -1,13 +1,13 @@
-"""What the frontend costs: its doors with a model that only counts, beside a bare handler that sends as many frames
-of the same size. Both take turns in one run, for the machine is shared and its speed is not constant.
+"""The cost of the frontend: its endpoints with a model that only counts, beside a bare handler that sends as many
+frames of the same size. Both take turns in one run, for the machine is shared and its speed is not constant.
 
-Frames per second say what one frontend carries here, with generator and engine core on the same machine, and mean
-something where the frontend was busy all the time. CPU time per frame leaves the others out. A frame may hold several
-tokens: what a busy frontend has not sent yet merges.
+Frames per second are the throughput of one frontend here, with generator and engine core on the same machine, and are
+meaningful if the frontend was busy all the time. CPU time per frame leaves the others out. A frame may hold several
+tokens: tokens that a busy frontend has not sent yet merge.
 
-The bare handler runs each stream to its end in one go, and once more giving the others a turn after each frame, as
-streams of one engine must. With a step time it also waits that long between frames: then every frame wakes its reader
-up, which makes the same system call several times dearer. Paced, only CPU time per frame compares.
+The bare handler runs each stream to its end in one go, and once more with a turn of the others after each frame, as
+streams of one engine must. With a step time it also waits that long between frames: then every frame wakes its reader,
+which makes the same system call several times dearer. Paced, only CPU time per frame compares.
 """
 
 import sys
@@ -53,7 +53,7 @@ _Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendTrial:
-    """What every turn of every contender does."""
+    """The load of every turn of every contender."""
 
     door: EndpointName = "completions"
     """The protocol."""
@@ -109,7 +109,7 @@ class FrontendComparison(msgspec.Struct, frozen=True):
         return self.frames_per_s(_OURS) / self.frames_per_s(name)
 
     def cpu_ratio(self, name: str) -> float:
-        """The same per second of frontend CPU."""
+        """The same ratio per second of frontend CPU."""
         return self.microseconds_per_frame(name) / self.microseconds_per_frame(_OURS)
 
 
@@ -117,7 +117,7 @@ def compare(trial: FrontendTrial, log: Callable[[str], None]) -> FrontendCompari
     """Run the contenders in turns.
 
     Raises:
-        Unavailable: a server cannot be started, or its door is closed.
+        Unavailable: a server cannot be started, or its endpoint refuses.
     """
     with _servers(trial) as (ours, bare):
         legs: list[FrontendRun] = []

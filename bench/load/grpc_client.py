@@ -1,7 +1,8 @@
-"""The gRPC door as a client sees it: one ModelStreamInfer stream for each request, through tritonclient's aio client.
+"""The gRPC endpoint as a client sees it: one ModelStreamInfer stream for each request, through tritonclient's aio
+client.
 
-A stream of its own is half-closed behind its request, so that its end is the answer's end: nothing depends on
-`triton_final_response`, which this client cannot ask for.
+A stream is half-closed behind its request, so its end is the answer's end: nothing depends on `triton_final_response`,
+which this client cannot ask for.
 """
 
 from collections.abc import AsyncIterator
@@ -87,7 +88,7 @@ def _read(result: Any, error: Any, heard: RequestResult) -> None:
 
 
 def _read_counts(result: Any, heard: RequestResult) -> bool:
-    """Whether tokens came; without ids among the outputs, every response with outputs counts."""
+    """Whether tokens came; without ids among the outputs, every response with outputs counts as one."""
     ids, prompt = result.as_numpy("output_ids"), result.as_numpy("num_input_tokens")
     if prompt is not None:
         heard.prompt_tokens = int(prompt[0])

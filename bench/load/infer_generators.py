@@ -21,7 +21,7 @@ Driver: TypeAlias = Literal["own", "wrk", "h2load"]
 
 
 def find_generator(door: Door, generator: Generator) -> Driver:
-    """What drives this door.
+    """The load generator for this endpoint.
 
     Raises:
         Unavailable: it is not installed.
@@ -35,7 +35,7 @@ def find_generator(door: Door, generator: Generator) -> Driver:
 
 
 def describe_generators(doors: Iterable[Door], generator: Generator) -> str:
-    """What drives which of these doors, in words. Raises as `driver` does."""
+    """The load generators of these endpoints as text. Raises as `find_generator`."""
     return ", ".join(f"{door} by {_WORDS[find_generator(door, generator)]}" for door in doors)
 
 

@@ -2,8 +2,8 @@
 
     echo '{"door": "binary", "port": 8000, ...}' | python -m charonia.bench.load.infer_load
 
-Sends the same bytes each time and looks at no more of an answer than its status and its end: a generator must not be
-what it measures.
+Sends the same bytes each time and reads only the status and the end of an answer: a generator must not be what it
+measures.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class InferLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferReport(msgspec.Struct, frozen=True):
-    """What came of it: answers, seconds, CPU seconds of the generator, and times of the answers in milliseconds."""
+    """The result: answers, seconds, CPU seconds of the generator, and the times of the answers in milliseconds."""
 
     answers: int
     seconds: float

@@ -13,7 +13,7 @@ Sizes = Sequence[int]
 
 
 class LinearWeights(NamedTuple):
-    """Of what a linear layer is made: [in, out] and [out]."""
+    """The weights of a linear layer: [in, out] and [out]."""
 
     weight: NDArray[np.float32]
     bias: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""What is asked of a server, as flags say it, and the load that comes of it. Asks nobody yet but for a model's name."""
+"""The flags that describe a server and a load, and the load made from them. Asks a server for its model name alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class ServerFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFlags:
-    """What to ask. Give one of rate, trace and concurrency."""
+    """The load. Give one of rate, trace and concurrency."""
 
     rate: Annotated[float | None, _Positive] = None
     """Open loop: requests per second on average, arriving at random (Poisson)."""

@@ -1,4 +1,4 @@
-"""What a load consists of: which requests, how long, and when each is due.
+"""The requests of a load: which, for how long, and when each is due.
 
 Knows nothing of servers or clocks. The same seed makes the same requests, to the token.
 """
@@ -40,8 +40,8 @@ class PlannedRequest(msgspec.Struct, frozen=True):
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
-    """How prompts are written: token ids below `vocab`, or words; the first `shared` tokens are the same in all.
-    `fixed` is the prompt of every job instead."""
+    """How prompts are made: token ids below `vocab`, or words; the first `shared` tokens are the same in all. `fixed`
+    replaces the prompt of every request."""
 
     form: Form = "ids"
     vocab: int = 256
@@ -112,5 +112,5 @@ def _adapted(job: PlannedRequest, first: float, speedup: float, longest: int | N
 
 
 def due_within(jobs: Sequence[PlannedRequest], duration: float | None) -> list[PlannedRequest]:
-    """Those due within `duration` seconds."""
+    """The requests that are due within `duration` seconds."""
     return [job for job in jobs if duration is None or job.due < duration]

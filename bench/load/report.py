@@ -1,4 +1,4 @@
-"""How a load's figures are shown: a table for people, JSON for programs, a plot for documents."""
+"""The figures of a load: a table for the terminal, JSON for programs, a plot for documents."""
 
 from collections.abc import Sequence
 from importlib import import_module

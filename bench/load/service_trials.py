@@ -1,7 +1,7 @@
-"""What a server must hold under load, one trial each: throughput of the engine, streams that no prefill freezes, short
+"""The bars of a server under load, one trial each: throughput of the engine, streams that no prefill stalls, short
 prompts that no long one delays, prefixes that are computed once.
 
-Each trial asks a server that runs and returns its ratio, the same work with and without what is examined, in turns.
+Each trial asks a running server and returns a ratio: the same work with and without what is examined, in turns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ _Positive = Parameter(validator=Number(gt=0))
 
 
 class TrialVerdict(NamedTuple):
-    """What came out, and the bar it is held to, from below or from above."""
+    """The figure of a trial, and its bar, a lower or an upper bound."""
 
     what: str
     value: float
@@ -42,7 +42,7 @@ class TrialVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSizes:
-    """How large the trials are."""
+    """The sizes of the trials."""
 
     streams: Annotated[tuple[int, ...], Parameter(consume_multiple=True, validator=Number(gt=0))] = (1, 8, 32)
     """Streams at a time whose throughput is compared with the engine's."""
@@ -114,10 +114,10 @@ def speed(outcome: WorkerOutcome) -> float:
 
 
 def throughput(asked: TrialTarget, engine: PeerProcess, sizes: TrialSizes, cores: int, log: Log) -> list[TrialVerdict]:
-    """A closed loop beside the engine without doors, on the same prompts, submitted at once in both.
+    """A closed loop beside the engine without a server, on the same prompts, submitted at once in both.
 
-    The generator takes its share of the machine: what is left of it is what the server is held to. The machine's speed
-    is not constant: each turn is compared with the one beside it.
+    The server is held to the share of the machine that the generator leaves. The machine's speed is not constant: each
+    turn is compared with the one beside it.
     """
     verdicts = []
     engine.generate([[1] * sizes.prompt], 2)
@@ -141,7 +141,7 @@ def _warm(asked: TrialTarget) -> None:
 
 
 def without_generator(tokens: float, generator: float, cores: int) -> float:
-    """What a rate would have been with the cores that the generator took."""
+    """The rate with the cores that the generator took."""
     return tokens / (1 - generator / cores)
 
 
@@ -196,7 +196,7 @@ def gaps_during(records: Sequence[LoadRecord], long: int) -> list[float]:
 
 
 def _gaps_within(records: Sequence[LoadRecord], begin: float, end: float) -> list[float]:
-    """Those that overlap the span."""
+    """The gaps that overlap the span."""
     return [
         gap
         for record in records

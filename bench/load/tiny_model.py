@@ -1,6 +1,6 @@
-"""A server of our own whose language model computes: random weights, so small that the doors have most of the work.
+"""A server with a language model that computes: random weights, so small that most of the work is the server's.
 
-Beside it a model that gives back what it gets.
+An identity model is beside it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -27,7 +27,7 @@ _WARM_UP = 1 << 40
 
 
 class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where requests go, through which door, and how they are put. `address` is the door's own."""
+    """The server, the endpoint and the options of requests. `address` is the endpoint's own."""
 
     host: str
     port: int
@@ -76,7 +76,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerOutcome(msgspec.Struct, frozen=True, tag=True):
-    """What a process brought; `cpu` seconds it spent in `seconds` since the start."""
+    """The result of a load process; `cpu` seconds that it spent in `seconds` since its start."""
 
     records: list[LoadRecord]
     cpu: float
@@ -213,7 +213,7 @@ def _send(pipe: Connection, message: WorkerMessage) -> None:
 
 
 def make_sender(target: LoadTarget) -> RequestSender:
-    """The client for a target's door."""
+    """The client for a target's endpoint."""
     if target.door == "grpc":
         from .grpc_client import GrpcSender
 

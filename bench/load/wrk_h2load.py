@@ -42,8 +42,8 @@ _HEAD = struct.Struct(">BI")
 
 
 class WrkSummary(msgspec.Struct, frozen=True):
-    """What our script makes wrk say at its end. `refused`: of the answers, those with a status above 399; `broken`:
-    requests without an answer; times in microseconds."""
+    """The summary that our script makes wrk print. `refused`: answers with a status above 399; `broken`: requests
+    without an answer; times in microseconds."""
 
     answers: int
     microseconds: int
@@ -54,7 +54,7 @@ class WrkSummary(msgspec.Struct, frozen=True):
 
 
 class H2loadTraffic(msgspec.Struct, frozen=True):
-    """What h2load says at its end: requests that have ended, those with status 200, and bytes of their bodies."""
+    """The summary of h2load: requests that ended, those with status 200, and the bytes of their bodies."""
 
     done: int
     succeeded: int
@@ -127,7 +127,7 @@ def by_h2load(load: InferLoad) -> InferReport:
 
 
 class H2loadTimes(NamedTuple):
-    """How long h2load ran, what it cost, and [answers] microseconds that each answer took."""
+    """The seconds and CPU seconds of h2load, and [answers] the microseconds of each answer."""
 
     seconds: float
     cpu: float
@@ -150,7 +150,7 @@ def h2load_report(traffic: H2loadTraffic, size: int, span: H2loadTimes) -> Infer
 
 
 def _run(*command: str) -> tuple[str, float]:
-    """What it printed, and the CPU seconds that it took.
+    """The output of the command, and its CPU seconds.
 
     Raises:
         Unavailable: it failed.
@@ -163,6 +163,6 @@ def _run(*command: str) -> tuple[str, float]:
 
 
 def _cpu() -> float:
-    """Of children that have ended."""
+    """The CPU seconds of children that have ended."""
     used = getrusage(RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -2,8 +2,8 @@
 
     python -P gguf_export.py CHECKPOINT PRECISION FILE
 
-Its interpreter has numpy and gguf, and needs no charonia. Knows no tokenizer: whoever uses the file prompts with token
-ids. Spec: GGUF's (ggml, docs/gguf.md) and safetensors' formats.
+Its interpreter has numpy and gguf, and needs no charonia. Writes no tokenizer: prompts are token ids. Specifications:
+GGUF's (ggml, docs/gguf.md) and safetensors' formats.
 """
 
 import json
@@ -41,8 +41,8 @@ class Llama3Rope(NamedTuple):
     original_max_position_embeddings: int
 
     def divisors(self, theta: float, head_dim: int) -> Array:
-        """What each of the `head_dim` / 2 frequencies is divided by, fp32: 1 for the quick ones, `factor` for the slow
-        ones, and a smooth way between."""
+        """The divisors of the `head_dim` / 2 frequencies, fp32: 1 for the fast ones, `factor` for the slow ones, and
+        smoothly between."""
         frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
@@ -52,7 +52,7 @@ class Llama3Rope(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufModelShape:
-    """What llama.cpp is told of a model; `model` is its name for the architecture, and config.json's."""
+    """The metadata of a model for llama.cpp; `model` is the architecture's name there, and in config.json."""
 
     model: str
     layers: int
