@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, NotFound, shutdown_error
-from ..core.gateway import Gateway
+from ..telemetry.shared_state import ServerGateway
 from .api_keys import Keyring
 from .http.auth import AuthMiddleware, RestrictedApiMiddleware
 from .http.connection import ClientDisconnected
@@ -55,7 +55,7 @@ _CLIENT_LEFT = 499
 
 
 def build_app(
-    gateway: Gateway,
+    gateway: ServerGateway,
     info: ServerInfo,
     keys: Keyring | None = None,
     rules: HttpRules | None = None,
@@ -86,7 +86,7 @@ def build_app(
 
 
 def all_routes(
-    gateway: Gateway, info: ServerInfo, rules: HttpRules, metrics: CollectorRegistry | None = None
+    gateway: ServerGateway, info: ServerInfo, rules: HttpRules, metrics: CollectorRegistry | None = None
 ) -> list[Route]:
     """Those of every door; they match to the very end of a path, a line break there included."""
     routes = [

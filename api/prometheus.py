@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..core.metrics import Histogram, Labels, Measurement, Reading
-from ..core.summary import QuantileSummary
+from ..core.metrics import Histogram, Labels, Measurement, QuantileSummary, Reading
 from ..telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"

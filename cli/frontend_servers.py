@@ -18,10 +18,10 @@ from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricsApp, MetricsSource, build_registry
 from ..api.triton.clouds import CloudMiddleware
 from ..core.cancellation import wait_for_first
-from ..core.gateway import Gateway
 from ..repository.gateway import InProcessGateway
 from ..telemetry.gpus import Gpus
 from ..telemetry.host_metrics import HostMetrics
+from ..telemetry.shared_state import ServerGateway
 from .plan import ServePlan
 from .ports import ReservedPorts
 from .server_options import ServerOptions, is_true
@@ -155,7 +155,7 @@ def base_url(address: str, port: int, encrypted: bool = False) -> str:
     return f"{'https' if encrypted else 'http'}://{reachable_address(address, port)}"
 
 
-def print_ready(gateway: Gateway, at: str, guarded: bool) -> None:
+def print_ready(gateway: ServerGateway, at: str, guarded: bool) -> None:
     """Print the URL, and a command line to try; `guarded`: it needs a key."""
     key = "-H 'Authorization: Bearer <key>' " if guarded else ""
     print(f"Serving on {at}")

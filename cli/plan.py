@@ -3,13 +3,13 @@
 import logging
 from dataclasses import dataclass
 
-from ..core.client_shared_memory import SharedMemoryRegistry
-from ..core.log_settings import LogControl
-from ..core.shared_state import SharedState
-from ..core.trace_settings import TENSORS, TraceControl, parse_trace_config
 from ..engine.options import EngineOptions
+from ..processes.client_shared_memory import SharedMemoryRegistry
+from ..telemetry.log_settings import LogControl
 from ..telemetry.metrics_config import MetricsConfig
+from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_file import check_trace_file
+from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
 from .endpoint_settings import EndpointSettings
 from .grpc_options import GrpcOptions
 from .model_selection import ModelSelection, select_models

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ..core.cancellation import wait_for_first
 from ..core.request_context import RequestContext
-from ..core.trace_settings import TraceControl
 from ..processes import gc_tuning
 from ..processes.open_files import raise_open_file_limit
 from ..processes.scratch import remove_abandoned_scratch
@@ -23,6 +22,7 @@ from ..repository.watcher import RepositoryWatcher
 from ..telemetry.loop_lag import LoopLag
 from ..telemetry.request_log import log_request
 from ..telemetry.trace_file import TraceFileWriter
+from ..telemetry.trace_settings import TraceControl
 from ..telemetry.tracing import SamplingTracer
 from .plan import ServePlan
 from .ports import ReservedPorts, reserve_ports

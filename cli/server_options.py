@@ -9,7 +9,7 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from ..api.size_limits import MAX_RAW_BYTES
-from ..core.log_settings import LogSettings
+from ..telemetry.log_settings import LogSettings
 
 PortFlag: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 _WORDS = ("true", "false", "1", "0")

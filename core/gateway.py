@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .request_context import Headers, RequestContext
-from .shared_state import SharedState
 from .statistics import ModelStatistics
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
@@ -79,10 +78,6 @@ class Gateway(Protocol):
     An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version, `Unavailable`
     for one that is not served, and `NotReady` for one that is being loaded.
     """
-
-    @property
-    def shared_state(self) -> SharedState:
-        """Client shared memory, and the settings of logs and traces."""
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         """The context of a request that came in through `endpoint`: counted and recorded when its block ends."""

@@ -1,26 +1,25 @@
-"""What a language model counts and times, and how that reads at a scrape.
+"""Measurements of a scrape: the values that instruments have, and the labels they are shown with.
 
 Instruments are plain numbers of one event loop: recording takes no lock and about a tenth of a microsecond. Knows no
-text format; the families' names, types and help stand in metric_families.py.
+metric and no text format; names, types and help of the families stand in telemetry/metric_families.py.
 """
 
+import math
+import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from .summary import QuantileSummary
+_ACCURACY = 0.01
+_BASE = math.log((1 + _ACCURACY) / (1 - _ACCURACY))
+_WINDOW = 60.0
+"""Seconds that quantiles look back, give or take one slice."""
 
-_SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_INTER_TOKEN_BOUNDS = _SECONDS_BOUNDS[:11]
-_STEP_SECONDS_BOUNDS = (0.0005, *_SECONDS_BOUNDS[:10])
-_STEP_SIZE_BOUNDS = tuple(2**power for power in range(15))
-FIRST_RESPONSE_BOUNDS = (100, 500, 2000, 5000)
-"""Triton's bounds, milliseconds."""
-
-_LENGTH_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_SLICES = 6
+_LEAST = 1e-3
+"""Whatever is less counts as this."""
 
 
 class Histogram:
@@ -38,6 +37,61 @@ class Histogram:
         self.sum += value * times
 
 
+class _TimeSlice(NamedTuple):
+    """`counts` of values by their logarithm; `number`: which slice of all time."""
+
+    number: int
+    counts: Counter[int]
+
+
+class QuantileSummary:
+    """Quantiles of the last minute's values: Prometheus's summary, in memory that does not grow with the traffic.
+
+    Values are counted by their logarithm, so a quantile is right to a hundredth of its value (Masson, Rim and Lee,
+    DDSketch, VLDB 2019). `count` and `sum` are of everything since the start. `quantiles`: those to tell, from 0 to 1.
+    """
+
+    __slots__ = ("_clock", "_slices", "count", "quantiles", "sum")
+
+    def __init__(self, quantiles: Sequence[float], clock: Callable[[], float] = time.monotonic) -> None:
+        self.quantiles = tuple(quantiles)
+        self.count = 0
+        self.sum = 0.0
+        self._clock = clock
+        self._slices: deque[_TimeSlice] = deque()
+
+    def observe(self, value: float) -> None:
+        self.count += 1
+        self.sum += value
+        self._turn()
+        self._slices[-1].counts[math.ceil(math.log(max(value, _LEAST)) / _BASE)] += 1
+
+    def values(self) -> list[float]:
+        """Each quantile; NaN where nothing was observed of late."""
+        self._turn()
+        counts = sum((each.counts for each in self._slices), Counter[int]())
+        keys = sorted(counts)
+        ranks = list(accumulate(counts[key] for key in keys))
+        return [_quantile(each, keys, ranks) for each in self.quantiles]
+
+    def _turn(self) -> None:
+        """Begin the slice of now, and forget those that are too old."""
+        now = int(self._clock() * _SLICES / _WINDOW)
+        while self._slices and self._slices[0].number <= now - _SLICES:
+            self._slices.popleft()
+        if not self._slices or self._slices[-1].number != now:
+            self._slices.append(_TimeSlice(now, Counter()))
+
+
+def _quantile(wanted: float, keys: Sequence[int], ranks: Sequence[int]) -> float:
+    if not keys:
+        return math.nan
+    rank = wanted * (ranks[-1] - 1)
+    key = next(key for key, upto in zip(keys, ranks, strict=True) if upto > rank)
+    # The middle of all that has this key.
+    return 2 * math.exp(key * _BASE) / (math.exp(_BASE) + 1)
+
+
 Labels: TypeAlias = Mapping[str, str]
 
 
@@ -45,7 +99,7 @@ class Reading(NamedTuple):
     """One series at a scrape; `labels` beyond those of its model."""
 
     family: str
-    value: "float | Histogram | QuantileSummary"
+    value: float | Histogram | QuantileSummary
     labels: Labels = {}
 
 
@@ -54,190 +108,3 @@ class Measurement(NamedTuple):
 
     labels: Labels
     readings: Sequence[Reading]
-
-
-class Outcome(StrEnum):
-    """How a request ended. `DONE`: answered, with something other than a generated text; `REJECTED`: no work was done
-    for it; `ERROR`: some was, and the fault is ours."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    DONE = "done"
-    CANCELLED = "cancelled"
-    TIMEOUT = "timeout"
-    ERROR = "error"
-    REJECTED = "rejected"
-
-    @property
-    def answered(self) -> bool:
-        """The client got the text that was asked for."""
-        return self in (Outcome.STOP, Outcome.LENGTH)
-
-
-class RequestEnd(NamedTuple):
-    """An outcome, and for a refusal or an error why."""
-
-    outcome: Outcome
-    reason: str = ""
-
-
-QUEUE_FULL_ENDS = {limit: RequestEnd(Outcome.REJECTED, f"queue_full_{limit}") for limit in ("requests", "tokens")}
-"""The refusals that shed load, by the limit reached; all others are about the request or the server's state."""
-
-_ALWAYS_REPORTED = (
-    *(RequestEnd(outcome) for outcome in Outcome if outcome is not Outcome.REJECTED),
-    *QUEUE_FULL_ENDS.values(),
-)
-
-
-@dataclass(slots=True)
-class TenantTokens:
-    """Tokens of one tenant; the nameless one is everybody without a key."""
-
-    prompt: int = 0
-    generated: int = 0
-
-
-@dataclass(slots=True)
-class RequestDurations:
-    """Triton's sums over successful requests: the whole, and what it was made of. `last`: when the last one ended, in
-    milliseconds since the epoch."""
-
-    request: int = 0
-    queue: int = 0
-    compute_input: int = 0
-    compute_infer: int = 0
-    compute_output: int = 0
-    last: int = 0
-
-    def readings(self) -> Iterator[Reading]:
-        """Triton's counters of durations."""
-        yield Reading("nv_inference_request_duration_us", self.request)
-        yield Reading("nv_inference_queue_duration_us", self.queue)
-        yield Reading("nv_inference_compute_input_duration_us", self.compute_input)
-        yield Reading("nv_inference_compute_infer_duration_us", self.compute_infer)
-        yield Reading("nv_inference_compute_output_duration_us", self.compute_output)
-
-
-class EngineState(NamedTuple):
-    """An engine at a scrape. `waiting`: requests not begun, by class. Counters outlive the core that counted."""
-
-    running: int = 0
-    waiting: Mapping[str, int] = {}
-    queue_age: float = 0.0
-    kv_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    core_restarts: int = 0
-    replicas_ready: int = 0
-
-
-def _seconds() -> Histogram:
-    return Histogram(_SECONDS_BOUNDS)
-
-
-def _sizes() -> Histogram:
-    return Histogram(_STEP_SIZE_BOUNDS)
-
-
-def _lengths() -> Histogram:
-    return Histogram(_LENGTH_BOUNDS)
-
-
-@dataclass(frozen=True, slots=True)
-class LlmMetrics:
-    """The instruments of one language model, from its load to its unload. Seconds and tokens throughout."""
-
-    ended: Counter[RequestEnd] = field(default_factory=lambda: Counter(dict.fromkeys(_ALWAYS_REPORTED, 0)))
-    tenants: dict[str, TenantTokens] = field(default_factory=lambda: {"": TenantTokens()})
-    durations: RequestDurations = field(default_factory=RequestDurations)
-    first_token: Histogram = field(default_factory=_seconds)
-    first_response: Histogram = field(default_factory=lambda: Histogram(FIRST_RESPONSE_BOUNDS))
-    inter_token: Histogram = field(default_factory=lambda: Histogram(_INTER_TOKEN_BOUNDS))
-    request: Histogram = field(default_factory=_seconds)
-    queue: Histogram = field(default_factory=_seconds)
-    prefill: Histogram = field(default_factory=_seconds)
-    decode: Histogram = field(default_factory=_seconds)
-    step: Histogram = field(default_factory=lambda: Histogram(_STEP_SECONDS_BOUNDS))
-    step_tokens: Histogram = field(default_factory=_sizes)
-    step_sequences: Histogram = field(default_factory=_sizes)
-    prompt_length: Histogram = field(default_factory=_lengths)
-    generation_length: Histogram = field(default_factory=_lengths)
-
-    def tenant(self, name: str) -> TenantTokens:
-        return self.tenants.setdefault(name, TenantTokens())
-
-    def total(self, *outcomes: Outcome) -> int:
-        """Requests that ended in one of these ways."""
-        return sum(count for end, count in self.ended.items() if end.outcome in outcomes)
-
-    @property
-    def answered(self) -> int:
-        return self.total(Outcome.STOP, Outcome.LENGTH)
-
-    def readings(self, engine: EngineState) -> Iterator[Reading]:
-        """Every series of the model, Triton's included."""
-        yield from ended_readings(self.ended)
-        yield from self._tokens()
-        yield from self._histograms()
-        yield from _engine_readings(engine)
-        yield from self._triton(sum(engine.waiting.values()))
-
-    def _tokens(self) -> Iterator[Reading]:
-        for tenant, tokens in self.tenants.items():
-            yield Reading("charonia_prompt_tokens_total", tokens.prompt, {"tenant": tenant})
-            yield Reading("charonia_generation_tokens_total", tokens.generated, {"tenant": tenant})
-
-    def _histograms(self) -> Iterator[Reading]:
-        yield Reading("charonia_time_to_first_token_seconds", self.first_token)
-        yield Reading("nv_inference_first_response_histogram_ms", self.first_response)
-        yield Reading("charonia_inter_token_latency_seconds", self.inter_token)
-        yield Reading("charonia_request_seconds", self.request)
-        yield Reading("charonia_queue_seconds", self.queue)
-        yield Reading("charonia_prefill_seconds", self.prefill)
-        yield Reading("charonia_decode_seconds", self.decode)
-        yield Reading("charonia_step_seconds", self.step)
-        yield Reading("charonia_step_tokens", self.step_tokens)
-        yield Reading("charonia_step_sequences", self.step_sequences)
-        yield Reading("vllm:request_prompt_tokens", self.prompt_length)
-        yield Reading("vllm:request_generation_tokens", self.generation_length)
-
-    def _triton(self, pending: int) -> Iterator[Reading]:
-        answered = self.answered
-        yield Reading("nv_inference_request_success", answered)
-        for reason, count in self._failures().items():
-            yield Reading("nv_inference_request_failure", count, {"reason": reason})
-        # A sequence joins steps by itself: as in Triton's own decoupled back ends, one request is one execution.
-        yield Reading("nv_inference_count", answered)
-        yield Reading("nv_inference_exec_count", answered)
-        yield from self.durations.readings()
-        yield Reading("nv_inference_pending_request_count", pending)
-
-    def _failures(self) -> dict[str, int]:
-        shed = sum(self.ended[end] for end in QUEUE_FULL_ENDS.values())
-        return {
-            "REJECTED": shed + self.total(Outcome.TIMEOUT),
-            "CANCELED": self.total(Outcome.CANCELLED),
-            "BACKEND": self.total(Outcome.ERROR),
-            "OTHER": self.total(Outcome.REJECTED) - shed,
-        }
-
-
-def ended_readings(ended: Mapping[RequestEnd, int]) -> Iterator[Reading]:
-    """Requests by how they ended."""
-    for (outcome, reason), count in ended.items():
-        yield Reading("charonia_requests_total", count, {"outcome": outcome.value, "reason": reason})
-
-
-def _engine_readings(state: EngineState) -> Iterator[Reading]:
-    yield Reading("charonia_requests_running", state.running)
-    for name, count in ({"0": 0} | dict(state.waiting)).items():
-        yield Reading("charonia_requests_waiting", count, {"class": name})
-    yield Reading("charonia_queue_age_seconds", state.queue_age)
-    yield Reading("charonia_kv_cache_usage_ratio", state.kv_usage)
-    yield Reading("charonia_prefix_cache_queries_total", state.prefix_queries)
-    yield Reading("charonia_prefix_cache_hits_total", state.prefix_hits)
-    yield Reading("charonia_preemptions_total", state.preemptions)
-    yield Reading("charonia_core_restarts_total", state.core_restarts)
-    yield Reading("charonia_replicas_ready", state.replicas_ready)

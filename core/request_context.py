@@ -5,15 +5,44 @@ Knows nothing of protocols and models. A request that is refused before any mode
 
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
-from .metrics import QUEUE_FULL_ENDS, Outcome, RequestEnd
 from .request import FinishReason, SamplingParams
 
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 """HTTP headers or gRPC metadata of a request, names in lower case."""
+
+
+class Outcome(StrEnum):
+    """How a request ended. `DONE`: answered, with something other than a generated text; `REJECTED`: no work was done
+    for it; `ERROR`: some was, and the fault is ours."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    REJECTED = "rejected"
+
+    @property
+    def answered(self) -> bool:
+        """The client got the text that was asked for."""
+        return self in (Outcome.STOP, Outcome.LENGTH)
+
+
+class RequestEnd(NamedTuple):
+    """An outcome, and for a refusal or an error why."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+QUEUE_FULL_ENDS = {limit: RequestEnd(Outcome.REJECTED, f"queue_full_{limit}") for limit in ("requests", "tokens")}
+"""The refusals that shed load, by the limit reached; all others are about the request or the server's state."""
 
 CANCELLED = RequestEnd(Outcome.CANCELLED)
 DONE = RequestEnd(Outcome.DONE)

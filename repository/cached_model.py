@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from ..core.gateway import ResponseStream
-from ..core.metrics import Reading
+from ..core.metrics import QuantileSummary, Reading
 from ..core.model import MeasuredModel, ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import RequestContext
 from ..core.statistics import InferenceStatistics, StatisticDuration, VersionStatistics
-from ..core.summary import QuantileSummary
 from .response_cache import ResponseCache, cache_key
 
 _REQUEST_SUMMARY_FAMILY = "nv_inference_request_summary_us"

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..core.errors import ServerExiting
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry
-from ..core.metrics import Measurement, RequestEnd, ended_readings
+from ..core.metrics import Measurement
 from ..core.model import Model, ModelConfig
-from ..core.request_context import Headers, RequestContext
-from ..core.shared_state import SharedState
+from ..core.request_context import Headers, RequestContext, RequestEnd
 from ..core.statistics import ModelStatistics
+from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
+from ..telemetry.shared_state import SharedState
 from .builder import ModelBuilder
 from .in_flight import InFlightCounter
 from .lifecycle import LoadFailure, ModelLifecycle

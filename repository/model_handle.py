@@ -9,8 +9,8 @@ from ..core.gateway import ResponseStream
 from ..core.model import ModelConfig, ModelStats, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ..core.request_context import RequestContext
-from ..core.trace_settings import TraceControl
 from ..telemetry.request_trace import request_trace, trace_tensors
+from ..telemetry.trace_settings import TraceControl
 from .in_flight import InFlightCounter
 from .model_entry import LoadedModel
 from .request_validation import validate_request

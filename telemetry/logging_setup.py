@@ -12,7 +12,7 @@ from typing import TextIO
 import msgspec
 
 from ..core.errors import InvalidArgument
-from ..core.log_settings import LogControl, LogFormat, LogSettings
+from .log_settings import LogControl, LogFormat, LogSettings
 from .log_writer import LogWriter
 from .request_log import RequestLogRecord
 

@@ -6,8 +6,7 @@ Names are as they stand on the wire, counters with or without `_total`. Knows no
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..core.metrics import Histogram, Labels, Reading
-from ..core.summary import QuantileSummary
+from ..core.metrics import Histogram, Labels, QuantileSummary, Reading
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 

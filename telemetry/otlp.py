@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ..core.request_context import Headers, RequestContext
-from ..core.span_settings import SpanSettings
+from .span_settings import SpanSettings
 from .spans import phase_spans, request_span
 
 log = logging.getLogger(__name__)

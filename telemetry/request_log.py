@@ -7,8 +7,7 @@ import time
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..core.metrics import RequestEnd
-from ..core.request_context import RequestContext, RequestSummary
+from ..core.request_context import RequestContext, RequestEnd, RequestSummary
 
 log = logging.getLogger("charonia.requests")
 

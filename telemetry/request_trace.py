@@ -16,7 +16,7 @@ from ..core.gateway import ResponseStream
 from ..core.request import InferResponse
 from ..core.request_context import RequestContext
 from ..core.tensor import Tensor
-from ..core.trace_settings import TraceControl, TraceSettings
+from .trace_settings import TraceControl, TraceSettings
 
 TensorText: TypeAlias = dict[str, str]
 """A tensor's `name`, `data`, `shape` and `dtype` as tritonserver writes them, elements and dims between commas."""

@@ -7,8 +7,7 @@ have none (https://opentelemetry.io/docs/specs/semconv/gen-ai/). Holds no text o
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
-from ..core.metrics import Outcome
-from ..core.request_context import RequestContext, RequestSummary, SequenceRecord
+from ..core.request_context import Outcome, RequestContext, RequestSummary, SequenceRecord
 
 Value: TypeAlias = str | bool | int | float | tuple[str, ...]
 Attributes: TypeAlias = Mapping[str, Value]

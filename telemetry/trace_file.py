@@ -14,9 +14,9 @@ from typing import IO, NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..core.request_context import ExecutionTimes, RequestContext, RequestSummary
-from ..core.trace_settings import TIMESTAMPS, TraceControl, TraceSettings
 from ..processes.stderr import FileOutage
 from .request_trace import RequestTrace, request_trace
+from .trace_settings import TIMESTAMPS, TraceControl, TraceSettings
 
 _BUFFER_BYTES = 1 << 16
 

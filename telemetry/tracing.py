@@ -10,9 +10,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from ..core.errors import InvalidArgument
 from ..core.request_context import RequestContext
-from ..core.span_settings import OPENTELEMETRY_MODE, SpanSettings
-from ..core.trace_settings import TIMESTAMPS, TraceControl
 from .request_trace import request_trace
+from .span_settings import OPENTELEMETRY_MODE, SpanSettings
+from .trace_settings import TIMESTAMPS, TraceControl
 
 if TYPE_CHECKING:
     from .otlp import OtlpTracer

@@ -12,25 +12,26 @@ from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped
 from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.gateway import Gateway, RepositoryIndexEntry
-from ...core.log_settings import parse_log_format
-from ...core.trace_settings import TraceSettingsChange
+from ...core.gateway import RepositoryIndexEntry
+from ...telemetry.log_settings import parse_log_format
+from ...telemetry.shared_state import ServerGateway
+from ...telemetry.trace_settings import TraceSettingsChange
 from ..model_stats import model_stats_json
 from .response_messages import ProtoMessage, parse_version
 
-ControlRpc: TypeAlias = Callable[[Gateway, ProtoMessage], Awaitable[ProtoMessage]]
+ControlRpc: TypeAlias = Callable[[ServerGateway, ProtoMessage], Awaitable[ProtoMessage]]
 
 _CONFIG = "config"
 _FILE = "file:"
 _DEPENDENTS = "unload_dependents"
 
 
-async def model_config(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def model_config(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     config = gateway.model_config(request.name, parse_version(request.version))
     return ParseDict({"config": config.document}, pb.ModelConfigResponse())
 
 
-async def model_statistics(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def model_statistics(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     found = gateway.model_statistics(request.name, parse_version(request.version))
     return ParseDict({"model_stats": model_stats_json(found)}, pb.ModelStatisticsResponse())
 
@@ -38,7 +39,7 @@ async def model_statistics(gateway: Gateway, request: ProtoMessage) -> ProtoMess
 # The repository
 
 
-async def repository_index(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def repository_index(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
     return pb.RepositoryIndexResponse(models=[_index_entry(entry) for entry in gateway.repository_index(request.ready)])
 
@@ -47,7 +48,7 @@ def _index_entry(entry: RepositoryIndexEntry) -> dict[str, str]:
     return {"name": entry.name, "version": entry.version, "state": str(entry.state or ""), "reason": entry.reason}
 
 
-async def load_model(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def load_model(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
     config, files = None, {}
     for key, parameter in request.parameters.items():
@@ -61,7 +62,7 @@ async def load_model(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     return pb.RepositoryModelLoadResponse()
 
 
-async def unload_model(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def unload_model(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
     for key, parameter in request.parameters.items():
         if key != _DEPENDENTS:
@@ -85,7 +86,7 @@ def _typed(parameter: ProtoMessage, kind: str, what: str) -> Any:
 # Shared memory
 
 
-async def system_status(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def system_status(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     found = gateway.shared_state.shared_memory.status(request.name)
     return pb.SystemSharedMemoryStatusResponse(regions={region.name: _region(region._asdict()) for region in found})
 
@@ -94,27 +95,27 @@ def _region(fields: dict[str, Any]) -> ProtoMessage:
     return pb.SystemSharedMemoryStatusResponse.RegionStatus(**fields)
 
 
-async def system_register(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def system_register(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     gateway.shared_state.shared_memory.register(request.name, request.key, request.offset, request.byte_size)
     return pb.SystemSharedMemoryRegisterResponse()
 
 
-async def system_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def system_unregister(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     gateway.shared_state.shared_memory.unregister(request.name)
     return pb.SystemSharedMemoryUnregisterResponse()
 
 
-async def cuda_status(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     gateway.shared_state.shared_memory.status_cuda(request.name)
     return pb.CudaSharedMemoryStatusResponse()
 
 
-async def cuda_register(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def cuda_register(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     gateway.shared_state.shared_memory.register_cuda(request.name)
     return pb.CudaSharedMemoryRegisterResponse()
 
 
-async def cuda_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def cuda_unregister(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     gateway.shared_state.shared_memory.unregister_cuda()
     return pb.CudaSharedMemoryUnregisterResponse()
 
@@ -122,7 +123,7 @@ async def cuda_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessa
 # Settings
 
 
-async def trace_setting(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def trace_setting(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     if request.model_name and not gateway.is_model_ready(request.model_name):
         raise InvalidArgument(f"Request for unknown model : {request.model_name}", field="model_name")
     change: TraceSettingsChange = {name: tuple(setting.value) for name, setting in request.settings.items()}
@@ -142,7 +143,7 @@ _LOG_KINDS = {
 }
 
 
-async def log_settings(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+async def log_settings(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     logs = gateway.shared_state.logs
     changed = {name: _log_value(name, value) for name, value in request.settings.items()}
     settings = logs.update(replace(logs.settings, **changed)) if changed else logs.settings

@@ -13,10 +13,10 @@ import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import DTypeLike, NDArray
 
-from ...core.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from ...core.errors import InvalidArgument
 from ...core.request import InferRequest, ParameterValue
 from ...core.tensor import NUMPY_TYPES, Tensor
+from ...processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from .. import deferred_tensors, raw_tensors
 from ..deferred_tensors import DeferredInputs
 from ..raw_tensors import InputRef, RawBytes

@@ -11,8 +11,8 @@ from google.protobuf.message_factory import GetMessageClass  # type: ignore[impo
 from tritonclient.grpc import service_pb2
 
 from ...core.errors import ServerExiting, Unavailable
-from ...core.gateway import Gateway
 from ...processes import gc_tuning
+from ...telemetry.shared_state import ServerGateway
 from ..metadata import ServerInfo
 from .call_policy import GrpcCallPolicy
 from .servicer import HealthServicer, InferenceServicer, RpcHandler
@@ -40,7 +40,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: ServerGateway,
         info: ServerInfo,
         settings: GrpcSettings,
         sock: socket.socket,

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported, shutdown_error
-from ...core.gateway import Gateway
+from ...telemetry.shared_state import ServerGateway
 from ..deferred_tensors import decode_deferred
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..metadata import ServerInfo, model_metadata, server_metadata
@@ -72,7 +72,7 @@ class InferenceServicer:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: ServerGateway,
         info: ServerInfo,
         closing: asyncio.Event,
         policy: GrpcCallPolicy,
@@ -107,21 +107,21 @@ class InferenceServicer:
 
         return answer
 
-    async def _server_live(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+    async def _server_live(self, gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
         return pb.ServerLiveResponse(live=True)
 
-    async def _server_ready(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+    async def _server_ready(self, gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
         if gateway.exiting():
             raise ServerExiting
         return pb.ServerReadyResponse(ready=gateway.ready())
 
-    async def _model_ready(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+    async def _model_ready(self, gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
         return pb.ModelReadyResponse(ready=gateway.is_model_ready(request.name, parse_version(request.version)))
 
-    async def _server_metadata(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+    async def _server_metadata(self, gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
         return pb.ServerMetadataResponse(**server_metadata(self._info))
 
-    async def _model_metadata(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+    async def _model_metadata(self, gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
         version = parse_version(request.version)
         config = gateway.model_config(request.name, version)
         versions = (version,) if version else gateway.served_versions(request.name)
@@ -165,7 +165,7 @@ class HealthServicer:
 
     _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: ServerGateway) -> None:
         self._gateway = gateway
 
     async def check(self, request: bytes, context: RpcContext) -> bytes:

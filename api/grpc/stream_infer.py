@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting
-from ...core.gateway import Gateway
 from ...core.request import InferResponse
 from ...core.request_context import RequestContext
+from ...telemetry.shared_state import ServerGateway
 from ..deferred_tensors import decode_deferred
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from .call_policy import Caller
@@ -33,7 +33,7 @@ RPC_NAME = "ModelStreamInfer"
 
 
 @contextmanager
-def recorded_refusals(gateway: Gateway, context: RpcContext) -> Iterator[None]:
+def recorded_refusals(gateway: ServerGateway, context: RpcContext) -> Iterator[None]:
     """Leave a record of a request that the block refuses before it was read."""
     try:
         yield
@@ -49,7 +49,7 @@ class StreamInferCall:
     `triton_grpc_error: true` the first error of a request ends the whole stream.
     """
 
-    def __init__(self, gateway: Gateway, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
+    def __init__(self, gateway: ServerGateway, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
         self._gateway = gateway
         self._context = context
         self._closing = closing
@@ -131,7 +131,7 @@ class StreamInferCall:
 
 
 async def _responses(
-    gateway: Gateway, message: ProtoMessage, caller: Caller, context: RequestContext
+    gateway: ServerGateway, message: ProtoMessage, caller: Caller, context: RequestContext
 ) -> AsyncGenerator[ProtoMessage, None]:
     """The responses to one request, each marked whether it is the last."""
     if gateway.exiting():

@@ -14,10 +14,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument, Unavailable, Unsupported
-from ...core.gateway import Gateway, RepositoryIndexEntry
-from ...core.log_settings import parse_log_format
+from ...core.gateway import RepositoryIndexEntry
 from ...core.statistics import ModelStatistics
-from ...core.trace_settings import TraceSettingsChange
+from ...telemetry.log_settings import parse_log_format
+from ...telemetry.shared_state import ServerGateway
+from ...telemetry.trace_settings import TraceSettingsChange
 from ..chunked_json import read_whole_json_object
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
@@ -35,7 +36,7 @@ _PIECE = 1 << 16
 class ControlEndpoints:
     """The handlers. Bodies have at most `max_size` bytes."""
 
-    def __init__(self, gateway: Gateway, max_size: int) -> None:
+    def __init__(self, gateway: ServerGateway, max_size: int) -> None:
         self._gateway = gateway
         self._max_size = max_size
 

@@ -16,9 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
-from ...core.gateway import Gateway, ModelHandle
+from ...core.gateway import ModelHandle
 from ...core.model import ModelConfig, ModelStats
 from ...core.request import InferRequest, InferResponse
+from ...telemetry.shared_state import ServerGateway
 from ..header_forwarding import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, v2_error_body
@@ -37,7 +38,7 @@ _NOT_ONE = (
 class V2Endpoints:
     """The handlers."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
+    def __init__(self, gateway: ServerGateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
         self._gateway = gateway
         self._info = info
         self._infer = InferEndpoint(gateway, info, forwarding)

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import Internal, InvalidArgument, Unsupported
-from ...core.gateway import Gateway, ModelHandle, ResponseStream
+from ...core.gateway import ModelHandle, ResponseStream
 from ...core.request import InferResponse
+from ...telemetry.shared_state import ServerGateway
 from .. import size_limits
 from ..chunked_json import PIECE_BYTES
 from ..deferred_tensors import decode_deferred
@@ -41,7 +42,7 @@ HeaderMap: TypeAlias = Mapping[bytes, bytes]
 class InferEndpoint:
     """The handler of the route. `forwarding`: headers that become parameters."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
+    def __init__(self, gateway: ServerGateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
         self._gateway = gateway
         self._max_size, self._max_raw_size = info.max_input_size, info.max_raw_size
         self._forwarding = forwarding

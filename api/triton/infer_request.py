@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ...core.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, ParameterValue
 from ...core.tensor import Tensor, TensorSpec
+from ...processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from .. import deferred_tensors, json_tensors, raw_tensors, size_limits
 from ..chunked_json import PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_json_object
 from ..json_values import (

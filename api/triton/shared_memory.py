@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.client_shared_memory import SharedMemoryRegistry
 from ...core.errors import InvalidArgument
-from ...core.gateway import Gateway
+from ...processes.client_shared_memory import SharedMemoryRegistry
+from ...telemetry.shared_state import ServerGateway
 from ..http.connection import read_json_body
 from ..http.error_responses import json_response
 from ..json_values import JsonObject, as_object, as_string, as_unsigned, parse_json_object
@@ -25,7 +25,7 @@ _CUDA = "/v2/cudasharedmemory"
 class SharedMemoryEndpoints:
     """The handlers. Bodies have at most `max_size` bytes."""
 
-    def __init__(self, gateway: Gateway, max_size: int) -> None:
+    def __init__(self, gateway: ServerGateway, max_size: int) -> None:
         self._gateway = gateway
         self._max_size = max_size
 

@@ -14,17 +14,9 @@ from enum import StrEnum
 from itertools import pairwise
 
 from ...core.errors import InvalidArgument
-from ...core.metrics import (
-    FIRST_RESPONSE_BOUNDS,
-    Histogram,
-    Outcome,
-    Reading,
-    RequestDurations,
-    RequestEnd,
-    ended_readings,
-)
+from ...core.metrics import Histogram, QuantileSummary, Reading
 from ...core.model import ConfigDocument
-from ...core.request_context import RequestContext
+from ...core.request_context import Outcome, RequestContext, RequestEnd
 from ...core.statistics import (
     BatchStatistics,
     InferenceStatistics,
@@ -32,7 +24,7 @@ from ...core.statistics import (
     StatisticDuration,
     VersionStatistics,
 )
-from ...core.summary import QuantileSummary
+from ...telemetry.llm_metrics import FIRST_RESPONSE_BOUNDS, RequestDurations, ended_readings
 from .batch_execution import ExecutionTiming
 from .dynamic_batcher import CloseReason
 

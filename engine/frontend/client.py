@@ -11,9 +11,9 @@ import msgspec
 
 from ...core.errors import NotReady
 from ...core.memory_needs import ReservedMemory, resident_memory_of
-from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import GenerateRequest
 from ...processes.host import available_memory, usable_cores
+from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..config import EngineConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady, EngineLoad
 from .admission import AdmissionControl, QueueLimits, QueueTicket

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from ...core.errors import InvalidArgument
-from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import GenerateRequest
+from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from .admission import QueueTicket
 from .sequence_stats import SequenceStats

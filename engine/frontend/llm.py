@@ -12,11 +12,12 @@ from typing import TypeAlias
 
 from ...core.errors import Unavailable
 from ...core.memory_needs import MemoryHolder, ReservedMemory
-from ...core.metrics import LlmMetrics, Outcome, Reading
+from ...core.metrics import Reading
 from ...core.model import ModelConfig, ModelStats
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from ...core.request_context import RequestContext
+from ...core.request_context import Outcome, RequestContext
 from ...core.statistics import VersionStatistics
+from ...telemetry.llm_metrics import LlmMetrics
 from ...tokenization.async_tokenizer import AsyncTokenizer
 from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_checkpoint
 from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults

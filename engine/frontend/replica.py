@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from ...core.errors import CharoniaError, InvalidArgument
-from ...core.metrics import LlmMetrics
 from ...core.request import FinishReason
+from ...telemetry.llm_metrics import LlmMetrics
 from ..config import EngineConfig
 from ..core.messages import (
     NO_TOTALS,

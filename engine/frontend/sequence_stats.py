@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...core.errors import RequestTimeout
-from ...core.metrics import LlmMetrics, Outcome, RequestEnd
 from ...core.request import FinishReason, GenerateRequest, SamplingParams
-from ...core.request_context import CANCELLED, RequestContext, end_for_error
+from ...core.request_context import CANCELLED, Outcome, RequestContext, RequestEnd, end_for_error
 from ...core.statistics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
+from ...telemetry.llm_metrics import LlmMetrics
 
 _ENDS: dict[FinishReason, RequestEnd] = {
     reason: CANCELLED if reason is FinishReason.ABORT else RequestEnd(Outcome(reason.value)) for reason in FinishReason

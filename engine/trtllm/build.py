@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from ...core.metrics import LlmMetrics
 from ...core.model import Model
+from ...telemetry.llm_metrics import LlmMetrics
 from ..core.messages import CoreLoading
 from ..frontend.engine import EngineSpec
 from ..frontend.llm import LlmModel

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import msgspec
 
 from ...core.errors import CharoniaError, Internal, Unavailable
-from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import FinishReason, GenerateRequest
+from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from ..frontend.admission import AdmissionControl, QueueLimits, QueueTicket
 from ..frontend.engine import count_by_priority

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...core.metrics import LlmMetrics
+from ...telemetry.llm_metrics import LlmMetrics
 
 if TYPE_CHECKING:
     from tensorrt_llm import LLM

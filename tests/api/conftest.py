@@ -29,10 +29,10 @@ from charonia.core.request import (
     Usage,
 )
 from charonia.core.request_context import Headers, RequestContext
-from charonia.core.shared_state import SharedState
 from charonia.core.statistics import ModelStatistics
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.request_validation import validate_request
+from charonia.telemetry.shared_state import SharedState
 
 LLM = ModelConfig(
     "llm",

@@ -13,7 +13,7 @@ from charonia.cli.repository_options import RepositoryOptions
 from charonia.cli.server_options import ServerOptions
 from charonia.cli.triton_flags import IgnoredTritonFlags, TritonFlags
 from charonia.core.errors import CharoniaError
-from charonia.core.trace_settings import parse_trace_config
+from charonia.telemetry.trace_settings import parse_trace_config
 
 WHOLE = """
 --model-store=/models --model-control-mode=explicit --load-model=a --load-model=b --strict-readiness=False

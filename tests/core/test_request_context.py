@@ -14,9 +14,8 @@ from charonia.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from charonia.core.metrics import Outcome, RequestEnd
 from charonia.core.request import FinishReason, SamplingParams
-from charonia.core.request_context import RequestContext, end_for_error
+from charonia.core.request_context import Outcome, RequestContext, RequestEnd, end_for_error
 
 REJECTED = Outcome.REJECTED
 STOP = RequestEnd(Outcome.STOP)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from charonia.core.summary import QuantileSummary
+from charonia.core.metrics import QuantileSummary
 
 
 class Clock:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import InvalidArgument, Unsupported
-from charonia.core.log_settings import LogSettings
 from charonia.core.request_context import RequestContext
+from charonia.telemetry.log_settings import LogSettings
 from charonia.telemetry.logging_setup import configured_logging
 from charonia.telemetry.request_log import log_request
 

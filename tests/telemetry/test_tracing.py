@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, Unsupported
-from charonia.core.metrics import Outcome, RequestEnd
 from charonia.core.request import FinishReason, SamplingParams
-from charonia.core.request_context import RequestContext
-from charonia.core.span_settings import SpanSettings
-from charonia.core.trace_settings import TraceControl, parse_trace_config
+from charonia.core.request_context import Outcome, RequestContext, RequestEnd
+from charonia.telemetry.span_settings import SpanSettings
 from charonia.telemetry.spans import phase_spans, request_span
+from charonia.telemetry.trace_settings import TraceControl, parse_trace_config
 from charonia.telemetry.tracing import SamplingTracer, open_tracer, otlp_endpoint
 
 ALL, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

@@ -17,7 +17,7 @@ from charonia.api.restricted_apis import APIS
 from charonia.cli.endpoint_settings import parse_call_policy
 from charonia.cli.grpc_options import GrpcOptions
 from charonia.core.errors import InvalidArgument
-from charonia.core.metrics import Outcome
+from charonia.core.request_context import Outcome
 
 from ..grpc_serving import refused, serving
 

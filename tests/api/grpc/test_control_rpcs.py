@@ -8,11 +8,8 @@ from grpc import StatusCode
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
-from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, Unavailable
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
-from charonia.core.log_settings import LogControl, LogSettings
-from charonia.core.shared_state import SharedState
 from charonia.core.statistics import (
     BatchStatistics,
     InferenceStatistics,
@@ -22,7 +19,10 @@ from charonia.core.statistics import (
     StatisticDuration,
     VersionStatistics,
 )
-from charonia.core.trace_settings import TraceControl, TraceSettings
+from charonia.processes.client_shared_memory import SharedMemoryRegistry
+from charonia.telemetry.log_settings import LogControl, LogSettings
+from charonia.telemetry.shared_state import SharedState
+from charonia.telemetry.trace_settings import TraceControl, TraceSettings
 
 from ..grpc_serving import refused, serving
 

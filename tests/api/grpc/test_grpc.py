@@ -13,7 +13,7 @@ from charonia.api.grpc.call_policy import Caller
 from charonia.api.grpc.stream_infer import StreamInferCall
 from charonia.api.metadata import EXTENSIONS
 from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported
-from charonia.core.metrics import Outcome
+from charonia.core.request_context import Outcome
 
 from ...waiting import until
 from ..grpc_serving import Served, refused, serving

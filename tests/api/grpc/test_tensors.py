@@ -13,11 +13,11 @@ from charonia.api.grpc import response_messages
 from charonia.api.grpc.call_policy import Caller
 from charonia.api.grpc.request_messages import parse_infer_message
 from charonia.api.grpc.response_messages import write_response
-from charonia.core.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
 from charonia.core.tensor import NUMPY_TYPES, Tensor
+from charonia.processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 
 MODEL = ModelConfig("m", "1", "identity", labels={"T": ("cat", "dog")})
 BATCHING = ModelConfig("m", "1", "identity", max_batch_size=4)

@@ -16,7 +16,7 @@ from charonia.api.grpc import wire_format
 from charonia.api.grpc.call_policy import Caller
 from charonia.api.grpc.request_messages import parse_infer_message
 from charonia.api.grpc.wire_format import LazyInferRequest, bounded_deserializer, deserialize_infer, iter_contents
-from charonia.core.client_shared_memory import SharedMemoryRegistry
+from charonia.processes.client_shared_memory import SharedMemoryRegistry
 
 CONTENTS = {
     "bool_contents": st.booleans(),

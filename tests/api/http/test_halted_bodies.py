@@ -15,7 +15,7 @@ from charonia.api.triton.clouds import CloudMiddleware
 from charonia.cli.cloud_options import CloudOptions
 from charonia.cli.endpoint_settings import parse_clouds, parse_http_rules
 from charonia.cli.http_options import HttpOptions
-from charonia.core.metrics import Outcome
+from charonia.core.request_context import Outcome
 
 TEXT = "the request body is incomplete: nothing more of it came for 0.2 s"
 OPENAI = {"message": TEXT, "type": "invalid_request_error", "param": None, "code": None}

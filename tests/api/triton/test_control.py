@@ -16,11 +16,11 @@ from charonia.api.restricted_apis import APIS
 from charonia.api.triton import control
 from charonia.cli.endpoint_settings import parse_http_rules
 from charonia.cli.http_options import HttpOptions
-from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, InvalidArgument
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
-from charonia.core.shared_state import SharedState
 from charonia.core.statistics import InferenceStatistics, ModelStatistics, StatisticDuration, VersionStatistics
+from charonia.processes.client_shared_memory import SharedMemoryRegistry
+from charonia.telemetry.shared_state import SharedState
 
 LOAD = "/v2/repository/models/m/load"
 UNLOAD = "/v2/repository/models/m/unload"

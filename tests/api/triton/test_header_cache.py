@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from charonia.api.triton.infer_request import InferRequestReader
-from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import CharoniaError
 from charonia.core.model import ModelConfig
+from charonia.processes.client_shared_memory import SharedMemoryRegistry
 
 CONFIG = ModelConfig("m", "1", "b")
 

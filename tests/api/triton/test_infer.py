@@ -13,10 +13,10 @@ from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.cli.endpoint_settings import parse_http_rules
 from charonia.cli.http_options import HttpOptions
-from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, Unavailable
 from charonia.core.request import InferResponse
 from charonia.core.tensor import Tensor
+from charonia.processes.client_shared_memory import SharedMemoryRegistry
 
 NUMBERS = "/v2/models/numbers/infer"
 LLM = "/v2/models/llm/infer"
@@ -256,7 +256,7 @@ async def test_tensors_in_lent_memory(client: httpx.AsyncClient, answered: Any, 
         assert response.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [1, 1, 2]}]
         request["outputs"][0]["parameters"]["shared_memory_byte_size"] = 7
         short = await post(own, request)
-    from charonia.core.client_shared_memory import SharedMemorySlice
+    from charonia.processes.client_shared_memory import SharedMemorySlice
 
     assert bytes(regions.view(SharedMemorySlice("r", 8, 8))) == OUT.data.tobytes()
     assert short.status_code == 500

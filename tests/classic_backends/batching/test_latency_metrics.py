@@ -7,8 +7,7 @@ import pytest
 from charonia.classic_backends.batching.batch_execution import ExecutionTiming
 from charonia.classic_backends.batching.model_metrics import LatencyMetrics, first_response_bounds
 from charonia.core.errors import InvalidArgument
-from charonia.core.metrics import Histogram
-from charonia.core.summary import QuantileSummary
+from charonia.core.metrics import Histogram, QuantileSummary
 
 FIRST = "nv_inference_first_response_histogram_ms"
 

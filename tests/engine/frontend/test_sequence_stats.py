@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from charonia.core.metrics import LlmMetrics, Outcome, RequestEnd
 from charonia.core.request import FinishReason, GenerateRequest
-from charonia.core.request_context import RequestContext
+from charonia.core.request_context import Outcome, RequestContext, RequestEnd
 from charonia.engine.core.messages import CoreTotals
 from charonia.engine.frontend.replica import CumulativeTotals
 from charonia.engine.frontend.sequence_stats import RequestRecorder, SequenceStats
+from charonia.telemetry.llm_metrics import LlmMetrics
 
 
 def of_tenant(name: str) -> RequestContext:

@@ -13,13 +13,14 @@ import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable, Unsupported
 from charonia.core.guided_decoding import GuidedDecoding
-from charonia.core.metrics import Histogram, LlmMetrics
+from charonia.core.metrics import Histogram
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, SamplingParams, join_chunks
 from charonia.core.request_context import RequestContext
 from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import tensorrt_llm, trtllm_engine_spec
 from charonia.engine.trtllm.iteration_stats import IterationStats
 from charonia.engine.trtllm.options import TrtllmOptions
+from charonia.telemetry.llm_metrics import LlmMetrics
 
 from ...waiting import until
 

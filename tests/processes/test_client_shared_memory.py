@@ -9,8 +9,8 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from charonia.core.client_shared_memory import SharedMemoryRegion, SharedMemoryRegistry, SharedMemorySlice
 from charonia.core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
+from charonia.processes.client_shared_memory import SharedMemoryRegion, SharedMemoryRegistry, SharedMemorySlice
 
 SIZE = 4096
 

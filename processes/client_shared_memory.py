@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import posix_ipc
 
-from .errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
+from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
 
 _RESERVED = "triton_python_backend_shm_region_"
 _MAX_OFFSET = 2**64 - 1

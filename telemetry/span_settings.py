@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import InvalidArgument
+from ..core.errors import InvalidArgument
 
 OPENTELEMETRY_MODE = "opentelemetry"
 _NUMBERS = ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .errors import InvalidArgument, Unsupported
+from ..core.errors import InvalidArgument, Unsupported
 
 LogFormat: TypeAlias = Literal["default", "ISO8601", "json"]
 

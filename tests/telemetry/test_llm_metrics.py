@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from charonia.core.metrics import QUEUE_FULL_ENDS, EngineState, Histogram, LlmMetrics, Outcome, Reading, RequestEnd
+from charonia.core.metrics import Histogram, Reading
+from charonia.core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
+from charonia.telemetry.llm_metrics import EngineState, LlmMetrics
 from charonia.telemetry.logging_setup import JsonFormatter
 from charonia.telemetry.loop_lag import LoopLag
 from charonia.telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported
-from charonia.core.log_settings import LogControl, LogSettings, parse_log_format
-from charonia.core.trace_settings import TraceControl, TraceSettings, TraceSettingsChange
+from charonia.telemetry.log_settings import LogControl, LogSettings, parse_log_format
+from charonia.telemetry.trace_settings import TraceControl, TraceSettings, TraceSettingsChange
 
 FILE = TraceSettings(trace_file="t.json")
 ON: TraceSettingsChange = {"trace_level": ["TIMESTAMPS"], "trace_rate": ["1"]}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from .errors import CharoniaError, InvalidArgument, Unsupported
+from ..core.errors import CharoniaError, InvalidArgument, Unsupported
 from .span_settings import OPENTELEMETRY_MODE, SpanSettings
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,25 @@
+"""The state that a server's clients share beside its models, and the gateway that has it."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..core.gateway import Gateway
+from ..processes.client_shared_memory import SharedMemoryRegistry
+from .log_settings import LogControl
+from .trace_settings import TraceControl
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """Client shared memory, and the settings of logs and traces: v2's extensions, once for each server."""
+
+    shared_memory: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
+    logs: LogControl = field(default_factory=LogControl)
+    traces: TraceControl = field(default_factory=TraceControl)
+
+
+class ServerGateway(Gateway, Protocol):
+    """The gateway as the endpoints of v2's extensions know it."""
+
+    @property
+    def shared_state(self) -> SharedState: ...
