@@ -1,4 +1,5 @@
-"""What the repository's table of kinds knows of this floor: how to build a language model."""
+"""Builds a language model of our own engine, and says what one needs before it loads: the entries of the repository's
+table of backends. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from .frontend.llm import LlmModel, TokenizerBundle
 from .options import EngineOptions, engine_config, parse_options
 
 _CROWD = 4
-"""Threads for each core beyond which they were meant for another machine."""
+"""Threads for each core of this machine that are refused as meant for another."""
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
@@ -32,7 +33,7 @@ def language_model(
     gpu_memory: int | None = None,
 ) -> TextModel:
     """A language model over the checkpoint at `path`, which the parameter `model` may replace. `memory`, `gpu_memory`:
-    all the bytes of the host's, and of each GPU's, that it may take; None whatever is free.
+    bytes of the host's memory, and of each GPU's, that it may take; None for all that is free.
 
     Raises:
         InvalidArgument: a parameter is unknown or wrong; the message names it.
@@ -45,9 +46,9 @@ def language_model(
 
 
 def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
-    """What weights need, and a cache whose bytes are given: of the host's memory, or of each GPU that has a rank.
-    `gpus`: that are here. Nothing for a checkpoint that is to be downloaded yet, but where it goes; nothing for ranks
-    that Ray places: it knows each machine better.
+    """The memory that the weights need, and a cache whose bytes are given: of the host, or of each GPU that has a rank.
+    `gpus`: the numbers of those here. No weights are counted of a checkpoint that is yet to be downloaded, and nothing
+    for ranks that Ray places: it knows each machine better.
 
     Raises:
         InvalidArgument: see `language_model`.
@@ -67,7 +68,7 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
 
 
 def examine(path: str, parameters: Mapping[str, str]) -> str:
-    """Look at a checkpoint as loading it would, but read no weights; what only loading will find out, if anything.
+    """Check a checkpoint as loading it would, but read no weights. Return what only loading will find out, if anything.
 
     Raises:
         CharoniaError: it would not load.
@@ -82,7 +83,7 @@ def examine(path: str, parameters: Mapping[str, str]) -> str:
 
 
 def _stored(directory: Path) -> int:
-    """Bytes of the weights that are there; what is wrong with them is told when they are loaded."""
+    """Bytes of the weights that are there; errors in them are told when they are loaded."""
     try:
         return sum(file.stat().st_size for file in find_weights(directory).files if file.exists())
     except CharoniaError:
@@ -95,7 +96,7 @@ def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]
 
 
 def _check_threads(options: EngineOptions) -> None:
-    """Ranks that Ray places may have more cores than are here."""
+    """Refuse a thread count meant for another machine; ranks that Ray places may have more cores than are here."""
     here = usable_cores().logical
     if (options.threads or 0) > _CROWD * here and options.distributed_executor_backend != "ray":
         message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
@@ -103,7 +104,7 @@ def _check_threads(options: EngineOptions) -> None:
 
 
 def _on_host(device: str, gpus: Sequence[int]) -> bool:
-    """As torch will find it, which is not imported here."""
+    """Whether the model computes on the CPU, as torch will choose, which is not imported here."""
     return device == "cpu" or (device == "auto" and not (gpus and torch_has_cuda()))
 
 
@@ -114,7 +115,7 @@ def _taken(device: str, ranks: int) -> Sequence[int]:
 
 
 def _shrunk(checkpoint: str, options: EngineOptions) -> float:
-    """What becomes of a stored byte."""
+    """The bytes in memory for each stored byte of the weights."""
     config = read_json(Path(checkpoint) / "config.json")
     stored = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     return (1 if options.quantization == "int8" else _WIDTHS.get(options.dtype or "auto", stored)) / stored

@@ -1,4 +1,4 @@
-"""How one engine is set up: small frozen values, parsed once at the edge."""
+"""The configuration of one engine: small frozen values, parsed once from its options."""
 
 import msgspec
 
@@ -19,11 +19,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranks of one engine: `tensor` of them share every layer, `pipeline` stages follow each other. `layers`: how many
-    each stage has, as even as can be if it does not say. `whole_experts`: a rank has some experts of a mixture whole
-    instead of a slice of each.
+    """The ranks of one engine: `tensor` of them share every layer, `pipeline` stages follow each other. `layers`: of
+    each stage; empty for as even as can be. `whole_experts`: a rank has some experts of a mixture whole instead of a
+    slice of each.
 
-    `backend`: who places them, "mp" as processes of this machine, "ray" on the machines of the cluster at
+    `backend`: what places them, "mp" as processes of this machine, "ray" on the machines of the cluster at
     `ray_address`, of which "" is the one that Ray finds by itself."""
 
     tensor: int = 1
@@ -39,7 +39,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fake executor pretends to be: a step takes `step_seconds`, and each token in it `token_seconds`."""
+    """The fake executor's model and pace: a step takes `step_seconds`, and each token in it `token_seconds` more."""
 
     vocab_size: int = 32_000
     max_model_len: int = 2048
@@ -89,5 +89,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fake: FakeConfig = FakeConfig()
 
     def threads_each(self, ranks: int = 1) -> int:
-        """What one of so many `ranks`, which share a machine, computes with."""
+        """The threads of each of `ranks` that share a machine."""
         return max(1, (self.threads or usable_cores().threads) // ranks)

@@ -1,6 +1,6 @@
-"""How an engine may be set up from outside: config.pbtxt parameters and command-line flags, one vocabulary.
+"""The options of an engine, by the same names as config.pbtxt parameters and as command-line flags.
 
-Knows the names and their ranges; not what the engine does with them. None leaves a choice to the engine.
+Knows their names and ranges, not their effect. None leaves a choice to the engine.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""Settings by their names, as config.pbtxt and the command line have them: text becomes values, wrong ones are named.
-
-Knows no setting.
-"""
+"""Parses settings given by name, as config.pbtxt and the command line have them, into a dataclass. Knows no setting."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,7 +14,7 @@ T = TypeVar("T")
 
 
 def parse_settings(parameters: Mapping[str, Any], kind: type[T]) -> T:
-    """A dataclass `kind` whose fields are the settings; values may be text.
+    """An instance of the dataclass `kind`, whose fields are the settings; values may be text.
 
     Raises:
         InvalidArgument: an unknown name, or a value of the wrong type or out of range; it names the parameter.

@@ -1,1 +1,1 @@
-"""Words to ids and back, chat templates included. Imports neither torch nor transformers."""
+"""Text to token ids and back, and chat templates. Imports neither torch nor transformers."""

@@ -1,4 +1,4 @@
-"""A tokenizer beside an event loop: what takes long is done in threads, and holds up nobody else.
+"""A tokenizer for an event loop: long texts are handled in threads, so that the loop goes on.
 
 Knows nothing of requests and engines.
 """
@@ -14,16 +14,15 @@ from .tokenizer import Tokenizer, TokenLimit
 
 _THREADS = 2
 _SHORT = 256
-"""Characters, or tokens, that take less time to turn into the others than to hand to another thread."""
+"""Characters, or tokens, that take less time to convert than to hand to another thread."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class AsyncTokenizer:
-    """What `tokenizer` does, for one event loop. Its methods raise what the other's raise, and after `close` for what
-    takes long `Unavailable`.
-    """
+    """The methods of `tokenizer` for one event loop. They raise as its own do, and `Unavailable` for long texts after
+    `close`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -32,23 +31,23 @@ class AsyncTokenizer:
     async def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
     ) -> list[int]:
-        """The token ids of any kind of prompt."""
+        """See `Tokenizer.prompt_ids`."""
         return await self._run(_size(prompt), self._tokenizer.prompt_ids, prompt, special, limit, kept)
 
     async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token ids of each word, in each of its forms."""
+        """See `Tokenizer.word_ids`."""
         return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
 
     async def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
-        """What a prompt with these ids says."""
+        """See `Tokenizer.prompt_text`."""
         return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.prompt_text, prompt, ids)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """Their text, special tokens left out."""
+        """See `Tokenizer.decode`."""
         return await self._run(len(ids), self._tokenizer.decode, ids)
 
     def close(self) -> None:
-        """Take nothing more that is long; what was taken comes to its end."""
+        """Take no more long texts; those that were taken are finished."""
         self._threads.shutdown(wait=False)
 
     async def _run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
@@ -62,7 +61,7 @@ class AsyncTokenizer:
 
 
 def _size(prompt: Prompt) -> int:
-    """Of what has to be tokenized; a template takes its time whatever it renders."""
+    """The characters to tokenize; a template counts as long whatever it renders."""
     if isinstance(prompt, Conversation):
         return _SHORT + 1
     return len(prompt) if isinstance(prompt, str) else 0

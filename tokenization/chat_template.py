@@ -1,6 +1,6 @@
 """Renders conversations by a checkpoint's chat template, as transformers would, in a sandbox.
 
-Knows nothing of token ids: messages in, text out. Templates come from the internet: they see plain strings only.
+Knows nothing of token ids: messages in, text out. Templates come from the internet, so they see plain strings only.
 """
 
 import json
@@ -21,19 +21,19 @@ from .checkpoint_files import read_json
 from .template_sandbox import MAX_PYTHON, MAX_WORK, TemplateLimitExceeded, TemplateSandbox, WorkMeter, metered
 
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
-"""Names besides those a template is given that mean something else to transformers or jinja2."""
+"""Names that mean something else to transformers or jinja2, besides those that a template is given."""
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What a template may raise that meets words it was not made for."""
+"""The errors of a template with messages that it was not made for."""
 _EACH = 4
-"""How often a template may look at a character of the messages, or write it, beside what it may do anyway."""
+"""How often a template may read or write each character of the messages, on top of its fixed allowance."""
 _END = "CHARONIA-FINAL-MESSAGE-ENDS "
-"""Put behind a message that is to be continued, to find its end in what the template writes. A template that trims
-messages takes the space."""
+"""Appended to a message that is to be continued, to find its end in the rendered text. A template that trims messages
+removes the space."""
 
 
 class ChatTemplate:
-    """A compiled template. `tokens` are the special tokens it may name, `bos_token` and so on; `whose`: which it is,
-    for errors, and of a request's its `field`.
+    """A compiled template. `tokens`: the special tokens that it may name, such as `bos_token`. `whose` names it in
+    errors; `field` is the request's, of a template that came with one.
 
     Raises:
         InvalidArgument: it does not compile.
@@ -51,7 +51,7 @@ class ChatTemplate:
             raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt these messages make, ready for the assistant's next turn, or for the rest of the last one.
+        """The prompt of a conversation, up to the assistant's next turn or the rest of the last one.
 
         Raises:
             InvalidArgument: the template refuses them (`field` is messages) or does more than it may, or a variable has
@@ -79,7 +79,7 @@ class ChatTemplate:
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
 
     def _unfinished(self, text: str, last: ChatMessage) -> str:
-        """Up to the end of its last message; without the space there, if the template leaves that out."""
+        """The text up to the end of its last message; without the space there, if the template leaves that out."""
         begun, end, _ = text.rpartition(_END.rstrip())
         if not end or last.content.strip() not in begun:
             field = "continue_final_message"
@@ -100,7 +100,7 @@ def _turn(message: ChatMessage) -> dict[str, str]:
 
 
 def read_template(given: str) -> str:
-    """The source that is meant: a file's, or `given` itself, if it is no name of one.
+    """The source of a template that is given as the name of a file or as itself.
 
     Raises:
         InvalidArgument: there is no such file, or it can't be read.
@@ -116,8 +116,8 @@ def read_template(given: str) -> str:
 
 
 def find_template(directory: Path) -> str | None:
-    """The source of a checkpoint's default chat template: the .jinja file, else tokenizer_config.json's, else that of
-    models which take images too."""
+    """The source of a checkpoint's default chat template: the .jinja file's, else tokenizer_config.json's, else
+    chat_template.json's, which models that take images have."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are, and what its JSON says. Knows nothing of weights."""
+"""Finds a checkpoint's directory and reads its JSON files. Knows nothing of weights."""
 
 import json
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
-    """The directory of a checkpoint; of a hub id, as owner/name or owner/name@revision, the `files` (patterns) that are
-    not there yet are fetched first.
+    """The directory of a checkpoint, given as such or as a hub id, owner/name or owner/name@revision: of that, the
+    `files` (patterns) that are not there yet are fetched first.
 
     Raises:
         NotFound: neither a directory nor a model of the hub.
@@ -32,7 +32,7 @@ def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Raises `InvalidArgument` for a folder of PEFT, which changes a model and is none."""
+    """Raises `InvalidArgument` for a directory of a PEFT adapter, which has no model of its own."""
     config = directory / "adapter_config.json"
     if config.is_file():
         base = read_json(config).get("base_model_name_or_path")
@@ -43,7 +43,7 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raises `InvalidArgument` for what Git LFS leaves in place of a file that it did not fetch. The file is there."""
+    """Raises `InvalidArgument` for a file that is only a Git LFS pointer. The file exists."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise InvalidArgument(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull there")
@@ -60,7 +60,7 @@ def _fetch(hub_id: str, files: Sequence[str]) -> Path:
 
 
 def checkpoint_fingerprint(directory: Path) -> str:
-    """The same for checkpoints whose files have the same names and sizes; of the hub's, for the same revision."""
+    """A digest of the names and sizes of a checkpoint's files, and of its revision if it is of the hub."""
     files = sorted((path.name, path.stat().st_size) for path in directory.iterdir() if path.is_file())
     revision = directory.name if directory.parent.name == "snapshots" else ""
     return sha256(json.dumps([revision, files]).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Token ids to text, piece by piece, never half a character.
 
-Knows nothing of where the ids come from. After a prompt, the pieces are what decoding prompt and ids together would
-add to the prompt's text; all of them together equal `decode` of all ids.
+After a prompt, the pieces are the text that decoding prompt and ids together would add to the prompt's; all of them
+together equal `decode` of all ids.
 """
 
 import codecs
@@ -21,20 +21,20 @@ class Detokenizer(Protocol):
     """The text of one growing sequence."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; what may still be half a character waits for the next call."""
+        """The text that these ids complete; half a character waits for the next call."""
 
     def finish(self) -> str:
-        """What is left: bytes that never became a character come out as U+FFFD."""
+        """The rest of the text: bytes that never became a character come out as U+FFFD."""
 
 
 def make_detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), special: bool = False) -> Detokenizer:
-    """The cheapest that is right for this tokenizer. `special`: the text has special tokens in it."""
+    """The cheapest detokenizer that is right for this tokenizer. `special`: the text has special tokens in it."""
     context, table = prompt[-_CONTEXT:], tokenizer.bytes_with_special if special else tokenizer.bytes
     return WindowDetokenizer(tokenizer, context, special) if table is None else ByteDetokenizer(table, context)
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies, where the bytes of a token do not depend on its neighbours."""
+    """A detokenizer for byte-level vocabularies, where the bytes of a token do not depend on its neighbours."""
 
     def __init__(self, table: TokenBytes, context: Sequence[int]) -> None:
         self._table = table
@@ -50,8 +50,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any tokenizer. Text may depend on the tokens before it (a leading space, bytes of one character), so each
-    piece is the difference between two decodings of a short window:
+    """A detokenizer for any tokenizer. Text may depend on the tokens before it (a leading space, bytes of one
+    character), so each piece is the difference between two decodings of a short window:
 
         | emitted already, kept as context | pending |
         0                              _emitted    len

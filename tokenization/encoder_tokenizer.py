@@ -1,4 +1,4 @@
-"""Texts, and pairs of texts, to the token ids of encoders: with special tokens and segments, cut to the model's length.
+"""Tokenizes texts and pairs of texts for encoders: with special tokens and segments, cut to the model's length.
 
 Never imports transformers or torch. Thread-safe once loaded.
 """
@@ -16,7 +16,7 @@ from .tokenizer import read_backend
 
 
 class EncodedText(NamedTuple):
-    """What one text, or pair, becomes: `segments` tells the two of a pair apart, as BERT's models want it."""
+    """The tokens of one text or pair; `segments` tells the two of a pair apart, as BERT's models want it."""
 
     ids: Sequence[int]
     segments: Sequence[int]

@@ -12,14 +12,14 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def named_special_tokens(directory: Path) -> dict[str, str]:
-    """Name -> text of the special tokens that have a role, such as `bos_token`."""
+    """The special tokens that have a role: its name, such as `bos_token` -> their text."""
     files = (read_json(directory / "special_tokens_map.json"), read_json(directory / "tokenizer_config.json"))
     merged = {name: content[name] for content in files for name in NAMES if content.get(name) is not None}
     return {name: _text(token) for name, token in merged.items()}
 
 
 def add_declared_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Teach a bare tokenizer what tokenizer_config.json (`config`) says of its special tokens.
+    """Add the special tokens that tokenizer_config.json (`config`) declares to a bare tokenizer.
 
     `add_bos_token` and its like go unread: beside a tokenizer.json, whose post-processor decides, transformers too
     ignores them.

@@ -1,7 +1,4 @@
-"""Ends a text at a string, though it comes in pieces.
-
-Knows nothing of tokens: text in, text out.
-"""
+"""Ends a growing text at a stop string. Knows nothing of tokens: text in, text out."""
 
 from collections.abc import Sequence
 
@@ -21,11 +18,11 @@ class StopStrings:
         self.found: str | None = None
 
     def __bool__(self) -> bool:
-        """There is something to look for."""
+        """Whether there are stop strings."""
         return bool(self._stops)
 
     def push(self, piece: str) -> str:
-        """What may be shown by now; nothing more once a string was `found`."""
+        """The text that may be shown by now; nothing more once a string was `found`."""
         if self.found is not None or not self._stops:
             return "" if self._stops else piece
         text = self._held + piece
@@ -39,11 +36,11 @@ class StopStrings:
         return text[:begun]
 
     def finish(self) -> str:
-        """The text is over: what was held back became nothing."""
+        """The rest of the text at its end: what was held back was no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _begun(self, text: str) -> int:
-        """The first place whose rest is the beginning of a string; the end if there is none."""
+        """The first index from which on the text is the beginning of a stop string; the text's end if there is none."""
         places = range(max(0, len(text) - self._longest + 1), len(text))
         return next((at for at in places if any(stop.startswith(text[at:]) for stop in self._stops)), len(text))

@@ -1,4 +1,4 @@
-"""The sandbox of chat templates, which come from the internet, or with a request: what one may do, and how much of it.
+"""The sandbox of chat templates, which come from the internet or with a request: it limits their access and their work.
 
 Jinja's own keeps a template from the server's objects, not from its time and memory: `'x' * 10 ** 10` is one operator.
 Here a `WorkMeter` counts while a template is rendered, and what a step will make is counted before it is made:
@@ -32,20 +32,20 @@ from jinja2.visitor import NodeTransformer
 MAX_SOURCE = 1 << 16
 """Characters of a template: compiling takes up to 30 microseconds for each."""
 MAX_PYTHON = 1 << 16
-"""Characters of the Python that a request's template becomes, about four for each of its own: no other thread runs
-while Python compiles that, for some 50 ms at most."""
+"""Characters of Python source that a request's template may become, about four for each of its own: no other thread
+runs while Python compiles it, for some 50 ms at most."""
 MAX_TURNS = 1_000_000
 MAX_WORK = 1 << 26
-"""As many characters as the largest body has by default; a conversation that is longer brings more along."""
+"""The work of one rendering, in characters: those of the largest body by default; a longer conversation adds to it."""
 
 _MAX_BITS = 1 << 12
-"""Of a number: arithmetic takes the square of its length."""
+"""Bits of a number: arithmetic takes the square of its length."""
 _MAX_DEPTH = 100
-"""Of lists in lists where they are compared, shown or looked through."""
+"""Levels of lists in lists that are compared, shown or searched."""
 _NODE = 2
-"""Work that an expression is, of whatever kind: characters that are as quickly copied, or more."""
+"""The work of any expression, in characters that take as long to copy, or more."""
 _ELEMENT = 64
-"""The same of looking at an element of a list."""
+"""The work of looking at an element of a list."""
 _DROPPED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 
 _METHODS: Mapping[type, frozenset[str]] = {
@@ -60,7 +60,7 @@ _BLANKS = tuple(character for character in map(chr, range(0x10000)) if character
 _PADDING = ("center", "ljust", "rjust", "zfill")
 _STRIPPING = ("strip", "lstrip", "rstrip")
 _COPIED = (str, list, tuple)
-"""What operators put together from what they get."""
+"""The types that operators concatenate or repeat."""
 _SIZED = (str, list, tuple, dict, range, Sequence, Set, Mapping, MappingView)
 _COMPARING = frozenset({"==", "eq", "equalto", "!=", "ne", "<", "lt", "lessthan", "<=", "le"}) | frozenset(
     {">", "gt", "greaterthan", ">=", "ge", "in", "sameas", "lower", "upper"}
@@ -69,27 +69,27 @@ _SORTING = ("sort", "min", "max", "unique", "dictsort", "groupby")
 _WRITING = frozenset({"capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "safe"}) | {
     *("string", "title", "trim", "truncate", "upper", "urlencode", "wordcount")
 }
-"""Filters that make text of what they get, if it is none."""
+"""Filters that convert their value to text."""
 _LISTING = ("list", "title", "wordcount")
-"""Filters that take a text apart: each of its pieces costs as much as eight characters and more."""
+"""Filters that split a text: each of its pieces costs as much as eight characters and more."""
 _FREE_NUMBERS = ("default", "d", "int", "float", "sum")
-"""Filters whose numbers say nothing of what they make."""
+"""Filters whose number arguments do not make their result longer."""
 
 T = TypeVar("T")
 
 
 class TemplateLimitExceeded(TemplateError):
-    """A template did more than it may."""
+    """A template did more work than it may."""
 
 
 class WorkMeter:
-    """What a template may still do while it is rendered once."""
+    """Counts down the work that a template may still do in one rendering."""
 
     def __init__(self, work: int = MAX_WORK, turns: int = MAX_TURNS) -> None:
         self.work, self.turns = work, turns
         self._limits = work, turns
         self.deepest = 0
-        """Of lists in lists, in what was weighed last."""
+        """Levels of lists in lists of the value that was weighed last."""
 
     def spend(self, work: int) -> None:
         """Raises `TemplateLimitExceeded` if less is left."""
@@ -103,8 +103,8 @@ class WorkMeter:
             raise TemplateLimitExceeded(f"its loops and macros take more than {self._limits[1]} turns")
 
     def weigh(self, value: Any) -> int:
-        """What there is in a value, each thing as often as it is in it, in characters. It is spent, as all has to be
-        looked at for that; what is nested deeply raises `TemplateLimitExceeded`."""
+        """The size of a value in characters, with everything in it as often as it is in it. It is spent, too, since all
+        of it is looked at. A value that is nested too deeply raises `TemplateLimitExceeded`."""
         if isinstance(value, str):
             self.spend(len(value) // 8)
             return len(value)
@@ -129,7 +129,7 @@ class WorkMeter:
         return weight
 
     def number(self, value: Any) -> Any:
-        """The same, if it is no number that is too long to compute with."""
+        """`value`, unless it is a number too long to compute with, which raises `TemplateLimitExceeded`."""
         if type(value) is int and value.bit_length() > _MAX_BITS:
             raise TemplateLimitExceeded(f"it computes with numbers of more than {_MAX_BITS} bits")
         return value
@@ -141,7 +141,7 @@ _meter: ContextVar[WorkMeter] = ContextVar("meter")
 
 @contextmanager
 def metered(meter: WorkMeter) -> Iterator[None]:
-    """Whatever templates do in the block, in this thread, it counts."""
+    """Count the work of the templates that are rendered in the block, in this thread."""
     token = _meter.set(meter)
     try:
         yield
@@ -161,7 +161,7 @@ def _inside(value: Any) -> Iterator[Any] | None:
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """What is `compiled` here is to be rendered in a `metered` block."""
+    """A jinja2 sandbox whose templates count their work: render what is `compiled` here in a `metered` block."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 

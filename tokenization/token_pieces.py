@@ -1,6 +1,6 @@
-"""What a single token writes: its text, and its bytes where these are no whole character.
+"""The text of single tokens, and their bytes where these are no whole character.
 
-Knows nothing of neighbours; a text of many tokens is the detokenizer's business.
+A text of many tokens is the detokenizer's business.
 """
 
 import re
@@ -22,7 +22,7 @@ class TokenPiece(NamedTuple):
 
 
 def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
-    """Ask the tokenizer for one token; one it does not know writes nothing."""
+    """The piece of one token; an unknown one has no text."""
     once = backend.decode([token], skip_special_tokens=False)
     if _HALF in once:
         return TokenPiece(once, _raw(backend.id_to_token(token) or once))
@@ -32,8 +32,8 @@ def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
 
 
 class TokenBytes(dict[int, bytes]):
-    """What each token of a byte-level vocabulary adds to a text. What decoding leaves out adds nothing, nor do special
-    tokens unless they are `shown`."""
+    """The bytes that each token of a byte-level vocabulary adds to a text: none for tokens that decoding leaves out,
+    and for special tokens unless they are `shown`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, shown: bool = False) -> None:
         super().__init__({} if shown else dict.fromkeys(_special(backend), b""))
@@ -55,13 +55,14 @@ def _special(backend: tokenizers.Tokenizer) -> Iterator[int]:
 
 
 def _raw(name: str) -> bytes:
-    """The bytes that a vocabulary's entry stands for, in either of the two customary spellings."""
+    """The bytes of a vocabulary's entry, in either of the two customary spellings."""
     fallback = _BYTE.fullmatch(name)
     return bytes([int(fallback[1], 16)]) if fallback else _letters(name)
 
 
 def _letters(name: str) -> bytes:
-    """A letter a byte; an added token may be spelt otherwise, and stands for itself."""
+    """The bytes of an entry that has a letter for each byte; an added token may be spelt otherwise and stands for
+    itself."""
     try:
         return bytes([_BYTES[letter] for letter in name])
     except KeyError:
@@ -69,7 +70,8 @@ def _letters(name: str) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Byte-level vocabularies write printable bytes as Latin-1 does, all others as the letters from 256 on."""
+    """Letter -> byte of byte-level vocabularies, which write printable bytes as Latin-1 and all others from letter 256
+    on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     letters = {chr(0x100 + place): byte for place, byte in enumerate(others)}

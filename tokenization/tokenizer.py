@@ -1,4 +1,4 @@
-"""Words to token ids and back, over the `tokenizers` library alone.
+"""Text to token ids and back, by the `tokenizers` library alone.
 
 Knows nothing of requests or engines; never imports transformers or torch. Thread-safe once loaded.
 """
@@ -18,28 +18,29 @@ from .special_tokens import add_declared_tokens, named_special_tokens
 from .token_pieces import TokenPiece, read_token_piece, token_bytes
 
 _BRIEF = 1024
-"""Characters up to which it takes longer to let other threads run than to be done."""
+"""Characters up to which encoding takes less time than letting other threads run."""
 _PROBE = 16
-"""Characters for each token of the longest prompt, by which a text is judged that has many more."""
+"""Characters of a very long text that are encoded first, for each token of the longest prompt."""
 _TEMPLATES = 16
-"""Templates that came with requests: how many are kept compiled."""
+"""Templates of requests that are kept compiled."""
 _TAIL = 128
-"""Characters for each token that is wanted of a text's end: so many are looked at first."""
+"""Characters of a text's end that are encoded first, for each token that is wanted of it."""
 
 
 class TokenLimit(NamedTuple):
-    """How many tokens a text may have, and the words that say whose limit it is."""
+    """The number of tokens that a text may have, and the beginning of the error message, up to the number."""
 
     tokens: int
     subject: str = "this model's maximum context length is"
 
     def error(self, what: str, field: str) -> ContextLengthExceeded:
-        """The error for `what` goes beyond it."""
+        """The error for a text beyond it; `what` says how long that is."""
         return ContextLengthExceeded(f"{self.subject} {self.tokens} tokens: {what}", field=field)
 
 
 class Tokenizer:
-    """What a checkpoint's tokenizer.json, tokenizer_config.json and chat template say, as transformers reads them."""
+    """A checkpoint's tokenizer and chat template, as transformers reads them. `bytes`: what each token adds to a text,
+    if that does not depend on its neighbours; `bytes_with_special`: to a text with special tokens."""
 
     def __init__(self, backend: tokenizers.Tokenizer, named: dict[str, str], chat: ChatTemplate | None) -> None:
         self._backend = backend
@@ -48,9 +49,7 @@ class Tokenizer:
         self._given = lru_cache(_TEMPLATES)(self._compiled)
         self._pieces: dict[int, TokenPiece] = {}
         self.bytes = token_bytes(backend)
-        """What each token adds to a text, if that does not depend on its neighbours."""
         self.bytes_with_special = token_bytes(backend, special=True)
-        """The same of a text with special tokens."""
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
@@ -75,7 +74,8 @@ class Tokenizer:
         limit: TokenLimit | None = None,
         kept: int | None = None,
     ) -> list[int]:
-        """The token ids of any kind of prompt; see `TokenizeRequest`. `kept`: the last so many, however long it is.
+        """The token ids of any kind of prompt, see `TokenizeRequest`. With `kept`, its last so many, however long it
+        is.
 
         Raises:
             InvalidArgument: a conversation that the model cannot render, or text that is not Unicode.
@@ -100,9 +100,10 @@ class Tokenizer:
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
     def _bounded(self, text: str, special: bool, limit: TokenLimit | None, field: str) -> list[int]:
-        """Each character costs the library a microsecond and 200 bytes: what is far too long is known by its beginning.
+        """The token ids of a text; one that is far too long is refused by its beginning, as each character costs the
+        library a microsecond and 200 bytes.
 
-        A beginning counts if it has twice as many tokens as may be, as its last ones may be others in the whole text.
+        A beginning counts if it has twice as many tokens as may be: its last ones may be others in the whole text.
         """
         length = len(text) if limit is None else _PROBE * limit.tokens
         while limit is not None and length < len(text):
@@ -113,7 +114,7 @@ class Tokenizer:
         return self.encode(text, special)
 
     def _last(self, text: str, special: bool, count: int) -> list[int]:
-        """Its last tokens. They do not depend on a beginning that is far away."""
+        """The last tokens of a text, which do not depend on a beginning that is far away."""
         if len(text) > _TAIL * count:
             end = self.encode(text[-_TAIL * count :], special=False)
             if len(end) > count:
@@ -121,14 +122,14 @@ class Tokenizer:
         return self.encode(text, special)[-count:]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of `ids` without those the tokenizer does not know; `special`: with special tokens."""
+        """The text of `ids`, unknown ones left out; with special tokens if `special`."""
         try:
             return self._backend.decode(ids, skip_special_tokens=not special)
         except OverflowError as error:
             raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
 
     def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
-        """What a prompt with these ids says: itself, or what it is decoded to."""
+        """The text of a prompt with these ids: itself, or the decoded ids."""
         return prompt if isinstance(prompt, str) else self.decode(ids)
 
     @property
@@ -150,7 +151,7 @@ class Tokenizer:
         return list(dict.fromkeys(word for word in ids if word))
 
     def token_piece(self, token: int) -> TokenPiece:
-        """What a token writes by itself, a leading space and special tokens included."""
+        """The text of a single token, a leading space and special tokens included."""
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = read_token_piece(self._backend, token)

@@ -1,7 +1,7 @@
-"""Our queue in front of an engine that batches by itself: who goes next, and how many are on the way at once.
+"""The queue in front of an engine that batches by itself: the order of its requests, and how many it has at once.
 
-By class, then fair share of the tenants, then arrival, as in our own scheduler, whose parts these are; its steps are
-ticks of a clock here. What was handed over, the engine schedules.
+The order is by class, then fair share of the tenants, then arrival, as in our own scheduler, whose parts these are; its
+steps are ticks of a clock here. Requests that were handed over are scheduled by the engine.
 """
 
 import time
@@ -14,11 +14,11 @@ from ...scheduler.waiting_queue import OUTPUT_WEIGHT, Fairness, WaitingQueue
 from ..core.messages import AddRequest
 
 TICKS_PER_SECOND = 50
-"""A second's."""
+"""Ticks of the clock that stand for steps."""
 _AGEING = 5 * TICKS_PER_SECOND
-"""Ticks after which whoever waits is as urgent as the next class."""
+"""Ticks after which a waiting request is as urgent as the next class."""
 _CREDIT = 8192.0
-"""Tokens that a tenant may save who asks for less than his share."""
+"""Tokens that a tenant may save by asking for less than its share."""
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -34,11 +34,11 @@ class AdmissionQueue:
         self.running = 0
 
     def __len__(self) -> int:
-        """Sequences that wait."""
+        """The number of sequences that wait."""
         return len(self._waiting)
 
     def enqueue(self, add: AddRequest) -> Sequence:
-        """Stand in line."""
+        """Append a request; the sequence stands for it in the other methods."""
         seniority = self._now() + add.priority * _AGEING
         slot = self._fairness.slot_of(add.tenant, add.weight)
         request = SequenceRequest(key=add.key, prompt=_NO_TOKENS, max_tokens=add.max_tokens)
@@ -49,7 +49,8 @@ class AdmissionQueue:
         return sequence
 
     def pop_next(self) -> Sequence | None:
-        """Who goes now, and has a place from here on; None if nobody can."""
+        """The next sequence to hand over, which counts as running from then on; None if none waits or all places are
+        taken."""
         if self.running >= self._places or not len(self._waiting):
             return None
         sequence = self._waiting.peek(self._now())
@@ -60,7 +61,7 @@ class AdmissionQueue:
         return sequence
 
     def release(self, sequence: Sequence) -> None:
-        """It has ended, or was given up in line."""
+        """The sequence has ended, or was given up while it waited."""
         if sequence.admitted:
             self.running -= 1
         else:
@@ -68,7 +69,7 @@ class AdmissionQueue:
         self._fairness.sequence_ended(sequence.tenant_slot)
 
     def charge(self, sequence: Sequence, prompt: int, outputs: int = 0) -> None:
-        """So many of its prompt tokens were computed, and so many generated."""
+        """Charge the tenant for so many prompt tokens computed and so many generated."""
         self._fairness.charge_prompt(sequence.tenant_slot, prompt + round(OUTPUT_WEIGHT * outputs))
 
     def check_integrity(self) -> None:

@@ -1,4 +1,5 @@
-"""What has to be known of a model before TensorRT-LLM loads it: a Hugging Face checkpoint, or a prebuilt engine.
+"""The numbers of a model that are needed before TensorRT-LLM loads it: of a Hugging Face checkpoint or a prebuilt
+engine.
 
 Reads config.json alone.
 """
@@ -22,7 +23,7 @@ class TrtllmModelInfo(NamedTuple):
 
 
 def read_model_info(model: str, max_model_len: int | None) -> TrtllmModelInfo:
-    """Of a directory or a hub id; what `max_model_len` says holds.
+    """Read a directory or a hub id; `max_model_len` replaces the model's own.
 
     Raises:
         InvalidArgument: config.json lacks a number, or less fits an engine than is asked for; `field` names it.

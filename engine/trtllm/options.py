@@ -1,6 +1,6 @@
-"""How a model of TensorRT-LLM may be set up from outside. What it shares with our own engine has the same name.
+"""The options of a model that TensorRT-LLM runs. Those of our own engine that it has too go by the same names.
 
-Knows names and ranges; not what TensorRT-LLM calls them. None leaves a choice to it.
+Knows names and ranges, not TensorRT-LLM's names for them. None leaves a choice to it.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class TrtllmOptions:
     stream_interval: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
     def __post_init__(self) -> None:
-        # What is wrong is told before anything is loaded.
+        # Errors are told before anything is loaded.
         _ = self.adapters, self.speculation
 
     @property

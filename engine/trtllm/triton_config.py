@@ -1,7 +1,8 @@
-"""What model repositories of Triton's TensorRT-LLM backends say, in our names: config.pbtxt's parameters of the older
-backend, `model.yaml` of the newer one.
+"""Translates model repositories of Triton's TensorRT-LLM backends to our settings: config.pbtxt's parameters of the
+older backend, `model.yaml` of the newer one.
 
-What would change answers and cannot be had is refused; what only tunes their process is named in the log.
+A setting that would change answers and is not supported is refused; one that only tunes their process is named in the
+log.
 """
 
 import logging
@@ -56,7 +57,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "lookahead_ngram_size": (),
     "lookahead_verification_set_size": (),
 }
-"""What can be served only at these values."""
+"""Parameters that are supported only at these values."""
 
 _IDLE = {
     "cancellation_check_period_ms",
@@ -72,18 +73,18 @@ _IDLE = {
     "exclude_input_in_output",
     "triton_config",
 }
-"""What has no effect here: periods of a loop that is not ours, and what each request says for itself."""
+"""Parameters without effect here: periods of a loop that is not ours, and settings that each request has for itself."""
 
 
 class TrtllmModelSource(NamedTuple):
-    """Where a model is read from, and its settings by our names."""
+    """The directory or hub id of a model, and its settings by our names."""
 
     model: str
     settings: dict[str, Any]
 
 
 def read_model_source(path: str, parameters: Mapping[str, str]) -> TrtllmModelSource:
-    """Of a version's directory, a checkpoint or a hub id, and the parameters of its config.
+    """Read a version's directory, or a checkpoint or hub id, and the parameters of its config.
 
     Raises:
         InvalidArgument: something is asked for that cannot be served; `field` names it.
