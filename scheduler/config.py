@@ -1,4 +1,4 @@
-"""The few numbers that shape a step."""
+"""The numbers that shape a step."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `admission`: "optimistic" admits what fits now and preempts when it must; "no_evict" admits only what fits
     to its last token. A waiting sequence gains one priority class every `ageing_steps` steps. `target_step_ms`: how
-    long prompts may make a step, see `Pace`; None goes by what the step takes without them, 0 is no limit.
+    long prompts may make a step, see `PrefillBudget`; None goes by what the step takes without them, 0 is no limit.
 
     Raises:
         InvalidArgument: more sequences than tokens in a step.
@@ -34,6 +34,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.max_num_batched_tokens}: a step has room for one token of each sequence",
                 field="max_num_seqs",
             )
+
+    @property
+    def max_in_flight(self) -> int:
+        """Plans in flight that may have the same sequence."""
+        return self.in_flight_per_sequence or self.ahead + 1
 
     @property
     def rank_step_tokens(self) -> int:

@@ -48,18 +48,19 @@ class RunningSet:
 
     `prefilling`: running rows that were not sampled in this stay; all other running rows decode. `awaiting_results`: a
     result was not what later plans built on; these rows are not scheduled until those plans are back. `releasing`: the
-    sequence ended or was preempted; plans in flight still have it. `capped`: rows with a `max_in_flight`. `scoring`:
-    rows that want log-probabilities of their prompts. Each set is empty in most steps, which then touch none of it. Nor
-    do they look for rows whose last token came while at least `min_remaining` tokens are still to come to every
-    running row.
+    sequence ended or was preempted; plans in flight still have it. `capped`: rows with a lower `max_in_flight` than the
+    others. `scoring`: rows that want log-probabilities of their prompts. Each set is empty in most steps, which then
+    touch none of it. Nor do they look for rows whose last token came while at least `min_remaining` tokens are still to
+    come to every running row.
 
     `closed_rows`: rows freed since the last plan. `started`: (key, prompt tokens found in the prefix cache) of
     sequences first admitted since the last updates. `preemptions`, `prefix_queries` and `prefix_hits`: sequences
     preempted, prompt tokens looked up in the prefix cache, and found there.
     """
 
-    def __init__(self, size: int, cache: KVCacheManager, waiting: WaitingQueue) -> None:
+    def __init__(self, size: int, cache: KVCacheManager, waiting: WaitingQueue, max_in_flight: int) -> None:
         self.size, self.cache, self.waiting = size, cache, waiting
+        self._most_in_flight = max_in_flight
         self.known = _counter(size)
         self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
         self.scheduled = _counter(size)
@@ -69,7 +70,7 @@ class RunningSet:
         self.decode_limit = _counter(size)  # tokens it may have scheduled as a decoding row; 0: none, or awaits results
         self.capacity = _counter(size)  # tokens its blocks hold
         self.reserved_tokens = _counter(size)  # tokens its admission counted on
-        self.max_in_flight = _counter(size)  # steps in flight that may have the row; 0: as many as there may be
+        self.max_in_flight = _counter(size)  # plans in flight that may have the row
         self.tenant_slot = _counter(size)
         self.running = _flag(size)  # holds a sequence, and is not releasing
         self.ended = _flag(size)  # releasing for good: takes no further token
@@ -126,12 +127,13 @@ class RunningSet:
         self.scheduled[row] = self.computed[row] = self.capacity[row] = table.cached
         self.next_commit_at[row] = table.cached + self.cache.block_size
         self.reserved_tokens[row], self.tenant_slot[row] = reserved_tokens, sequence.tenant_slot
-        self.announced_blocks[row], self.max_in_flight[row] = 0, sequence.request.max_in_flight
+        self.announced_blocks[row] = 0
+        self.max_in_flight[row] = min(sequence.request.max_in_flight or self._most_in_flight, self._most_in_flight)
         self.seniority[row], self.arrival_number[row] = sequence.seniority, sequence.arrival_number
         self.running[row] = True
         self.ended[row] = self.long_prompt[row] = False
         self.prefilling.add(row)
-        if sequence.request.max_in_flight:
+        if self.max_in_flight[row] < self._most_in_flight:
             self.capped.add(row)
         if sequence.lacks_prompt_logprobs:
             self.scoring.add(row)
@@ -234,7 +236,7 @@ class RunningSet:
         assert self.tables.keys() == self.sequences.keys()
         assert sorted([*np.flatnonzero(self.running).tolist(), *self.releasing]) == occupied
         assert self.prefilling <= self.sequences.keys() - self.releasing - self.awaiting_results
-        assert self.capped == {row for row in occupied if self.sequences[row].request.max_in_flight}
+        assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}
         in_flight, pending = self.steps_in_flight(), _counter(self.size)
         for flight in self.in_flight:
             pending[flight.sampled_rows] += 1

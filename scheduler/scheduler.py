@@ -47,7 +47,7 @@ class Scheduler:
         self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
         self._prefill = PrefillBudget(None if config.target_step_ms is None else config.target_step_ms / 1e3)
         self._waiting = WaitingQueue(self._fairness, self._has_long_prompt)
-        self._rows = RunningSet(config.max_num_seqs, cache, self._waiting)
+        self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight)
         self._packer = StepPacker(config, self._rows, self._fairness, self._prefill)
         self._live: dict[int, Sequence] = {}
         self._step = 0

@@ -128,7 +128,7 @@ class StepPacker:
         self, config: SchedulerConfig, running: RunningSet, fairness: Fairness, prefill: PrefillBudget
     ) -> None:
         self._config = config
-        self._max_in_flight = config.in_flight_per_sequence or config.ahead + 1
+        self._max_in_flight = config.max_in_flight
         self._groups = config.ahead + 1 if self._max_in_flight == 1 else 1
         self._rows, self._cache, self._waiting = running, running.cache, running.waiting
         self._fairness = fairness
@@ -176,8 +176,7 @@ class StepPacker:
         rows = self._rows
         if not rows.in_flight or (len(rows.in_flight) < self._max_in_flight and not rows.capped):
             return None
-        own = np.where(rows.max_in_flight > 0, rows.max_in_flight, self._max_in_flight)
-        full: BoolArray = rows.steps_in_flight() >= np.minimum(own, self._max_in_flight)
+        full: BoolArray = rows.steps_in_flight() >= rows.max_in_flight
         return full
 
     # Prompts

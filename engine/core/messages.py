@@ -50,7 +50,7 @@ ToCore: TypeAlias = AddRequest | AbortRequests | Shutdown
 
 
 class CoreLoading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
-    """A start-up phase goes on: `fraction` of it is done; at 1 it took `seconds`."""
+    """Progress of a start-up phase: `fraction` of it is done after `seconds`."""
 
     phase: str
     fraction: float
@@ -59,8 +59,8 @@ class CoreLoading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
-    """Warm-up generated a token; requests are served from here on. `cache_bytes`: of the host's memory, that the cache
-    will take when it is full."""
+    """The warm-up generated a token; requests are served from here on. `cache_bytes`: the host's memory that the cache
+    takes when it is full."""
 
     vocab_size: int
     max_model_len: int
@@ -88,8 +88,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
-    """What was counted since the core was born, warm-up left out: sequences preempted, prompt tokens looked up in
-    the prefix cache, and found there."""
+    """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
+    cache, and found there."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -101,7 +101,7 @@ NO_TOTALS = CoreTotals()
 
 
 class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
-    """What one step meant to one client; see `scheduler.plan.StepUpdates`. Empty ones are the heartbeat."""
+    """A step's updates, see `scheduler.plan.StepUpdates`. Empty ones are the heartbeat."""
 
     step: int
     keys: list[int]

@@ -1,6 +1,6 @@
-"""The engine core's process: build, load, warm up, turn, leave nothing behind.
+"""The process of an engine core: build, load, warm up, run the step loop, leave nothing behind.
 
-Knows nothing of the frontend but its sockets, their directory, and that it must not outlive it.
+Knows nothing of the frontend but its sockets and their directory, and that it must not outlive it.
 """
 
 import logging
@@ -29,49 +29,49 @@ from .step_loop import EngineCore
 
 _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "256"
-"""oneDNN, and torch above it, keep code for every shape that they met, 0.3 MiB each, 1024 of them unless told. A model
+"""oneDNN, and torch above it, keep code for every shape that they met, 0.3 MiB each, 1024 of them by default. A model
 has about five for each number of tokens in a step, a millisecond each to make again: those of small steps are kept."""
 _USEFUL_TIMES = 4
-"""A cache sized by share of memory stops at this many times what all rows could fill at full length."""
+"""A cache sized by share of memory stops at this many times the tokens that all rows could hold at full length."""
 
 
 def main(config: EngineConfig, directory: str) -> None:
-    """Serve the client whose sockets lie in `directory` until it says so, or dies."""
+    """Serve the frontend whose sockets lie in `directory` until it says so, or dies."""
     on_parent_death(lambda: shutil.rmtree(directory, ignore_errors=True))
-    wire = CoreSockets(CoreEndpoints.in_directory(directory))
-    LogForwarder(wire.send, zmq.ZMQError).install(logging.WARNING)
+    sockets = CoreSockets(CoreEndpoints.in_directory(directory))
+    LogForwarder(sockets.send, zmq.ZMQError).install(logging.WARNING)
     try:
-        _serve(config, wire)
+        _serve(config, sockets)
     except Exception as error:
-        wire.send(_fatal_message(error))
+        sockets.send(_fatal_message(error))
         sys.exit(1)
     finally:
-        wire.close()
+        sockets.close()
 
 
-def _serve(config: EngineConfig, wire: CoreSockets) -> None:
-    phases = LoadProgress(wire)
-    phases.report("libraries", 0.0)
+def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
+    progress = LoadProgress(sockets)
+    progress.report("libraries", 0.0)
     for name in _SHAPE_CACHES:
         os.environ.setdefault(name, _SHAPES)
     executor = build_executor(config)  # imports torch where it needs it
-    phases.report("libraries", 1.0)
+    progress.report("libraries", 1.0)
     try:
-        core, ready = start_core(config, executor, phases)
+        core, ready = start_core(config, executor, progress)
         threading.excepthook = lambda thread: core.inbox.fail(thread.exc_value or RuntimeError("a thread died"))
         executor.watch(core.inbox.fail)
-        wire.listen(core.inbox.accept)
-        wire.send(ready)
-        core.run(wire)
+        sockets.listen(core.inbox.accept)
+        sockets.send(ready)
+        core.run(sockets)
     finally:
         executor.close()
 
 
 class LoadProgress:
-    """Tells all clients how far start-up is."""
+    """Reports the phases of start-up to the frontend."""
 
-    def __init__(self, wire: CoreSockets) -> None:
-        self._wire = wire
+    def __init__(self, sockets: CoreSockets) -> None:
+        self._sockets = sockets
         self._phase = ""
         self._began = 0.0
 
@@ -79,35 +79,35 @@ class LoadProgress:
         """`fraction` of `phase` is done; the first report of a phase starts its clock."""
         if phase != self._phase:
             self._phase, self._began = phase, time.perf_counter()
-        self._wire.send(CoreLoading(phase, fraction, time.perf_counter() - self._began, detail))
+        self._sockets.send(CoreLoading(phase, fraction, time.perf_counter() - self._began, detail))
 
 
-def start_core(config: EngineConfig, executor: Executor, phases: LoadProgress) -> tuple[EngineCore, CoreReady]:
-    """Load everything and generate a token."""
-    phases.report("weights", 0.0)
-    capacity = executor.load(phases.report)
+def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress) -> tuple[EngineCore, CoreReady]:
+    """Load the model, allocate its cache and warm up; the core, and the message that says so."""
+    progress.report("weights", 0.0)
+    capacity = executor.load(progress.report)
     if capacity.machine:
-        phases.report("machine", 1.0, capacity.machine)
+        progress.report("machine", 1.0, capacity.machine)
     length = resolve_max_model_len(config.max_model_len, capacity)
     blocks = resolve_cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
-    phases.report("cache", 0.0)
+    progress.report("cache", 0.0)
     executor.allocate(blocks)
-    phases.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
+    progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
     scheduler = Scheduler(scheduler_config(config, length), cache)
     core = EngineCore(scheduler, cache, executor)
-    phases.report("warm-up", 0.0)
+    progress.report("warm-up", 0.0)
     core.warm_up()
     gc_tuning.freeze_after_startup()
-    phases.report("warm-up", 1.0)
+    progress.report("warm-up", 1.0)
     here = capacity.machine and config.parallel.backend == "mp"
     cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
     return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
 
 
 def scheduler_config(config: EngineConfig, length: int) -> SchedulerConfig:
-    """The scheduler's numbers for sequences of at most `length` tokens. Every stage of a pipeline computes a step of
-    its own, and of each sequence one at a time: the next one needs what the last brings.
+    """The scheduler's configuration for sequences of at most `length` tokens. Every stage of a pipeline computes a step
+    of its own, and a sequence is in one step at a time: its next step needs the token of the last.
 
     Raises:
         InvalidArgument: another number of steps ahead is configured.
@@ -124,7 +124,7 @@ def scheduler_config(config: EngineConfig, length: int) -> SchedulerConfig:
 
 
 def resolve_max_model_len(wanted: int | None, capacity: Capacity) -> int:
-    """Tokens a sequence may have.
+    """The most tokens that a sequence may have.
 
     Raises:
         InvalidArgument: more are wanted than the model can attend to.
@@ -136,7 +136,7 @@ def resolve_max_model_len(wanted: int | None, capacity: Capacity) -> int:
 
 
 def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
-    """How many blocks to allocate, when all rows at full length hold `useful_tokens`.
+    """The number of blocks to allocate, when all rows at full length hold `useful_tokens`.
 
     Raises:
         InvalidArgument: not even one fits.
@@ -148,18 +148,14 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
     else:
         share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
         blocks = min(share, _USEFUL_TIMES * useful_tokens // cache.block_size + 1)
-    if blocks < 1:
-        raise _no_cache_room(cache, capacity)
-    return blocks
-
-
-def _no_cache_room(cache: CacheConfig, capacity: Capacity) -> InvalidArgument:
+    if blocks >= 1:
+        return blocks
     block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"
     if cache.bytes is not None:
-        return InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
+        raise InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
     field = "kv_cache_memory_fraction"
     allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.memory_fraction:g}"
-    return InvalidArgument(f"{block}, and {allowed}", field=field)
+    raise InvalidArgument(f"{block}, and {allowed}", field=field)
 
 
 def _fatal_message(error: Exception) -> CoreFailed:
