@@ -60,7 +60,7 @@ GRANITE_TINY: dict[str, Any] = {
     "max_position_embeddings": 256,
     "dtype": "float32",
 }
-"""A model that transformers computes, with nothing in it: what starting one costs."""
+"""A model that transformers computes and that has hardly a weight: starting it costs what any start costs."""
 
 ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b", "granite-tiny"]
 SHAPES: dict[ShapeName, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""A tokenizer for checkpoints that never learnt words: printable characters, and invented words for all other ids.
+"""A tokenizer for checkpoints with random weights: printable characters, and invented words for all other ids.
 
 Every token is whole characters, so that every token makes a frame.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _PRINTABLE = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
-"""What the byte-level pre-tokenizer makes of printable text; space and newline are the last two."""
+"""The characters that the byte-level pre-tokenizer makes of printable text; space and newline are the last two."""
 
 
 def build_tokenizer(vocab: int) -> Tokenizer:
@@ -22,6 +22,6 @@ def build_tokenizer(vocab: int) -> Tokenizer:
 
 
 def write_tokenizer(directory: Path, vocab: int) -> None:
-    """Write the files that servers look for beside a checkpoint."""
+    """Write the tokenizer files of a checkpoint."""
     build_tokenizer(vocab).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

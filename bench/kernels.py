@@ -55,7 +55,7 @@ class ProductStack(NamedTuple):
 
 
 class ProductFigure(NamedTuple):
-    """Seconds of the whole stack for so many rows, the best of each contender; and the limits beside them."""
+    """Seconds of the whole stack for `rows` rows, the best of each contender; and the machine peaks of the same run."""
 
     rows: int
     ours: float

@@ -55,7 +55,7 @@ def start(*what: str) -> ServerStart:
 
 
 def write_copies(root: Path, checkpoint: Path, copies: int) -> Path:
-    """A repository of so many models, all of them that checkpoint."""
+    """Write a repository of `copies` models that share one checkpoint."""
     for number in range(copies):
         model = root / f"copy-{number:02}"
         model.mkdir(parents=True)

@@ -76,7 +76,7 @@ class StepClock:
             self._parts[part] = self._parts.get(part, 0.0) + time.thread_time() - began
 
     def turn(self) -> None:
-        """A step is over."""
+        """Note the end of a step."""
         self._steps.append((time.thread_time() - self._began, self._parts))
         self._parts = {}
         self._began = time.thread_time()
@@ -177,7 +177,7 @@ def _timed(clock: StepClock, send: Callable[[FromCore], None], message: FromCore
 
 
 def _add(core: EngineCore, case: StepCase) -> None:
-    """Sequences whose blocks do not become full all in one step."""
+    """Add sequences whose blocks do not all become full in the same step."""
     random = np.random.default_rng(0)
     for key in range(case.sequences):
         length = BLOCK_SIZE + key % BLOCK_SIZE
@@ -187,7 +187,7 @@ def _add(core: EngineCore, case: StepCase) -> None:
 
 @contextmanager
 def _wire() -> Iterator[CoreSockets]:
-    """To a process that reads and forgets."""
+    """Sockets to a process that reads the messages and drops them."""
     with TemporaryDirectory() as directory:
         address = CoreEndpoints.in_directory(directory)
         reader = get_context("spawn").Process(target=_read, args=(address,), daemon=True)
