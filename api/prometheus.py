@@ -58,29 +58,20 @@ def _fill(metrics: Mapping[str, Metric], labels: Labels, readings: Iterable[Read
 def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | QuantileSummary) -> None:
     # To Prometheus an empty label is no label. In Triton's text they are sorted, and le and quantile come last.
     labels = {name: text for name, text in sorted(labels.items()) if text}
-    match value:
-        case Histogram():
-            _add_histogram(metric, labels, value)
-        case QuantileSummary():
-            _add_summary(metric, labels, value)
-        case _:
-            metric.add_sample(metric.name, labels, value)
-
-
-def _add_histogram(metric: Metric, labels: dict[str, str], value: Histogram) -> None:
-    count = 0
-    for bound, within in zip((*value.bounds, float("inf")), value.counts, strict=True):
-        count += within
-        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": _number(float(bound))}, count)
+    if isinstance(value, int | float):
+        metric.add_sample(metric.name, labels, value)
+        return
+    if isinstance(value, Histogram):
+        count = 0
+        for bound, within in zip((*value.bounds, float("inf")), value.counts, strict=True):
+            count += within
+            metric.add_sample(f"{metric.name}_bucket", {**labels, "le": _number(float(bound))}, count)
+    else:
+        count = value.count
+        for quantile, each in zip(value.quantiles, value.values(), strict=True):
+            metric.add_sample(metric.name, {**labels, "quantile": repr(quantile)}, each)
     metric.add_sample(f"{metric.name}_sum", labels, value.sum)
     metric.add_sample(f"{metric.name}_count", labels, count)
-
-
-def _add_summary(metric: Metric, labels: dict[str, str], value: QuantileSummary) -> None:
-    for quantile, each in zip(value.quantiles, value.values(), strict=True):
-        metric.add_sample(metric.name, {**labels, "quantile": repr(quantile)}, each)
-    metric.add_sample(f"{metric.name}_sum", labels, value.sum)
-    metric.add_sample(f"{metric.name}_count", labels, value.count)
 
 
 def render_exposition(metrics: Iterable[Metric]) -> bytes:

@@ -131,7 +131,7 @@ async def test_fewer_dimensions_have_length_one(client: httpx.AsyncClient) -> No
     ],
 )
 async def test_what_is_wrong_is_named(client: httpx.AsyncClient, fields: dict[str, Any], field: str, said: str) -> None:
-    from charonia.api.openai.embedding_schemas import parse_embeddings
+    from charonia.api.openai.embeddings import parse_embeddings
     from charonia.core.errors import InvalidArgument
 
     body = {"model": "embedder", "input": "a", **fields}
