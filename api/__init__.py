@@ -1,1 +1,1 @@
-"""The doors: HTTP routes that translate and call the gateway. Knows no engine and no torch."""
+"""The endpoints: HTTP routes and gRPC calls, which translate and call the gateway. Knows no engine and no torch."""

@@ -1,6 +1,7 @@
-"""The HTTP application: both doors over one gateway, and what they say when something is wrong.
+"""The HTTP application: the routes of all protocols over one gateway, and the responses to what goes wrong.
 
-What is asked often never reaches FastAPI: its middleware costs a third of a request, and something for every frame.
+POST requests never reach FastAPI: its middleware costs a third of a short request, and something for every event of a
+stream.
 """
 
 import asyncio
@@ -27,8 +28,7 @@ from .http.auth import AuthMiddleware, RestrictedApiMiddleware
 from .http.connection import ClientDisconnected
 from .http.direct import response_started
 from .http.error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path, json_response
-from .http.request_context import RequestContextMiddleware, record_error
-from .http.request_ids import with_request_id
+from .http.request_context import RequestContextMiddleware, record_error, with_request_id
 from .http.rules import HttpRules
 from .http.server_endpoints import ServerEndpoints
 from .metadata import ServerInfo
@@ -43,15 +43,15 @@ log = logging.getLogger(__name__)
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
-_KNOWN_PATHS = 256
-_LONGEST_KNOWN = 256
-"""Paths whose routes are remembered: how many, and up to what length."""
+_CACHED_PATHS = 256
+_LONGEST_CACHED = 256
+"""The number and the length of the paths whose routes are cached."""
 
 _EXPOSED_HEADERS = ("endpoint-load-metrics", "inference-header-content-length", "retry-after", "x-request-id")
 """Headers of responses that a web page of another origin could not read otherwise."""
 
 _CLIENT_LEFT = 499
-"""What nginx logs for it; nobody receives it."""
+"""The status that nginx logs for a client that disconnected; no client receives it."""
 
 
 def build_app(
@@ -61,7 +61,7 @@ def build_app(
     rules: HttpRules | None = None,
     metrics: CollectorRegistry | None = None,
 ) -> ASGIApp:
-    """Every HTTP route of port 8000; with `keys`, only health is for everybody. `metrics`: what /metrics shows."""
+    """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics."""
     rules = rules or HttpRules()
     routes = all_routes(gateway, info, rules, metrics)
     fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -88,7 +88,7 @@ def build_app(
 def all_routes(
     gateway: ServerGateway, info: ServerInfo, rules: HttpRules, metrics: CollectorRegistry | None = None
 ) -> list[Route]:
-    """Those of every door; they match to the very end of a path, a line break there included."""
+    """The routes of every protocol; they match to the very end of a path, a line break there included."""
     routes = [
         *ControlEndpoints(gateway, info.max_input_size).routes(),
         *SharedMemoryEndpoints(gateway, info.max_input_size).routes(),
@@ -104,7 +104,7 @@ def all_routes(
 
 
 class PostRouter:
-    """Answers what is posted to one of `routes`, and leaves all else to `app`."""
+    """Calls the endpoint of a POST request to one of `routes`; all other requests go to `app`."""
 
     def __init__(self, routes: Sequence[Route], app: ASGIApp) -> None:
         self._app = app
@@ -112,12 +112,12 @@ class PostRouter:
         for route in routes:
             if route.methods and "POST" in route.methods:
                 self._ending[_last(route.path)].append(route)
-        self._find = lru_cache(_KNOWN_PATHS)(self._search)
+        self._find = lru_cache(_CACHED_PATHS)(self._search)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             path = scope["path"]
-            found = self._find(path) if len(path) < _LONGEST_KNOWN else self._search(path)
+            found = self._find(path) if len(path) < _LONGEST_CACHED else self._search(path)
             if found is not None:
                 endpoint, scope["path_params"] = found
                 return await _answer(endpoint, scope, receive, send)
@@ -126,7 +126,7 @@ class PostRouter:
         return await self._app(scope, receive, send)
 
     def _search(self, path: str) -> tuple[Endpoint, dict[str, Any]] | None:
-        """Whose path it is, and what it says; not to be changed."""
+        """The endpoint of a path, and the path's parameters, which are cached: they must not be changed."""
         for route in self._ending.get(_last(path), ()):
             if found := route.path_regex.match(path):
                 convert = route.param_convertors
@@ -135,7 +135,7 @@ class PostRouter:
 
 
 def _last(path: str) -> str:
-    """What no two paths of a route differ in."""
+    """The last part of a path, in which no two paths of a route differ."""
     return path.rpartition("/")[2]
 
 
@@ -157,10 +157,10 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
 
 
 class CatchAllMiddleware:
-    """Answers what nobody expected, once, and keeps the connection: the traceback is for the log.
+    """Answers an unexpected exception with status 500 and keeps the connection; the traceback goes to the log.
 
-    A path that ends with a slash is the one without it, for all that is asked about it: a redirect would lose the body.
-    Those of v2 are not, as Triton has it.
+    Also gives the request its id, and takes a slash from the end of the path, where a redirect would lose the body;
+    paths of v2 keep it, as in Triton.
     """
 
     def __init__(self, app: ASGIApp) -> None:

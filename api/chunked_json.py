@@ -1,8 +1,8 @@
-"""Long JSON, read in pieces: names and shapes can be looked at before anything large is decoded, and others get turns.
+"""Long JSON, parsed in pieces: names and shapes are read before large values, and other tasks get turns.
 
-A body's structure is found by its brackets, commas and quotes, a block at a time; containers that are longer than a
-piece stay text (`UnparsedContainer`) until somebody wants what is in them. What comes out is what the parser makes of
-the whole. Knows nothing of what the values mean.
+The structure of a body is found by its brackets, commas and quotes, a block at a time; containers that are longer than
+a piece stay text (`UnparsedContainer`) until their values are asked for. The result is the one of the parser for the
+whole body. Knows nothing of what the values mean.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from ..core.errors import InvalidArgument
 from .json_values import Buffer, JsonObject, malformed_json, parse_json, parse_json_object
 
 PIECE_BYTES = 1 << 16
-"""Bytes that are decoded at a time; shorter bodies are decoded at once."""
+"""Bytes that are parsed at a time; shorter bodies are parsed at once."""
 
 MAX_VALUES = 1 << 15
-"""In a list or an object of a long body, nested ones included, where nothing else is said."""
+"""The most values of a list or an object of a long body, nested ones included, unless a caller says otherwise."""
 
 MAX_IDS = 1 << 20
-"""Token ids, and numbers of an input in `generate`."""
+"""The most token ids, and numbers of an input in `generate`."""
 
 MAX_STRING_BYTES = 1 << 24
-"""Bytes of one string, where nothing else is said."""
+"""The most bytes of one string, unless a caller says otherwise."""
 
 _LONGEST = 1 << 16
-"""Bytes of a number, of an object's key, and of the space beside a long value."""
+"""The most bytes of a number, of an object's key, and of the white space beside a long value."""
 
 _BLOCK = 1 << 15
-"""Bytes that are looked at before others get a turn."""
+"""Bytes that are scanned before other tasks get a turn."""
 
 _DEEPEST = 1000
 _QUOTE, _BACKSLASH, _COMMA, _OPEN, _CLOSE = range(1, 6)
@@ -50,15 +50,15 @@ _SPACES = re.compile(rb"[ \t\n\r]*")
 
 
 JsonParser: TypeAlias = Callable[[Buffer, int], Any]
-"""The value of a text that begins at an offset of what the client sent."""
+"""Parses a text, which begins at an offset of the body: errors name places in the body."""
 
 
 class TooManyValues(InvalidArgument):
-    """More values than a request may have in one place."""
+    """A list or an object of more values than a request may have there."""
 
 
 class _State(NamedTuple):
-    """What a block begins with: within a string, behind a backslash, so many brackets deep."""
+    """The state of the scan at the beginning of a block: in a string, after a backslash, so many brackets deep."""
 
     quoted: bool = False
     escaped: bool = False
@@ -66,7 +66,7 @@ class _State(NamedTuple):
 
 
 class _Marks(NamedTuple):
-    """Commas and brackets outside of strings: where they are, what, and how deep it is behind them."""
+    """Commas and brackets outside of strings: their offsets, their kinds, and the depths after them."""
 
     at: NDArray[np.int64]
     kinds: NDArray[np.uint8]
@@ -77,7 +77,7 @@ class _Marks(NamedTuple):
 
 
 class _Text:
-    """The whole body, and where its blocks are in its structure. `least`: the smallest depth in each."""
+    """The whole body and the states at its blocks. `_least`: the smallest depth in each block."""
 
     def __init__(self, body: Buffer, read: JsonParser, longest: int) -> None:
         self.view = memoryview(body)
@@ -91,7 +91,7 @@ class _Text:
         return len(self._bytes)
 
     async def scan(self) -> None:
-        """Raises `InvalidArgument` for what is nested too deeply, or ends within a string or an array."""
+        """Raises `InvalidArgument` for a body that is nested too deeply, or ends within a string or a container."""
         state = _State()
         for block in range(-(-len(self) // _BLOCK)):
             self._states.append(state)
@@ -104,7 +104,7 @@ class _Text:
             raise malformed_json("unexpected end of data", len(self))
 
     async def marks(self, begin: int, deepest: int) -> AsyncIterator[_Marks]:
-        """Those from `begin` on, a block at a time; not of blocks in which all is deeper than `deepest`."""
+        """The marks from `begin` on, a block at a time, without blocks that are deeper than `deepest` throughout."""
         first = begin // _BLOCK
         for block in range(first, len(self._states)):
             if self._least[block] > deepest:
@@ -138,7 +138,7 @@ class _Text:
 
 
 def _drop_escaped(codes: NDArray[np.uint8]) -> bool:
-    """Leave out what stands behind an odd number of backslashes; whether that is what comes behind all of these."""
+    """Clear the codes of escaped characters; whether the character after the block is escaped."""
     slashes = np.flatnonzero(codes == _BACKSLASH)
     first = np.flatnonzero(np.diff(slashes, prepend=-2) != 1)
     lengths = np.diff(first, append=len(slashes))
@@ -148,7 +148,7 @@ def _drop_escaped(codes: NDArray[np.uint8]) -> bool:
 
 
 class _Part(NamedTuple):
-    """Values that stand together: from `begin` to the comma or bracket at `end`; `last` of their container."""
+    """Neighbouring values: from `begin` to the comma or bracket at `end`; `last` of their container."""
 
     begin: int
     end: int
@@ -156,7 +156,7 @@ class _Part(NamedTuple):
 
 
 class ValueBudget:
-    """How many values may still be read; those of nested containers count, too."""
+    """The number of values that may still be read; those of nested containers count too."""
 
     def __init__(self, most: int = MAX_VALUES) -> None:
         self._most = self._left = most
@@ -171,7 +171,7 @@ class ValueBudget:
 class UnparsedContainer:
     """An array or an object whose text is longer than a piece: from its bracket at `begin` to before `stop`.
 
-    What reads it raises `InvalidArgument` for what is no JSON, and `TooManyValues`.
+    Its methods raise `InvalidArgument` for malformed JSON, and `TooManyValues`.
     """
 
     def __init__(self, text: _Text, begin: int, stop: int, depth: int) -> None:
@@ -183,7 +183,7 @@ class UnparsedContainer:
         return self._bracket == ord("{")
 
     async def items(self, values: ValueBudget) -> list[Any]:
-        """An array's, long ones still as text."""
+        """The items of an array, long ones as text."""
         items: list[Any] = []
         async for begin, end in self._parts(values):
             if end - begin > PIECE_BYTES:
@@ -193,11 +193,11 @@ class UnparsedContainer:
         return items
 
     async def members(self, values: ValueBudget) -> JsonObject:
-        """An object's, long ones still as text; of several with a name the last."""
+        """The members of an object, long ones as text; the last of several with one name."""
         return dict(await self.pairs(lambda text, offset: self._text.parse(text, offset).items(), values))
 
     async def pairs(self, load: JsonParser, values: ValueBudget) -> list[tuple[str, Any]]:
-        """An object's, as they come. `load` makes pairs of the text of a short object that begins at an offset."""
+        """The members of an object in their order. `load` parses a short object into pairs."""
         pairs: list[tuple[str, Any]] = []
         async for begin, end in self._parts(values):
             if end - begin > PIECE_BYTES:
@@ -210,13 +210,13 @@ class UnparsedContainer:
         return pairs
 
     async def parse(self, values: ValueBudget) -> Any:
-        """The whole value."""
+        """The value, fully parsed."""
         if self.is_object:
             return {key: await parse_fully(value, values) for key, value in (await self.members(values)).items()}
         return [await parse_fully(value, values) for value in await self.items(values)]
 
     async def flat_elements(self) -> AsyncIterator[list[Any]]:
-        """An array's elements in their order, some at a time, in as many arrays as they are in."""
+        """The elements of an array in their order, some at a time, each in as many arrays as in the body."""
         if self.is_object:
             raise malformed_json("an array was expected", self._begin)
         begin, before = self._begin + 1, 1
@@ -234,7 +234,7 @@ class UnparsedContainer:
                 begin, before = end + 1, after
 
     async def _parts(self, values: ValueBudget) -> AsyncIterator[tuple[int, int]]:
-        """All there is in it: from where to which comma or bracket; not longer than a piece, but for what is alone."""
+        """The container's text in parts, each up to a comma or bracket; one longer than a piece is a single value."""
         begin, cut, held = self._begin + 1, -1, np.empty(0, np.int64)
         async for marks in self._text.marks(begin, self._depth):
             ends = np.flatnonzero(marks.depths < self._depth)
@@ -263,7 +263,7 @@ class UnparsedContainer:
                 return
 
     def _piece(self, begin: int, end: int, opening: bytes, closing: bytes) -> bytes:
-        """The text of some values as JSON of its own."""
+        """The text of some values, made a JSON document."""
         self._check_length(begin, end)
         text = bytes(self._text.view[begin:end])
         inside, comma = text.strip(_SPACE), self._text.view[end] == ord(",")
@@ -305,10 +305,10 @@ def _after_space(view: memoryview, begin: int, end: int) -> int:
 
 
 async def read_long_json(body: Buffer, read: JsonParser = parse_json, longest: int = MAX_STRING_BYTES) -> Any:
-    """A long body: its value, or what is still text of it. `read` reads pieces; no string is longer than `longest`.
+    """The value of a long body, long containers as text. `read` parses pieces; `longest`: the most bytes of a string.
 
     Raises:
-        InvalidArgument: it is no JSON, as far as that is known yet.
+        InvalidArgument: the JSON is malformed, as far as it was read.
     """
     text = _Text(body, read, longest)
     await text.scan()
@@ -319,7 +319,7 @@ async def read_long_json(body: Buffer, read: JsonParser = parse_json, longest: i
 
 
 async def read_json_object(body: Buffer, longest: int = MAX_STRING_BYTES) -> JsonObject:
-    """What `parse_json_object` makes of the body; values of it that are long may still be text."""
+    """The object that a body is; its long values may still be text."""
     if len(body) <= PIECE_BYTES:
         return parse_json_object(body)
     found = await read_long_json(body, longest=longest)
@@ -329,12 +329,12 @@ async def read_json_object(body: Buffer, longest: int = MAX_STRING_BYTES) -> Jso
 
 
 async def read_whole_json_object(body: Buffer) -> JsonObject:
-    """What `parse_json_object` makes of the body; a string in it may be a file."""
+    """The object that a body is, fully parsed; a string in it may be as long as the body."""
     found = await read_json_object(body, len(body))
     values = ValueBudget()
     return {key: await parse_fully(value, values) for key, value in found.items()} if len(body) > PIECE_BYTES else found
 
 
 async def parse_fully(value: Any, values: ValueBudget) -> Any:
-    """The value, whatever is still text of it read, too."""
+    """The value, parsed if it is still text."""
     return await value.parse(values) if isinstance(value, UnparsedContainer) else value

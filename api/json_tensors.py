@@ -1,7 +1,4 @@
-"""Tensors as JSON: arrays of any nesting become flat arrays of a datatype, and the other way round.
-
-Knows v2's section 3.2; not which protocol's JSON it is.
-"""
+"""Tensors as JSON: arrays of any nesting become flat numpy arrays of a datatype, and the other way round."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +14,7 @@ from ..core.tensor import NUMPY_TYPES, Tensor
 from .json_values import wrong_json_type
 
 PIECE_ELEMENTS = 1 << 14
-"""Elements that are written at a time."""
+"""Elements that are encoded at a time."""
 
 _DEEPEST = 100
 _BINARY_ONLY = ("FP16", "BF16")
@@ -32,10 +29,10 @@ _KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, fl
 
 
 def flatten(values: list[Any]) -> list[Any]:
-    """The elements of arrays in arrays, in their order.
+    """The elements of nested arrays, in their order.
 
     Raises:
-        InvalidArgument: they are too deep.
+        InvalidArgument: the arrays are nested too deeply.
     """
     depth = 1
     while list in (kinds := set(map(type, values))):
@@ -75,10 +72,10 @@ def refuse_binary_only(datatype: str, name: str) -> None:
 
 
 def to_array(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
-    """A flat array of JSON's values.
+    """A flat array of JSON values.
 
     Raises:
-        InvalidArgument: one is of another type, or out of range; `field` is said to hold it.
+        InvalidArgument: one has another type, or is out of range; the message names `field`.
     """
     if not set(map(type, values)) <= _KINDS.get(datatype, {int}):
         raise _mismatch(datatype, field)
@@ -107,7 +104,7 @@ def _mismatch(datatype: str, field: str) -> CharoniaError:
 
 
 def check_element_count(datatype: str, expected: int, got: int) -> None:
-    """Raises `Internal`, as Triton has it, if they differ."""
+    """Raises `Internal`, as Triton does, if the numbers of elements differ."""
     if got > expected:
         first = "shape" if datatype == "BYTES" else "Shape"
         raise Internal(f"Unable to parse 'data': {first} does not match true shape of 'data' field", field="data")
@@ -116,10 +113,10 @@ def check_element_count(datatype: str, expected: int, got: int) -> None:
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """The tensor's elements, flat, as JSON has them.
+    """The tensor's elements, flat, as JSON values.
 
     Raises:
-        InvalidArgument: JSON has no numbers for them.
+        InvalidArgument: JSON has no numbers for the datatype.
     """
     if tensor.datatype in _BINARY_ONLY:
         raise InvalidArgument(
@@ -132,7 +129,7 @@ def to_list(tensor: Tensor) -> list[Any]:
 
 
 def encode_in_pieces(tensor: Tensor, strict: bool) -> Iterator[bytes]:
-    """What is between the brackets of `listed`'s JSON, some elements at a time."""
+    """The JSON of the elements without its brackets, some elements at a time."""
     flat_data, between = tensor.data.ravel(), b""
     for begin in range(0, flat_data.size, PIECE_ELEMENTS):
         piece = flat_data[begin : begin + PIECE_ELEMENTS]
@@ -142,18 +139,18 @@ def encode_in_pieces(tensor: Tensor, strict: bool) -> Iterator[bytes]:
 
 
 def is_strict_json(tensor: Tensor) -> bool:
-    """Strict JSON has all its elements."""
+    """Whether strict JSON has all its elements: it has no NaN and no infinity."""
     return tensor.datatype not in _FLOATS or bool(np.isfinite(tensor.data).all())
 
 
 def dump_json(document: Any, strict: bool, ordered: bool = False) -> bytes:
-    """As JSON, keys `ordered` by name if asked for. Where that cannot be `strict`, numbers that are none are the bare
-    words that Triton writes."""
+    """The document as JSON, keys `ordered` by name if asked for; where it is not `strict`, NaN and infinities are the
+    bare words that Triton writes."""
     if strict:
         return orjson.dumps(document, option=orjson.OPT_SORT_KEYS if ordered else None)
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"), sort_keys=ordered).encode()
 
 
 def byte_size(datatype: str, count: int) -> int:
-    """Of a tensor of that many elements; of BYTES, without their bytes."""
+    """The bytes of a tensor of so many elements; of BYTES, only those of the lengths."""
     return count * (4 if datatype == "BYTES" else np.dtype(NUMPY_TYPES.get(datatype, np.uint8)).itemsize)

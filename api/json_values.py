@@ -1,7 +1,4 @@
-"""JSON as v2's requests bring it: its parser's leniency, and typed access with the texts of its errors.
-
-Knows v2's sections 3.1 and 3.2; not what the values mean.
-"""
+"""JSON of v2 requests: a parser as lenient as Triton's, and typed access with Triton's error texts."""
 
 import json
 from typing import Any, TypeAlias
@@ -14,14 +11,14 @@ from ..core.request import ParameterValue
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAX_ID_LENGTH = 4096
-"""Characters of a request's id."""
+"""The most characters of a request's id."""
 
 JsonObject: TypeAlias = dict[str, Any]
 
 
 def parse_json(body: Buffer, offset: int = 0) -> Any:
-    """The value that the body is; NaN and infinities are read as Triton reads them. `offset`: where the body begins in
-    what the client sent.
+    """The value of a JSON text, in which NaN and infinities may be bare words. `offset`: where the text begins in the
+    body.
 
     Raises:
         InvalidArgument: it is not JSON.
@@ -33,7 +30,7 @@ def parse_json(body: Buffer, offset: int = 0) -> Any:
 
 
 def parse_json_object(body: Buffer) -> JsonObject:
-    """Raises `InvalidArgument` for what is no JSON object, too."""
+    """The object that a body is. Raises `InvalidArgument` as `parse_json` does, and for another value."""
     value = parse_json(body)
     if not isinstance(value, dict):
         raise malformed_json("the body must be a JSON object")
@@ -48,7 +45,7 @@ def _parse_leniently(body: Buffer, offset: int) -> Any:
 
 
 def unreadable_json(error: ValueError | RecursionError, offset: int = 0) -> CharoniaError:
-    """What the standard library's parser cannot read, or not even as text."""
+    """The error for a body that the standard library's parser cannot read."""
     if isinstance(error, json.JSONDecodeError):
         return malformed_json(error.msg, max(0, offset + error.pos))
     if isinstance(error, UnicodeDecodeError):
@@ -66,7 +63,7 @@ def wrong_json_type(field: str, texts: str) -> CharoniaError:
 
 
 def required_member(of: JsonObject, key: str) -> Any:
-    """Raises `InvalidArgument` where it is missing."""
+    """Raises `InvalidArgument` where the member is missing."""
     if key not in of:
         message = f"Unable to parse '{key}': attempt to access non-existing object member '{key}'"
         raise InvalidArgument(message, field=key)
@@ -74,7 +71,7 @@ def required_member(of: JsonObject, key: str) -> Any:
 
 
 def as_string(field: str, value: Any) -> str:
-    """Raises `InvalidArgument` for what is no text, as all below it for what is not theirs."""
+    """Raises `InvalidArgument` for a value of another type, as all functions below do."""
     if not isinstance(value, str):
         raise wrong_json_type(field, "non-string as string")
     if not value.isascii():
@@ -83,7 +80,7 @@ def as_string(field: str, value: Any) -> str:
 
 
 def as_request_id(value: Any) -> str:
-    """It goes into answers, records and traces."""
+    """The id of a request, bounded as it goes into responses, records and traces."""
     if isinstance(value, str) and len(value) > MAX_ID_LENGTH:
         raise InvalidArgument(
             f"'id' has {len(value)} characters, more than the {MAX_ID_LENGTH} there may be", field="id"
@@ -129,7 +126,7 @@ def as_object(field: str, value: Any) -> JsonObject:
 
 
 def as_parameter(key: str, value: Any) -> ParameterValue:
-    """What a model may be told by a parameter: text, number or boolean."""
+    """The value of a request parameter: text, number or boolean."""
     if isinstance(value, str):
         return as_string(key, value)
     if isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**64):

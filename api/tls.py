@@ -8,7 +8,7 @@ from ..core.errors import InvalidArgument
 
 
 class KeyPair(NamedTuple):
-    """PEM files."""
+    """The PEM files of a certificate and its private key."""
 
     certificate: Path
     key: Path
@@ -29,7 +29,7 @@ def parse_key_pair(certificate: Path | None, key: Path | None, prefix: str) -> K
 
 
 def check_key_pair(pair: KeyPair, prefix: str) -> None:
-    """Raises `InvalidArgument` for what is not a certificate and its key."""
+    """Raises `InvalidArgument` for files that are not a certificate and its key."""
     try:
         # A password that is needed and not there must be an error, not a question on the terminal.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*pair, password="")

@@ -1,1 +1,1 @@
-"""The composition root: what the command line asks is read, built, run and stopped. Nothing imports it."""
+"""The command line and composition root: flags are read, a server is built, run, stopped. Nothing imports it."""

@@ -150,6 +150,6 @@ def flags(
 
 
 def _failed(error: CharoniaError) -> int:
-    """Say why; the status to exit with."""
+    """Print the error; the status to exit with."""
     print(f"charonia: {error.message}", file=sys.stderr)
     return 1

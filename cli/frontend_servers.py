@@ -27,11 +27,11 @@ from .ports import ReservedPorts
 from .server_options import ServerOptions, is_true
 
 _NO_GPUS = "TRITON_SERVER_CPU_ONLY"
-"""Set to anything, it turns tritonserver's gauges of GPUs off."""
+"""The environment variable that, set to anything, turns the gauges of GPUs off, as in tritonserver."""
 
 
 class ListeningServer(Protocol):
-    """Something that listens."""
+    """A server of one port."""
 
     async def start(self) -> None:
         """Return when it listens."""
@@ -40,7 +40,7 @@ class ListeningServer(Protocol):
         """Return, or raise, when serving ends."""
 
     async def stop(self, force: bool = False) -> None:
-        """Let nobody in any more; with `force`, cancel what still runs."""
+        """Accept no more requests; with `force`, cancel those that still run."""
 
 
 class ServerGroup:

@@ -20,7 +20,7 @@ from .triton_flags import TritonFlags
 log = logging.getLogger(__name__)
 
 _LOADS = "model-repository"
-"""The restricted API that loads and unloads."""
+"""The restricted API that loads and unloads models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def warn_of_unprotected_control(
 def selection_from_flags(
     model: str | None, repository: RepositoryOptions, engine: EngineOptions, metrics: MetricsConfig
 ) -> ModelSelection:
-    """The models that are asked for.
+    """The models that the flags ask for.
 
     Raises:
         InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
@@ -78,7 +78,7 @@ def selection_from_flags(
 
 
 def shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
-    """What all models share.
+    """The state that all models share: client shared memory, log and trace settings.
 
     Raises:
         InvalidArgument: --trace-config says what it cannot, or names a file that cannot be written.

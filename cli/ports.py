@@ -29,11 +29,11 @@ class ReservedPorts(NamedTuple):
 def reserve_ports(
     server: ServerOptions, grpc: GrpcOptions, clouds: Sequence[CloudEndpoint] = ()
 ) -> Iterator[ReservedPorts]:
-    """The ports these ask for, given back at the end of the block.
+    """The ports that the options ask for, given back at the end of the block.
 
     Raises:
         Unavailable: one is taken, or its address is not ours; the message names the flag.
-        InvalidArgument: two of them are one, or no endpoint for requests is wanted.
+        InvalidArgument: two ports are the same, or no endpoint for requests is wanted.
     """
     if not is_true(server.allow_http) and not is_true(grpc.allow_grpc) and not clouds:
         raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
@@ -47,7 +47,7 @@ def reserve_ports(
 
 
 def _check_apart(ports: Mapping[str, socket.socket]) -> None:
-    """Until somebody listens on it, a port may be reserved twice."""
+    """Raises `InvalidArgument` for equal ports: a port that nothing listens on yet can be reserved twice."""
     for (one, mine), (other, theirs) in combinations(ports.items(), 2):
         (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
         if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):

@@ -143,9 +143,9 @@ async def _make_servers(
 
 
 async def serve_until_stopped(hub: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float) -> None:
-    """Return when somebody asked to stop, or a door ended by itself, and all are closed.
+    """Return when a signal asked to stop, or a server ended by itself, and all are closed.
 
-    What is new is refused from then on; what runs has `timeout` seconds to finish, or until someone insists.
+    New requests are refused from then on; running ones have `timeout` seconds to finish, or until a second signal.
     """
     await wait_for_first(stop.stop_requested.wait(), servers.ended())
     await shut_down(hub, servers, stop, timeout)

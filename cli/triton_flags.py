@@ -1,7 +1,7 @@
 """Flags of tritonserver that go by another name here, mean nothing here, or ask for what is not served.
 
-A command line that was written for it is understood whole: what has no effect is told, what would change answers is
-refused. Free of any server: the command line reads it.
+A command line that was written for tritonserver is accepted as it is: flags without effect are warned of, those that
+would change results are refused. Free of any server: the command line reads it.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -23,7 +23,7 @@ _Idle: TypeAlias = Annotated[tuple[str, ...], Parameter(group=_IDLE, negative=()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenamedTritonFlags:
-    """Flags that tritonserver had before those that replaced them, which win."""
+    """Former names of tritonserver's flags; the present names win."""
 
     strict_model_config: Annotated[BooleanFlag, Parameter(group=_FORMER)] = "false"
     """true: --disable-auto-complete-config."""
@@ -42,7 +42,7 @@ class RenamedTritonFlags:
     """--cache-config local,size=..."""
 
     def apply_to_server(self, options: ServerOptions) -> ServerOptions:
-        """These where they say what `options` do not."""
+        """`options`, completed by the former names."""
         traces = {
             "triton,file": self.trace_file,
             "level": self.trace_level,
@@ -54,7 +54,7 @@ class RenamedTritonFlags:
         return replace(options, trace_config=(*words, *options.trace_config))
 
     def apply_to_repository(self, options: RepositoryOptions) -> RepositoryOptions:
-        """Likewise."""
+        """`options`, completed by the former names."""
         size = self.response_cache_byte_size
         cache = options.cache_config or ((f"local,size={size}",) if size not in ("", "0") else ())
         strict = options.disable_auto_complete_config or is_true(self.strict_model_config)
@@ -63,7 +63,7 @@ class RenamedTritonFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IgnoredTritonFlags:
-    """Flags that tune what is not there."""
+    """Flags that tune parts which this server does not have."""
 
     backend_directory: _Idle = ()
     """Backends are part of the package."""
@@ -112,13 +112,13 @@ class IgnoredTritonFlags:
 
     @property
     def given(self) -> list[str]:
-        """Those that somebody gave."""
+        """The flags that were given."""
         return [_flag(field.name) for field in fields(self) if getattr(self, field.name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsupportedTritonFlags:
-    """Flags that have one value here."""
+    """Flags of which one value alone is served."""
 
     model_namespacing: Annotated[BooleanFlag, Parameter(group=_REFUSED)] = "false"
     """Names of models are unique over all repositories."""
@@ -135,7 +135,7 @@ class UnsupportedTritonFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonFlags:
-    """All of them."""
+    """All flags of tritonserver that are not flags of this server."""
 
     renamed: Annotated[RenamedTritonFlags, Parameter("*")] = RenamedTritonFlags()
     ignored: Annotated[IgnoredTritonFlags, Parameter("*")] = IgnoredTritonFlags()

@@ -1,7 +1,7 @@
-"""What flags of vLLM are called here, and what is said of a flag that nobody knows.
+"""vLLM's flags by the names that they have here, and the messages for unknown flags.
 
-vLLM's names are taken where they mean the same, and stand in the options; these do not. tritonserver's are all taken
-(`cli/triton_flags.py`).
+Where a flag means the same it has vLLM's name and is an option; those here are not. tritonserver's flags are all
+accepted (`cli/triton_flags.py`).
 """
 
 from collections.abc import Mapping
@@ -63,11 +63,11 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--allowed-methods": f"{_NO_EFFECT}--allowed-origins lets pages use all of them",
     "--allowed-headers": f"{_NO_EFFECT}--allowed-origins lets pages send all of them",
 }
-"""By vLLM's name: what it is called here, or why it is not there."""
+"""By vLLM's name: the name here, or the reason why there is none."""
 
 
 def format_usage_error(error: CycloptsError) -> object:
-    """What a command line that cannot be read gets to see."""
+    """The panel that is printed for a command line that cannot be read."""
     if not isinstance(error, UnknownOptionError):
         return CycloptsPanel(error)
     flag, _, _ = (error.token.keyword or error.token.value).partition("=")
@@ -78,7 +78,7 @@ def format_usage_error(error: CycloptsError) -> object:
 
 
 def vllm_flag_table() -> str:
-    """All of `VLLM_FLAGS`, for people."""
+    """`VLLM_FLAGS` as a table in text."""
     width = max(map(len, VLLM_FLAGS))
     flags = sorted(VLLM_FLAGS.items(), key=lambda row: row[0].lstrip("-"))
     return "\n".join(

@@ -1,6 +1,6 @@
-"""Bodies compressed both ways: gzip and deflate, as v2's section 3.5 has them.
+"""Compression of requests and responses: gzip and deflate, and the headers that choose them.
 
-Knows the names and weights of encodings; nothing of what is in a body.
+As tritonserver has it. Knows nothing of what is in a body.
 """
 
 import zlib
@@ -13,21 +13,21 @@ ACCEPTED_ENCODINGS = "gzip, deflate"
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _IDENTITY = ("", "identity")
 _LEVEL = 1
-"""Numbers hardly shrink more at others, which take several times as long."""
+"""Numbers hardly shrink more at higher levels, which take several times as long."""
 
 
 class UnsupportedEncoding(Unsupported):
-    """A body in an encoding that nobody here knows; the answer names those that are."""
+    """A body in an encoding that is not served; the response names those that are."""
 
     def __init__(self) -> None:
         super().__init__("Unsupported compression type")
 
 
 def content_coding(encoding: str) -> str:
-    """By what a body with this `Content-Encoding`, whose case means nothing, has to be decompressed; "" for nothing.
+    """The encoding that a `Content-Encoding` header names, in lower case; "" for none.
 
     Raises:
-        UnsupportedEncoding: it cannot be.
+        UnsupportedEncoding: it is not served.
     """
     name = encoding.lower()
     if name in _IDENTITY:
@@ -38,10 +38,10 @@ def content_coding(encoding: str) -> str:
 
 
 def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """At most `limit` bytes.
+    """The decompressed body.
 
     Raises:
-        InvalidArgument: there are more, or the body is broken.
+        InvalidArgument: it has more than `limit` bytes, or the body is broken.
     """
     machine = zlib.decompressobj(_WINDOWS[encoding])
     try:
@@ -59,7 +59,7 @@ def _broken(encoding: str, reason: str) -> CharoniaError:
 
 
 def negotiate_encoding(accepted: str) -> str:
-    """The encoding that a client with this `Accept-Encoding` likes best; "" for none. The first of equals."""
+    """The encoding that an `Accept-Encoding` header prefers, the first of equals; "" for none."""
     best, most = "", 0.0
     for each in accepted.split(","):
         name, *parameters = [part.strip().lower() for part in each.split(";")]

@@ -1,7 +1,4 @@
-"""How an error looks on each door: its HTTP status, its JSON, its headers.
-
-Knows the codes of core and the shapes of the protocols; not where an error came from.
-"""
+"""Errors as HTTP responses: status, JSON in the form of the endpoint's protocol, headers."""
 
 import math
 from typing import Any
@@ -37,14 +34,14 @@ INTERNAL_SERVER_ERROR = Internal("Internal Server Error")
 
 
 class BodyTimeout(InvalidArgument):
-    """A request's body came to a halt before its end; the answer is the connection's last."""
+    """A request's body came to a halt before its end; the response is the connection's last."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the request body is incomplete: nothing more of it came for {seconds:g} s")
 
 
 def status_of(error: CharoniaError) -> int:
-    """The HTTP status; of OpenAI's door too, which differs only in the body."""
+    """The HTTP status of an error, the same for all protocols."""
     if isinstance(error, BodyTimeout):
         return _REQUEST_TIMEOUT
     return _TOO_LARGE if isinstance(error, BodyTooLarge) else _STATUS[error.code]
@@ -62,7 +59,7 @@ def openai_error_body(error: CharoniaError) -> dict[str, Any]:
 
 
 def printable(message: str) -> str:
-    """What a client sent may be quoted in it, lone surrogates included."""
+    """The message as UTF-8 can have it: it may quote lone surrogates of the request."""
     return message.encode(errors="backslashreplace").decode()
 
 
@@ -71,13 +68,13 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_response(error: CharoniaError, path: str) -> Response:
-    """The error in the shape of the door that `path` belongs to."""
+    """The response to a request to `path` that ended with `error`."""
     body = openai_error_body(error) if is_openai_path(path) else v2_error_body(error)
     return json_response(body, status_of(error), _headers(error))
 
 
 def is_openai_path(path: str) -> bool:
-    """Whether errors on `path` have OpenAI's shape, and not v2's."""
+    """Whether errors on `path` have OpenAI's form, and not v2's."""
     return path.startswith(_OPENAI_PATHS)
 
 

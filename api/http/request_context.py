@@ -1,7 +1,10 @@
-"""The request context of each request over HTTP, from the ASGI scope: opened here, found here.
+"""The context and the id of each request over HTTP, kept in the ASGI scope.
 
-Knows which paths are endpoints of models; not what these do.
+The id is the client's `X-Request-Id`, or a made-up one on the paths of OpenAI, whose package shows it. The response
+carries it, and so does the request's record. Knows which paths are endpoints of models; not what these do.
 """
+
+from uuid import uuid4
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -9,9 +12,10 @@ from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.request_context import RequestContext
 from ..api_keys import Tenant
-from .request_ids import request_id_of
+from .direct import add_response_header
+from .error_responses import is_openai_path
 
-_DOORS = {
+_ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
     "/v1/embeddings": "embeddings",
@@ -20,8 +24,12 @@ _DOORS = {
     "/detokenize": "detokenize",
 }
 _CONTEXT = "charonia.context"
+_ID_HEADER = b"x-request-id"
+_REQUEST_ID = "charonia.request_id"
+_LONGEST_ID = 256
+"""Bytes that are kept of a client's id."""
 _MODELS = "/v2/models/"
-_MODEL_DOORS = ("infer", "generate", "generate_stream")
+_MODEL_ENDPOINTS = ("infer", "generate", "generate_stream")
 
 
 class RequestContextMiddleware:
@@ -32,10 +40,10 @@ class RequestContextMiddleware:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        door = _door(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
-        if not door:
+        endpoint = _endpoint_of(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
+        if not endpoint:
             return await self._app(scope, receive, send)
-        with self._gateway.open_request(door, scope["headers"]) as context:
+        with self._gateway.open_request(endpoint, scope["headers"]) as context:
             context.client_id = request_id_of(scope)
             scope[_CONTEXT] = context
             return await self._app(scope, receive, send)
@@ -60,8 +68,25 @@ def record_tenant(scope: Scope, tenant: Tenant) -> None:
         context.tenant, context.tenant_weight = tenant
 
 
-def _door(path: str) -> str:
+def _endpoint_of(path: str) -> str:
     if not path.startswith(_MODELS):
-        return _DOORS.get(path, "")
+        return _ENDPOINTS.get(path, "")
     last = path.rpartition("/")[2]
-    return last if last in _MODEL_DOORS else ""
+    return last if last in _MODEL_ENDPOINTS else ""
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """Note the request's id in the scope, if it has one; the `send` that adds it to the response."""
+    given: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")[:_LONGEST_ID]
+    if not given:
+        if not is_openai_path(scope["path"]):
+            return send
+        given = uuid4().hex.encode()
+    scope[_REQUEST_ID] = given
+    return add_response_header(scope, send, _ID_HEADER, given)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The request's id; empty if it has none."""
+    given: bytes = scope.get(_REQUEST_ID, b"")
+    return given.decode(errors="replace")

@@ -14,7 +14,7 @@ from ..tls import KeyPair
 from .uvicorn_protocol import HttpProtocol, HttpServerState, UvicornServer, check_uvicorn
 
 _FLUSH_SECONDS = 2
-"""How long responses that are written may take to reach their clients' sockets at the very end."""
+"""Time for responses that are written to reach their clients at the very end."""
 
 
 class HttpServer:

@@ -1,7 +1,4 @@
-"""The server's health, version, metrics and table of contents, where clients made for vLLM and SageMaker look for them.
-
-Translates between HTTP and the gateway; decides nothing.
-"""
+"""The routes for the server's health, version, metrics and list of endpoints, where clients of vLLM look for them."""
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
@@ -25,7 +22,7 @@ _ENDPOINTS = {
 
 
 class ServerEndpoints:
-    """Their handlers. Without a `registry` nothing is measured, and there is no /metrics."""
+    """The handlers. Without a `registry` there is no /metrics."""
 
     def __init__(self, gateway: Gateway, info: ServerInfo, registry: CollectorRegistry | None) -> None:
         self._gateway = gateway
@@ -47,7 +44,7 @@ class ServerEndpoints:
         return json_response({**said, "endpoints": _ENDPOINTS, "docs": docs})
 
     async def health(self, request: Request) -> Response:
-        """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness says 400."""
+        """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness is 400."""
         if not self._gateway.ready():
             raise ServerExiting if self._gateway.exiting() else NotReady("the server is not ready")
         return Response()

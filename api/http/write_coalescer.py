@@ -1,17 +1,17 @@
-"""Answers of one turn of the event loop, sent one right after the other.
+"""Responses of one turn of the event loop, written one right after the other.
 
-A send that wakes its reader costs several times what one does that finds him awake, and between answers that are sent
-as they are made he falls asleep again. Knows nothing of what is sent.
+A write that wakes the process of its reader costs several times as much as one that finds it awake, and between
+responses that are written as they are made it falls asleep again. Knows nothing of what is written.
 """
 
 import asyncio
 
 _MOST = 16
-"""Answers that wait for each other: the first of them for as long as it takes to make the rest."""
+"""Responses that wait for each other: the first for as long as it takes to make the others."""
 
 
 class WriteCoalescer:
-    """Of the connections of one event loop: of each the last answer, until this turn of the loop ends."""
+    """The last response of each connection of an event loop, until the turn of the loop ends."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Transport, bytes] = {}
@@ -21,7 +21,7 @@ class WriteCoalescer:
         return transport in self._waiting
 
     def write_soon(self, transport: asyncio.Transport, answer: bytes) -> None:
-        """Write it there soon. Who writes there himself, or closes it, must `flush` before."""
+        """Write `answer` when the turn ends. Whatever else writes to the transport, or closes it, flushes before."""
         if transport in self._waiting:
             self.flush()
         self._waiting[transport] = answer
@@ -31,7 +31,7 @@ class WriteCoalescer:
             self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
 
     def flush(self) -> None:
-        """Write everything that waits."""
+        """Write every response that waits."""
         waiting, self._waiting = self._waiting, {}
         for transport, answer in waiting.items():
             if not transport.is_closing():

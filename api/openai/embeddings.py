@@ -23,8 +23,7 @@ from ...core.request import InferRequest
 from ...core.tensor import Tensor
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
-from ..http.request_context import context_of
-from ..http.request_ids import request_id_of
+from ..http.request_context import context_of, request_id_of
 from .json_body import JsonBody, NoOpValues, decode_body, model_field, read_members
 
 MAX_INPUTS = 2048

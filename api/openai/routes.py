@@ -18,8 +18,7 @@ from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
-from ..http.request_context import context_of
-from ..http.request_ids import request_id_of
+from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
 from .json_body import JsonBody, model_field, read_members
 from .merged_streams import merge_streams

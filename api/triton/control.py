@@ -128,7 +128,7 @@ class ControlEndpoints:
 
 
 def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:
-    """With and without the name of a repository."""
+    """The routes of a path, with and without the name of a repository."""
     return [Route(f"/v2/repository/{each}{path}", handler, methods=["POST"]) for each in ("", "{repository}/")]
 
 
@@ -156,8 +156,8 @@ def _parameters(document: JsonObject) -> JsonObject:
 
 
 def _decoded(key: str, text: str) -> bytes:
-    """The bytes of a file, whose base64 NVIDIA's C++ client breaks into lines. Made piece by piece: each call that
-    decodes keeps the interpreter's lock."""
+    """The bytes of a file, whose base64 NVIDIA's C++ client breaks into lines. Decoded in pieces: each call keeps the
+    interpreter's lock."""
     parts, rest, padded = [], "", False
     try:
         for begin in range(0, len(text), _PIECE):

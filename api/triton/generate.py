@@ -1,6 +1,6 @@
 """The generate extension: a JSON body becomes an InferRequest, an InferResponse becomes a JSON object.
 
-Knows nothing of HTTP and of how a model computes; v2's section 8 in code.
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md. Knows nothing of HTTP.
 """
 
 import json
@@ -19,16 +19,16 @@ from ..chunked_json import MAX_IDS, PIECE_BYTES, UnparsedContainer, ValueBudget,
 from ..json_values import Buffer, as_parameter, as_request_id, as_string, malformed_json, unreadable_json
 
 JsonPairs = list[tuple[str, Any]]
-"""A JSON object as it was written: order and repeated keys included."""
+"""The members of a JSON object in their order, repeated keys included."""
 
 _SAMPLING = "sampling_parameters"
 
 
 async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig) -> "bytes | JsonObjectPairs":
-    """A long body's members, those for inputs of numbers as arrays. A short body as it is: it is parsed at once.
+    """The members of a long body, inputs of numbers as numpy arrays; a short body as it is.
 
     Raises:
-        InvalidArgument: malformed JSON, or a list that is longer than anything could mean.
+        InvalidArgument: malformed JSON, or a list that is longer than any parameter's.
     """
     if len(body) <= PIECE_BYTES:
         return bytes(body)
@@ -49,7 +49,7 @@ async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig)
 
 
 async def _opened(spec: TensorSpec | None, value: Any) -> Any:
-    """What is still text of a member; `spec`: of the input that it is."""
+    """The value of a member, parsed if it is still text; `spec`: the input that it is, if it is one."""
     if spec is None or spec.datatype == "BYTES" or not isinstance(value, UnparsedContainer) or value.is_object:
         return await parse_fully(value, ValueBudget())
     json_tensors.refuse_binary_only(spec.datatype, spec.name)
@@ -91,12 +91,12 @@ def encode_generate_response(config: ModelConfig, request_id: str, response: Inf
 
 
 def is_long(response: InferResponse) -> bool:
-    """To say it takes longer than the event loop should be held."""
+    """Whether encoding the response takes longer than the event loop should be held."""
     return any(tensor.data.size > json_tensors.PIECE_ELEMENTS for tensor in response.outputs)
 
 
 def _long_json(members: dict[str, Any], response: InferResponse, strict: bool) -> bytes:
-    """In pieces, of which none took long to make."""
+    """The object, made in pieces of which none takes long."""
     texts = {key: [json_tensors.dump_json(value, strict)] for key, value in members.items()}
     for tensor in response.outputs:
         if tensor.data.size > json_tensors.PIECE_ELEMENTS:
@@ -154,7 +154,7 @@ class _Mapping:
         self.parameters: dict[str, ParameterValue] = {}
 
     def take(self, key: str, value: Any) -> None:
-        """A top-level member: `parameters` is flattened, `id` is the request's and a member like any other."""
+        """Add a top-level member: `parameters` is flattened; `id` is the request's id and a parameter as well."""
         if key == "parameters":
             return self._take_nested(value)
         if key == "id":
@@ -193,7 +193,7 @@ class _Mapping:
             self.tensors["stream"] = _tensor(self._specs["stream"], stream, self._config.max_batch_size > 0)
 
     def move_lists(self) -> None:
-        """A v2 parameter cannot be a list: lists travel as JSON in the input made for it, scalars along with them."""
+        """Move lists, which v2 parameters cannot be, and scalars with them as JSON into the input made for them."""
         if not self._lists:
             return
         sampling: dict[str, Any] = {key: value for key, value in self.parameters.items() if key != "id"}
@@ -224,7 +224,7 @@ def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
 
 
 def _shape(spec: TensorSpec, count: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Fixed dims as they are, the innermost free one takes what remains, other free ones are 1."""
+    """The shape of `count` elements: the innermost free dim takes what remains, other free ones are 1."""
     free = [axis for axis, dim in enumerate(dims) if dim < 0]
     fixed = math.prod(dim for dim in dims if dim >= 0)
     rest, odd = divmod(count, fixed) if fixed else (0, count)

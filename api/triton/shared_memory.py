@@ -1,6 +1,7 @@
-"""Shared memory over HTTP: what clients lend, and take back.
+"""The routes that register and unregister shared memory of clients.
 
-v2's section 7 in routes; the gateway keeps the regions.
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md. The regions are
+kept behind the gateway.
 """
 
 import base64
