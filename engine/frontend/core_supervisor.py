@@ -1,6 +1,6 @@
-"""Keeps one engine core alive: loads it, hears its heartbeat, restarts it when it dies or hangs.
+"""Keeps one engine core alive: spawns it, watches its heartbeat, restarts it when it dies or hangs.
 
-Knows nothing of requests: whoever has some is told when the core that held them is lost.
+Knows nothing of requests: the listener that has them is told when the core is lost.
 """
 
 import asyncio
@@ -33,11 +33,12 @@ _SILENT_DEATHS = 3
 
 
 class CoreTimeouts(NamedTuple):
-    """How long things may take, in seconds.
+    """Times of a core, in seconds.
 
-    A loop whose last turn is older than max(`turn`, `turn_steps` recent steps) is not ready; `hung` times that old,
-    it is killed. A dead core is restarted after `first_retry`, then twice as long each time up to `last_retry`,
-    until one has served for `stable`. `stop`: what a core gets to leave by itself. `watch`: how often to look.
+    A step loop whose last step, or idle turn, is older than max(`turn`, `turn_steps` recent steps) is not ready; at
+    `hung` times that age the core is killed. A dead core is restarted after `first_retry`, then twice as long each time
+    up to `last_retry`, until one has served for `stable`. `stop`: for a core to leave by itself. `watch`: between two
+    checks.
     """
 
     turn: float = 5.0
@@ -54,7 +55,7 @@ DEFAULT_TIMEOUTS = CoreTimeouts()
 
 
 class CoreListener(Protocol):
-    """Who is told what the core says."""
+    """Receives the messages of a core."""
 
     def on_progress(self, loading: CoreLoading) -> None: ...
 
@@ -67,49 +68,49 @@ class CoreListener(Protocol):
 
 
 class CoreSupervisor:
-    """`info` says what the engine is while one serves, otherwise None; `load` is its last turn's.
+    """`info`: the engine's sizes while a core serves, otherwise None. `load`: the load after its last step.
 
     Once closed, it is not started again.
     """
 
-    def __init__(self, config: EngineConfig, listener: CoreListener, patience: CoreTimeouts) -> None:
+    def __init__(self, config: EngineConfig, listener: CoreListener, timeouts: CoreTimeouts) -> None:
         self._config = config
         self._name = "the engine core"
         if config.data_parallel_size > 1:
             self._name += f" of replica {config.replica}"
         self._listener = listener
-        self._patience = patience
-        self._link: CoreProcess | None = None
+        self._timeouts = timeouts
+        self._core: CoreProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._first: asyncio.Future[CoreReady] | None = None
         self._failure: CharoniaError | None = None
-        self._backoff = RestartBackoff(patience.first_retry, patience.last_retry, patience.stable)
+        self._backoff = RestartBackoff(timeouts.first_retry, timeouts.last_retry, timeouts.stable)
         self._deaths = 0
-        self._born = 0.0
+        self._served_since = 0.0
         self._last_turn = 0.0
         self.info: CoreReady | None = None
         self.load = EngineLoad()
 
     @property
     def ready(self) -> bool:
-        """Warm-up generated a token, and the loop turned not long ago."""
-        alive = self._link is not None and not self._link.dying
-        return alive and self.info is not None and self._silence() < self._overdue()
+        """Whether warm-up generated a token, and the step loop turned not long ago."""
+        alive = self._core is not None and not self._core.dying
+        return alive and self.info is not None and self._lateness() < 1
 
     @property
     def pid(self) -> int | None:
-        return None if self._link is None else self._link.pid
+        return None if self._core is None else self._core.pid
 
     def send(self, message: ToCore) -> None:
-        """Never waits; dropped when no core serves."""
-        if self._link is not None:
-            self._link.send(message)
+        """Send a message without waiting; it is dropped when there is no core."""
+        if self._core is not None:
+            self._core.send(message)
 
     async def start(self) -> CoreReady:
         """Return when a core serves for the first time.
 
         Raises:
-            CharoniaError: the core says why it cannot, or dies again and again without a word.
+            CharoniaError: the core reports why it cannot, or dies again and again without a word.
         """
         if self._first is None:
             self._first = asyncio.get_running_loop().create_future()
@@ -122,67 +123,58 @@ class CoreSupervisor:
             self._first.cancel()
             self._task.cancel()
             await asyncio.wait({self._task})
-        if self._link is not None:
-            await self._link.stop(self._patience.stop if self.info else 0.0)
-            self._lose(Unavailable("the engine was stopped"))
+        if self._core is not None:
+            await self._core.stop(self._timeouts.stop if self.info else 0.0)
+            self._drop_core(Unavailable("the engine was stopped"))
 
     async def _keep_alive(self, first: asyncio.Future[CoreReady]) -> None:
         while True:
             self._failure = None
             try:
-                delay = self._mourn(await self._live())
+                delay = self._on_exit(await self._run_core())
             except (OSError, zmq.ZMQError) as error:
                 self._failure = Unavailable(f"{self._name} cannot be spawned: {error}")
-                delay = self._mourn(-1)
-            if not first.done() and (hopeless := self._hopeless()):
-                first.set_exception(hopeless)
+                delay = self._on_exit(-1)
+            # A first load is tried again only if the core died without a word.
+            if not first.done() and self._failure is None and self._deaths >= _SILENT_DEATHS:
+                self._failure = Unavailable(f"{self._name} died {self._deaths} times while it was loading")
+            if not first.done() and self._failure is not None:
+                first.set_exception(self._failure)
                 return
             await asyncio.sleep(delay)
 
-    async def _live(self) -> int:
-        """Spawn a core and see it to its end; its exit code."""
-        link = self._link = CoreProcess(self._config, self._on_message)
-        looks = 0
-        while not (await asyncio.wait({link.ended}, timeout=self._patience.watch))[0]:
+    async def _run_core(self) -> int:
+        """Spawn a core and return its exit code when it is gone."""
+        core = self._core = CoreProcess(self._config, self._on_message)
+        overdue = 0
+        while not (await asyncio.wait({core.ended}, timeout=self._timeouts.watch))[0]:
             # Twice in a row: the first time, it may be this loop that was stuck and has messages to read.
-            looks = looks + 1 if self._hung() else 0
-            if looks > 1:
+            overdue = overdue + 1 if self.info is not None and self._lateness() > self._timeouts.hung else 0
+            if overdue > 1:
                 log.error("%s does not turn any more; killing it", self._name)
-                link.kill()
-        return link.ended.result()
+                core.kill()
+        return core.ended.result()
 
-    def _mourn(self, exit_code: int) -> float:
-        """Tell that the core has ended; seconds until the next one is to start."""
+    def _on_exit(self, exit_code: int) -> float:
+        """Log the end of a core and tell the listener; seconds until the next one is to start."""
         why = self._failure.message if self._failure else f"{self._name} died (exit code {exit_code})"
-        if self._failure is None or self._first is None or self._first.done():  # else who waits for the start says it
+        if self._failure is None or self._first is None or self._first.done():  # else `start` raises it
             log.error("%s", why)
-        served = 0.0 if self.info is None else time.monotonic() - self._born
+        served = 0.0 if self.info is None else time.monotonic() - self._served_since
         self._deaths += 1
-        self._lose(NotReady(f"{why}; it is being restarted"))
+        self._drop_core(NotReady(f"{why}; it is being restarted"))
         return self._backoff.next_delay(served)
 
-    def _lose(self, error: CharoniaError) -> None:
-        self._link = None
+    def _drop_core(self, error: CharoniaError) -> None:
+        self._core = None
         self.info = None
         self.load = EngineLoad()
         self._listener.on_loss(error)
 
-    def _hopeless(self) -> CharoniaError | None:
-        """Why a first load is not tried again, if so."""
-        if self._failure is not None:
-            return self._failure
-        if self._deaths >= _SILENT_DEATHS:
-            return Unavailable(f"{self._name} died {self._deaths} times while it was loading")
-        return None
-
-    def _silence(self) -> float:
-        return time.monotonic() - self._last_turn
-
-    def _overdue(self) -> float:
-        return max(self._patience.turn, self._patience.turn_steps * self.load.step_seconds)
-
-    def _hung(self) -> bool:
-        return self.info is not None and self._silence() > self._patience.hung * self._overdue()
+    def _lateness(self) -> float:
+        """The age of the last step, in times of the age at which the loop is no longer ready."""
+        allowed = max(self._timeouts.turn, self._timeouts.turn_steps * self.load.step_seconds)
+        return (time.monotonic() - self._last_turn) / allowed
 
     def _on_message(self, message: FromCore) -> None:
         match message:
@@ -197,14 +189,11 @@ class CoreSupervisor:
             case LogRecordMessage():
                 message.log_here(self._name)
             case CoreReady():
-                self._serve(message)
+                self.info = message
+                self._served_since = self._last_turn = time.monotonic()
+                if self._first is not None and not self._first.done():
+                    self._first.set_result(message)
+                else:
+                    log.info("%s serves again", self._name)
             case CoreFailed():
                 self._failure = error_from_code(message.code, message.message, message.field or None)
-
-    def _serve(self, info: CoreReady) -> None:
-        self.info = info
-        self._born = self._last_turn = time.monotonic()
-        if self._first is not None and not self._first.done():
-            self._first.set_result(info)
-        else:
-            log.info("%s serves again", self._name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidArgument
 from ...core.guided_decoding import GuidedDecoding
-from ...scheduler.plan import LogitsParams
+from ...scheduler.plan import LogitsParams, SamplerParams
 from ..core.messages import AddRequest
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ _NO_LOGITS_PARAMS = LogitsParams()
 
 _IGNORED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_p")
 """Parameters that the default sampler of the PyTorch backend accepts and does not apply."""
+
+_TRANSLATED = {*_IGNORED, "logit_bias", "min_tokens", "stop_token_ids", "temperature", "top_k", "top_p", "seed"}
+_TRANSLATED |= {"choice", "logprobs", "logits"}
+"""Parameters of a row that `translate` passes on; any other, also one that is new, is refused by its name."""
+
+_DEFAULTS = {**SamplerParams._field_defaults, **LogitsParams._field_defaults}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class SamplingTranslator:
         from tensorrt_llm import SamplingParams
 
         sampling, logits = add.sampling, add.sampling.logits or _NO_LOGITS_PARAMS
-        self._check(logits, sampling.min_p)
+        self._check(sampling, logits)
         greedy, held_back = sampling.temperature == 0, logits.min_tokens > 0
         return SamplingParams(
             max_tokens=max(add.max_tokens, 1),
@@ -73,18 +79,18 @@ class SamplingTranslator:
             detokenize=False,
         )
 
-    def _check(self, logits: LogitsParams, min_p: float) -> None:
-        asked = {name: getattr(logits, name) != getattr(_NO_LOGITS_PARAMS, name) for name in LogitsParams._fields}
-        asked["min_p"] = min_p > 0
-        for name in () if self.applies_all else _IGNORED:
-            if asked[name]:
+    def _check(self, sampling: SamplerParams, logits: LogitsParams) -> None:
+        values = sampling._asdict() | logits._asdict()
+        asked = [name for name, value in values.items() if value != _DEFAULTS[name]]
+        for name in asked:
+            if name in _IGNORED and not self.applies_all:
                 raise InvalidArgument(
                     f"{name}: the PyTorch sampler of tensorrt_llm {self.version} does not apply it; load the "
                     "model with sampler_type TRTLLMSampler",
                     field=name,
                 )
-        if logits.allowed_token_ids:
-            raise InvalidArgument("allowed_token_ids: TensorRT-LLM has nothing like it", field="allowed_token_ids")
+            if name not in _TRANSLATED:
+                raise InvalidArgument(f"{name}: TensorRT-LLM has nothing like it", field=name)
         if logits.min_tokens and any(len(word) > 1 for word in logits.bad_words):
             message = "min_tokens and bad_words of several tokens do not go together in TensorRT-LLM"
             raise InvalidArgument(message, field="min_tokens")

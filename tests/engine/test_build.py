@@ -90,7 +90,7 @@ def test_more_threads_than_cores_can_be_meant_for_are_refused(checkpoint: Path) 
 
 def test_a_core_is_told_what_it_may_take(checkpoint: Path) -> None:
     def told(model: Any) -> list[tuple[int | None, int | None]]:
-        configs = [replica._core._config for replica in model.client.replicas]
+        configs = [replica.core._config for replica in model.client.replicas]
         return [(config.host_memory, config.gpu_memory) for config in configs]
 
     place = "m", "1", str(checkpoint)

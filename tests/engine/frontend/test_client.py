@@ -252,7 +252,7 @@ async def test_what_is_said_before_the_core_has_connected_reaches_it(sockets: Pa
     try:
         assert await asyncio.wait_for(asyncio.shield(core.ended), 60) == 0
     finally:
-        await core.stop(patience=0)
+        await core.stop(0)
     assert left_in(sockets) == []
 
 

@@ -34,9 +34,9 @@ def waits(monkeypatch: pytest.MonkeyPatch, served: list[float]) -> list[float]:
     monkeypatch.setattr(core_supervisor, "time", SimpleNamespace(monotonic=lambda: now[0]))
     core, found = CoreSupervisor(EngineConfig(model="", executor="fake"), Deaf(), DEFAULT_TIMEOUTS), []
     for seconds in served:
-        core._serve(READY)
+        core._on_message(READY)
         now[0] += seconds
-        found.append(core._mourn(-9))
+        found.append(core._on_exit(-9))
     return found
 
 
