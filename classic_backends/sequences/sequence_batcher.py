@@ -26,6 +26,7 @@ class SequenceBatcher:
         self._taken: Sequence[QueuedRequest] = ()
         self._later_count = 0
         self.work_per_instance = self._batcher.work_per_instance
+        self.expire_requests = self._batcher.expire_requests
 
     def __len__(self) -> int:
         return len(self._batcher) + self._later_count
@@ -57,9 +58,6 @@ class SequenceBatcher:
         self._later[sequence].remove(request)
         self._later_count -= 1
         return True
-
-    def expire_requests(self, now: int) -> BatchDecision:
-        return self._batcher.expire_requests(now)
 
     def peek_batch(self, now: int) -> BatchDecision:
         """As `take_batch`, only while the instance executes nothing."""

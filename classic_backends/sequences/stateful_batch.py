@@ -48,12 +48,8 @@ class StatefulLayout(NamedTuple):
         return controls | {state.input: _state_input(state, jobs) for state in self.states}
 
     def _control_input(self, control: ControlTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
-        dtype = NUMPY_TYPES[control.datatype]
-        flags = [job.sequence_flags for job in jobs for _ in range(job.batch_size)]
-        if control.kind is ControlKind.ID:
-            array = np.array([_control_id(control, each) for each in flags], dtype)
-        else:
-            array = np.array(control.values, dtype)[[_holds(control.kind, each) for each in flags]]
+        values = [_control_value(control, job.sequence_flags) for job in jobs for _ in range(job.batch_size)]
+        array = np.array(values, NUMPY_TYPES[control.datatype])
         return array[:, np.newaxis] if self.batched else array
 
     def store_states(self, jobs: Sequence[InferenceJob], outputs: Sequence[Arrays]) -> None:
@@ -81,17 +77,16 @@ class StatefulLayout(NamedTuple):
         return array
 
 
-def _control_id(control: ControlTensor, flags: SequenceFlags | None) -> int | bytes:
+def _control_value(control: ControlTensor, flags: SequenceFlags | None) -> Any:
+    """The value for one row; `flags` None for an idle one."""
+    if control.kind is ControlKind.ID:
+        if flags is None:
+            return b"" if control.datatype == "BYTES" else 0
+        return flags.id.encode() if isinstance(flags.id, str) else flags.id
     if flags is None:
-        return b"" if control.datatype == "BYTES" else 0
-    return flags.id.encode() if isinstance(flags.id, str) else flags.id
-
-
-def _holds(kind: ControlKind, flags: SequenceFlags | None) -> int:
-    """0 or 1; 0 for an idle row."""
-    if flags is None:
-        return 0
-    return int(kind is ControlKind.READY or (flags.start if kind is ControlKind.START else flags.end))
+        return control.values[False]
+    holds = control.kind is ControlKind.READY or (flags.start if control.kind is ControlKind.START else flags.end)
+    return control.values[int(holds)]
 
 
 def _state_input(state: StateTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:

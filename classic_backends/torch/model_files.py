@@ -61,7 +61,10 @@ def open_model_file(file: Path, device: str | None) -> OpenedModel:
             # TorchScript is deprecated, which the model's owner knows.
             warnings.simplefilter("ignore", DeprecationWarning)
             if file.suffix != ".pt2":
-                return _open_script(file, device)
+                module: Any = torch.jit.load(str(file), map_location=device)  # type: ignore[no-untyped-call]
+                module.eval()
+                arguments = module.forward.schema.arguments[1:]
+                return OpenedModel(module, tuple(argument.name for argument in arguments))
             with ZipFile(file) as package:
                 compiled = any("/aotinductor/" in name for name in package.namelist())
             if compiled:
@@ -71,13 +74,6 @@ def open_model_file(file: Path, device: str | None) -> OpenedModel:
         raise
     except Exception as error:  # PyTorch raises many classes
         raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from error
-
-
-def _open_script(file: Path, device: str | None) -> OpenedModel:
-    module: Any = torch.jit.load(str(file), map_location=device)  # type: ignore[no-untyped-call]
-    module.eval()
-    names = tuple(argument.name for argument in module.forward.schema.arguments[1:])
-    return OpenedModel(module, names)
 
 
 def _open_exported(file: Path, device: str | None) -> OpenedModel:
