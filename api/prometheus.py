@@ -58,7 +58,7 @@ def _fill(metrics: Mapping[str, Metric], labels: Labels, readings: Iterable[Read
 def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | QuantileSummary) -> None:
     # To Prometheus an empty label is no label. In Triton's text they are sorted, and le and quantile come last.
     labels = {name: text for name, text in sorted(labels.items()) if text}
-    if isinstance(value, int | float):
+    if not isinstance(value, Histogram | QuantileSummary):
         metric.add_sample(metric.name, labels, value)
         return
     if isinstance(value, Histogram):

@@ -245,7 +245,7 @@ def plain(path: str) -> str:
         ),
         (
             "What else v2 takes",
-            {*request_parameters.ResponseOptions.__struct_fields__, *request_parameters._NOT_YET, *MANNERS} - {"n"},
+            {*request_parameters.ResponseOptions.__struct_fields__, *request_parameters._UNSUPPORTED, *MANNERS} - {"n"},
         ),
         (
             "What else OpenAI's API takes",
