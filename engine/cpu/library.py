@@ -1,4 +1,4 @@
-"""Finds the shared object beside this file, says what each of its functions takes, and at which level it runs."""
+"""The shared object of the C kernels beside this file: its functions' signatures, and the level that it runs at."""
 
 import ctypes
 import os
@@ -14,13 +14,13 @@ import torch  # before the library is opened: its OpenMP then is torch's, with t
 from ..step_batch import SAMPLING_DTYPE
 
 LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
-"""Lowest first, as `enum charonia_level` in level.h."""
+"""The levels of instruction sets, lowest first, as `enum charonia_level` in level.h."""
 
 LEVEL_VARIABLE = "CHARONIA_KERNELS"
 """The environment variable that caps the level; "none" is the torch path."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-"""What kernels compute on, with the number C knows it by (`enum kind` in simd.h)."""
+"""The dtypes that kernels compute on, with C's number for each (`enum kind` in simd.h)."""
 
 _ARGUMENT_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -44,7 +44,7 @@ SIGNATURES = {
     "charonia_step_submit": "ppp",
     "charonia_pool_wait": "pl",
 }
-"""Every exported function: a letter an argument (p: address, i: int, l: int64, f: float)."""
+"""The arguments of every exported function, a letter each (p: address, i: int, l: int64, f: float)."""
 
 _RESULT_TYPES: dict[str, Any] = {
     "charonia_choice_fields": ctypes.c_char_p,
@@ -52,45 +52,42 @@ _RESULT_TYPES: dict[str, Any] = {
     "charonia_pool_start": ctypes.c_void_p,
     "charonia_step_submit": ctypes.c_int64,
 }
-"""All others return int or nothing."""
+"""The results of functions that do not return int or nothing."""
 
 Function = Callable[..., Any]
 
 _hidden = False
-"""Whether the library is to be taken for absent."""
+"""True within `without_library`."""
 
 
 def level() -> str | None:
-    """The level in use; None where there is no library, or nobody wants it."""
+    """The level in use; None where there is no library, or LEVEL_VARIABLE forbids it."""
     if _hidden:
         return None
     return LEVELS[bind_function("charonia_level")()] if _open_library() is not None else None
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels compute this dtype on this device; asked while something is built, not at each step."""
+    """Whether the kernels compute `dtype` on `device`; layers ask while they are built, not at each step."""
     return device.type == "cpu" and dtype in DTYPE_CODES and level() is not None
 
 
 def describe() -> str:
-    """What computes on the CPU, for people."""
+    """The way in which the CPU computes, for the log."""
     now = level()
     if now is not None:
         return f"C kernels at level {now}"
-    asked = (
-        f"{LEVEL_VARIABLE}=none"
-        if os.environ.get(LEVEL_VARIABLE) == "none"
-        else "none were built, for want of a compiler"
-    )
-    return f"no C kernels ({asked}): torch computes, more slowly, and last bits may depend on what shares a batch"
+    forbidden = os.environ.get(LEVEL_VARIABLE) == "none"
+    reason = f"{LEVEL_VARIABLE}=none" if forbidden else "none were built, for want of a compiler"
+    return f"no C kernels ({reason}): torch computes, more slowly, and last bits may depend on what shares a batch"
 
 
 @cache
 def bind_function(name: str) -> Function:
-    """The function called `name`. It is given integers, addresses included (`tensor.data_ptr()`), and checks nothing.
+    """The exported function `name`. It takes numbers, addresses included (`tensor.data_ptr()`), and checks nothing.
 
     Raises:
-        RuntimeError: there is no library; who calls asked `level()` or `supports()` first.
+        RuntimeError: there is no library: ask `level()` or `supports()` first.
     """
     library = _open_library()
     if library is None:
@@ -103,7 +100,7 @@ def bind_function(name: str) -> Function:
 
 @contextmanager
 def at_level(name: str) -> Iterator[None]:
-    """Run at level `name`, if the machine has it, and go back: for tests and measurements."""
+    """Run at level `name`, or at the best below it that the machine has: for tests and measurements."""
     before = level()
     if before is None:
         raise RuntimeError("the C extension is not there")
@@ -116,7 +113,8 @@ def at_level(name: str) -> Iterator[None]:
 
 @contextmanager
 def without_library() -> Iterator[None]:
-    """As if there were no library: what is built within takes the torch path. For tests and measurements."""
+    """Act as if there were no library, so that layers that are built take the torch path: for tests and
+    measurements."""
     global _hidden
     before, _hidden = _hidden, True
     try:
@@ -140,7 +138,7 @@ def _open_library() -> ctypes.CDLL | None:
 
 
 def _check_sampling_layout(library: ctypes.CDLL) -> None:
-    """Raises RuntimeError: `struct choice` of sample.h is not SAMPLING_DTYPE."""
+    """Raise RuntimeError unless `struct choice` of sample.h is SAMPLING_DTYPE."""
     names = {"float32": "float", "int64": "int64_t"}
     ours = "".join(f"{names[str(SAMPLING_DTYPE[name])]} {name};" for name in SAMPLING_DTYPE.names or ())
     function = getattr(library, "charonia_choice_fields", None)

@@ -1,4 +1,4 @@
-"""Products with weights that never change, packed once: fp32, bf16 or int8 (`matmul.h` says how they lie).
+"""Matrix products with constant weights, packed once: fp32, bf16 or int8 (`matmul.h` says how they lie).
 
 A row's result does not depend on the rows beside it, nor on the threads: bit for bit. int8 is symmetric: weights by
 output, activations by row, each scaled so that its largest number is 127; the sum between is exact.
@@ -19,10 +19,10 @@ LANES, LINE_BYTES = 16, 64
 """Outputs side by side in a line of packed weights, and its bytes, as in matmul.h."""
 
 WEIGHT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""What weights may be packed as, with the numbers of matmul.h."""
+"""The dtypes that weights may be packed as, with the numbers of matmul.h."""
 
 SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What they may be packed from, with the numbers of matmul_pack.c."""
+"""The dtypes that weights may be packed from, with the numbers of matmul_pack.c."""
 
 
 class MatmulFormat(NamedTuple):

@@ -1,4 +1,4 @@
-"""Memory for what is read whole at every step: zeroed, on huge pages where the system has them, in few large pieces."""
+"""Zeroed memory on huge pages, where the system has them: for weights and caches, which every step reads whole."""
 
 import mmap
 
@@ -7,20 +7,19 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 1 << 21
 REGION_BYTES = 1 << 26
-"""Bytes asked of the system at a time, at least. What is never touched takes no memory."""
+"""The least that is asked of the system at a time. Pages that are never touched take no memory."""
 
 CACHE_LINE_BYTES = 64
-"""Bytes of a cache line."""
 
 
 class HugePageArena:
-    """Hands out parts of regions; a region lives as long as any part of it."""
+    """Allocates parts of mapped regions; a region lives as long as any part of it."""
 
     def __init__(self) -> None:
         self._region = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, size: int) -> Tensor:
-        """uint8 [size], zeros, at the beginning of a cache line.
+        """Zeros, uint8 [size], from the beginning of a cache line on.
 
         Raises:
             OSError: the system has no such memory.
@@ -33,13 +32,14 @@ class HugePageArena:
 
 
 def aligned_empty(size: int) -> Tensor:
-    """uint8 [size], anything, at the beginning of a cache line."""
+    """Uninitialized memory, uint8 [size], from the beginning of a cache line on."""
     memory = torch.empty(size + CACHE_LINE_BYTES, dtype=torch.uint8)
     return memory[-memory.data_ptr() % CACHE_LINE_BYTES :][:size]
 
 
 def _map_region(size: int) -> Tensor:
-    """Private, so that huge pages need no more than the advice; begun at one, or the advice would miss the first."""
+    """A private mapping, for which huge pages take no more than the advice, from the beginning of a huge page on: else
+    the advice would not reach the first."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     pages = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -21,9 +21,8 @@ from torch import Tensor
 from ..step_batch import SampledTokens, StepBatch
 from . import library
 from .attention import LayerCaches, StepStruct, fill_step_struct
-from .buffer_planner import TraceIO, buffer_bytes, plan_buffers
 from .memory import aligned_empty
-from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TracedOp
+from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TracedOp, TraceIO, buffer_bytes, plan_buffers
 
 _NO_TENSOR = -1
 

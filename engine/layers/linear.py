@@ -18,7 +18,7 @@ class OutputShard(NamedTuple):
     features: slice
 
     def shifted(self, by: int) -> "OutputShard":
-        """As many features of the same matrix, `by` further on: for several projections fused in one matrix."""
+        """The same number of features `by` further on, where one matrix holds several projections."""
         return self._replace(features=slice(self.features.start + by, self.features.stop + by))
 
 

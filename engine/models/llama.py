@@ -1,5 +1,5 @@
-"""Llama 1 to 3.x (arXiv 2302.13971, 2407.21783) and the shape of its variants: pre-norm, RoPE, grouped queries,
-SwiGLU."""
+"""Llama 1 to 3.x (arXiv 2302.13971, 2407.21783) and dense architectures of its shape: pre-norm, RoPE, grouped queries,
+SwiGLU. Variants with modules of their own begin with `build_llama_variant`, too."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -75,3 +75,22 @@ class LlamaDecoderLayer:
 def build_llama(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     bias = spec.attention_bias
     return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(qkv_bias=bias, out_bias=bias)))
+
+
+def build_mistral(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    """Mistral 7B and its successors (arXiv 2310.06825); a sliding window, if any, is in every layer."""
+    return build_llama_variant(spec, loader, LlamaVariant())
+
+
+def build_qwen2(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    """Qwen 2 and 2.5 (arXiv 2407.10671), with biases on queries, keys and values only."""
+    return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(qkv_bias=True)))
+
+
+def build_phi3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    """Phi-3 and 4 (arXiv 2404.14219), with projections that the checkpoint stores fused."""
+
+    def build_fused_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
+        return GatedMLP(loader, mlp_spec(spec, index)._replace(fused="gate_up_proj", bias=False))
+
+    return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(fused=True), build_fused_mlp))

@@ -2,7 +2,7 @@
 
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
 from ..checkpoint.weights import WeightLoader
-from ..layers.experts import MixtureOfExperts, Router
+from ..layers.experts import MixtureOfExperts
 from ..layers.mlp import GatedMLPSpec
 from .interfaces import Decoder
 from .llama import FeedForward, LlamaVariant, build_llama_variant
@@ -20,4 +20,4 @@ def _build_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedFor
         GatedMLPSpec(f"{name}.experts.{number}", hidden, inner, gate="w1", up="w3", down="w2")
         for number in range(spec.experts.count)
     ]
-    return MixtureOfExperts(loader, Router(loader, f"{name}.gate", hidden, spec.experts), experts)
+    return MixtureOfExperts(loader, f"{name}.gate", spec.experts, experts)

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from ..attention.native import NativeStepAttention
-from ..cpu.buffer_planner import TraceIO
-from ..cpu.op_trace import ATTENTION, INPUT, SAMPLE, OpStruct, OpTrace, SymbolicTensor, Traceable, as_symbol, as_tensor
+from ..cpu.op_trace import (
+    ATTENTION,
+    INPUT,
+    SAMPLE,
+    OpStruct,
+    OpTrace,
+    SymbolicTensor,
+    Traceable,
+    TraceIO,
+    as_symbol,
+    as_tensor,
+)
 from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun
 from ..layers.embed_and_head import DecoderEnds
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
@@ -124,7 +134,7 @@ class _SymbolicContext:
     def __init__(self, width: int) -> None:
         self.attention, self._width = self, width
         self.rotaries: list[FusedRotary] = []
-        """Those that layers asked for, each once."""
+        """The rotary embeddings that layers asked for, each once."""
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         assert isinstance(rotary, FusedRotary), "a layer that rotates by torch says that it is untraceable"

@@ -2,7 +2,7 @@
 
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
-from ..layers.experts import MixtureOfExperts, Router
+from ..layers.experts import MixtureOfExperts
 from ..layers.norm import rms_norm
 from ..layers.self_attention import AttentionProjections
 from .interfaces import Decoder
@@ -27,4 +27,4 @@ def _build_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedFor
     dense = mlp_spec(spec, index)
     expert = dense._replace(intermediate=spec.experts.intermediate_size)
     experts = [expert._replace(name=f"{dense.name}.experts.{number}") for number in range(spec.experts.count)]
-    return MixtureOfExperts(loader, Router(loader, f"{dense.name}.gate", spec.hidden_size, spec.experts), experts)
+    return MixtureOfExperts(loader, f"{dense.name}.gate", spec.experts, experts)

@@ -16,11 +16,8 @@ from ..config import ParallelConfig
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .gemma import build_gemma2, build_gemma3
 from .interfaces import BuiltDecoder, CheckpointBuilder, DecoderFactory
-from .llama import build_llama
-from .mistral import build_mistral
+from .llama import build_llama, build_mistral, build_phi3, build_qwen2
 from .mixtral import build_mixtral
-from .phi3 import build_phi3
-from .qwen2 import build_qwen2
 from .qwen3 import build_qwen3, build_qwen3_moe
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.engine.cpu.buffer_planner import TraceIO, plan_buffers
-from charonia.engine.cpu.op_trace import INPUT, NORM, OpStruct, OpTrace, SymbolicTensor
+from charonia.engine.cpu.op_trace import INPUT, NORM, OpStruct, OpTrace, SymbolicTensor, TraceIO, plan_buffers
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
