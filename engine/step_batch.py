@@ -42,22 +42,28 @@ class SampledTokens(NamedTuple):
 class StepBatch:
     """R rows of `counts` tokens each from position `starts` on, N in all, row after row.
 
-    `rows`, `starts` and `counts` int32 [R] are host numbers, `rows` the lines of two tables on the device, which have
-    one for every row that there is: `known` int32 [lines, longest] its token ids, `blocks` int64 [lines, most] the ids
-    of its blocks (anything after the last). What follows from these is made when it is asked for.
+    `rows`, `starts` and `counts`, int32 [R], are host numbers; `rows` are lines of two tables on the device that have a
+    line for every row of the worker: `token_ids` int32 [lines, max_tokens], and `block_ids` int64 [lines, max_blocks],
+    with anything after the last block. Everything else is derived when it is asked for.
     """
 
     def __init__(
-        self, rows: ArrayLike, starts: ArrayLike, counts: ArrayLike, known: Tensor, blocks: Tensor, block_size: int
+        self,
+        rows: ArrayLike,
+        starts: ArrayLike,
+        counts: ArrayLike,
+        token_ids: Tensor,
+        block_ids: Tensor,
+        block_size: int,
     ) -> None:
         self.rows, self.starts, self.counts = (np.ascontiguousarray(each, np.int32) for each in (rows, starts, counts))
-        self.token_ids, self.block_ids, self.block_size = known, blocks, block_size
+        self.token_ids, self.block_ids, self.block_size = token_ids, block_ids, block_size
 
     @classmethod
     def from_tokens(
         cls, tokens: Tensor, starts: Sequence[int], counts: Sequence[int], blocks: Tensor, block_size: int
     ) -> "StepBatch":
-        """The rows of `blocks` [R, most] and no others, for `tokens` [N]; what came before them is not known."""
+        """A batch of the rows of `blocks` [R, max_blocks] and no others, for `tokens` [N]; tokens before them are 0."""
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         known = torch.zeros(len(starts), longest, dtype=torch.int32, device=tokens.device)
         batch = cls(np.arange(len(starts)), starts, counts, known, blocks, block_size)
@@ -66,7 +72,7 @@ class StepBatch:
 
     @cached_property
     def size(self) -> int:
-        """N."""
+        """The number of tokens, N."""
         return int(self.counts.sum())
 
     @cached_property
@@ -96,7 +102,7 @@ class StepBatch:
         return to_device(self._owners, self.token_ids.device)
 
     def slots(self) -> Tensor:
-        """[N] where each token's keys and values go: block id * block size + offset."""
+        """[N] the cache slot of each token's keys and values: block id * block size + offset."""
         block = torch.div(self.positions, self.block_size, rounding_mode="floor")
         return self.tables[self.owners, block] * self.block_size + self.positions % self.block_size
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HashExtras = tuple[str, ...]
-"""What sets equal tokens apart: adapter, tenant, salt. They enter at the root and so mark the whole chain."""
+"""Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
 
 
 class BlockPool:

@@ -1,1 +1,1 @@
-"""What runs in the next step. Knows token counts and blocks; knows nothing of torch, ranks or text."""
+"""The scheduler: which tokens run in the next step. Knows token counts and blocks; nothing of torch, ranks or text."""

@@ -1,4 +1,4 @@
-"""What the scheduler tells an executor to do in one step, and what comes back. Both are diffs."""
+"""The types between scheduler and executor: the plan of one step, and its result. Both are diffs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

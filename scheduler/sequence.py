@@ -116,7 +116,7 @@ class Sequence:
         return asked if self.lacks_prompt_logprobs else asked._replace(prompt_logprobs=None)
 
     def take_prompt_logprobs(self, computed: PromptLogprobs) -> PromptLogprobs:
-        """Those of `computed` that are new: after a preemption some come again.
+        """Take in `computed` and return the part that is new: after a preemption some come again.
 
         Raises:
             RuntimeError: some before them are missing.

@@ -182,8 +182,8 @@ class StepPacker:
     # Prompts
 
     def _add_prompts(self, builder: StepBuilder, decoding: StepWork) -> None:
-        """What remains of the budget goes to prompts, short ones first; but half of it is for long ones, if there are
-        any and they can use it."""
+        """Spend the rest of the budget on prompts, short ones first; but half of it is for long ones, if there are any
+        and they can use it."""
         short, long = self._half_computed()
         if not long and self._waiting.peek(self._now, long=True) is None:
             self._fill(builder, self._prefill.short_prompt_lane(decoding, builder.budget_left), short, long=False)

@@ -183,7 +183,7 @@ class FakeExecutor:
         return [self._logprobs(token, row.sampling.logprobs) for token, row in zip(tokens, owners, strict=True)]
 
     def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
-        """Of the tokens of its prompt that come after those: the likeliest has rank 1 and logprob -1, and so on."""
+        """Log-probabilities of the prompt's tokens after the computed ones: -1 for the likeliest, and so on."""
         most, ends = row.sampling.prompt_logprobs, range(start + 1, min(start + count + 1, row.prompt))
         if most is None or not ends:
             return None

@@ -1,4 +1,4 @@
-"""What bounds decoding on a CPU: each token of a lone sequence reads every weight it goes through once.
+"""The bound of memory on decoding: on a CPU each token of a lone sequence reads every weight it goes through once.
 
 Knows sizes and the memory's speed; nothing of kernels, or of what a batch computes.
 """
@@ -43,7 +43,7 @@ def measure_roofline(shape: DecoderShape, kind: torch.dtype) -> Roofline | None:
 
 
 def token_weights(spec: ModelSpec) -> int:
-    """Numbers in the matrices that one token goes through, of a mixture those of the experts chosen."""
+    """Numbers in the matrices that one token goes through; of a mixture, in those of the experts it is routed to."""
     attention = 2 * spec.hidden_size * (spec.heads + spec.kv_heads) * spec.head_dim
     dense = 3 * spec.hidden_size * spec.intermediate_size
     widths = [dense] * spec.layers
