@@ -1,29 +1,31 @@
-"""Lines between machines: TCP connections of whoever has a ticket. Knows nothing of what is said on them.
+"""Connections between the ranks of several machines and their core: TCP, authenticated by a shared secret.
 
-What is said is not encrypted: the ticket keeps strangers out who cannot read the network, no others.
+Both ends prove that they know the secret by `multiprocessing.connection`'s HMAC challenge, so it never travels on the
+connection. What is sent is not encrypted. Knows nothing of the messages.
 """
 
-import hmac
 import secrets
 import select
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from struct import Struct
 from time import monotonic
 from typing import NamedTuple
 
-_GREETING = Struct("<32sI")  # secret, rank
-_GREETING_SECONDS = 2.0
-"""How long one who calls may take to say who he is; those after him wait."""
+_TIMEVAL = Struct("ll")
+_RANK_BYTES = 4
+_HANDSHAKE_SECONDS = 2
+"""How long a caller may be silent while it proves who it is; those after it wait."""
 
 _PEER_TIMEOUT_SECONDS = 10
 """A machine that has not answered for so long is gone."""
 
 
 class ConnectToken(NamedTuple):
-    """What `rank` needs to call."""
+    """The address and secret with which `rank` connects to a `RankListener`."""
 
     host: str
     port: int
@@ -31,7 +33,7 @@ class ConnectToken(NamedTuple):
     rank: int
 
     def __repr__(self) -> str:
-        return f"Ticket({self.host}:{self.port}, rank {self.rank})"
+        return f"ConnectToken({self.host}:{self.port}, rank {self.rank})"
 
 
 class RankConnection(NamedTuple):
@@ -40,7 +42,7 @@ class RankConnection(NamedTuple):
 
 
 class RankListener:
-    """Where ranks call, on `host` alone.
+    """Accepts the connections of ranks, on `host` alone.
 
     Raises:
         OSError: this machine does not have that address.
@@ -55,37 +57,34 @@ class RankListener:
         return ConnectToken(self._host, self._port, self._secret, rank)
 
     def accept(self, seconds: float) -> RankConnection | None:
-        """The next rank that calls; None if none does within so many seconds. Others are hung up on."""
+        """The next rank that connects; None if none does within so many seconds. Strangers are disconnected."""
         deadline = monotonic() + seconds
         while (left := deadline - monotonic()) > 0:
             self._listener.settimeout(left)
             try:
-                caller = self._listener.accept()[0]
+                connected = self._listener.accept()[0]
             except TimeoutError:
                 return None
-            if (rank := self._greeted(caller)) is not None:
-                return RankConnection(rank, _connection_over(caller))
-            caller.close()
+            _limit_silence(connected, _HANDSHAKE_SECONDS)
+            connection = _connection_over(connected)
+            try:
+                deliver_challenge(connection, self._secret)
+                answer_challenge(connection, self._secret)
+                rank = int.from_bytes(connection.recv_bytes(_RANK_BYTES), "little")
+            except (OSError, EOFError, AuthenticationError):
+                connection.close()
+                continue
+            with socket.socket(fileno=socket.dup(connection.fileno())) as same:
+                _limit_silence(same, 0)
+            return RankConnection(rank, connection)
         return None
 
     def close(self) -> None:
         self._listener.close()
 
-    def _greeted(self, caller: socket.socket) -> int | None:
-        """Which rank it is."""
-        caller.settimeout(_GREETING_SECONDS)
-        try:
-            greeting = caller.recv(_GREETING.size, socket.MSG_WAITALL)
-        except OSError:
-            return None
-        if len(greeting) < _GREETING.size:
-            return None
-        secret, rank = _GREETING.unpack(greeting)
-        return int(rank) if hmac.compare_digest(secret, self._secret) else None
-
 
 def listen_on(host: str) -> socket.socket:
-    """A socket that listens on `host` alone, at a port that is free.
+    """A socket that listens on `host` alone, at a free port.
 
     Raises:
         OSError: this machine does not have that address.
@@ -93,30 +92,43 @@ def listen_on(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def connect_to_listener(ticket: ConnectToken) -> Connection:
-    """A line to whoever gave the ticket.
+def connect_to_listener(token: ConnectToken) -> Connection:
+    """A connection to the listener that gave the token.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: nothing answers there.
+        AuthenticationError: it is another listener.
     """
-    caller = socket.create_connection((ticket.host, ticket.port), timeout=_PEER_TIMEOUT_SECONDS)
-    caller.sendall(_GREETING.pack(ticket.secret, ticket.rank))
-    return _connection_over(caller)
+    address = (token.host, token.port)
+    connection = _connection_over(socket.create_connection(address, timeout=_PEER_TIMEOUT_SECONDS))
+    try:
+        answer_challenge(connection, token.secret)
+        deliver_challenge(connection, token.secret)
+        connection.send_bytes(token.rank.to_bytes(_RANK_BYTES, "little"))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def wait_until_closed(lines: Iterable[Connection], seconds: float) -> bool:
-    """Whether all lines are broken by those who called, in so many seconds. Others may read them meanwhile."""
+def _limit_silence(connected: socket.socket, seconds: int) -> None:
+    """Let reads fail after so many seconds; 0: never."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, 0))
+
+
+def wait_until_closed(connections: Iterable[Connection], seconds: float) -> bool:
+    """Whether the other ends close all connections within so many seconds. Other threads may read them meanwhile."""
     deadline, broken = monotonic() + seconds, True
-    for line in lines:
+    for each in connections:
         poll = select.poll()
-        poll.register(line.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
+        poll.register(each.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
         broken = bool(poll.poll(1000 * max(0.0, deadline - monotonic()))) and broken
     return broken
 
 
-def shut_down(line: Connection) -> None:
-    """Break a line under whoever reads it, here and there."""
-    with suppress(OSError), socket.socket(fileno=socket.dup(line.fileno())) as ours:
+def shut_down(connection: Connection) -> None:
+    """Close a connection for both ends, also under threads that read it."""
+    with suppress(OSError), socket.socket(fileno=socket.dup(connection.fileno())) as ours:
         ours.shutdown(socket.SHUT_RDWR)
 
 

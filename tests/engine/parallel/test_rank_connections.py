@@ -4,7 +4,10 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -26,19 +29,21 @@ def gate() -> Iterator[RankListener]:
         yield gate
 
 
-def called(gate: RankListener) -> RankConnection:
-    found = gate.accept(SECONDS)
-    assert found is not None
-    return found
+def connected(gate: RankListener, rank: int = 0) -> tuple[RankConnection, Connection]:
+    """Both ends of a connection: each waits for the other's proof."""
+    with ThreadPoolExecutor(1) as threads:
+        theirs = threads.submit(connect_to_listener, gate.token(rank))
+        found = gate.accept(SECONDS)
+        assert found is not None
+        return found, theirs.result(SECONDS)
 
 
 def test_a_rank_is_known_by_its_ticket(gate: RankListener) -> None:
-    with connect_to_listener(gate.token(3)) as theirs:
-        rank, ours = called(gate)
-        with ours:
-            theirs.send_bytes(b"here")
-            ours.send_bytes(bytes(1 << 20))
-            assert (rank, ours.recv_bytes(), len(theirs.recv_bytes())) == (3, b"here", 1 << 20)
+    (rank, ours), theirs = connected(gate, 3)
+    with ours, theirs:
+        theirs.send_bytes(b"here")
+        ours.send_bytes(bytes(1 << 20))
+        assert (rank, ours.recv_bytes(), len(theirs.recv_bytes())) == (3, b"here", 1 << 20)
 
 
 def test_it_listens_on_one_address_alone(gate: RankListener) -> None:
@@ -52,12 +57,36 @@ def test_strangers_are_hung_up_on(gate: RankListener, greeting: bytes) -> None:
     with socket.create_connection((ticket.host, ticket.port), timeout=SECONDS) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
-        with connect_to_listener(ticket) as theirs:
-            rank, ours = called(gate)
-            with ours:
-                assert stranger.recv(1) == b""
-                theirs.send_bytes(b"here")
-                assert (rank, ours.recv_bytes()) == (1, b"here")
+        (rank, ours), theirs = connected(gate, 1)
+        with ours, theirs:
+            assert ticket.secret not in everything_from(stranger)
+            theirs.send_bytes(b"here")
+            assert (rank, ours.recv_bytes()) == (1, b"here")
+
+
+def everything_from(stranger: socket.socket) -> bytes:
+    """What a stranger was sent before the listener closed the connection."""
+    received = b""
+    with suppress(ConnectionResetError):
+        while piece := stranger.recv(4096):
+            received += piece
+    return received
+
+
+def test_a_stranger_that_says_nothing_is_not_waited_for(gate: RankListener) -> None:
+    ticket = gate.token(1)
+    with socket.create_connection((ticket.host, ticket.port), timeout=SECONDS):
+        (rank, ours), theirs = connected(gate, 1)
+        with ours, theirs:
+            assert rank == 1
+
+
+def test_another_secret_is_refused_by_both(gate: RankListener) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(gate.accept, 5.0)
+        with pytest.raises(AuthenticationError):
+            connect_to_listener(gate.token(1)._replace(secret=b"guessed"))
+        assert found.result(SECONDS) is None
 
 
 def test_nobody_calls(gate: RankListener) -> None:
@@ -66,21 +95,24 @@ def test_nobody_calls(gate: RankListener) -> None:
 
 def test_a_ticket_does_not_print_its_secret(gate: RankListener) -> None:
     ticket = gate.token(0)
-    assert str(ticket) == f"Ticket(127.0.0.1:{ticket.port}, rank 0)"
+    assert str(ticket) == f"ConnectToken(127.0.0.1:{ticket.port}, rank 0)"
 
 
 def test_a_line_does_not_wait_and_notices_silence(gate: RankListener) -> None:
-    with connect_to_listener(gate.token(0)) as theirs, called(gate).connection as ours:
+    (_, ours), theirs = connected(gate)
+    with ours, theirs:
         for line in (theirs, ours):
-            with socket.socket(fileno=socket.dup(line.fileno())) as connected:
-                assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                assert connected.gettimeout() is None
+            with socket.socket(fileno=socket.dup(line.fileno())) as same:
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) == bytes(16)
+                assert same.gettimeout() is None
 
 
 def test_whoever_reads_a_line_that_is_hung_up_stops(gate: RankListener) -> None:
     ends: list[type[BaseException]] = []
-    with connect_to_listener(gate.token(0)) as theirs, called(gate).connection as ours:
+    (_, ours), theirs = connected(gate)
+    with ours, theirs:
 
         def read() -> None:
             try:
@@ -98,11 +130,10 @@ def test_whoever_reads_a_line_that_is_hung_up_stops(gate: RankListener) -> None:
 
 
 def test_a_machine_that_resets_its_line_has_broken_it(gate: RankListener) -> None:
-    ticket = gate.token(0)
-    theirs = connect_to_listener(ticket)
-    with called(gate).connection as ours:
-        with socket.socket(fileno=socket.dup(theirs.fileno())) as connected:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    (_, ours), theirs = connected(gate)
+    with ours:
+        with socket.socket(fileno=socket.dup(theirs.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
         assert wait_until_closed([ours], SECONDS)
         with pytest.raises((EOFError, ConnectionResetError)):

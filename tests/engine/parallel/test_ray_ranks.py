@@ -265,7 +265,7 @@ async def test_ranks_that_do_not_join_are_named(
     message = r"^rank 0 of 2 on 127.0.0.1, rank 1 of 2 on 127.0.0.1 did not join within 0.2 s$"
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1]
-        monkeypatch.setattr(RankListener, "ticket", lambda gate, rank: ConnectToken("127.0.0.1", port, bytes(32), rank))
+        monkeypatch.setattr(RankListener, "token", lambda gate, rank: ConnectToken("127.0.0.1", port, bytes(32), rank))
         with pytest.raises(Unavailable, match=message):
             RayRanks(config(), RankLayout(2), RayTimeouts(join=0.2))
         await until(lambda: not machines.ranks() and not machines.groups())
@@ -274,7 +274,7 @@ async def test_ranks_that_do_not_join_are_named(
 async def test_ranks_that_cannot_call_say_why(
     config: Callable[..., EngineConfig], machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RankListener, "ticket", lambda gate, rank: ConnectToken("127.0.0.1", 1, bytes(32), rank))
+    monkeypatch.setattr(RankListener, "token", lambda gate, rank: ConnectToken("127.0.0.1", 1, bytes(32), rank))
     with pytest.raises(Unavailable, match=r"^rank [01] of 2 on 127.0.0.1 did not start: ConnectionRefusedError: "):
         RayRanks(config(), RankLayout(2))
     await until(lambda: not machines.ranks() and not machines.groups())
