@@ -1,8 +1,7 @@
-"""The board that ranks read: one writer, and readers in processes of the same machine.
+"""A ring of shared memory through which one writer broadcasts messages to processes of the same machine.
 
-A message lies once in shared memory that has no name, so nothing of it can be left behind; over its line each reader is
-told where. What is short or does not fit, and everything where no memory is shared, goes over the lines themselves.
-Knows nothing of what messages mean.
+A message lies in the ring once, and each reader is told over its connection where. A short one, one that finds no room,
+and everything where no memory is shared, goes over the connections themselves. Knows nothing of the messages' meaning.
 """
 
 import os
@@ -27,59 +26,61 @@ _READ_BYTES = 1 << 16
 
 
 class RingSpan(NamedTuple):
+    """Bytes of the ring; empty for a message that went over the connections."""
+
     begin: int
     end: int
 
 
 class BroadcastRing:
-    """Belongs to the writer. What `post` wrote stays until `forget` has been called once for it, in the same order;
-    the two may be called by two threads."""
+    """The writer's end. A published message stays in the ring until `release_oldest` was called for it; publishing and
+    releasing may be done by two threads."""
 
-    def __init__(self, lines: Sequence[Connection], memory: SharedArena | None = None) -> None:
-        self._lines, self._memory = lines, memory
-        self._size = 0 if memory is None else len(memory.memory)
-        self._posted: deque[RingSpan] = deque()
+    def __init__(self, connections: Sequence[Connection], arena: SharedArena | None = None) -> None:
+        self._connections, self._arena = connections, arena
+        self._size = 0 if arena is None else len(arena.memory)
+        self._published: deque[RingSpan] = deque()
         self._end = 0
 
     def publish(self, message: bytes) -> None:
-        """Let every reader have `message`. Waits where there is no room for it but in the lines.
+        """Send `message` to every reader. Waits for readers where the ring has no room for it.
 
         Raises:
             OSError: a reader is gone.
         """
-        span = self._room(len(message))
-        self._posted.append(span)
-        if self._memory is None or span.begin == span.end:
+        span = self._free_span(len(message))
+        self._published.append(span)
+        if self._arena is None or span.begin == span.end:
             self.publish_inline(message)
             return
-        self._memory.memory[span.begin : span.end] = message
+        self._arena.memory[span.begin : span.end] = message
         self._end = span.end
         self._write(_FRAME.pack(_IN_RING, len(message)) + _OFFSET.pack(span.begin))
 
     def publish_inline(self, message: bytes) -> None:
-        """Let every reader have `message`, over its line; it need not be forgotten."""
+        """Send `message` to every reader over its connection; it need not be released."""
         self._write(_FRAME.pack(_INLINE, len(message)) + message)
 
-    def _write(self, frame: bytes) -> None:
-        # By send_bytes it takes twice as long: more than the system needs, for every line and step.
-        for line in self._lines:
-            written = os.write(line.fileno(), frame)
-            while written < len(frame):
-                written += os.write(line.fileno(), frame[written:])
-
     def release_oldest(self) -> None:
-        """All readers have read the oldest of what was posted."""
-        self._posted.popleft()
+        """All readers have read the oldest published message."""
+        self._published.popleft()
 
-    def _room(self, size: int) -> RingSpan:
-        """Where `size` bytes are free, in one piece; an empty span at the end where they are not."""
+    def _write(self, frame: bytes) -> None:
+        # By send_bytes it takes twice as long: more than the system needs, for every connection and step.
+        for connection in self._connections:
+            written = os.write(connection.fileno(), frame)
+            while written < len(frame):
+                written += os.write(connection.fileno(), frame[written:])
+
+    def _free_span(self, size: int) -> RingSpan:
+        """`size` free bytes in one piece; an empty span where there are none."""
         end, nowhere = self._end, RingSpan(self._end, self._end)
         if size <= _INLINE_BYTES:
             return nowhere
-        held = next((span.begin for span in list(self._posted) if span.begin < span.end), None)
+        held = next((span.begin for span in list(self._published) if span.begin < span.end), None)
         if held is None:
             return RingSpan(0, size) if size <= self._size else nowhere
-        if end > held:  # what is held lies in [held, end)
+        if end > held:  # the bytes that are held lie in [held, end)
             if end + size <= self._size:
                 return RingSpan(end, end + size)
             return RingSpan(0, size) if size < held else nowhere
@@ -87,14 +88,14 @@ class BroadcastRing:
 
 
 class RingReader:
-    """Belongs to one reader."""
+    """One reader's end."""
 
-    def __init__(self, line: Connection, memory: SharedArena | None = None) -> None:
-        self._line, self._memory = line, memory
+    def __init__(self, connection: Connection, arena: SharedArena | None = None) -> None:
+        self._connection, self._arena = connection, arena
         self._unread = b""
 
     def read(self) -> bytes:
-        """The next message. Waits for it.
+        """Wait for the next message.
 
         Raises:
             EOFError, OSError: the writer is gone.
@@ -102,23 +103,16 @@ class RingReader:
         where, size = _FRAME.unpack(self._take(_FRAME.size))
         if where == _INLINE:
             return self._take(size)
-        assert self._memory is not None
+        assert self._arena is not None
         (begin,) = _OFFSET.unpack(self._take(_OFFSET.size))
-        return self._memory.memory[begin : begin + size]
+        return self._arena.memory[begin : begin + size]
 
     def _take(self, size: int) -> bytes:
-        """The next bytes of the line."""
-        if len(self._unread) < size:
-            self._unread += self._receive(size - len(self._unread))
+        """The next bytes of the connection; all that are there already are read with them."""
+        while len(self._unread) < size:
+            piece = os.read(self._connection.fileno(), _READ_BYTES)
+            if not piece:
+                raise EOFError
+            self._unread += piece
         taken, self._unread = self._unread[:size], self._unread[size:]
         return taken
-
-    def _receive(self, missing: int) -> bytes:
-        """At least so many bytes; and what else is there already."""
-        pieces = []
-        while missing > 0:
-            pieces.append(os.read(self._line.fileno(), _READ_BYTES))
-            if not pieces[-1]:
-                raise EOFError
-            missing -= len(pieces[-1])
-        return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""How a model's ranks are arranged: numbers alone. Knows no processes, no machines and no tensors."""
+"""The arrangement of a model's ranks, in numbers. Knows no processes, no machines and no tensors."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class RankLayout(NamedTuple):
 
     @property
     def result_rank(self) -> int:
-        """The one rank that tells results: the first of the last stage."""
+        """The rank that reports results: the first of the last stage."""
         return self.world - self.tensor
 
     def stage_of(self, rank: int) -> int:
@@ -32,7 +32,7 @@ class RankLayout(NamedTuple):
         return map(self.ranks_of_stage, range(self.pipeline))
 
     def rank_name(self, rank: int) -> str:
-        """For people: which one of how many, and what it is there for."""
+        """The rank's name in logs and errors: its number of how many, and its place in the layout."""
         parts = [f"rank {rank} of {self.world}"]
         if self.tensor > 1 and self.pipeline > 1:
             parts.append(f"stage {self.stage_of(rank)}, tensor {rank % self.tensor}")

@@ -1,6 +1,6 @@
-"""The ranks of one machine: processes of their own, started by the core and never left behind.
+"""The ranks of one machine: child processes of the engine core, each with a connection to it.
 
-Knows nothing of what is said on their lines.
+Knows nothing of the messages on the connections.
 """
 
 import os
@@ -17,38 +17,38 @@ from .broadcast_ring import RING_BYTES
 from .layout import RankLayout
 
 _DEATH_SECONDS = 5.0
-"""How long a process may take to end once its line is broken."""
+"""How long a process may take to end once its connection is closed."""
 
 
 class LaunchedRanks(Protocol):
-    """Ranks that were started, wherever they run."""
+    """Ranks that were started, on this machine or on others; `RankMonitor` and `RanksExecutor` use them."""
 
     @property
     def connections(self) -> Sequence[Connection]:
-        """One to each rank. It breaks when the rank ends, however that comes."""
+        """One to each rank. It closes when the rank ends, however that comes."""
 
     @property
     def memory(self) -> SharedArena | None:
-        """What all of them share with the core, if they can."""
+        """Memory that all of them share with the core, if they can."""
 
     def exit_reason(self, rank: int) -> str:
-        """What became of a rank whose line broke, for people: "died (exit code -9)"."""
+        """How a rank whose connection closed has ended, for people: "died (exit code -9)"."""
 
     def kill(self) -> None:
-        """End all of them at once; does not wait for it. For any thread."""
+        """Kill all ranks, from any thread; does not wait for their end."""
 
     def wait_for_exit(self, patience: float) -> None:
         """Return when none of them runs; they are killed after `patience` seconds."""
 
     def close(self) -> None:
-        """Let go of lines and memory; they have ended, and nobody reads their lines."""
+        """Let go of connections and memory, which nothing reads any more, after the ranks have ended."""
 
 
 class LocalRanks:
-    """A crew on this machine.
+    """`LaunchedRanks` on this machine.
 
     Raises:
-        OSError: memory, lines or processes cannot be made; nothing is left of them.
+        OSError: memory, connections or processes cannot be made; nothing is left of them.
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout) -> None:
@@ -57,17 +57,15 @@ class LocalRanks:
         self._processes: list[ChildProcess] = []
         try:
             for rank in range(layout.world):
-                self._start(config, layout, rank)
+                ours, theirs = Pipe()
+                self.connections.append(ours)
+                with theirs:  # the rank alone has it then: it closes when the rank ends
+                    arguments = config, layout, rank, theirs, self.memory
+                    self._processes.append(python_child("charonia-rank", _rank_main, *arguments))
         except BaseException:
             self.wait_for_exit(0.0)
             self.close()
             raise
-
-    def _start(self, config: EngineConfig, layout: RankLayout, rank: int) -> None:
-        ours, theirs = Pipe()
-        self.connections.append(ours)
-        with theirs:  # theirs alone: it breaks when the rank ends
-            self._processes.append(python_child("charonia-rank", _rank_main, config, layout, rank, theirs, self.memory))
 
     @property
     def pids(self) -> list[int]:
@@ -90,16 +88,16 @@ class LocalRanks:
             process.wait()
 
     def close(self) -> None:
-        for line in self.connections:
-            line.close()
+        for connection in self.connections:
+            connection.close()
         for process in self._processes:
             process.close()
         self.memory.close()
 
 
-def _rank_main(config: EngineConfig, layout: RankLayout, rank: int, line: Connection, memory: SharedArena) -> None:
+def _rank_main(config: EngineConfig, layout: RankLayout, rank: int, connection: Connection, arena: SharedArena) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost rank is told of in pages of C++
     from .rank import RankArgs, run_rank  # imports torch
 
-    run_rank(config, RankArgs(rank, layout, line, memory, local_rank=rank, local_ranks=layout.world))
-    os._exit(0)  # it has parted from the others; what torch would tidy up takes seconds
+    run_rank(config, RankArgs(rank, layout, connection, arena, local_rank=rank, local_ranks=layout.world))
+    os._exit(0)  # it has left the others; what torch would tidy up takes seconds

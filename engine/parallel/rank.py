@@ -1,6 +1,6 @@
-"""One rank: meets the others, loads its share of the model, computes step after step until it is told to leave.
+"""One rank: joins the others, loads its shard of the model, computes step after step until it is told to leave.
 
-Knows nothing of requests or scheduling, and of the core no more than its line to it.
+Knows nothing of requests or scheduling, and of the core nothing but the connection to it.
 """
 
 import logging
@@ -41,9 +41,9 @@ from .torch_groups import PeerLost, Rendezvous, RendezvousStore, join_ranks, lea
 
 
 class RankArgs(NamedTuple):
-    """Which rank to be, and its line to the core, which may share `memory`.
+    """The number of a rank, and its connection to the core, with which it may share `memory`.
 
-    `host`: the address of this machine among the others'. It has `neighbours` ranks, this one is number `local`.
+    `host`: this machine's address among those of the ranks. The rank is number `local_rank` of the `local_ranks` here.
     """
 
     rank: int
@@ -55,92 +55,84 @@ class RankArgs(NamedTuple):
     local_ranks: int = 1
 
 
-def run_rank(config: EngineConfig, post: RankArgs) -> None:
-    """Be that rank until the core says to leave.
+def run_rank(config: EngineConfig, args: RankArgs) -> None:
+    """Compute as that rank until the core says to leave.
 
     Raises:
-        SystemExit: something broke; the core was told what, or is gone.
+        SystemExit: something failed, which was reported to the core, or the core is gone.
     """
-    rank = _Rank(config, post)
+    rank = _Rank(config, args)
     try:
         rank.run()
     except (EOFError, ConnectionError):
         sys.exit(1)
+    except CharoniaError as error:
+        rank.fail(RankFailed(error.message, error.code, isinstance(error, PeerLost), error.field or ""))
     except Exception as error:
-        with suppress(OSError):
-            rank.report(_failure_report(error))
-        sys.exit(1)
+        print_traceback(error)
+        rank.fail(RankFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))
 
 
 class _Rank:
-    def __init__(self, config: EngineConfig, post: RankArgs) -> None:
-        self._config, self._post = config, post
-        self._desk = RingReader(post.connection, post.memory)
+    def __init__(self, config: EngineConfig, args: RankArgs) -> None:
+        self._config, self._args = config, args
+        self._messages = RingReader(args.connection, args.memory)
         self._plans = PlanDecoder()
-        self.report = MessageWriter[RankReport](post.connection).send
+        self._report = MessageWriter[RankReport](args.connection).send
         self._decode = msgspec.msgpack.Decoder[RankCommand](RankCommand).decode
 
     def run(self) -> None:
-        LogForwarder(self.report).install(logging.WARNING)
-        torch.set_num_threads(self._config.threads_each(self._post.local_ranks))
-        device = assign_device(self._config, self._post.local_rank, self._post.local_ranks)
+        args = self._args
+        LogForwarder(self._report).install(logging.WARNING)
+        torch.set_num_threads(self._config.threads_each(args.local_ranks))
+        device = assign_device(self._config, args.local_rank, args.local_ranks)
         self._join(device)
-        engine = self._load(msgspec.structs.replace(self._config, device=device))
-        while self._turn(engine):
+        loaded = self._load(msgspec.structs.replace(self._config, device=device))
+        while self._turn(loaded):
             pass
         leave_ranks()
 
+    def fail(self, report: RankFailed) -> None:
+        with suppress(OSError):
+            self._report(report)
+        sys.exit(1)
+
     def _join(self, device: str) -> None:
-        rank, layout = self._post.rank, self._post.layout
-        self._store = (
-            RendezvousStore(self._post.host) if rank == 0 else None
-        )  # others look into it as long as they live
-        self.report(RankStarted(*self._store.rendezvous) if self._store else RankStarted())
-        match self._hear():
+        rank, layout = self._args.rank, self._args.layout
+        # Other ranks look into the store as long as they live.
+        self._store = RendezvousStore(self._args.host) if rank == 0 else None
+        self._report(RankStarted(*self._store.rendezvous) if self._store else RankStarted())
+        match self._decode(self._messages.read()):
             case JoinRanks(host, port):
                 join_ranks(Rendezvous(host, port), rank, layout, torch.device(device))
             case LeaveRanks():
                 raise EOFError
-        self.report(RankJoined())
+        self._report(RankJoined())
 
     def _load(self, config: EngineConfig) -> LoadedRank:
-        post = self._post
-        place = rank_shard(post.rank, post.layout, config.parallel.layers)
-        engine = load_rank(config, place, lambda fraction: self.report(WeightsProgress(fraction)))
-        wait_for_all_ranks()  # what is free is known when all have taken what they need
-        sharing = 1 if engine.context.device.type == "cuda" else post.local_ranks
-        self.report(RankLoaded.from_capacity(engine.capacity(sharing)))
-        return engine
+        args = self._args
+        shard = rank_shard(args.rank, args.layout, config.parallel.layers)
+        loaded = load_rank(config, shard, lambda fraction: self._report(WeightsProgress(fraction)))
+        wait_for_all_ranks()  # free memory is known when all have taken what they need
+        sharing = 1 if loaded.context.device.type == "cuda" else args.local_ranks
+        self._report(RankLoaded(loaded.capacity(sharing)))
+        return loaded
 
-    def _turn(self, engine: LoadedRank) -> bool:
-        """Do what comes next; False when that was to leave."""
-        message = self._desk.read()
+    def _turn(self, loaded: LoadedRank) -> bool:
+        """Run the next step, or carry out the next command; False when that is to leave."""
+        message = self._messages.read()
         if message[:1] == PLAN_PREFIX:
-            self._step(engine, memoryview(message)[1:])
+            plan, sampled = self._plans.decode(memoryview(message)[1:])
+            if sampled is not None:
+                loaded.runner.store_remote_tokens(*sampled)
+            result = loaded.runner.run_step(plan)
+            if self._args.rank == self._args.layout.result_rank:
+                self._report(EncodedResult.from_result(result))
             return True
         match self._decode(message):
             case AllocateCache(blocks):
-                engine.runner.allocate(blocks)
-                self.report(CacheAllocated())
+                loaded.runner.allocate(blocks)
+                self._report(CacheAllocated())
             case LeaveRanks():
                 return False
         return True
-
-    def _step(self, engine: LoadedRank, message: memoryview) -> None:
-        plan, landed = self._plans.decode(message)
-        if landed is not None:
-            engine.runner.store_remote_tokens(*landed)
-        result = engine.runner.run_step(plan)
-        if self._post.rank == self._post.layout.result_rank:
-            self.report(EncodedResult.from_result(result))
-
-    def _hear(self) -> RankCommand:
-        command: RankCommand = self._decode(self._desk.read())
-        return command
-
-
-def _failure_report(error: Exception) -> RankFailed:
-    if isinstance(error, CharoniaError):
-        return RankFailed(error.message, error.code, isinstance(error, PeerLost), error.field or "")
-    print_traceback(error)
-    return RankFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)

@@ -1,4 +1,4 @@
-"""What the core and its ranks say to each other, plans apart: msgpack arrays."""
+"""Messages between an engine core and its ranks, as msgpack arrays; step plans have a codec of their own."""
 
 from typing import TypeAlias
 
@@ -7,73 +7,62 @@ import numpy as np
 
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import IntArray, StepResult
+from ...scheduler.plan import StepResult
 from ..worker.executor import Capacity
 
 PLAN_PREFIX = b"\0"
-"""What begins a message that is a plan; no command begins so."""
+"""The first byte of a message that is a plan; no command begins with it."""
 
 
 class JoinRanks(msgspec.Struct, array_like=True, tag="meet", frozen=True):
-    """All ranks are there: come together at the store that rank 0 keeps."""
+    """All ranks run: join the others at rank 0's store, which listens there."""
 
     host: str
     port: int
 
 
 class AllocateCache(msgspec.Struct, array_like=True, tag="allocate", frozen=True):
-    """Make a cache of so many blocks and begin anew."""
+    """Allocate a cache of so many blocks, in place of any former one."""
 
     blocks: int
 
 
 class LeaveRanks(msgspec.Struct, array_like=True, tag="leave", frozen=True):
-    """Let go of everything and exit."""
+    """Free everything and exit."""
 
 
 RankCommand: TypeAlias = JoinRanks | AllocateCache | LeaveRanks
 
 
 class RankStarted(msgspec.Struct, array_like=True, tag="here", frozen=True):
-    """The rank runs. Rank 0 says where its store listens."""
+    """The rank's process runs. Rank 0 tells where its store listens."""
 
     host: str = ""
     port: int = 0
 
 
 class RankJoined(msgspec.Struct, array_like=True, tag="joined", frozen=True):
-    """It has met the others."""
+    """The rank is connected with all others."""
 
 
 class WeightsProgress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
-    """So much of its weights is read."""
+    """The fraction of the rank's weights that is read."""
 
     fraction: float
 
 
 class RankLoaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True):
-    """See `executor.base.Capacity`."""
+    """The rank's weights are loaded, and this is left for its part of the cache."""
 
-    vocab_size: int
-    max_model_len: int
-    block_bytes: int
-    free_bytes: int
-    machine: str = ""
-
-    @classmethod
-    def from_capacity(cls, capacity: Capacity) -> "RankLoaded":
-        return cls(*capacity)
-
-    def to_capacity(self) -> Capacity:
-        return Capacity(*msgspec.structs.astuple(self))
+    capacity: Capacity
 
 
 class CacheAllocated(msgspec.Struct, array_like=True, tag="allocated", frozen=True):
-    """Its cache is there."""
+    """The rank's part of the cache is allocated."""
 
 
 class EncodedResult(msgspec.Struct, array_like=True, tag="result", frozen=True):
-    """A step's result, integers as int32 bytes."""
+    """A `StepResult` whose columns are the bytes of int32."""
 
     step: int
     rows: bytes
@@ -90,17 +79,14 @@ class EncodedResult(msgspec.Struct, array_like=True, tag="result", frozen=True):
         return cls(step, rows, offsets, counts, tokens, list(logprobs), list(scores))
 
     def to_result(self) -> StepResult:
-        rows, offsets, counts = map(_column, (self.rows, self.offsets, self.counts))
-        return StepResult(self.step, rows, offsets, counts, _column(self.tokens), self.logprobs, self.scores)
-
-
-def _column(written: bytes) -> IntArray:
-    return np.frombuffer(written, np.int32)
+        written = (self.rows, self.offsets, self.counts, self.tokens)
+        rows, offsets, counts, tokens = (np.frombuffer(column, np.int32) for column in written)
+        return StepResult(self.step, rows, offsets, counts, tokens, self.logprobs, self.scores)
 
 
 class RankFailed(msgspec.Struct, array_like=True, tag="broken", frozen=True):
-    """Last words. `code`: see `core.errors.Code`. `bereft`: it only lost another rank, which knows better why. `field`:
-    the parameter that was wrong, if one was."""
+    """The rank ends. `code`: an `ErrorCode`; `lost_peer`: it only lost another rank, whose own report tells more;
+    `field`: the parameter that was wrong, if one was."""
 
     message: str
     code: str

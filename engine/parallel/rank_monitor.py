@@ -1,4 +1,4 @@
-"""Hears what ranks say, and notices the first that is lost. Knows nothing of what they compute."""
+"""Reads the reports of ranks, and notices the first rank that is lost. Knows nothing of what ranks compute."""
 
 import threading
 from collections.abc import Callable
@@ -24,21 +24,22 @@ class ReceivedReport(NamedTuple):
 
 
 class RankMonitor:
-    """Threads of its own, one for each rank, until all lines are broken.
+    """One thread for each rank, until all connections are closed.
 
-    `on_result` is told results as they come; `on_loss` why no more will come, once, having killed what is left.
+    `on_result` gets the results as they come. `on_loss` is called once, with the reason why no more will come, after
+    the ranks that are left were killed.
     """
 
     def __init__(
         self,
-        crew: LaunchedRanks,
+        ranks: LaunchedRanks,
         layout: RankLayout,
         on_result: Callable[[EncodedResult], None],
         on_loss: Callable[[CharoniaError], None],
     ) -> None:
-        self._crew, self._layout = crew, layout
+        self._ranks, self._layout = ranks, layout
         self._on_result, self._on_loss = on_result, on_loss
-        self._said: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
+        self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
         self._decode = msgspec.msgpack.Decoder[RankReport](RankReport).decode
         self._over = threading.Event()
         self._deciding = threading.Lock()
@@ -50,45 +51,48 @@ class RankMonitor:
             thread.start()
 
     def next_report(self, deadline: float | None = None) -> ReceivedReport | None:
-        """What a rank says next, results apart; None when it is later than `deadline`.
+        """The next report that is no result; None when there is none by `deadline`, of `time.monotonic`.
 
         Raises:
             CharoniaError: a rank is lost.
         """
         try:
-            said = self._said.get(timeout=None if deadline is None else max(0.0, deadline - monotonic()))
+            received = self._reports.get(timeout=None if deadline is None else max(0.0, deadline - monotonic()))
         except Empty:
             return None
-        if isinstance(said, CharoniaError):
-            raise said
-        return said
+        if isinstance(received, CharoniaError):
+            raise received
+        return received
 
     def expect_exits(self) -> None:
-        """From now on ranks may go."""
+        """From now on a rank that ends is not lost."""
         with self._deciding:
             self._over.set()
 
     def join(self) -> None:
-        """All lines are broken: return when nobody reads them any more."""
+        """Return when no thread reads a connection any more: all of them are closed."""
         for thread in self._threads:
             thread.join()
 
     def _listen(self, rank: int) -> None:
-        line = self._crew.connections[rank]
+        connection, name = self._ranks.connections[rank], self._layout.rank_name(rank)
         try:
-            while not isinstance(report := self._decode(line.recv_bytes()), RankFailed):
+            while not isinstance(report := self._decode(connection.recv_bytes()), RankFailed):
                 if isinstance(report, EncodedResult):
                     self._on_result(report)
                 elif isinstance(report, LogRecordMessage):
-                    report.log_here(self._layout.rank_name(rank))
+                    report.log_here(name)
                 else:
-                    self._said.put(ReceivedReport(rank, report))
+                    self._reports.put(ReceivedReport(rank, report))
         except (EOFError, OSError):
-            self._lose(lambda: Unavailable(f"{self._layout.rank_name(rank)} {self._crew.exit_reason(rank)}"))
+            self._lose(lambda: Unavailable(f"{name} {self._ranks.exit_reason(rank)}"))
         else:
             if report.lost_peer:
                 self._over.wait(_GRACE_SECONDS)
-            self._lose(lambda: _error_of_rank(self._layout.rank_name(rank), report))
+            # What is wrong with the configuration is wrong for all ranks alike.
+            everyones = report.code in (ErrorCode.INVALID_ARGUMENT, ErrorCode.UNSUPPORTED, ErrorCode.NOT_FOUND)
+            message = report.message if everyones else f"{name}: {report.message}"
+            self._lose(lambda: error_from_code(report.code, message, report.field or None))
 
     def _lose(self, reason: Callable[[], CharoniaError]) -> None:
         with self._deciding:
@@ -96,12 +100,6 @@ class RankMonitor:
                 return
             self._over.set()
         error = reason()
-        self._crew.kill()
+        self._ranks.kill()
         self._on_loss(error)
-        self._said.put(error)
-
-
-def _error_of_rank(name: str, broken: RankFailed) -> CharoniaError:
-    """What is wrong with the configuration is wrong for all ranks alike."""
-    asked = broken.code in (ErrorCode.INVALID_ARGUMENT, ErrorCode.UNSUPPORTED, ErrorCode.NOT_FOUND)
-    return error_from_code(broken.code, broken.message if asked else f"{name}: {broken.message}", broken.field or None)
+        self._reports.put(error)

@@ -1,10 +1,11 @@
-"""Computes in rank processes: a plan goes out to all of them, its result comes back from one.
+"""The executor over rank processes: a step plan goes to all of them, its result comes back from one.
 
-Knows where they run no better than the `LaunchedRanks` that started them, and of torch nothing.
+Knows not where they run, which is the business of the `LaunchedRanks`, and imports no torch.
 """
 
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
@@ -19,7 +20,6 @@ from ..worker.executor import Capacity, ProgressCallback
 from .broadcast_ring import BroadcastRing
 from .layout import RankLayout
 from .local_ranks import LaunchedRanks, LocalRanks
-from .pending_steps import PendingSteps
 from .plan_codec import PlanEncoder, SampledBatch, StepBroadcast
 from .rank_messages import (
     PLAN_PREFIX,
@@ -33,8 +33,8 @@ from .rank_messages import (
     RankLoaded,
     RankReport,
     RankStarted,
+    WeightsProgress,
 )
-from .rank_messages import WeightsProgress as WeightsRead
 from .rank_monitor import RankMonitor
 
 R = TypeVar("R", RankStarted, RankJoined, RankLoaded, CacheAllocated)
@@ -43,37 +43,37 @@ StartRanks: TypeAlias = Callable[[EngineConfig, RankLayout], LaunchedRanks]
 """Starts the ranks of an engine."""
 
 JOIN_SECONDS = 300.0
-"""How long ranks may take to start and to meet: torch may come from a cold disk."""
+"""How long ranks may take to start and to join each other: torch may come from a cold disk."""
 
 _LEAVE_SECONDS = 3.0
 
 
 class _RunningRanks(NamedTuple):
-    """What there is while ranks run."""
+    """The processes, the way to them and the way back; from `load` to `close`."""
 
-    crew: LaunchedRanks
-    board: BroadcastRing
-    watch: RankMonitor
+    processes: LaunchedRanks
+    ring: BroadcastRing
+    monitor: RankMonitor
 
 
 class RanksExecutor:
-    """A model on `config.parallel.world` ranks, which `muster` starts.
+    """A model on `config.parallel.world` ranks, which `start_ranks` starts.
 
-    When one is lost the others are ended at once, and everything pending fails with an error that names it.
+    When one is lost the others are killed at once, and all pending steps fail with an error that names it.
     """
 
     def __init__(
-        self, config: EngineConfig, muster: StartRanks = LocalRanks, join_seconds: float = JOIN_SECONDS
+        self, config: EngineConfig, start_ranks: StartRanks = LocalRanks, join_seconds: float = JOIN_SECONDS
     ) -> None:
-        self._config, self._muster, self._join_seconds = config, muster, join_seconds
+        self._config, self._start_ranks, self._join_seconds = config, start_ranks, join_seconds
         self._layout = RankLayout(config.parallel.tensor, config.parallel.pipeline)
         self._encode = msgspec.msgpack.Encoder().encode
         self._writer = PlanEncoder()
         self._pending = PendingSteps()
-        self._landed: deque[StepResult] = deque()
-        self._staff: _RunningRanks | None = None
-        # By what is said and who says it: a quick rank may say the next thing before a slow one says this.
-        self._heard: defaultdict[type[RankReport], dict[int, Any]] = defaultdict(dict)
+        self._sampled: deque[StepResult] = deque()
+        self._ranks: _RunningRanks | None = None
+        # By kind and rank: a quick rank may report the next thing before a slow one reports this.
+        self._reports: defaultdict[type[RankReport], dict[int, Any]] = defaultdict(dict)
 
     def load(self, progress: ProgressCallback) -> Capacity:
         """Start the ranks and let each load its share; `progress` is called on the caller's thread.
@@ -83,28 +83,29 @@ class RanksExecutor:
             CharoniaError: what one of them raised.
         """
         progress("ranks", 0.0)
-        self._begin()
+        processes = self._start_ranks(self._config, self._layout)
+        monitor = RankMonitor(processes, self._layout, self._on_result, self._pending.fail_all)
+        self._ranks = _RunningRanks(processes, BroadcastRing(processes.connections, processes.memory), monitor)
         deadline = monotonic() + self._join_seconds
-        host, port = msgspec.structs.astuple(self._everyone(RankStarted, deadline)[0])
-        self._tell(JoinRanks(host, port))
-        self._everyone(RankJoined, deadline)
+        host, port = msgspec.structs.astuple(self._wait_for_all(RankStarted, deadline)[0])
+        self._command(JoinRanks(host, port))
+        self._wait_for_all(RankJoined, deadline)
         progress("ranks", 1.0)
-        loaded = self._everyone(RankLoaded, progress=progress)
+        loaded = self._wait_for_all(RankLoaded, progress=progress)
         progress("weights", 1.0)
-        return _smallest_capacity([loaded[rank].to_capacity() for rank in range(self._layout.world)], self._layout)
+        return _smallest_capacity([loaded[rank].capacity for rank in range(self._layout.world)], self._layout)
 
     def allocate(self, blocks: int) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
-        self._landed.clear()
-        self._tell(AllocateCache(blocks))
-        self._everyone(CacheAllocated)
+        self._sampled.clear()
+        self._command(AllocateCache(blocks))
+        self._wait_for_all(CacheAllocated)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        board = self._started.board
         step = self._pending.add_step()
         if not step.done():
-            with suppress(OSError):  # a rank is gone: whoever watches them fails the step
-                board.publish(PLAN_PREFIX + self._writer.encode(StepBroadcast(plan, self._take_landed())))
+            with suppress(OSError):  # a rank is gone: the monitor fails the step
+                self._started.ring.publish(PLAN_PREFIX + self._writer.encode(StepBroadcast(plan, self._take_sampled())))
         return step
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
@@ -112,73 +113,115 @@ class RanksExecutor:
         self._pending.on_loss(tell)
 
     def close(self) -> None:
-        if self._staff is None:
+        if self._ranks is None:
             return
-        crew, board, watch = self._staff
-        watch.expect_exits()
+        processes, ring, monitor = self._ranks
+        monitor.expect_exits()
         with suppress(OSError):
-            board.publish_inline(self._encode(LeaveRanks()))
-        crew.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
-        watch.join()
-        crew.close()
+            ring.publish_inline(self._encode(LeaveRanks()))
+        processes.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
+        monitor.join()
+        processes.close()
         self._pending.cancel_all()
-        self._staff = None
+        self._ranks = None
 
     @property
     def _started(self) -> _RunningRanks:
-        if self._staff is None:
+        if self._ranks is None:
             raise RuntimeError("the executor is not loaded")
-        return self._staff
+        return self._ranks
 
-    def _begin(self) -> None:
-        crew = self._muster(self._config, self._layout)
-        watch = RankMonitor(crew, self._layout, self._land, self._pending.fail_all)
-        self._staff = _RunningRanks(crew, BroadcastRing(crew.connections, crew.memory), watch)
-
-    def _tell(self, command: RankCommand) -> None:
+    def _command(self, command: RankCommand) -> None:
         with suppress(OSError):  # as above
-            self._started.board.publish_inline(self._encode(command))
+            self._started.ring.publish_inline(self._encode(command))
 
-    def _everyone(
+    def _wait_for_all(
         self, kind: type[R], deadline: float | None = None, progress: ProgressCallback = lambda phase, fraction: None
     ) -> dict[int, R]:
-        """What every rank says of this kind. On the way there, tell `progress` of weights read."""
+        """Every rank's report of this kind; until all are there, `progress` hears of the weights that are read."""
         told = 0.0
-        while len(self._heard[kind]) < self._layout.world:
-            said = self._started.watch.next_report(deadline)
-            if said is None:
-                raise self._absent(self._heard[kind])
-            self._heard[type(said.report)][said.rank] = said.report
-            read = sum(report.fraction for report in self._heard[WeightsRead].values()) / self._layout.world
+        while len(self._reports[kind]) < self._layout.world:
+            received = self._started.monitor.next_report(deadline)
+            if received is None:
+                absent = [rank for rank in range(self._layout.world) if rank not in self._reports[kind]]
+                names = ", ".join(map(self._layout.rank_name, absent))
+                raise Unavailable(f"{names} did not join within {self._join_seconds:g} s")
+            self._reports[type(received.report)][received.rank] = received.report
+            read = sum(report.fraction for report in self._reports[WeightsProgress].values()) / self._layout.world
             if told < read < 1.0:
                 told = read
                 progress("weights", told)
-        return self._heard.pop(kind)
+        return self._reports.pop(kind)
 
-    def _absent(self, heard: Container[int]) -> Unavailable:
-        absent = [self._layout.rank_name(rank) for rank in range(self._layout.world) if rank not in heard]
-        return Unavailable(f"{', '.join(absent)} did not join within {self._join_seconds:g} s")
-
-    # Results, on a thread of their own
-
-    def _land(self, result: EncodedResult) -> None:
-        landed = result.to_result()
-        self._started.board.release_oldest()
+    def _on_result(self, encoded: EncodedResult) -> None:
+        """Called by the monitor's thread."""
+        result = encoded.to_result()
+        self._started.ring.release_oldest()
         if self._layout.pipeline > 1:
-            self._landed.append(landed)
-        self._pending.resolve_oldest(landed)
+            self._sampled.append(result)
+        self._pending.resolve_oldest(result)
 
-    def _take_landed(self) -> SampledBatch | None:
-        """What was sampled since the last plan, for the stages that cannot know: a sequence's next plan comes after its
-        last result."""
-        landed: list[StepResult] = []
-        while self._landed:  # more may come meanwhile
-            landed.append(self._landed.popleft())
-        return SampledBatch.from_results(landed) if any(len(result.rows) for result in landed) else None
+    def _take_sampled(self) -> SampledBatch | None:
+        """The tokens that were sampled since the last plan, for the stages that do not sample: a sequence's next plan
+        comes after its last result."""
+        results: list[StepResult] = []
+        while self._sampled:  # more may come meanwhile
+            results.append(self._sampled.popleft())
+        return SampledBatch.from_results(results) if any(len(result.rows) for result in results) else None
 
 
 def _smallest_capacity(capacities: list[Capacity], layout: RankLayout) -> Capacity:
-    """What all ranks can hold is what the one can that holds the fewest blocks."""
+    """The capacity of all ranks together: that of the rank with room for the fewest blocks."""
     least = min(capacities, key=lambda each: each.free_bytes / each.block_bytes)
     machine = capacities[0].machine
     return least._replace(machine=f"{layout}, each {machine}" if machine else str(layout))
+
+
+class PendingSteps:
+    """The steps whose results have not come yet, in order; for any thread. `loss`: why no result will come any more."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Future[StepResult]] = deque()
+        self._lock = threading.Lock()
+        self._tell: Callable[[CharoniaError], None] = lambda error: None
+        self.loss: CharoniaError | None = None
+
+    def add_step(self) -> Future[StepResult]:
+        """The future of one step more; it has failed already if there will be no result."""
+        step: Future[StepResult] = Future()
+        with self._lock:
+            if self.loss is None:
+                self._steps.append(step)
+                return step
+        step.set_exception(self.loss)
+        return step
+
+    def resolve_oldest(self, result: StepResult) -> None:
+        """Give the oldest step its result."""
+        with self._lock:
+            step = self._steps.popleft()
+        step.set_result(result)
+
+    def fail_all(self, error: CharoniaError) -> None:
+        """No result will come, for these steps and all to be added."""
+        with self._lock:
+            self.loss = error
+            steps, self._steps = self._steps, deque()
+            tell = self._tell
+        for step in steps:
+            step.set_exception(error)
+        tell(error)
+
+    def on_loss(self, tell: Callable[[CharoniaError], None]) -> None:
+        """Call `tell` when `fail_all` is called, at once if it was."""
+        with self._lock:
+            self._tell = tell
+            error = self.loss
+        if error is not None:
+            tell(error)
+
+    def cancel_all(self) -> None:
+        with self._lock:
+            steps, self._steps = self._steps, deque()
+        for step in steps:
+            step.cancel()

@@ -132,7 +132,7 @@ class Stage:
         rank.say(RankJoined(), WeightsProgress(0.5), WeightsProgress(1.0), loaded)
 
 
-PLAIN = RankLoaded(384, 256, 1000, 10_000)
+PLAIN = RankLoaded(Capacity(384, 256, 1000, 10_000))
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def result(step: int, *rows: int) -> EncodedResult:
 def test_capacity_is_the_tightest_ranks(staged: Callable[..., Stage]) -> None:
     stage = staged(3)
     capacity = stage.load(
-        RankLoaded(384, 256, 100, 9000), RankLoaded(384, 256, 300, 9000), RankLoaded(384, 256, 100, 4000)
+        *(RankLoaded(Capacity(384, 256, *sizes)) for sizes in ((100, 9000), (300, 9000), (100, 4000)))
     )
     assert capacity[:4] == (384, 256, 300, 9000)
 
