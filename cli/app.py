@@ -72,7 +72,7 @@ def serve(
     import uvloop
 
     from ..telemetry.logging_setup import configured_logging
-    from ..telemetry.metrics_config import parse_metrics_config
+    from ..telemetry.metric_families import parse_metrics_config
     from ..telemetry.tracing import open_tracer, otlp_endpoint
     from .endpoint_settings import endpoint_settings
     from .plan import (

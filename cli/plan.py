@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..engine.options import EngineOptions
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.log_settings import LogControl
-from ..telemetry.metrics_config import MetricsConfig
+from ..telemetry.metric_families import MetricsConfig
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_file import check_trace_file
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..core.cancellation import wait_for_first
 from ..core.request_context import RequestContext
 from ..processes import gc_tuning
-from ..processes.open_files import raise_open_file_limit
+from ..processes.host import raise_open_file_limit
 from ..processes.scratch import remove_abandoned_scratch
 from ..repository.gateway import InProcessGateway
 from ..repository.watcher import RepositoryWatcher

@@ -9,8 +9,7 @@ import msgspec
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.memory_needs import MemoryNeed
 from ..core.model import TextModel
-from ..processes.host import usable_cores
-from ..processes.torch_build import torch_has_cuda
+from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.weight_files import find_weights
 from .frontend.llm import LlmModel, TokenizerBundle

@@ -4,9 +4,13 @@ Read from the kernel's files below `root`; what a system does not tell limits no
 """
 
 import ctypes
+import logging
 import math
 import os
+import re
+import resource
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,3 +183,37 @@ def _read(path: Path) -> str:
 
 def _plural(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+log = logging.getLogger(__name__)
+
+_WANTED = 65536
+_WARN_BELOW = 1024
+
+
+def raise_open_file_limit(enough: int = _WANTED) -> int:
+    """Raise the process's own limit to `enough`, or as near as it may; returns what it is then.
+
+    Logs a warning where that is little: beyond it, connections are cut without a word.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    limit = enough if soft == resource.RLIM_INFINITY else soft
+    if limit < _WARN_BELOW:
+        log.warning("%d files may be open at once, connections included; ulimit -n raises that", limit)
+    return limit
+
+
+_CUDA = re.compile(r"^cuda\b[^=\n]*= *'", re.MULTILINE)
+
+
+def torch_has_cuda() -> bool:
+    """As `torch.version.cuda` says. False where there is no torch."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    version = Path(found.origin).with_name("version.py")
+    return version.is_file() and _CUDA.search(version.read_text(encoding="utf-8")) is not None

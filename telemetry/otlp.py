@@ -16,8 +16,8 @@ from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ..core.request_context import Headers, RequestContext
-from .span_settings import SpanSettings
 from .spans import phase_spans, request_span
+from .trace_settings import SpanSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from ..core.errors import InvalidArgument
 from ..core.request_context import RequestContext
 from .request_trace import request_trace
-from .span_settings import OPENTELEMETRY_MODE, SpanSettings
-from .trace_settings import TIMESTAMPS, TraceControl
+from .trace_settings import OPENTELEMETRY_MODE, TIMESTAMPS, SpanSettings, TraceControl
 
 if TYPE_CHECKING:
     from .otlp import OtlpTracer

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...core.errors import InvalidArgument
 from ...core.memory_needs import MemoryNeed
 from ...core.model import ConfigDocument, ModelConfig
-from ...processes.torch_build import torch_has_cuda
+from ...processes.host import torch_has_cuda
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.encoder_tokenizer import EncodedText, EncoderTokenizer
 from ..backend_parameters import read_integer, read_thread_count, warn_unknown_parameters

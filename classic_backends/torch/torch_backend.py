@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...core.errors import Internal, InvalidArgument, Unsupported
 from ...core.memory_needs import MemoryNeed
 from ...core.model import ConfigDocument, ModelConfig
-from ...processes.torch_build import torch_has_cuda
+from ...processes.host import torch_has_cuda
 from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
 from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors
 from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import logging, resource, sys
-from charonia.processes.open_files import raise_open_file_limit
+from charonia.processes.host import raise_open_file_limit
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))
 print(raise_open_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from charonia.processes import torch_build
+from charonia.processes import host
 
 
 def test_it_says_what_torch_itself_says() -> None:
-    assert torch_build.torch_has_cuda() == (torch.version.cuda is not None)
+    assert host.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ def test_it_says_what_torch_itself_says() -> None:
 def test_the_version_file_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, has: bool) -> None:
     (tmp_path / "version.py").write_text(text)
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(torch_build, "find_spec", lambda name: spec)
-    assert torch_build.torch_has_cuda() == has
+    monkeypatch.setattr(host, "find_spec", lambda name: spec)
+    assert host.torch_has_cuda() == has
 
 
 def test_without_torch_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_build, "find_spec", lambda name: None)
-    assert not torch_build.torch_has_cuda()
+    monkeypatch.setattr(host, "find_spec", lambda name: None)
+    assert not host.torch_has_cuda()

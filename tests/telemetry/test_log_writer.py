@@ -18,11 +18,11 @@ from charonia.telemetry.request_log import RequestLogRecord
 UNREAD = """
 import logging, signal
 signal.alarm(60)
-from charonia.core.log_settings import LogSettings
-from charonia.telemetry.logging_setup import logging_as
+from charonia.telemetry.log_settings import LogSettings
+from charonia.telemetry.logging_setup import configured_logging
 
 log = logging.getLogger("charonia.test")
-with logging_as(LogSettings()):
+with configured_logging(LogSettings()):
     for _ in range(40_000):
         log.warning("%s", "x" * 100)
     print("said", flush=True)

@@ -9,8 +9,9 @@ from charonia.telemetry.metric_families import (
     FIRST_RESPONSE_FAMILIES,
     SUMMARY_FAMILIES,
     TRITON_FAMILIES,
+    MetricsConfig,
+    parse_metrics_config,
 )
-from charonia.telemetry.metrics_config import MetricsConfig, parse_metrics_config
 
 SUMMED = {family.name for family in SUMMARY_FAMILIES}
 FIRST = {family.name for family in FIRST_RESPONSE_FAMILIES}

@@ -68,7 +68,7 @@ def test_a_long_name_is_cut() -> None:
         {"client_id": "y" * 300},
         {"id": "x" * 300, "model": "y" * 300, "version": "3"},
         {"tenant": "alice", "model": 'a"b'},
-        {"ended": 2.0},
+        {"ended_at": 2.0},
     ],
 )
 def test_remembered_words_are_those_of_the_record(said: dict[str, object]) -> None:

@@ -9,9 +9,8 @@ import pytest
 from charonia.core.errors import InvalidArgument, QueueFull, Unsupported
 from charonia.core.request import FinishReason, SamplingParams
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd
-from charonia.telemetry.span_settings import SpanSettings
 from charonia.telemetry.spans import phase_spans, request_span
-from charonia.telemetry.trace_settings import TraceControl, parse_trace_config
+from charonia.telemetry.trace_settings import SpanSettings, TraceControl, parse_trace_config
 from charonia.telemetry.tracing import SamplingTracer, open_tracer, otlp_endpoint
 
 ALL, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -108,13 +107,13 @@ def test_without_an_endpoint_nothing_is_imported_and_without_the_library_that_is
 import sys
 import charonia.cli.serve
 from charonia.core.errors import InvalidArgument
-from charonia.telemetry.tracing import tracing
-with tracing("", "1") as tracer:
+from charonia.telemetry.tracing import open_tracer
+with open_tracer("", "1") as tracer:
     assert tracer is None
 assert not any(name.startswith("opentelemetry") for name in sys.modules)
 sys.modules["opentelemetry"] = None
 try:
-    with tracing("http://127.0.0.1:1/v1/traces", "1"):
+    with open_tracer("http://127.0.0.1:1/v1/traces", "1"):
         pass
 except InvalidArgument as error:
     assert "pip install 'charonia[otel]'" in error.message

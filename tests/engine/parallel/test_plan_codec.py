@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from charonia.core.logprobs import Logprobs, PromptLogprobs
-from charonia.engine.parallel.columns import ColumnReader, pack_bytes, pack_column, pack_pairs
-from charonia.engine.parallel.plan_codec import PlanDecoder, PlanEncoder, SampledBatch, StepBroadcast
+from charonia.engine.parallel.plan_codec import (
+    ColumnReader,
+    PlanDecoder,
+    PlanEncoder,
+    SampledBatch,
+    StepBroadcast,
+    pack_bytes,
+    pack_column,
+    pack_pairs,
+)
 from charonia.engine.parallel.rank_messages import PLAN_PREFIX, AllocateCache, EncodedResult, JoinRanks, LeaveRanks
 from charonia.scheduler.plan import LogitsParams, NewSequence, SamplerParams, StepPlan, StepResult
 

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -99,10 +100,10 @@ def test_an_address_tells_its_interface() -> None:
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("charonia.engine.parallel.ray_ranks", "charonia.engine.parallel.ray_cluster"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delitem(sys.modules, "charonia.engine.parallel.ray_ranks", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(executors, "_check_split", lambda config: None)
+    monkeypatch.setattr(executors, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
+    monkeypatch.setattr(executors, "check_partition", lambda *arguments: None)
     with pytest.raises(InvalidArgument, match=r"needs Ray \(ray\): pip install 'charonia\[ray\]'") as raised:
         build_executor(EngineConfig(model="m", parallel=ParallelConfig(backend="ray")))
     assert raised.value.field == "distributed_executor_backend"
@@ -110,7 +111,8 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("executor", "backend"), [("inline", "ray"), ("fake", "ray"), ("ranks", "slurm")])
 def test_backends_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, executor: str, backend: str) -> None:
-    monkeypatch.setattr(executors, "_check_split", lambda config: None)
+    monkeypatch.setattr(executors, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
+    monkeypatch.setattr(executors, "check_partition", lambda *arguments: None)
     with pytest.raises(InvalidArgument, match=backend) as raised:
         build_executor(EngineConfig(model="m", executor=executor, parallel=ParallelConfig(backend=backend)))
     assert raised.value.field == "distributed_executor_backend"
