@@ -3,9 +3,10 @@
 Everything here happens below ASGI and knows neither uvicorn nor applications.
 """
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from http import HTTPStatus
 from typing import NamedTuple
@@ -19,6 +20,7 @@ MAX_HEADERS = 128
 MAX_CHUNKS = 65536
 """Chunks of a request's body that are not empty, as many as tritonserver takes."""
 
+_LINGER_SECONDS = 2.0
 _CACHED_TARGETS = 256
 _LONGEST_CACHED_TARGET = 256
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -88,11 +90,26 @@ def _parse(url: bytes) -> RequestTarget:
 _parse_cached = lru_cache(_CACHED_TARGETS)(_parse)
 
 
-def without_upgrade(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    """The headers of a request without its offer to speak another protocol."""
+def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request as it would be without its offer to speak another protocol."""
+    kept = []
     for name, value in headers:
         if name == b"connection":
             tokens = [token.strip() for token in value.split(b",")]
-            yield name, b", ".join(token for token in tokens if token.lower() not in _UPGRADE_TOKENS)
+            kept.append((name, b", ".join(token for token in tokens if token.lower() not in _UPGRADE_TOKENS)))
         elif name not in _UPGRADE_TOKENS:
-            yield name, value
+            kept.append((name, value))
+    lines = b"".join([b"%b: %b\r\n" % header for header in kept])
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), lines)
+
+
+class LingeringConnection(asyncio.Protocol):
+    """A connection after its last answer: takes what the client still sends, for a while."""
+
+    def __init__(self, before: asyncio.Protocol, transport: asyncio.Transport) -> None:
+        self._before = before
+        self._closing = asyncio.get_running_loop().call_later(_LINGER_SECONDS, transport.close)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closing.cancel()
+        self._before.connection_lost(error)

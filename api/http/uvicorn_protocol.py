@@ -37,18 +37,18 @@ from .request_head import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     HttpProtocolError,
+    LingeringConnection,
     head_size,
     head_too_large,
+    head_without_upgrade,
     parse_target,
     too_many_chunks,
-    without_upgrade,
 )
 from .write_coalescer import WriteCoalescer
 
 _ACCESS_LOG = logging.getLogger("uvicorn.access")
 _JOINED_BYTES = 1 << 16
 """Responses up to this size are copied into one piece, larger ones are written apart."""
-_LINGER_SECONDS = 2.0
 
 
 class HttpServerState(ServerState):
@@ -75,7 +75,10 @@ class HttpServerState(ServerState):
 
 
 class Http11Cycle(RequestResponseCycle):
-    """One request of HTTP/1.1 and its response; the `DirectCycle` of its scope."""
+    """One request of HTTP/1.1 and its response; the `DirectCycle` of its scope.
+
+    Responses are sent as messages while there is an access log, and while the client has not read earlier ones.
+    """
 
     direct_send: Send | None = None
     direct_headers = b""
@@ -134,17 +137,12 @@ class Http11Cycle(RequestResponseCycle):
         self.message_event.set()
 
     def take_complete_body(self) -> bytes | None:
-        """The body, if all of it has come; it is not received then."""
         if self.more_body or self.disconnected:
             return None
         body, self.body = bytes(self.body), bytearray()
         return body
 
     def send_complete_response(self, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send a response of status 200: its headers as they go over the wire, content-length among them, and its body.
-
-        False, and nothing is sent, while there is an access log, or earlier responses are not read yet.
-        """
         if self.access_log or self.flow.write_paused:
             return False
         if self.disconnected:
@@ -249,13 +247,12 @@ class HttpProtocol(HttpToolsProtocol):
             try:
                 return self.parser.feed_data(rest)
             except HttpParserUpgrade as offer:
-                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                method, version = self.parser.get_method(), self.parser.get_http_version()
                 if method == b"CONNECT":
                     raise HttpParserError from None
-                lines = b"".join(b"%b: %b\r\n" % header for header in without_upgrade(self.headers))
-                rest = rest[offer.args[0] :]
+                head, rest = head_without_upgrade(method, self.url, version, self.headers), rest[offer.args[0] :]
                 self.parser = HttpRequestParser(self)
-                self.parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, lines))
+                self.parser.feed_data(head)
 
     def _should_upgrade(self) -> bool:
         return True  # uvicorn then waits for the other protocol, and takes nothing for the request's end
@@ -324,7 +321,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not started:
             self.transport.write(error.answer(STATUS_LINE[error.status]))
         if error.client_still_sends:
-            self.transport.set_protocol(_Lingering(self, self.transport))
+            self.transport.set_protocol(LingeringConnection(self, self.transport))
         else:
             self.transport.close()
 
@@ -344,10 +341,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _await_request(self) -> None:
         self._idle, self._idle_since = True, self.loop.time()
         if self.timeout_keep_alive_task is None:
-            self._set_idle_timer(self.timeout_keep_alive)
-
-    def _set_idle_timer(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+            later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = later
 
     def _unset_keepalive_if_required(self) -> None:
         pass
@@ -358,7 +353,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
-            self._set_idle_timer(left)
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
         else:
             super().timeout_keep_alive_handler()
 
@@ -374,18 +369,6 @@ class HttpProtocol(HttpToolsProtocol):
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
-
-
-class _Lingering(asyncio.Protocol):
-    """A connection after its last answer: takes what the client still sends, for a while."""
-
-    def __init__(self, before: asyncio.Protocol, transport: asyncio.Transport) -> None:
-        self._before = before
-        self._closing = asyncio.get_running_loop().call_later(_LINGER_SECONDS, transport.close)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._closing.cancel()
-        self._before.connection_lost(error)
 
 
 class UvicornServer(uvicorn.Server):

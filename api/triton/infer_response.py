@@ -74,6 +74,10 @@ def encode_infer_response(config: ModelConfig, call: HttpInferRequest, response:
     else:
         document["outputs"] = [each.members for each in outputs]
         head = [json_tensors.dump_json(document, strict)]
+    return _assemble(head, blobs)
+
+
+def _assemble(head: list[bytes], blobs: list[bytes | memoryview]) -> EncodedInferResponse:
     size = sum(map(len, blobs))
     if not size:
         return EncodedInferResponse(head, None)
