@@ -128,7 +128,7 @@ def check(
         from ..engine.trtllm.check import report as report_package
 
         return report_package(repository)
-    from ..repository.repository_check import print_check_report
+    from .repository_check import print_check_report
 
     try:
         if repository is None:

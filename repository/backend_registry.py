@@ -1,22 +1,28 @@
-"""The table of model kinds: which backend name is built by what. The only place that knows them, each lazily."""
+"""The table of backends: which module of ours serves the models of which backend name.
+
+The only place that knows them; a module is imported when a model of its backend is built. Other
+packages of ours are seen through the protocols below alone.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
 from ..core.memory_needs import MemoryNeed
 from ..core.model import MeasuredModel, Model, ModelConfig, ModelSamples
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
-"""Called while a model loads: phase, fraction done, seconds it took once done, detail."""
+"""Called while a model loads: phase, fraction done, seconds that it took once it is done, detail."""
 
 
 class TextModelBuilder(Protocol):
-    """How a kind of model is built that makes its own config: not loaded yet, but refused at once if a parameter is
-    wrong. `granted`: to kinds in `MEMORY_ESTIMATORS`, all the bytes that it may take, `memory` of the host's and, if
-    it needs any there, `gpu_memory` of each GPU's."""
+    """Builds a model that makes its own config, without loading it. Raises `CharoniaError` for a wrong parameter.
+
+    `granted`: bytes that the model may take, if its backend estimates memory: `memory` of the host's, and `gpu_memory`
+    of each GPU's if it needs any there.
+    """
 
     def __call__(
         self,
@@ -30,20 +36,28 @@ class TextModelBuilder(Protocol):
 
 
 class MemoryEstimator(Protocol):
-    """What a model takes at least of each memory. `gpus`: numbers of those that are here. Raises as
-    `TextModelBuilder`."""
+    """The least that a model takes of each memory. `gpus`: numbers of the GPUs that are here. Raises as the builder."""
 
     def __call__(self, path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> Sequence[MemoryNeed]: ...
 
 
 class CheckpointExaminer(Protocol):
-    """Looks at a model's files as its load does; says what only the load will find out. Raises what the load would."""
+    """Reads a model's files as its load does, and returns what only the load will find out. Raises as the load does."""
 
     def __call__(self, path: str, parameters: Mapping[str, str]) -> str: ...
 
 
+class TextBackend(NamedTuple):
+    """A backend whose models make their own configs. With `estimate_memory`, its models take all the memory that they
+    are granted; with `examine`, more can be said of a model that is not loaded."""
+
+    build: TextModelBuilder
+    estimate_memory: MemoryEstimator | None = None
+    examine: CheckpointExaminer | None = None
+
+
 class ClassicRuntimeLoader(Protocol):
-    """What this floor asks of a classic backend: `classic_backends.runtime.RuntimeLoader`."""
+    """The part of `classic_backends.runtime.RuntimeLoader` that builds configs and counts memory."""
 
     def complete(
         self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
@@ -70,21 +84,14 @@ class ClassicModelBuilder(Protocol):
     ) -> MeasuredModel: ...
 
 
-TEXT_MODEL_BUILDERS = {
-    "charonia": ("engine.build", "language_model"),
+TEXT_BACKENDS = {
+    "charonia": ("engine.build", "language_model", "memory_needed", "examine"),
     "tensorrtllm": ("engine.trtllm.build", "tensorrt_llm"),
 }
-"""Backend name -> module of ours and the `TextModelBuilder` in it."""
+"""Backend name -> module of ours, and the functions in it that a `TextBackend` has, in its order."""
 
-MEMORY_ESTIMATORS = {"charonia": ("engine.build", "memory_needed")}
-"""Backend name -> module of ours and the `MemoryEstimator` in it, where a model sizes itself by the memory that it is
-granted."""
-
-CHECKPOINT_EXAMINERS = {"charonia": ("engine.build", "examine")}
-"""Backend name -> module of ours and the `CheckpointExaminer` in it, where more can be said of a model that is not
-loaded."""
-
-CLASSIC_MODEL_BUILDER = ("classic_backends.model", "ClassicModel")
+FILLS_GRANTED_MEMORY = frozenset(backend for backend, (_, *names) in TEXT_BACKENDS.items() if len(names) > 1)
+"""Backends that estimate memory: their models take as much as they are granted."""
 
 CLASSIC_RUNTIME_LOADERS = {
     "identity": ("classic_backends.builtin", "IDENTITY"),
@@ -94,45 +101,32 @@ CLASSIC_RUNTIME_LOADERS = {
     "repeat": ("classic_backends.builtin", "REPEAT"),
     "square": ("classic_backends.builtin", "SQUARE"),
 }
-"""Backend name of a classic model -> module of ours and the `RuntimeLoader` in it."""
+"""Backend name of a classic model -> module of ours, and the `RuntimeLoader` in it."""
 
 
 def check_backend(name: str, backend: str) -> None:
-    """Raises `InvalidArgument` for a backend that nobody here is."""
-    if backend not in TEXT_MODEL_BUILDERS and backend not in CLASSIC_RUNTIME_LOADERS:
-        known = ", ".join(sorted((*TEXT_MODEL_BUILDERS, *CLASSIC_RUNTIME_LOADERS)))
+    """Raises `InvalidArgument` for a backend that is not served."""
+    if backend not in TEXT_BACKENDS and backend not in CLASSIC_RUNTIME_LOADERS:
+        known = ", ".join(sorted((*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS)))
         message = f"model '{name}': unknown backend '{backend}'; known are {known}"
         raise InvalidArgument(message, field="backend")
 
 
-def text_model_builder(backend: str) -> TextModelBuilder | None:
-    """What builds models of that backend, if they make their own config."""
-    return cast(TextModelBuilder, _import(TEXT_MODEL_BUILDERS[backend])) if backend in TEXT_MODEL_BUILDERS else None
-
-
-def memory_estimator(backend: str) -> MemoryEstimator | None:
-    """What says how much memory models of that backend need, if they take as much more as they are granted."""
-    return cast(MemoryEstimator, _import(MEMORY_ESTIMATORS[backend])) if backend in MEMORY_ESTIMATORS else None
-
-
-def fills_granted_memory(backend: str) -> bool:
-    """Whether models of that backend take as much memory as they are granted."""
-    return backend in MEMORY_ESTIMATORS
-
-
-def checkpoint_examiner(backend: str) -> CheckpointExaminer | None:
-    """What looks at the files of models of that backend beyond what building them does."""
-    return cast(CheckpointExaminer, _import(CHECKPOINT_EXAMINERS[backend])) if backend in CHECKPOINT_EXAMINERS else None
+def text_backend(backend: str) -> TextBackend | None:
+    """The backend of that name, if its models make their own configs."""
+    if backend not in TEXT_BACKENDS:
+        return None
+    module, *names = TEXT_BACKENDS[backend]
+    return TextBackend(*(_import(module, name) for name in names))
 
 
 def classic_runtime_loader(backend: str) -> ClassicRuntimeLoader:
-    return cast(ClassicRuntimeLoader, _import(CLASSIC_RUNTIME_LOADERS[backend]))
+    return cast(ClassicRuntimeLoader, _import(*CLASSIC_RUNTIME_LOADERS[backend]))
 
 
 def classic_model_builder() -> ClassicModelBuilder:
-    return cast(ClassicModelBuilder, _import(CLASSIC_MODEL_BUILDER))
+    return cast(ClassicModelBuilder, _import("classic_backends.model", "ClassicModel"))
 
 
-def _import(place: tuple[str, str]) -> Any:
-    module, name = place
+def _import(module: str, name: str) -> Any:
     return getattr(import_module(f"..{module}", __package__), name)

@@ -1,6 +1,6 @@
-"""From a source to a model: completes and checks its config, reads what belongs to it, and builds it.
+"""Builds a model from its source: completes and validates its config, reserves memory, reads its files.
 
-Loads nothing. Knows backends only as the table of kinds has them.
+Loads nothing. Knows backends only through backend_registry.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,28 +10,25 @@ from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.memory_needs import MemoryNeed
-from ..core.model import MeasuredModel, Model, ModelConfig, ModelSamples
+from ..core.model import Model, ModelConfig, ModelSamples
 from ..telemetry.gpus import usable_gpus
 from .backend_registry import (
     OnProgress,
     check_backend,
-    checkpoint_examiner,
     classic_model_builder,
     classic_runtime_loader,
-    memory_estimator,
-    text_model_builder,
+    text_backend,
 )
 from .cached_model import CachedModel
 from .config_defaults import enable_default_batching, fill_defaults
 from .config_io import ConfigMessage, config_from_json, config_to_json
 from .config_validation import validate_config, validate_written_config
-from .initial_states import read_initial_states
-from .memory_budget import MemoryBudget, MemoryReservation
+from .memory_budget import MemoryBudget
 from .model_config import to_model_config, with_config_defaults
+from .model_files import read_model_samples, validate_warmup_requests
 from .model_source import ModelSource, VersionSource, with_config_position
 from .response_cache import ResponseCache
 from .unsupported_fields import is_response_cache_enabled, refuse_unsupported_fields
-from .warmup import read_warmup_requests, validate_warmup_requests
 
 _DEFAULT_BATCH_KEY = "default-max-batch-size"
 _DEFAULT_SETTINGS = {_DEFAULT_BATCH_KEY: "4"}
@@ -39,16 +36,16 @@ _DEFAULT_SETTINGS = {_DEFAULT_BATCH_KEY: "4"}
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """`--backend-config`: parameters of one backend by its name, and of all under the empty name."""
+    """`--backend-config`: parameters by backend name; those under the empty name are for all backends."""
 
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, flags: Sequence[str]) -> "BackendSettings":
-        """Of `<backend>,<key>=<value>` or `<key>=<value>`.
+        """Read `<backend>,<key>=<value>` or `<key>=<value>`, one for each flag.
 
         Raises:
-            InvalidArgument: one has another form.
+            InvalidArgument: a flag has another form.
         """
         settings: dict[str, dict[str, str]] = {}
         for flag in flags:
@@ -69,8 +66,11 @@ class BackendSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelFactory:
-    """All that is needed to make a model. `describe`: its config, once it is loaded; `loaded` is called then. `release`
-    is called when it has gone, or could not load. `examine` looks at its files without loading it: see `kinds`."""
+    """The steps from a prepared source to a loaded model, and back.
+
+    `make` builds the model; `describe` completes its config once it is loaded, when `on_loaded` is called; `release` is
+    called when it is unloaded, or did not load. `examine` reads its files without loading it: `CheckpointExaminer`.
+    """
 
     make: Callable[[OnProgress], Model]
     describe: Callable[[ModelConfig], ModelConfig]
@@ -81,9 +81,11 @@ class ModelFactory:
 
 @dataclass(frozen=True, slots=True)
 class ModelBuilder:
-    """`complete`: let backends complete configs from their models' files. `budget`: what models may hold.
-    `quantiles`: of the summaries of their latencies, none for no summaries. `cache`: of the answers of models that want
-    one, None for none."""
+    """The settings that models are built with.
+
+    `auto_complete`: backends complete configs from their models' files. `quantiles`: those of the summaries of
+    latencies, none for no summaries. `cache`: for the responses of models whose configs ask for one.
+    """
 
     backends: BackendSettings = field(default_factory=BackendSettings)
     auto_complete: bool = True
@@ -92,11 +94,13 @@ class ModelBuilder:
     cache: ResponseCache | None = None
 
     def prepare(self, source: ModelSource, version: VersionSource, sharers: int = 1) -> ModelFactory:
-        """Reads files and imports what it needs, which may take a while. `sharers`: models that load side by side and
-        divide what is left of the host's memory, this one among them, if it sizes itself by that.
+        """Read a version's files and reserve its memory; blocks for as long as that and imports take.
+
+        `sharers`: models, this one among them, that load side by side and share the host's free memory if they take all
+        that they are granted.
 
         Raises:
-            CharoniaError: the model cannot be; the message says where its config is wrong.
+            CharoniaError: the model cannot be built; the message says where its config is wrong.
         """
         try:
             check_backend(source.name, source.backend)
@@ -107,28 +111,28 @@ class ModelBuilder:
             raise with_config_position(error, source.config_file) from None
 
     def _prepare_text_model(self, source: ModelSource, version: VersionSource, sharers: int) -> ModelFactory | None:
-        build, needs, look = (
-            text_model_builder(source.backend),
-            memory_estimator(source.backend),
-            checkpoint_examiner(source.backend),
-        )
-        if build is None:
+        backend = text_backend(source.backend)
+        if backend is None:
             return None
         parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
-        needed = () if needs is None else needs(version.path, parameters, usable_gpus())
-        granted = {} if needs is None else self._memory_grant(needed, sharers)
-        hold = self.budget.reserve(source.name, version.number, needed)
-        hold.grant(granted.get("memory", 0))
+        needed: Sequence[MemoryNeed] = ()
+        granted: dict[str, int] = {}
+        if backend.estimate_memory is not None:
+            needed = backend.estimate_memory(version.path, parameters, usable_gpus())
+            granted = self._memory_grant(needed, sharers)
+        reservation = self.budget.reserve(source.name, version.number, needed)
+        reservation.grant(granted.get("memory", 0))
+        build = backend.build
         return ModelFactory(
             lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress, **granted),
             lambda config: with_config_defaults(config, source.config),
-            hold.finish_loading,
-            hold.release,
-            lambda: "" if look is None else look(version.path, parameters),
+            reservation.finish_loading,
+            reservation.release,
+            partial(backend.examine, version.path, parameters) if backend.examine is not None else lambda: "",
         )
 
     def _memory_grant(self, needed: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
-        """What it needs and a share of what is left of the host's memory then; all that is left of GPUs."""
+        """The memory that a model needs and its share of the rest of the host's; all that is left of its GPUs'."""
         stated, left = sum(share.size for share in needed if share.gpu is None), self.budget.host.available
         granted = {"memory": stated + max(0, left - stated) // sharers}
         on_each = self.budget.available_on([share.gpu for share in needed if share.gpu is not None])
@@ -139,33 +143,27 @@ class ModelBuilder:
         parameters = {**self.backends.for_backend(source.backend), **source.parameters}
         placed = config_from_json(config_to_json(source.config))
         self._normalise(placed, source.backend)
-        needed = classic_runtime_loader(source.backend).needs(Path(version.path), config_to_json(placed), parameters)
-        hold = self.budget.reserve(source.name, version.number, needed)
+        loader, directory = classic_runtime_loader(source.backend), Path(version.path)
+        needed = loader.needs(directory, config_to_json(placed), parameters)
+        reservation = self.budget.reserve(source.name, version.number, needed)
         try:
-            return self._prepare_classic_within(source, version, hold)
+            whole = self.complete_config(source, version)
+            config = to_model_config(whole, version.number, source.directory)
+            samples = ModelSamples() if source.directory is None else read_model_samples(whole, source.directory)
+            validate_warmup_requests(config, samples.warmup_requests)
+            builder = classic_model_builder()
         except BaseException:
-            hold.release()
+            reservation.release()
             raise
 
-    def _prepare_classic_within(
-        self, source: ModelSource, version: VersionSource, hold: MemoryReservation
-    ) -> ModelFactory:
-        build, loader, directory = classic_model_builder(), classic_runtime_loader(source.backend), Path(version.path)
-        whole = self.complete_config(source, version)
-        config = to_model_config(whole, version.number, source.directory)
-        samples = _samples(whole, source.directory)
-        validate_warmup_requests(config, samples.warmup_requests)
-        make = partial(
-            build, config, loader, directory, self.backends.for_backend(source.backend), samples, self.quantiles
-        )
-        return ModelFactory(
-            lambda _: self._cached(whole, make()), lambda config: config, hold.finish_loading, hold.release
-        )
+        def make(_: OnProgress) -> Model:
+            backend_settings = self.backends.for_backend(source.backend)
+            model = builder(config, loader, directory, backend_settings, samples, self.quantiles)
+            if self.cache is None or not is_response_cache_enabled(whole):
+                return model
+            return CachedModel(model, self.cache, self.quantiles)
 
-    def _cached(self, config: ConfigMessage, model: MeasuredModel) -> Model:
-        if self.cache is None or not is_response_cache_enabled(config):
-            return model
-        return CachedModel(model, self.cache, self.quantiles)
+        return ModelFactory(make, lambda config: config, reservation.finish_loading, reservation.release)
 
     def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
         """The config of one version, completed, normalised and checked."""
@@ -185,9 +183,3 @@ class ModelBuilder:
     def _normalise(self, config: ConfigMessage, backend: str) -> None:
         gpus = usable_gpus()
         fill_defaults(config, gpus, bool(gpus) and classic_runtime_loader(backend).uses_gpus())
-
-
-def _samples(config: ConfigMessage, directory: Path | None) -> ModelSamples:
-    if directory is None:
-        return ModelSamples()
-    return ModelSamples(read_warmup_requests(config, directory), read_initial_states(config, directory))

@@ -16,9 +16,9 @@ from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
 from ..telemetry.shared_state import SharedState
 from .builder import ModelBuilder
-from .in_flight import InFlightCounter
 from .lifecycle import LoadFailure, ModelLifecycle
 from .model_control import ModelControl, NoModelControl
+from .model_entry import InFlightCounter
 from .model_handle import LoadedModelHandle
 from .model_registry import ModelRegistry
 

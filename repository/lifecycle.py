@@ -18,17 +18,16 @@ from ..core.cancellation import wait_for_first
 from ..core.errors import CharoniaError, ServerExiting
 from ..core.gateway import ModelState
 from ..core.model import ConfigDocument, Model
-from ..processes.host import usable_cores
+from ..processes import gc_tuning
+from ..processes.host import release_free_memory, usable_cores
 from ..telemetry.gpus import usable_gpus
-from .backend_registry import OnProgress, fills_granted_memory
+from .backend_registry import FILLS_GRANTED_MEMORY, OnProgress
 from .builder import ModelBuilder, ModelFactory
 from .memory_budget import InsufficientMemory
 from .model_entry import LoadedModel, ModelEntry, ModelVersion
 from .model_registry import ModelRegistry
-from .model_source import ModelSource, VersionSource, with_config_position
-from .shared_release import SharedRelease, release_both, return_freed_memory
+from .model_source import ModelSource, VersionSource, find_misnamed_versions, with_config_position
 from .unsupported_fields import ignored_field_message, ignored_fields
-from .versions import find_misnamed_versions
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +42,39 @@ _UNLOAD_WAIT = 10.0
 
 def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
     """An `OnProgress` that tells nobody."""
+
+
+class SharedRelease:
+    """The release of a source that several versions are made from: called once, when the last of them is unloaded."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._holders = 1  # the load itself
+
+    def add_holder(self) -> Callable[[], None]:
+        self._holders += 1
+        return self.drop_holder
+
+    def drop_holder(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._release()
+
+
+def release_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    """One function that calls both."""
+
+    def release() -> None:
+        first()
+        second()
+
+    return release
+
+
+def return_freed_memory() -> None:
+    """Collect the cycles that a model left behind, and return its memory to the system."""
+    gc_tuning.collect_and_freeze()
+    release_free_memory()
 
 
 class LoadFailure(Exception):
@@ -115,7 +147,7 @@ class ModelLifecycle:
             LoadFailure: a version did not load; everything is as before.
         """
         entry, shared = self._registry.get_or_add(source.name), SharedRelease(release)
-        if fills_granted_memory(source.backend):
+        if source.backend in FILLS_GRANTED_MEMORY:
             self._awaiting_grant.add(source.name)
         try:
             async with entry.change_lock:

@@ -1,4 +1,4 @@
-"""From a config message to what the rest of the house knows of a model: `core.model.ModelConfig`."""
+"""Conversion between a config message and `core.model.ModelConfig`."""
 
 import time
 from dataclasses import replace
@@ -8,11 +8,11 @@ from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
 from .config_defaults import fill_defaults
 from .config_io import ConfigMessage, config_from_json, config_to_json, v2_datatype
-from .label_files import read_label_files
+from .model_files import read_label_files
 
 
 def to_model_config(config: ConfigMessage, version: str, directory: Path | None = None) -> ModelConfig:
-    """Of a whole config; labels come from the model's `directory`.
+    """The model config of a completed config message; label files are read from the model's `directory`.
 
     Raises:
         InvalidArgument: a label file cannot be read.
@@ -34,7 +34,7 @@ def to_model_config(config: ConfigMessage, version: str, directory: Path | None 
 
 
 def with_config_defaults(model: ModelConfig, config: ConfigMessage) -> ModelConfig:
-    """A model that makes its own config, as `config` has what it lacks and the model knows better."""
+    """The config of a model that makes its own, completed with the config that it was loaded by; its own wins."""
     if model.document:
         return model
     whole = config_from_json(config_to_json(config))

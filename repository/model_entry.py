@@ -9,9 +9,32 @@ from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, Reading
 from ..core.model import MeasuredModel, Model, ModelConfig, TextModel
 from ..core.statistics import ModelStatistics
-from .in_flight import InFlightCounter
 
 UNLOADED = "unloaded"
+
+
+class InFlightCounter:
+    """Requests that are in flight now: of one loaded model, or of the server."""
+
+    __slots__ = ("_idle", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle: asyncio.Event | None = None
+
+    def increment(self) -> None:
+        self.count += 1
+
+    def decrement(self) -> None:
+        self.count -= 1
+        if not self.count and self._idle is not None:
+            self._idle.set()
+
+    async def wait_drained(self) -> None:
+        """Return when no request is in flight."""
+        while self.count:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
 
 
 @dataclass(slots=True)

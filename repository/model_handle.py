@@ -11,8 +11,7 @@ from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferRe
 from ..core.request_context import RequestContext
 from ..telemetry.request_trace import request_trace, trace_tensors
 from ..telemetry.trace_settings import TraceControl
-from .in_flight import InFlightCounter
-from .model_entry import LoadedModel
+from .model_entry import InFlightCounter, LoadedModel
 from .request_validation import validate_request
 
 

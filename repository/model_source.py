@@ -1,25 +1,30 @@
-"""What a model is made from: its directory with config and versions, or a checkpoint on its own.
+"""The source of a model: a directory with a config and numbered versions, or a checkpoint on its own.
 
-Reads directories. Completes, builds and loads nothing.
+Reads directories. Completes, builds and loads nothing. A version is a folder whose name is a number without leading
+zeros; see https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_repository.md.
 """
 
+import logging
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from .config_defaults import LANGUAGE_MODEL_BACKEND, canonical_backend, detect_checkpoint_backend, fill_backend
 from .config_io import CONFIG_FILE_NAMES, ConfigMessage, find_config, line_of, new_config, parse_config_file
-from .versions import choose_versions, find_misnamed_versions, find_versions
 
+log = logging.getLogger(__name__)
+
+_VERSION = re.compile(r"[1-9][0-9]*")
+_MISNAMED_VERSION = re.compile(r"0[0-9]*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSource:
-    """One version to be served. `path`: its directory, or a checkpoint or hub id. `mark` differs whenever something
-    that the version is made from does."""
+    """The source of one version. `path`: its directory, or a checkpoint or hub id. `mark`: equal for as long as nothing
+    that the version is made from changes."""
 
     number: str
     path: str
@@ -28,8 +33,8 @@ class VersionSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What one model is made from. `config`: as it was written, with its backend. `versions`: lowest first.
-    `directory`: the model's, and `file` its config, where there are any."""
+    """The source of one model. `config`: as written, with its backend filled in. `versions`: lowest first. `directory`,
+    `config_file`: the model's, where there are any."""
 
     name: str
     config: ConfigMessage
@@ -46,12 +51,12 @@ class ModelSource:
         return {key: value.string_value for key, value in self.config.parameters.items()}
 
     def config_position(self, field: str) -> str:
-        """ "file:line: " of a field of the config, as far as there is one."""
+        """The beginning of a message about a field of the config: `config_position`."""
         return config_position(self.config_file, field)
 
 
 def config_position(file: Path | None, field: str) -> str:
-    """ "file:line: " of a field, as far as it is there."""
+    """Returns "file:line: " of a field, as far as there is a file and the field is found in it."""
     if file is None or not file.is_file():
         return ""
     line = line_of(file.read_text(), field)
@@ -59,10 +64,10 @@ def config_position(file: Path | None, field: str) -> str:
 
 
 def read_model(directory: Path, override: ConfigMessage = None, config_name: str = "") -> ModelSource:
-    """One model directory; `override` stands in for its config.
+    """The source of a model directory; `override` replaces its config.
 
     Raises:
-        InvalidArgument: it cannot be a model; the message names file, line and field.
+        InvalidArgument: the directory is no model; the message names file, line and field.
     """
     file = None if override is not None else find_config(directory, config_name)
     config = override if override is not None else new_config() if file is None else parse_config_file(file)
@@ -95,7 +100,7 @@ def _set_name(config: ConfigMessage, directory: Path) -> None:
 
 
 def _version_source(directory: Path, config: ConfigMessage, number: int, once: object) -> VersionSource:
-    """With `once`, it is like no other."""
+    """The source of one version; with `once`, its mark equals no other."""
     path = directory / str(number)
     # What the config says stands in the mark itself.
     around = [entry for entry in directory.iterdir() if entry.name == "warmup" or entry.is_file()]
@@ -106,18 +111,63 @@ def _version_source(directory: Path, config: ConfigMessage, number: int, once: o
 
 
 def file_stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Of every file at or below it: name, time of change, size."""
+    """Name, time of change and size of every file at or below a path."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return [(str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files]
 
 
+def find_versions(model: Path) -> list[int]:
+    """The numbers of a model directory's versions, lowest first."""
+    if not model.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in model.iterdir() if _VERSION.fullmatch(entry.name) and entry.is_dir())
+
+
+def find_misnamed_versions(model: Path) -> list[str]:
+    """The folders that look like versions and are none: numbers that begin with 0."""
+    if not model.is_dir():
+        return []
+    return sorted(entry.name for entry in model.iterdir() if _MISNAMED_VERSION.fullmatch(entry.name) and entry.is_dir())
+
+
+def choose_versions(config: ConfigMessage, there: list[int], almost: Sequence[str] = ()) -> list[int]:
+    """The versions that the config's policy serves, lowest first; without a policy the latest. `almost`: the misnamed
+    versions, for the error.
+
+    Raises:
+        InvalidArgument: none of them is there.
+    """
+    policy = config.version_policy
+    match policy.WhichOneof("policy_choice"):
+        case "all":
+            served = there
+        case "specific":
+            served = _specific(config.name, sorted(set(policy.specific.versions)), there)
+        case "latest":
+            served = there[-max(policy.latest.num_versions, 1) :]
+        case _:
+            served = there[-1:]
+    if not served:
+        message = f"at least one version must be available under the version policy of model '{config.name}'"
+        hint = f"; '{almost[0]}' is none, for it begins with 0" if almost else ""
+        raise InvalidArgument(message + hint, field="version_policy")
+    return served
+
+
+def _specific(name: str, wanted: list[int], there: list[int]) -> list[int]:
+    for version in wanted:
+        if version not in there:
+            log.warning("version %d of model '%s' is asked for by its version policy and is not there", version, name)
+    return [version for version in wanted if version in there]
+
+
 def is_checkpoint(directory: Path) -> bool:
-    """Or an adapter of one, of which the engine says what it is."""
+    """Whether a directory holds a checkpoint, or an adapter, which the engine refuses by name."""
     return any((directory / name).is_file() for name in ("config.json", "modules.json", "adapter_config.json"))
 
 
 def is_repository(directory: Path) -> bool:
-    """Some folder in it has a config and is no checkpoint, or a numbered version."""
+    """Whether some folder in a directory is a model's: it has config.pbtxt, or numbered versions with a model."""
     return any(_is_model_folder(folder) for folder in directory.iterdir() if folder.is_dir())
 
 
@@ -133,11 +183,12 @@ def _is_model_folder(folder: Path) -> bool:
 def checkpoint_source(
     model: str, name: str = "", parameters: Mapping[str, str] | None = None, backend: str = ""
 ) -> ModelSource:
-    """A checkpoint directory or hub id (`owner/name` or `owner/name@revision`) as a model of its own, named after its
-    last part; `backend` serves it, or what its files say.
+    """The source of a checkpoint directory or hub id (`owner/name` or `owner/name@revision`).
+
+    By default it is named after the last part, and served by the backend that its files call for.
 
     Raises:
-        InvalidArgument: it is neither.
+        InvalidArgument: `model` is neither.
     """
     path = Path(model)
     if not is_checkpoint(path) and path.is_dir() and _is_model_folder(path):

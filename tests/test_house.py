@@ -33,10 +33,6 @@ FOREIGN_BANS = {
     "repository": {"torch", "transformers"},
     "cli": {"torch", "transformers"},
 }
-STILL_TO_MEND = {
-    ("repository", "cli"),
-}
-"""Arrows up that stand since folders moved: (floor, the floor it leans on). Nothing is added here."""
 INNER_FLOORS = {
     "engine": (
         ".options",
@@ -56,8 +52,6 @@ INNER_FLOORS = {
     "classic_backends": ("batching", "sequences", ".model .builtin onnx torch isolated", "encoder"),
 }
 """The parts of a floor from low to high: folders and, with a dot, modules. A module that is not named lies lowest."""
-STILL_TO_MEND_INSIDE: set[tuple[str, str, str]] = set()
-"""As `STILL_TO_MEND`, inside a floor: (floor, part, the part it leans on)."""
 NOT_IN_THE_WHEEL = {"bench/proofs", "bench/peers", "bench/fuzz"}
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}
 
@@ -106,7 +100,6 @@ def test_no_floor_leans_on_one_above(root: Path) -> None:
         for path in shipped(root)
         for line, target in imports(path, root)
         if (said := complaint(path.relative_to(root).parts[0], target, "charonia"))
-        and tuple(said.split(" leans on ")) not in STILL_TO_MEND
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -121,7 +114,7 @@ def inner_complaint(floor: str, here: str, there: str) -> str | None:
     levels = {part: number for number, level in enumerate(INNER_FLOORS[floor], 1) for part in level.split()}
     low, high = levels.get(there, 0), levels.get(here, 0)
     stands = here == there or low < high or low == high == 0
-    return None if stands or (floor, here, there) in STILL_TO_MEND_INSIDE else f"{floor}: {here} leans on {there}"
+    return None if stands else f"{floor}: {here} leans on {there}"
 
 
 @pytest.mark.parametrize("floor", ["engine", "api", "classic_backends"])

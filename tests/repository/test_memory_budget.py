@@ -247,10 +247,10 @@ class Greedy(Toy):
 @pytest.fixture
 def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pytest.MonkeyPatch) -> World:
     """A repository of two of them, whose loads hang, over 1000 bytes of memory; they state 100 each."""
-    monkeypatch.setitem(backend_registry.TEXT_MODEL_BUILDERS, "greedy", ("", ""))
-    monkeypatch.setitem(backend_registry.MEMORY_ESTIMATORS, "greedy", ("", ""))
-    monkeypatch.setattr(builders, "text_model_builder", lambda backend: Greedy if backend == "greedy" else None)
-    monkeypatch.setattr(builders, "memory_estimator", lambda backend: lambda *_: (MemoryNeed(100),))
+    backend = backend_registry.TextBackend(Greedy, lambda *_: (MemoryNeed(100),))
+    monkeypatch.setitem(backend_registry.TEXT_BACKENDS, "greedy", ("", ""))
+    monkeypatch.setattr(lifecycle, "FILLS_GRANTED_MEMORY", {"greedy"})
+    monkeypatch.setattr(builders, "text_backend", lambda name: backend if name == "greedy" else None)
     world = World(tmp_path)
     world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 1000))))
     world.keeper = RepositoryWatcher(world.catalog, world.hub.registry, world.hub.lifecycle)

@@ -12,7 +12,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.model_config import with_config_defaults
-from charonia.repository.warmup import read_warmup_requests
+from charonia.repository.model_files import read_warmup_requests
 
 
 def config_of(text: str) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from charonia.cli.app import check
 from charonia.cli.model_selection import select_models
+from charonia.cli.repository_check import print_check_report
 from charonia.cli.repository_options import CheckOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GenerateRequest, SamplingParams
@@ -17,7 +18,6 @@ from charonia.repository.builder import BackendSettings, ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_source import checkpoint_source
-from charonia.repository.repository_check import print_check_report
 
 TRITONS = """
 backend: "{backend}"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from charonia.cli.repository_check import print_check_report
 from charonia.cli.repository_options import CheckOptions
 from charonia.core.errors import InvalidArgument
-from charonia.repository.repository_check import print_check_report
 
 GOOD = """
 backend: "identity"

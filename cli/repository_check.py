@@ -1,7 +1,7 @@
-"""Says what is wrong with a repository, without serving it: configs, versions, completion, labels, warm-up data, and of
-language models what their checkpoints' files say of themselves.
+"""`charonia check`: what is wrong with a model repository, found without serving it.
 
-Builds models and loads none: what only loading finds, it does not find.
+Reads configs, versions, labels and warm-up data, completes configs, and builds models without loading them: an error
+that only loading finds is not found.
 """
 
 import sys
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cli.repository_options import CheckOptions
 from ..core.errors import CharoniaError, InvalidArgument
-from .builder import BackendSettings, ModelBuilder
-from .catalog import RepositoryCatalog
-from .lifecycle import ignore_progress
-from .memory_budget import DeviceMemory, MemoryBudget
-from .model_source import ModelSource, is_checkpoint, with_config_position
-from .unsupported_fields import ignored_field_message, ignored_fields
+from ..repository.builder import BackendSettings, ModelBuilder
+from ..repository.catalog import RepositoryCatalog
+from ..repository.lifecycle import ignore_progress
+from ..repository.memory_budget import DeviceMemory, MemoryBudget
+from ..repository.model_source import ModelSource, is_checkpoint, with_config_position
+from ..repository.unsupported_fields import ignored_field_message, ignored_fields
+from .repository_options import CheckOptions
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """`error`: the model would not load; else it would, `text` says how or what it would leave out."""
+    """A line of the report. `error`: the model would not load; otherwise `text` says how it would be served."""
 
     model: str
     text: str
@@ -29,10 +29,10 @@ class CheckFinding:
 
 
 def print_check_report(repository: Path, options: CheckOptions) -> int:
-    """Print what there is to say; the exit status.
+    """Print the findings of a repository; returns the exit status, 1 if a model would not load.
 
     Raises:
-        InvalidArgument: there is no such directory, or nothing in it, or an option is wrong.
+        InvalidArgument: the directory is missing or empty, or an option is wrong.
     """
     backends = BackendSettings.parse(options.backend_config)
     # Where it will be served there may be more memory than here.
@@ -56,7 +56,7 @@ def _nothing(repository: Path) -> str:
 
 
 def check_repository(catalog: RepositoryCatalog, builder: ModelBuilder) -> Iterator[CheckFinding]:
-    """Every model in its turn: what is wrong, or what would be served."""
+    """The findings of every model of a repository."""
     for name in catalog.model_names():
         try:
             source = catalog.read(name)
