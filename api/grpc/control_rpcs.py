@@ -1,4 +1,4 @@
-"""What GRPCInferenceService answers besides inference: models, repository, shared memory, settings.
+"""The RPCs of GRPCInferenceService besides inference and metadata: repository, shared memory, statistics, settings.
 
 Translates between the messages and the gateway. Each handler takes the gateway and the request, and raises
 `CharoniaError`.
@@ -12,7 +12,6 @@ from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped
 from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.gateway import RepositoryIndexEntry
 from ...telemetry.log_settings import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ...telemetry.trace_settings import TraceSettingsChange
@@ -41,11 +40,9 @@ async def model_statistics(gateway: ServerGateway, request: ProtoMessage) -> Pro
 
 async def repository_index(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
-    return pb.RepositoryIndexResponse(models=[_index_entry(entry) for entry in gateway.repository_index(request.ready)])
-
-
-def _index_entry(entry: RepositoryIndexEntry) -> dict[str, str]:
-    return {"name": entry.name, "version": entry.version, "state": str(entry.state or ""), "reason": entry.reason}
+    found = gateway.repository_index(request.ready)
+    models = [{"name": e.name, "version": e.version, "state": str(e.state or ""), "reason": e.reason} for e in found]
+    return pb.RepositoryIndexResponse(models=models)
 
 
 async def load_model(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
@@ -88,11 +85,9 @@ def _typed(parameter: ProtoMessage, kind: str, what: str) -> Any:
 
 async def system_status(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     found = gateway.shared_state.shared_memory.status(request.name)
-    return pb.SystemSharedMemoryStatusResponse(regions={region.name: _region(region._asdict()) for region in found})
-
-
-def _region(fields: dict[str, Any]) -> ProtoMessage:
-    return pb.SystemSharedMemoryStatusResponse.RegionStatus(**fields)
+    status = pb.SystemSharedMemoryStatusResponse.RegionStatus
+    regions = {region.name: status(**region._asdict()) for region in found}
+    return pb.SystemSharedMemoryStatusResponse(regions=regions)
 
 
 async def system_register(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
@@ -129,10 +124,11 @@ async def trace_setting(gateway: ServerGateway, request: ProtoMessage) -> ProtoM
     change: TraceSettingsChange = {name: tuple(setting.value) for name, setting in request.settings.items()}
     traces = gateway.shared_state.traces
     settings = traces.update(change, request.model_name) if change else traces.settings(request.model_name)
-    said = {name: {"value": values} for name, values in settings.as_v2_texts().items()}
-    return ParseDict({"settings": said}, pb.TraceSettingResponse())
+    texts = {name: {"value": values} for name, values in settings.as_v2_texts().items()}
+    return ParseDict({"settings": texts}, pb.TraceSettingResponse())
 
 
+# By name: the field of the message that holds the value, and its type in Triton's error texts.
 _LOG_KINDS = {
     "log_file": ("string_param", "string"),
     "log_info": ("bool_param", "boolean"),
@@ -147,8 +143,8 @@ async def log_settings(gateway: ServerGateway, request: ProtoMessage) -> ProtoMe
     logs = gateway.shared_state.logs
     changed = {name: _log_value(name, value) for name, value in request.settings.items()}
     settings = logs.update(replace(logs.settings, **changed)) if changed else logs.settings
-    said = {name: {kind: getattr(settings, name)} for name, (kind, _) in _LOG_KINDS.items()}
-    return ParseDict({"settings": said}, pb.LogSettingsResponse())
+    values = {name: {kind: getattr(settings, name)} for name, (kind, _) in _LOG_KINDS.items()}
+    return ParseDict({"settings": values}, pb.LogSettingsResponse())
 
 
 def _log_value(name: str, value: ProtoMessage) -> Any:
@@ -176,4 +172,4 @@ CONTROL_RPCS: dict[str, ControlRpc] = {
     "TraceSetting": trace_setting,
     "LogSettings": log_settings,
 }
-"""By the names of the RPCs."""
+"""The handlers, by the names of their RPCs."""
