@@ -13,7 +13,7 @@ from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.weight_files import find_weights
 from .frontend.llm import LlmModel, TokenizerBundle
-from .options import EngineOptions, engine_config, parse_options
+from .options import EngineOptions, engine_config, parse_settings
 
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
@@ -91,7 +91,7 @@ def _stored(directory: Path) -> int:
 
 def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]:
     settings = dict(parameters)
-    return settings.pop("model", path), parse_options(settings)
+    return settings.pop("model", path), parse_settings(settings, EngineOptions)
 
 
 def _check_threads(options: EngineOptions) -> None:

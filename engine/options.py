@@ -4,15 +4,18 @@ Knows their names and ranges, not their effect. None leaves a choice to the engi
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from ..core.errors import InvalidArgument
+from ..core.suggestion import did_you_mean
+from ..core.validation_errors import describe_validation_error
 from ..scheduler.config import SchedulerConfig
 from .config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
-from .parse_settings import parse_settings
+
+T = TypeVar("T")
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -124,13 +127,30 @@ _PARALLEL_FIELDS = {
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
 
 
-def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
-    """Options from their names; values may be text, as config.pbtxt has them.
+def parse_settings(parameters: Mapping[str, Any], kind: type[T]) -> T:
+    """An instance of the dataclass `kind`, whose fields are the settings; values may be text.
 
     Raises:
         InvalidArgument: an unknown name, or a value of the wrong type or out of range; it names the parameter.
     """
-    return parse_settings(parameters, EngineOptions)
+    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: _value(name, text, types) for name, text in parameters.items()})
+
+
+def _value(name: str, text: Any, types: Mapping[str, Any]) -> Any:
+    if name not in types:
+        known = ", ".join(types)
+        raise InvalidArgument(f"unknown parameter '{name}'; known are {known}{did_you_mean(name, types)}", field=name)
+    try:
+        return msgspec.convert(text, types[name], strict=False)
+    except msgspec.ValidationError as error:
+        reason = _choices(types[name]) or describe_validation_error(error).reason
+        raise InvalidArgument(f"parameter '{name}' {reason}, got {text!r}", field=name) from None
+
+
+def _choices(expected: Any) -> str:
+    choices = [choice for kind in get_args(expected) for choice in get_args(kind) if isinstance(choice, str)]
+    return f"must be one of {', '.join(choices)}" if choices else ""
 
 
 def engine_config(model: str, options: EngineOptions) -> EngineConfig:

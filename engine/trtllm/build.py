@@ -7,7 +7,7 @@ from ...telemetry.llm_metrics import LlmMetrics
 from ..core.messages import CoreLoading
 from ..frontend.engine import EngineSpec
 from ..frontend.llm import LlmModel
-from ..parse_settings import parse_settings
+from ..options import parse_settings
 from .client import TrtllmClient
 from .options import TrtllmOptions
 from .runtime import TrtllmRuntimeLoader

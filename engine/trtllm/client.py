@@ -4,10 +4,12 @@ Token ids in, token ids out. Lives in one event loop.
 """
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,12 +22,17 @@ from ..frontend.engine import count_by_priority
 from ..frontend.sequence_stats import SequenceStats
 from ..frontend.token_stream import TokenStream
 from .admission_queue import AdmissionQueue
-from .iteration_stats import IterationStats
 from .options import TrtllmOptions
 from .request import TrtllmRequest
 from .runtime import TrtllmRuntime, TrtllmRuntimeLoader
 
+if TYPE_CHECKING:
+    from tensorrt_llm import LLM
+
 log = logging.getLogger(__name__)
+
+_PERIOD_SECONDS = 1.0
+"""Between two readings of TensorRT-LLM's statistics, which it tells only when asked."""
 
 
 class TrtllmClient:
@@ -171,3 +178,47 @@ class TrtllmClient:
         for request in list(self._requests.values()):
             request.stream.fail(error)
             self._leave(request)
+
+
+class IterationStats:
+    """TensorRT-LLM's iterations, counted into `metrics`. `kv_tokens`: used and in all, as of the last iteration.
+
+    A number that a version leaves out of its records is not counted, and breaks nothing.
+    """
+
+    def __init__(self, metrics: LlmMetrics) -> None:
+        self._metrics = metrics
+        self.kv_tokens = (0, 0)
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    def count_prefix_lookup(self, prompt: int, cached: int) -> None:
+        """A prompt began, of which so many tokens came out of the prefix cache."""
+        self.prefix_queries += prompt
+        self.prefix_hits += cached
+
+    async def follow(self, llm: "LLM", every: float = _PERIOD_SECONDS) -> None:
+        """Ask every so many seconds, for ever or until there are no statistics any more."""
+        try:
+            while True:
+                await asyncio.sleep(every)
+                async for record in llm.get_stats_async(timeout=every):
+                    self.record_iteration(json.loads(record) if isinstance(record, str | bytes) else record)
+        except Exception:
+            log.warning("TensorRT-LLM gives no statistics any more", exc_info=True)
+
+    def record_iteration(self, record: Mapping[str, Any]) -> None:
+        """One iteration."""
+        batching = record.get("inflightBatchingStats") or {}
+        self._take_cache(record.get("kvCacheStats") or {})
+        self.preemptions += batching.get("numPausedRequests", 0)
+        sequences = batching.get("numScheduledRequests", 0)
+        if sequences:
+            self._metrics.step.observe(record.get("iterLatencyMS", 0.0) / 1e3)
+            self._metrics.step_sequences.observe(sequences)
+            self._metrics.step_tokens.observe(batching.get("numCtxTokens", 0) + batching.get("numGenRequests", 0))
+
+    def _take_cache(self, cache: Mapping[str, Any]) -> None:
+        size = cache.get("tokensPerBlock", 0)
+        self.kv_tokens = cache.get("usedNumBlocks", 0) * size, cache.get("maxNumBlocks", 0) * size

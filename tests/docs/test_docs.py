@@ -25,8 +25,7 @@ from charonia.core.request import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
 from charonia.engine.cpu import library
 from charonia.engine.frontend import infer, request_parameters
-from charonia.engine.options import EngineOptions, engine_config
-from charonia.engine.parse_settings import parse_settings
+from charonia.engine.options import EngineOptions, engine_config, parse_settings
 from charonia.engine.trtllm.options import TrtllmOptions
 
 PAGES = (

@@ -4,7 +4,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
-from charonia.engine.options import EngineOptions, engine_config, parse_options
+from charonia.engine.options import EngineOptions, engine_config, parse_settings
 from charonia.scheduler.config import SchedulerConfig
 
 ALL = {
@@ -46,7 +46,7 @@ ALL = {
 
 
 def test_every_name_arrives() -> None:
-    assert engine_config("somewhere", parse_options(ALL)) == EngineConfig(
+    assert engine_config("somewhere", parse_settings(ALL, EngineOptions)) == EngineConfig(
         model="somewhere",
         tokenizer="elsewhere",
         chat_template="{{ messages }}",
@@ -100,6 +100,6 @@ def test_nothing_given_is_the_engines_choice() -> None:
 )
 def test_what_is_wrong_is_named(name: str, text: str, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        parse_options({name: text})
+        parse_settings({name: text}, EngineOptions)
     assert caught.value.message.startswith(says)
     assert caught.value.field == name

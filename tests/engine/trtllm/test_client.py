@@ -18,7 +18,7 @@ from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, 
 from charonia.core.request_context import RequestContext
 from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import tensorrt_llm, trtllm_engine_spec
-from charonia.engine.trtllm.iteration_stats import IterationStats
+from charonia.engine.trtllm.client import IterationStats
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.telemetry.llm_metrics import LlmMetrics
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound
-from charonia.engine.parse_settings import parse_settings
+from charonia.engine.options import parse_settings
 from charonia.engine.trtllm.llm_factory import make_llm
 from charonia.engine.trtllm.model_info import TrtllmModelInfo, read_model_info
 from charonia.engine.trtllm.options import TrtllmOptions

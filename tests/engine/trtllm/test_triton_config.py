@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.parse_settings import parse_settings
+from charonia.engine.options import parse_settings
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.engine.trtllm.triton_config import read_model_source
 
