@@ -29,7 +29,7 @@ class SharedMemoryRegion(NamedTuple):
 
 
 class SharedMemorySlice(NamedTuple):
-    """Where in a region a tensor lies."""
+    """The bytes of a region in which a tensor lies."""
 
     region: str
     offset: int
@@ -69,7 +69,7 @@ class SharedMemoryRegistry:
         self._mapped[name] = region, _map_region(region)
 
     def unregister(self, name: str = "") -> None:
-        """Take back one region, or all; a name that nobody has is no error."""
+        """Take back one region, or all; a name that is not registered is no error."""
         self._check_allowed()
         taken = [self._mapped.pop(each) for each in ([name] if name else list(self._mapped)) if each in self._mapped]
         self._leaving = [*self._in_use(), *((region, weakref.ref(memory)) for region, memory in taken)]
@@ -124,7 +124,7 @@ class SharedMemoryRegistry:
             raise NotFound(f"Unable to find cuda shared memory region: '{name}'", field="name")
 
     def _in_use(self) -> list[tuple[SharedMemoryRegion, weakref.ref[mmap.mmap]]]:
-        """Those that were taken back and somebody holds a view of."""
+        """The regions that were taken back and of which a view is still held."""
         return [(region, memory) for region, memory in self._leaving if memory() is not None]
 
     def _check_allowed(self) -> None:

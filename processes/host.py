@@ -37,7 +37,8 @@ class Cores(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """How many to compute with. Hyperthreads share what computes, and a step waits for its slowest thread."""
+        """The number of threads to compute with. Hyperthreads share what computes, and a step waits for its slowest
+        thread."""
         return max(1, math.ceil(min(self.physical, self.quota)))
 
     def __str__(self) -> str:
@@ -52,7 +53,7 @@ class Cores(NamedTuple):
 
 
 def usable_cores(root: Path = _ROOT) -> Cores:
-    """What there is to compute on."""
+    """The cores on which this process may compute."""
     usable = _affinity()
     physical = {_siblings(root, cpu) for cpu in usable}
     nodes = [node for node in _nodes(root) if node & usable]
@@ -113,7 +114,7 @@ def _cpu_list(text: str) -> frozenset[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Of the process's cgroups and all above them, in cores."""
+    """The quotas of the process's cgroups and of all above them, in cores."""
     for group in _cgroups(root, "cpu"):
         fields = _read(group / "cpu.max").split()
         if len(fields) == 2 and fields[0] != "max":
@@ -211,7 +212,7 @@ _CUDA = re.compile(r"^cuda\b[^=\n]*= *'", re.MULTILINE)
 
 
 def torch_has_cuda() -> bool:
-    """As `torch.version.cuda` says. False where there is no torch."""
+    """Whether `torch.version.cuda` is set, without importing torch; False where there is no torch."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""How long to wait before a process that was lost is started again."""
+"""The delay before a process that was lost is started again."""
 
 
 class RestartBackoff:

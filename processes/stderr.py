@@ -7,15 +7,16 @@ _STDERR = 2
 
 
 def write_stderr(text: str) -> Thread:
-    """Write it in a thread, which a pipe that nobody reads may hold for ever, and past Python's own buffer, whose lock
-    that thread would take along."""
+    """Write text to stderr in a thread, which a pipe without a reader may hold for ever, and past Python's own buffer,
+    whose lock that thread would take along."""
     writing = Thread(target=os.write, args=(_STDERR, text.encode(errors="backslashreplace")), daemon=True)
     writing.start()
     return writing
 
 
 class FileOutage:
-    """Of one file that somebody writes `things` to, such as traces, and counts those that are lost."""
+    """The outage of a file to which `things` are written, such as traces: told once, with the number lost at its
+    end."""
 
     def __init__(self, things: str) -> None:
         self._things = things
@@ -29,8 +30,8 @@ class FileOutage:
         self._file = file
 
     def report_recovery(self, lost: int, patience: float = 0) -> None:
-        """It can be written again, or nothing more is to come; nothing is said where there was no outage. `patience`:
-        seconds to wait for a pipe to be read."""
+        """The file can be written again, or nothing more is to come; says nothing where there was no outage.
+        `patience`: seconds to wait for a pipe to be read."""
         if self._file:
             text = f"charonia: {lost} {self._things} are lost: {self._file} could not be written\n"
             write_stderr(text).join(patience)

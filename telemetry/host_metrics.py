@@ -8,7 +8,7 @@ from ..core.metrics import Measurement, Reading
 
 _ROOT = Path("/proc")
 _IDLE = slice(3, 5)
-"""Of the fields of /proc/stat's first line: idle, and idle but waiting for a disk."""
+"""The fields of /proc/stat's first line that count idle time, and idle time in which a disk was waited for."""
 
 _GUESTS = 8
 """From here on time of guests, which the fields before have already."""

@@ -26,7 +26,7 @@ _ALWAYS_REPORTED = (
 
 @dataclass(slots=True)
 class TenantTokens:
-    """Tokens of one tenant; the nameless one is everybody without a key."""
+    """Tokens of one tenant; requests without a key belong to the tenant ""."""
 
     prompt: int = 0
     generated: int = 0

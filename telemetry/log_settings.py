@@ -1,6 +1,7 @@
-"""What is logged, and how: settings that clients may change while the server runs, as v2's section 12 has them.
+"""The log settings that clients may change while the server runs, as Triton's logging extension has them:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_logging.md.
 
-Knows nothing of loggers: who made them makes a change true.
+Knows nothing of loggers: `logging_setup` applies a change.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def parse_log_format(name: str, setting: str = "log_format") -> LogFormat:
 
 
 class LogControl:
-    """The settings as they are, and who makes others true."""
+    """The log settings of the server, and the function that applies others."""
 
     def __init__(
         self,

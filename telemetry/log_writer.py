@@ -88,7 +88,7 @@ class LogWriter(logging.Handler):
             self._reach(Event())
 
     def stop(self) -> bool:
-        """Write what waits, and no more. False: nobody reads it, and whoever writes there himself waits for that."""
+        """Write the lines that wait, and stop. False: the pipe is not read, and writing to it would wait."""
         self._stopping = True
         return self._reach(self._stopped)
 
@@ -136,7 +136,7 @@ class LogWriter(logging.Handler):
         return self.format(record) + "\n"
 
     def _write(self, text: str) -> bool:
-        """Whether somebody took it."""
+        """Whether the text was written."""
         try:
             if self._file:
                 self._stream = _reopened_if_moved(self._stream, self._file)

@@ -1,4 +1,4 @@
-"""How this process logs: what settings come to, and the forms of a line."""
+"""The logging of this process: handlers and levels for given settings, and the formats of a line."""
 
 import json
 import logging
@@ -17,7 +17,8 @@ from .log_writer import LogWriter
 from .request_log import RequestLogRecord
 
 _STANDARD_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
-"""What every record has, or is written under another name; and uvicorn's message once more, in colours."""
+"""Attributes that every log record has, or that a line has under another name; uvicorn repeats its message in
+colours."""
 
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
@@ -42,7 +43,7 @@ def configured_logging(settings: LogSettings) -> Iterator[LogControl]:
 
 
 def _replace_by_stderr(lines: LogWriter) -> None:
-    """What there may still be to say goes to stderr, unless it would wait there for ever."""
+    """Let stderr have the records that come after the writer's end, unless writing there would wait for ever."""
     after: logging.Handler = logging.StreamHandler(sys.stderr) if lines.stop() else logging.NullHandler()
     after.setFormatter(lines.formatter)
     after.filters = lines.filters
@@ -92,7 +93,7 @@ class _CachedTime:
 
 
 class LineFormatter(logging.Formatter):
-    """As logging's own, but quick with the records that end requests."""
+    """The standard formatter, but quick with the records that end requests."""
 
     def __init__(self, line: str, times: str) -> None:
         super().__init__(line, times)

@@ -1,4 +1,4 @@
-"""How late the event loop turns: the delay of a timer that does nothing else."""
+"""The lag of the event loop: the delay of a timer that does nothing else."""
 
 import asyncio
 import time

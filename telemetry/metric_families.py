@@ -148,7 +148,7 @@ _VLLM_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abor
 
 
 def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
-    """What vLLM exports too, as it does: summed over the labels that it does not have."""
+    """The series that vLLM exports too, under its names: summed over the labels that it does not have."""
     sums: dict[tuple[str, str], float] = {}
     for reading in readings:
         if isinstance(reading.value, QuantileSummary):
@@ -200,10 +200,10 @@ class MetricsConfig(NamedTuple):
 
 
 def parse_metrics_config(words: Iterable[str]) -> MetricsConfig:
-    """What the flag says, each time it is given: `<setting>=<value>`.
+    """The settings of --metrics-config, given any number of times as `<setting>=<value>`.
 
     Raises:
-        InvalidArgument: it says what it cannot; the message names the flag.
+        InvalidArgument: a setting or value is unknown; the message names the flag.
     """
     config = MetricsConfig()
     for word in words:

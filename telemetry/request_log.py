@@ -59,11 +59,12 @@ _NAMES = RequestLogFields._fields
 
 
 _EMPTY_RECORD = vars(logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (), None))
-"""What every entry begins with; finding out which line of ours logs it would cost more than all the rest."""
+"""The attributes with which every record begins; finding out the line of code that logs would cost more than the
+rest."""
 
 
 class RequestLogRecord(logging.LogRecord):
-    """The record of an exchange; nothing is made of it that nobody asks for."""
+    """The log record of a request. Its text and fields are made only when a handler asks for them."""
 
     name = log.name
     levelno = logging.INFO
@@ -75,11 +76,11 @@ class RequestLogRecord(logging.LogRecord):
         self._filled = False
 
     def line(self) -> str:
-        """The message, at no cost for those who want nothing else."""
+        """The text of the record, made without its fields."""
         return request_log_line(self._exchange)
 
     def fields(self) -> dict[str, object]:
-        """Those of the `RequestLogFields`."""
+        """The fields of the record by their names."""
         return request_log_fields(self._exchange)._asdict()
 
     def getMessage(self) -> str:
@@ -92,7 +93,7 @@ class RequestLogRecord(logging.LogRecord):
         return getattr(self, name)
 
     def _fill(self) -> bool:
-        """Whether anything was left to fill."""
+        """Make all attributes; False where that was done before."""
         if self.__dict__.get("_filled", True):
             return False
         record = request_log_fields(self._exchange)
@@ -162,7 +163,7 @@ def _common_part(door: str, model: str, version: str, tenant: str, end: RequestE
 
 
 def _finish_reason(exchange: RequestContext) -> str | None:
-    """Those of all answers, each once."""
+    """The finish reasons of all sequences, each once."""
     if len(exchange.sequences) == 1:
         only = exchange.sequences[0].finish_reason
         return None if only is None else only.value

@@ -36,7 +36,7 @@ _MAX_TENSORS = 1024
 
 @dataclass(slots=True)
 class TracedTensors:
-    """Those that passed one way, as far as they are kept."""
+    """The tensors of one direction of a request, as texts, up to the limits above."""
 
     texts: list[TensorText] = field(default_factory=list)
     _room: int = _MAX_CHARACTERS
@@ -51,7 +51,7 @@ class TracedTensors:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Of a request that is traced by `settings`."""
+    """The trace of a request: the settings that it is traced by, and its tensors if they ask for them."""
 
     settings: TraceSettings
     inputs: TracedTensors = field(default_factory=TracedTensors)

@@ -14,7 +14,7 @@ Attributes: TypeAlias = Mapping[str, Value]
 
 _OPERATIONS = {"chat": "chat", "tokenize": "tokenize", "detokenize": "detokenize"}
 _DEFAULT_OPERATION = "text_completion"
-"""What every other door's operation is called."""
+"""The operation of every other endpoint."""
 
 _SERVER_ERRORS = (Outcome.ERROR, Outcome.TIMEOUT)
 """Outcomes that are a server's error; a refusal is the client's."""
@@ -48,7 +48,7 @@ def request_span(exchange: RequestContext) -> Span:
 
 
 def phase_spans(exchange: RequestContext) -> Iterator[Span]:
-    """What each of its sequences went through; where one broke off, that phase lasts to the request's end."""
+    """The phases of each sequence of a request; a phase that was cut off lasts to the request's end."""
     several = len(exchange.sequences) > 1
     for index, part in enumerate(exchange.sequences):
         attributes: Attributes = {"charonia.choice": index} if several else {}

@@ -162,7 +162,7 @@ def _trace_objects(number: int, trace: RequestTrace, exchange: RequestContext) -
 
 
 class _TransportEvents(NamedTuple):
-    """What Triton calls it to receive a request and to send the answer, begin and end."""
+    """Triton's names for the begin and end of receiving a request, and of sending its response."""
 
     receive: str
     received: str
@@ -176,7 +176,7 @@ _GRPC_DOORS = ("ModelInfer", "ModelStreamInfer")
 
 
 def _timestamps(exchange: RequestContext) -> Iterator[tuple[str, int]]:
-    """What happened, by Triton's names; what never did is left out."""
+    """The events of a request by Triton's names, with times in nanoseconds; those that never happened are left out."""
     way = _GRPC_EVENTS if exchange.endpoint in _GRPC_DOORS else _HTTP_EVENTS
     asked, answered = _received_ns(exchange), exchange.summary.last or exchange.answered_at
     yield way.receive, _ns(exchange.arrived_at)

@@ -27,7 +27,7 @@ class SpanSettings:
     bsp_max_export_batch_size: int = 512
 
     def as_v2_texts(self) -> Mapping[str, tuple[str, ...]]:
-        """As v2's trace settings say them."""
+        """The settings as texts, by the names of Triton's trace extension."""
         numbers = {name: (str(getattr(self, name)),) for name in _NUMBERS}
         return {"url": (self.url,), "resource": tuple(f"{key}={value}" for key, value in self.resource), **numbers}
 
@@ -113,7 +113,7 @@ class TraceSettings:
         return TENSORS in self.trace_level and self.spans is None
 
     def as_v2_texts(self) -> dict[str, tuple[str, ...]]:
-        """As v2 says them, in its order."""
+        """The settings as texts, by the names of Triton's trace extension and in its order."""
         said = {"trace_level": self.trace_level, "trace_rate": (str(self.trace_rate),)}
         said["trace_count"] = (str(self.trace_count),)
         if self.spans is not None:
@@ -124,7 +124,7 @@ class TraceSettings:
 
 @dataclass(slots=True)
 class _Scope:
-    """What was set for all models, or for one; and the requests that it has counted since."""
+    """The settings that were given for all models, or for one, and the requests that were counted under them."""
 
     given: dict[str, Any] = field(default_factory=dict)
     seen: int = 0
@@ -142,8 +142,8 @@ class _Scope:
 
 
 class TraceControl:
-    """The settings as they are, who hears of every change, and which requests they pick. `pending`: traces of requests
-    that have not ended."""
+    """The trace settings of the server and of its models, and the choice of requests by them. `on_change` is called
+    after each change. `open_traces`: traced requests that have not ended."""
 
     def __init__(self, settings: TraceSettings = TraceSettings()) -> None:
         self._base = settings
@@ -154,7 +154,8 @@ class TraceControl:
         self.on_change: Callable[[], None] = lambda: None
 
     def settings(self, model: str = "") -> TraceSettings:
-        """Of a model, or what holds for those without settings of their own. `trace_count` is what is left of it."""
+        """The settings of a model, or those of all models without their own; `trace_count` is the number that is
+        left."""
         scope = self._models.get(model)
         if scope is None:
             return self._all.over(self._base)

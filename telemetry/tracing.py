@@ -26,8 +26,8 @@ _PARENT_HEADERS = ("traceparent", b"traceparent")
 
 
 class SamplingTracer:
-    """Shows `tracer` the exchanges that `traces` picks, and those of clients who trace themselves: tritonserver's mode
-    opentelemetry, whose settings stay as they are."""
+    """Passes to `tracer` the requests that `traces` samples, and those whose clients send a trace context:
+    tritonserver's mode opentelemetry, whose settings stay as they are."""
 
     def __init__(self, tracer: Callable[[RequestContext], None], traces: TraceControl) -> None:
         self._tracer = tracer

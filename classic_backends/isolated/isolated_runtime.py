@@ -53,7 +53,7 @@ class IsolatableLoader(NamedTuple):
     def load(
         self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
-        """As the backend's own, and:
+        """Load as the backend's own loader does, in a child process where that is chosen.
 
         Raises:
             Internal: the process ended while it loaded.
@@ -67,7 +67,7 @@ class IsolatableLoader(NamedTuple):
         return self.loader.load_reference().uses_gpus()
 
     def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        """As the backend's own, and for each process, which shares nothing, the libraries that it imports."""
+        """The memory that the backend's own loader needs, and for each process the libraries that it imports."""
         isolated, own = self._read(parameters)
         loader = self.loader.load_reference()
         if not isolated:
@@ -77,14 +77,14 @@ class IsolatableLoader(NamedTuple):
         return (MemoryNeed(self.library_bytes * len(places)), *chain.from_iterable(weights))
 
     def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        """As the backend's own, and as `load`."""
+        """Complete the config as the backend's own loader does, in a child process where `load` would use one."""
         isolated, own = self._read(parameters)
         if not (isolated and self.completes_in_process):
             return self.loader.load_reference().complete(directory, document, own)
         return document if declares_tensors(document) else _complete_in_process(self.loader, directory, document, own)
 
     def _read(self, parameters: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
-        """Whether it is isolated, and the parameters that are the backend's."""
+        """Whether a child process is chosen, and the parameters that are the backend's."""
         chosen = read_choice(parameters, EXECUTION_PARAMETER, (ISOLATED, THREAD), self.default)
         return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != EXECUTION_PARAMETER}
 
@@ -103,7 +103,7 @@ def _complete_in_process(
 
 
 def _first_message(link: InstanceProcess, who: str) -> FromInstance:
-    """What a process says at last of what it was made for. Raises what failed, or `Internal` if it ended."""
+    """The first message of a child, its log apart. Raises the failure that it reports, or `Internal` if it ended."""
     try:
         said = link.receive()
     except ProcessLost as loss:

@@ -1,1 +1,1 @@
-"""Several processes compute one model: who they are, how plans reach them and results come back."""
+"""Several processes that compute one model: their arrangement, how plans reach them, how results come back."""

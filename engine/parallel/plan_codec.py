@@ -75,7 +75,7 @@ class ColumnReader:
         return np.frombuffer(wide, np.int32).reshape(-1, 2)
 
     def bytes(self) -> memoryview:
-        """What `pack_bytes` packed."""
+        """The bytes that `pack_bytes` packed."""
         (size,) = _SIZE.unpack_from(self._message, self.place)
         self.place += _SIZE.size
         return self._take(size)
@@ -109,7 +109,7 @@ class SampledBatch(NamedTuple):
 
     @classmethod
     def from_results(cls, results: Sequence[StepResult]) -> "SampledBatch":
-        """Of steps in which no row was twice."""
+        """The tokens of steps in which no row occurs twice."""
         columns = (result[1:5] for result in results)
         rows, offsets, counts, tokens = (np.concatenate(column) for column in zip(*columns, strict=True))
         if b"\1\0\0\0" * len(counts) == counts.tobytes():  # one token each, as nearly always
@@ -120,7 +120,7 @@ class SampledBatch(NamedTuple):
 
 
 class StepBroadcast(NamedTuple):
-    """What all ranks are told of one step: what landed, then the plan."""
+    """The message to all ranks for one step: tokens sampled in steps before, then the plan."""
 
     plan: StepPlan
     sampled: SampledBatch | None = None
@@ -167,7 +167,7 @@ class _StepState:
         self.following = starts + counts
 
     def ends(self, rows: NDArray[np.intp]) -> IntArray:
-        """Where each of any rows stopped."""
+        """The position where each of these rows stopped."""
         self._ends[self._places] = self.following
         try:
             return self._ends[rows]

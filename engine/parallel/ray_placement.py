@@ -1,4 +1,4 @@
-"""What ranks ask of a Ray cluster, and which of them takes which of the places that they get. Knows no Ray."""
+"""The resources that ranks ask of a Ray cluster, and which rank takes which of the bundles granted. Imports no Ray."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from .layout import RankLayout
 
 
 class RankResources(NamedTuple):
-    """What one rank asks for: a GPU for itself, or CPUs. `threads`: what it computes with."""
+    """The resources of one rank: a GPU for itself, or CPUs. `threads`: the number that it computes with."""
 
     gpus: int
     cpus: int
@@ -27,8 +27,8 @@ class RankResources(NamedTuple):
 
 
 class RankPlacement(NamedTuple):
-    """Where one rank runs: a bundle of the placement group, on the machine with this address, where it is number
-    `local` of `neighbours` ranks."""
+    """The place of one rank: a bundle of the placement group, on the machine with this address, where it is number
+    `local_rank` of `local_ranks`."""
 
     bundle: int
     host: str
@@ -37,10 +37,10 @@ class RankPlacement(NamedTuple):
 
 
 def rank_resources(config: EngineConfig, layout: RankLayout, resources: Mapping[str, float]) -> RankResources:
-    """What each rank asks for; device auto is a GPU wherever the cluster's `resources` name one.
+    """The resources that each rank asks for; device auto is a GPU where the cluster's `resources` name one.
 
     Raises:
-        InvalidArgument: one GPU is named for all.
+        InvalidArgument: the configuration names one GPU for all.
     """
     kind, _, number = config.device.partition(":")
     if number:

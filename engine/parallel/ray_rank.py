@@ -20,8 +20,8 @@ _INTERFACE = Struct("16s4x4s16x")  # ifreq: name, then a sockaddr_in without por
 
 
 class RemoteRankArgs(NamedTuple):
-    """What a rank is sent out with: the environment that matters to it, and what it becomes once it has called. `host`:
-    its machine's address among the others'."""
+    """The arguments of a rank on another machine: `environment` to set, `token` to connect with, and those of
+    `RankArgs`. `host`: its machine's address among the others'."""
 
     config: EngineConfig
     layout: RankLayout
@@ -33,7 +33,7 @@ class RemoteRankArgs(NamedTuple):
 
 
 class RankActor:
-    """What Ray starts, and ends."""
+    """The Ray actor that runs one rank."""
 
     def serve(self, errand: RemoteRankArgs) -> None:
         """Be that rank until it is told to leave. The process, and its line with it, waits to be ended then: what torch

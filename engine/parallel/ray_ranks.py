@@ -32,7 +32,7 @@ Actor: TypeAlias = Any
 
 
 class RayTimeouts(NamedTuple):
-    """How long the cluster may take to find `room`, and then the ranks to `join`, in seconds."""
+    """Seconds that the cluster may take to find `room`, and then the ranks to `join`."""
 
     room: float = 300.0
     join: float = 300.0
@@ -84,7 +84,7 @@ class RayRanks:
 
     @property
     def hosts(self) -> list[str]:
-        """Where each rank runs."""
+        """The host of each rank."""
         return [place.host for place in self._places]
 
     def exit_reason(self, rank: int) -> str:
@@ -164,7 +164,7 @@ class RayRanks:
 
 
 def _still_running(served: list[Any], seconds: float) -> list[Any]:
-    """Which of them still serve after so many seconds."""
+    """The ranks that still run after so many seconds."""
     running: list[Any] = ray.wait(served, num_returns=len(served), timeout=seconds)[1] if served else []
     return running
 
@@ -220,7 +220,7 @@ def node_addresses() -> dict[str, str]:
 
 
 def cluster_resources(free: bool = False) -> dict[str, float]:
-    """CPUs and GPUs of all machines; `free`: that nobody has."""
+    """CPUs and GPUs of all machines; with `free` those that are not taken."""
     known = ray.available_resources() if free else ray.cluster_resources()
     return {kind: float(known.get(kind, 0.0)) for kind in ("CPU", "GPU")}
 

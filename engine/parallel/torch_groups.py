@@ -25,8 +25,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RANK_TIMEOUT_SECONDS = 1800.0
-"""How long ranks wait for each other: where one loads from a slow disk, or computes. Whoever started them gives up one
-that does not join at all much sooner."""
+"""Seconds that ranks wait for each other, while one loads from a slow disk or computes. The core gives up a rank that
+does not join much sooner."""
 
 _MAX_UNRECEIVED = 4
 """Steps that a stage may be ahead of the one after it before it waits."""
@@ -39,7 +39,7 @@ class PeerLost(Unavailable):
 
 
 class Rendezvous(NamedTuple):
-    """Where ranks come together: rank 0's store."""
+    """The address of rank 0's store, where ranks find each other."""
 
     host: str
     port: int
@@ -66,10 +66,10 @@ class RendezvousStore:
 def join_ranks(
     meeting: Rendezvous, rank: int, layout: RankLayout, device: torch.device, seconds: float = RANK_TIMEOUT_SECONDS
 ) -> None:
-    """Meet the other ranks. Returns when all are there.
+    """Connect with the other ranks; returns when all are there.
 
     Raises:
-        Bereft: somebody is not.
+        PeerLost: a rank is missing.
     """
     _translate_errors(_init_process_group, meeting, rank, layout, device, timedelta(seconds=seconds))
 
@@ -117,7 +117,7 @@ def rank_shard(rank: int, layout: RankLayout, split: tuple[int, ...] = ()) -> Sh
 
 
 def _translate_errors(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """What torch.distributed raises of a rank that is gone says nothing to people."""
+    """Call torch.distributed; its errors about a rank that is gone become `PeerLost`."""
     try:
         return call(*arguments, **named)
     except RuntimeError as error:
