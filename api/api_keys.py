@@ -38,10 +38,10 @@ class Keyring:
         return bool(self._tenants)
 
     def authenticate(self, authorization: str | None) -> Tenant:
-        """Whose key an `authorization` header or metadata shows; takes as long for a wrong key as for any right one.
+        """The tenant of the key in an `authorization` header or metadata; as slow for a wrong key as for a right one.
 
         Raises:
-            Unauthenticated: none is shown, or one that nobody has.
+            Unauthenticated: no key is shown, or an unknown one.
         """
         if not self._tenants:
             return ANONYMOUS

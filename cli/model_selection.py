@@ -1,4 +1,4 @@
-"""What the command line asks to serve: the models there are, those to begin with, and who changes that later."""
+"""The models that a command line asks for: those there are, those loaded at the start, and how that changes later."""
 
 import asyncio
 import sys
@@ -25,7 +25,7 @@ _REPOSITORY_ALTERNATIVES = {
     "served_model_name": "a model is called as its folder",
     "revision": "the parameter 'model' in config.pbtxt may be owner/name@revision",
 }
-"""What there is in place of flags that no config.pbtxt has."""
+"""The replacements of flags that no config.pbtxt has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,21 @@ class ModelSelection:
 
     @property
     def startup_models(self) -> list[str]:
-        """What to load at the start."""
+        """The models to load at the start."""
         wanted = self.options.load_model
         if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
             return list(dict.fromkeys(wanted))
         return self.catalog.model_names()
 
     def create_watcher(self, hub: InProcessGateway) -> RepositoryWatcher:
-        """Who keeps the hub's models as they were asked for; in mode explicit, requests may change them."""
+        """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
         if self.options.model_control_mode == "explicit":
             hub.model_control = ExplicitModelControl(self.catalog, hub.registry, hub.lifecycle)
         return RepositoryWatcher(self.catalog, hub.registry, hub.lifecycle)
 
     async def load_startup_models(self, keeper: RepositoryWatcher, strict: bool) -> bool:
-        """Load what there is to begin with, before the eyes of who started it; whether that is enough to serve.
-        `strict`: nothing but all of it is."""
+        """Load the models of the start, and show the progress; whether enough of them are loaded to serve.
+        `strict`: all of them must be."""
         with ProgressDisplay() as display:
             complete = await keeper.load_initial(self.startup_models, display)
         if not complete and strict and not self.is_single_checkpoint:
@@ -62,7 +62,7 @@ class ModelSelection:
 
     @asynccontextmanager
     async def polling(self, keeper: RepositoryWatcher) -> AsyncIterator[None]:
-        """In mode poll, follow the repository meanwhile."""
+        """Follow the repository during the block, in mode poll."""
         if self.options.model_control_mode != "poll":
             yield
             return
@@ -104,7 +104,7 @@ def select_models(
 
 
 def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -> ModelSource | None:
-    """The checkpoint that is meant; None for a repository."""
+    """The checkpoint that the argument names; None for a repository."""
     try:
         if Path(model).is_dir() and is_repository(Path(model)):
             return None

@@ -1,6 +1,6 @@
-"""Shows a start-up to whoever watches: bars on a terminal, plain lines anywhere else.
+"""The progress of loading at the start: bars on a terminal, plain lines anywhere else.
 
-Knows nothing of what loads.
+Knows nothing of what is loaded.
 """
 
 import sys
