@@ -310,7 +310,7 @@ class _MeteringTransformer(NodeTransformer):
 
 
 def _call(environment: TemplateSandbox, method: str, given: Sequence[nodes.Expr]) -> nodes.Filter:
-    """As a filter whose name no template can write, for jinja calls those without further ado."""
+    """A call of an environment's method, as a filter whose name no template can write: jinja calls filters directly."""
     first, *others = given
     line = first.lineno
     return nodes.Filter(first, f" {method}", others, [], None, None, lineno=line, environment=environment)
@@ -432,7 +432,7 @@ def _spend_replacing(meter: WorkMeter, text: str, given: Sequence[Any]) -> None:
 
 
 def _spend_printf(meter: WorkMeter, form: str, values: Any) -> None:
-    """Of `form % values`: a field is as wide as the number in it says."""
+    """Spend the work of `form % values`: a field is as wide as the number in it."""
     if re.search(r"%[-+ #0-9.]*\*", form):
         raise TemplateLimitExceeded("it computes the width of a field")
     meter.spend(len(form) + _numbers_in(form) + (form.count("%") + 1) * meter.weigh(values))
@@ -453,13 +453,13 @@ def _numbers(values: Iterable[Any]) -> int:
 
 
 def _times(value: Any, times: Any) -> int:
-    """What so many of it are, in characters: an element is eight."""
+    """The size of `times` repetitions of a value, in characters: an element counts eight."""
     each = 1 if isinstance(value, str) else 8
     return len(value) * max(times, 0) * each if isinstance(times, int) else 0
 
 
 def _kept(meter: WorkMeter, made: Any) -> Any:
-    """What a filter or a method made, an iterator as a list."""
+    """The result of a filter or a method, an iterator as a list."""
     if isinstance(made, _COPIED):
         meter.spend(len(made))
     elif isinstance(made, Iterator):

@@ -1,1 +1,1 @@
-"""What a checkpoint on disk says: its configuration, weights, vocabulary limits, and how ranks share it."""
+"""Checkpoints on disk: their configuration and weights, and how ranks share them."""

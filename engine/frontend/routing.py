@@ -94,7 +94,7 @@ def _cuts(length: int) -> Iterator[int]:
 
 
 class PrefixIndex:
-    """What a replica's prefix cache likely holds, as far as the requests sent to it tell.
+    """An index of the prompts that a replica's prefix cache likely holds, as far as the requests sent to it tell.
 
     A model of the cache: it knows prompts, not the texts generated after them, and hears of no eviction, but keeps to
     the cache's size and order. The least recently used prefix goes first, of one prompt the longest before the shorter,

@@ -23,7 +23,7 @@ _DEFAULTS = SamplingParams()
 class SequenceStats:
     """A `core.request_context.SequenceRecord`. `arrived`: when an endpoint got the request that it is for.
 
-    Without a request and its context it measures a sequence that nobody asked for, as tests and benchmarks do.
+    Tests and benchmarks measure sequences that have no request and context.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class SequenceStats:
         self.end: RequestEnd | None = None
 
     def time_left(self, limit: float) -> float:
-        """What is left of `limit` seconds since it arrived; 0 is no limit.
+        """The rest of `limit` seconds since the request arrived; 0 is no limit.
 
         Raises:
             RequestTimeout: they are over.

@@ -92,7 +92,7 @@ def read_model_source(path: str, parameters: Mapping[str, str]) -> TrtllmModelSo
     file = Path(path) / "model.yaml"
     settings = _read_yaml(file) if file.is_file() else {}
     for name, value in parameters.items():
-        if value and not value.startswith("${"):  # what nobody filled in of a template
+        if value and not value.startswith("${"):  # a placeholder of Triton's templates that was not filled in
             settings.update(_translated(name, value, _RENAMED))
     return TrtllmModelSource(settings.pop("model", path), settings)
 
