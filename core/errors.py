@@ -1,4 +1,4 @@
-"""Errors that reach a client. Each carries a protocol-neutral code; the doors map it to HTTP and gRPC."""
+"""Errors that reach a client. Each has a protocol-neutral code, which endpoints map to HTTP and gRPC."""
 
 from enum import StrEnum
 from typing import Literal
@@ -71,7 +71,7 @@ class ServerExiting(Unavailable):
 
 
 def shutdown_error(cancelled: BaseException | None) -> ServerExiting | None:
-    """What a client is told if the end of the server cancelled its request; None if the client did, by leaving."""
+    """The error of a request that the exit of the server cancelled; None if the client did, by leaving."""
     return next((each for each in cancelled.args if isinstance(each, ServerExiting)), None) if cancelled else None
 
 
@@ -82,7 +82,7 @@ class NotReady(Unavailable):
 
 
 class Cancelled(CharoniaError):
-    """Not by whoever asked: by someone else whom it belongs to."""
+    """Cancelled by somebody else than the client."""
 
     code = ErrorCode.CANCELLED
 
@@ -124,5 +124,5 @@ _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
 
 
 def error_from_code(code: str, message: str, field: str | None = None) -> CharoniaError:
-    """What another process raised, once more: `Internal` where its kind is not known."""
+    """The error that another process raised, from its code; `Internal` for an unknown code."""
     return _BY_CODE.get(ErrorCode(code), Internal)(message, field=field)

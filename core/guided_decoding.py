@@ -1,4 +1,4 @@
-"""What a text must look like: JSON, or what an expression or a grammar describes."""
+"""Guided decoding: a constraint on generated text."""
 
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -8,7 +8,7 @@ GuidedDecodingKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_gr
 
 
 class GuidedDecoding(NamedTuple):
-    """What a text must be: any JSON, JSON of a schema, or what a regular expression or an EBNF grammar describes.
+    """A constraint on generated text: any JSON, JSON of a schema, a regular expression or an EBNF grammar.
     `text` is the schema, expression or grammar; empty for `json`. `parameter`: what the client asked for it by."""
 
     kind: GuidedDecodingKind

@@ -1,4 +1,4 @@
-"""What a model holds of a memory, the host's or a GPU's; what it was promised of the host's and takes bit by bit."""
+"""Memory that models need and hold, of the host and of GPUs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +27,7 @@ class ReservedMemory(NamedTuple):
 
 @runtime_checkable
 class MemoryHolder(Protocol):
-    """Who takes the host's memory as it goes, and knows how much it will be."""
+    """A model that takes the host's memory bit by bit, and knows how much that will be."""
 
     def reserved_memory(self) -> ReservedMemory: ...
 

@@ -1,4 +1,4 @@
-"""What goes into a model and what streams out of it."""
+"""Requests to models and the responses that stream out of them."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

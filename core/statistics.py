@@ -1,4 +1,4 @@
-"""What a model's version did since it was loaded, in the words of v2's statistics.
+"""Statistics of a model's version since it was loaded, with the names of v2's statistics extension.
 
 Plain numbers; knows neither who counts them nor how a protocol writes them.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class StatisticDuration:
-    """How often something happened, and how long that took in all."""
+    """A count of events and the nanoseconds that they took together."""
 
     count: int = 0
     ns: int = 0

@@ -1,4 +1,4 @@
-"""What a name that nobody knows was meant to be."""
+"""The suggestion for a name that is not known."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""What msgspec finds wrong with a value, in words for whoever sent it. Knows nothing of what is converted."""
+"""Messages to clients for msgspec's validation errors. Knows nothing of the types that are converted."""
 
 import re
 from typing import NamedTuple

@@ -1,6 +1,6 @@
-"""A model whose answers are kept: it is asked only what it was not asked before.
+"""A model behind the response cache: it computes only what the cache does not have.
 
-model-config.md section 7, metrics.md section 2 (the cache families). Knows a model as the contract has it.
+Counts hits and misses as Triton does: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/response_cache.md.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The models there are: those of the repositories' directories, and a checkpoint that was named on its own."""
+"""The catalog of models that can be loaded: those of the repositories' directories, and a checkpoint of its own."""
 
 import logging
 import os

@@ -1,6 +1,8 @@
-"""What Triton fills into a config before a client sees it: model-config.md sections 1.1, 1.2, 1.4 and 6.
+"""The defaults that Triton fills into a config before a client sees it.
 
-Works on the message in place. Refuses only what names no backend; whether the rest makes sense, rules.py says.
+See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md.
+
+Changes the message in place. Refuses only a config without a backend; config_validation.py checks the rest.
 """
 
 import json

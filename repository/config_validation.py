@@ -1,4 +1,6 @@
-"""The rules that a whole, normalised config has to keep, in Triton's words: model-config.md sections 3, 4 and 6.
+"""Validation of a completed config, with Triton's messages.
+
+See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md.
 
 Knows nothing of files and of what a backend can do.
 """

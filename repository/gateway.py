@@ -1,4 +1,4 @@
-"""The hub: the gateway in process. Hands each request to the model that it is for.
+"""The gateway in process: endpoints and models live in one event loop.
 
 Knows nothing of protocols, and of models only the contract.
 """
@@ -24,9 +24,11 @@ from .model_registry import ModelRegistry
 
 
 class InProcessGateway:
-    """Dispatch. With `strict`, the server is ready only when every known model is; and nothing is ready while the
-    process that answers is not `healthy`. Each of `witnesses` is shown every exchange when it ended. `builder` builds
-    what is loaded."""
+    """The models of the server, and the requests to them.
+
+    With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
+    `healthy`. Each of `witnesses` is called with the context of every request that ended.
+    """
 
     def __init__(
         self,

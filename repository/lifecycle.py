@@ -1,4 +1,4 @@
-"""Loads models and takes them out of service again: the new serves before the old goes, and the old until it is done.
+"""Loading and unloading of models: a new version serves before the old one goes, and the old one until it is drained.
 
 Models load side by side as far as there are cores and memory for it. Those that take as much memory as they are granted
 divide what is left; what does not fit waits until those that load have said what they need. Where there are GPUs one
@@ -41,7 +41,7 @@ _UNLOAD_WAIT = 10.0
 
 
 def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
-    """An `OnProgress` that tells nobody."""
+    """An `OnProgress` that does nothing."""
 
 
 class SharedRelease:
@@ -104,11 +104,11 @@ class ModelLifecycle:
         self._thread = ThreadPoolExecutor(1, "loading")
 
     async def run_blocking(self, work: Callable[..., T], *arguments: object) -> T:
-        """Do what blocks, outside the event loop."""
+        """Run a blocking function outside the event loop, one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def run_to_completion(self, change: Coroutine[None, None, None]) -> None:
-        """Load or unload for a client: to the end, though the client leaves meanwhile.
+        """Load or unload for a client: to the end, even if the client leaves meanwhile.
 
         Raises:
             Exiting: it was given up; see `give_up_changes`.
@@ -124,7 +124,7 @@ class ModelLifecycle:
             raise
 
     def cancel_client_changes(self) -> None:
-        """Those that clients asked for, because the server ends."""
+        """Cancel the loads and unloads that clients wait for: the server exits."""
         for task in self._client_changes:
             task.cancel()
 
@@ -185,7 +185,7 @@ class ModelLifecycle:
         entry.publish([(number, serving)])
 
     async def unload(self, name: str) -> None:
-        """Serve a model no more; return when it takes no requests."""
+        """Stop serving a model; return when it takes no new requests."""
         entry = self._registry.entries.get(name)
         if entry is None:
             return
@@ -207,7 +207,7 @@ class ModelLifecycle:
         self._thread.shutdown(wait=False)
 
     def stop_draining(self) -> None:
-        """Wait no more for what was replaced or unloaded."""
+        """Unload what is draining without waiting any longer."""
         self._drain_stopped.set()
 
     async def _load_version(
@@ -288,11 +288,11 @@ class ModelLifecycle:
             under_way.set_result(None)
 
     async def _unload_unpublished(self, loaded: Sequence[LoadedModel]) -> None:
-        """They were loaded in vain."""
+        """Unload versions that were loaded and will not be published."""
         await asyncio.gather(*(_unload(serving) for serving in loaded))
 
     def _retire(self, entry: ModelEntry, serving: LoadedModel) -> None:
-        """Unload it when its last request is done."""
+        """Unload a model when its last request is done."""
         version = entry.get_or_add_version(serving.config.version)
         if version.loaded is None:
             version.state = ModelState.UNLOADING

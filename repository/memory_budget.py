@@ -1,4 +1,4 @@
-"""Memory as models share it, the host's and each GPU's: who holds how much of it, and whether one more fits.
+"""The memory that models share, the host's and each GPU's: what each model has reserved, and whether one more fits.
 
 A model states its bytes before it loads. What it was promised of the host's and has not touched yet, as a language
 model its cache, counts as taken: the kernel would call it free. On a GPU models take all while they load, one at a
@@ -24,8 +24,11 @@ class InsufficientMemory(Unavailable):
 
 
 class DeviceMemory:
-    """One memory. `free`: bytes that are left there now, by what processes really use. `limit`: all that models may
-    hold of it together, None for what there is. `gpu`: whose it is, None for the host's."""
+    """The memory of the host, or of one GPU (`gpu` is its number, None for the host).
+
+    `free`: bytes that are free now by what processes really use. `limit`: bytes that models may hold of it together,
+    None for no limit.
+    """
 
     def __init__(self, free: Callable[[], int], limit: int | None = None, gpu: int | None = None) -> None:
         self.free = free
@@ -39,16 +42,16 @@ class DeviceMemory:
 
     @property
     def available(self) -> int:
-        """Bytes for those to come; at least 0."""
+        """Bytes that further models may reserve; at least 0."""
         there = self.free() - sum(claim.outstanding for claim in self.reservations)
         allowed = there if self._limit is None else min(there, self._limit - self.reserved)
         return max(0, allowed)
 
     def reserve(self, name: str, version: str, size: int) -> "DeviceReservation":
-        """Hold them for a model.
+        """Reserve bytes for a model.
 
         Raises:
-            NoRoom: they are not there; the message names the largest holders.
+            InsufficientMemory: they are not free; the message names the largest holders.
         """
         left = self.available
         if size > left:
@@ -99,7 +102,7 @@ class DeviceReservation:
 
     @property
     def reserved(self) -> int:
-        """What nobody else may have."""
+        """Bytes that no other model may reserve."""
         return self._granted_size if self._loading else self.size
 
     @property
@@ -123,7 +126,7 @@ class DeviceReservation:
             self._holder = model
 
     def release(self) -> None:
-        """It has gone. May be called again."""
+        """Give the bytes back. May be called again."""
         self._memory.release(self)
 
     def __str__(self) -> str:
@@ -131,7 +134,7 @@ class DeviceReservation:
 
 
 class MemoryReservation:
-    """All that one version of a model has, of every memory."""
+    """The reservations of one version of a model in every memory."""
 
     def __init__(self, claims: Sequence[DeviceReservation]) -> None:
         """The host's memory is the first."""

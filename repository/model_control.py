@@ -1,4 +1,7 @@
-"""Who decides what is served: the start alone, changes on disk, or requests; model-config.md section 9."""
+"""Model control: whether requests may load and unload models.
+
+See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_management.md.
+"""
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
@@ -24,10 +27,10 @@ _MAX_FOLDER_DEPTH = 64
 
 
 class ModelControl(Protocol):
-    """What requests may change."""
+    """The answer to requests that load and unload models, by the control mode."""
 
     def loadable_models(self) -> list[str]:
-        """The models that could be loaded."""
+        """Names of models that a request could load."""
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None: ...
 
@@ -35,7 +38,7 @@ class ModelControl(Protocol):
 
 
 class NoModelControl:
-    """Requests change nothing: modes none and poll."""
+    """Modes none and poll: requests change nothing."""
 
     def loadable_models(self) -> list[str]:
         return []
@@ -48,7 +51,7 @@ class NoModelControl:
 
 
 class ExplicitModelControl:
-    """Requests decide."""
+    """Mode explicit: requests load and unload models."""
 
     def __init__(self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle) -> None:
         self._catalog = catalog

@@ -1,4 +1,4 @@
-"""What the hub knows of one model: its versions, loaded or not, and which of them is the latest."""
+"""One model of the registry: its versions, loaded or not, and the latest of them."""
 
 import asyncio
 from collections import Counter
@@ -39,8 +39,8 @@ class InFlightCounter:
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A loaded model. `text` and `measured` are the same model, if it can do that; `tally` counts its requests;
-    `release` frees what it was made from, once it is unloaded. `mark`: what it was made from."""
+    """A loaded model. `text` and `measured` are the same model if it has those protocols; `in_flight` counts its
+    requests; `release` frees its source once it is unloaded; `source_mark`: see `VersionSource.mark`."""
 
     model: Model
     config: ModelConfig
@@ -98,7 +98,7 @@ class ModelEntry:
 
     @property
     def ready(self) -> bool:
-        """Every version that is to be served is."""
+        """Whether every version that is to be served is ready."""
         wanted = [version for version in self.versions.values() if version.reason != UNLOADED]
         return bool(wanted) and all(version.ready for version in wanted)
 
@@ -108,11 +108,11 @@ class ModelEntry:
         return [version for _, version in sorted(self.versions.items(), key=_number) if version.loaded is not None]
 
     def find_version(self, number: str = "") -> ModelVersion | None:
-        """That version, or without a number the latest that is served."""
+        """The version of that number, or without a number the latest that is served."""
         return self.versions.get(number) if number else self.latest
 
     def get_or_add_version(self, number: str) -> ModelVersion:
-        """That one; from now on known."""
+        """The version of that number, which is known from then on."""
         return self.versions.setdefault(number, ModelVersion(number))
 
     def publish(self, serving: Iterable[tuple[str, LoadedModel]]) -> list[LoadedModel]:
@@ -129,7 +129,7 @@ class ModelEntry:
         return [each for number, each in old.items() if each is not new.get(number)]
 
     def record_load_failure(self, reason: str, numbers: Iterable[str] = ()) -> None:
-        """A load failed; what is served stays."""
+        """Note that a load failed; what is served stays."""
         numbers = tuple(numbers)
         self.failures.update(numbers or ("",))
         if not numbers and not self.loaded_versions:

@@ -1,4 +1,4 @@
-"""The models that the server knows, and finding one: v2-protocol.md sections 2.5 and 2.6."""
+"""The registry of the models that the server knows, loaded or not, and the lookup in it."""
 
 from collections.abc import Iterator
 
@@ -17,11 +17,11 @@ class ModelRegistry:
         self.entries: dict[str, ModelEntry] = {}
 
     def get_or_add(self, name: str) -> ModelEntry:
-        """That model; from now on known."""
+        """The entry of a model, which is known from then on."""
         return self.entries.setdefault(name, ModelEntry(name))
 
     def ready(self) -> bool:
-        """Every model that is wanted is."""
+        """Whether every model that is to be served is ready."""
         return all(entry.ready for entry in self.entries.values() if entry.should_serve)
 
     def find_loaded(self, name: str, number: str = "", context: RequestContext | None = None) -> LoadedModel:

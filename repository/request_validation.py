@@ -1,6 +1,6 @@
 """The checks that every door shares: does a request fit what the model declares?
 
-v2's section 4, in its order and its words. Knows nothing of protocols or of how a model computes.
+In Triton's order and with its messages. Knows nothing of protocols or of how a model computes.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
-"""Answers kept for questions that come again: model-config.md section 7, what `--cache-config` asks for.
+"""The response cache of `--cache-config`: responses by the request that they answer, least recently used out first.
 
-Knows no models: each has its questions apart from all others, as long as it is loaded. A question is bytes here.
+Knows no models: an entry belongs to an owner, whose entries go with it. A request is known by its key, bytes.
 """
 
 from collections import OrderedDict

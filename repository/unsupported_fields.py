@@ -1,4 +1,4 @@
-"""Which fields of a config do nothing here: refused where the model would answer otherwise, named in the log else.
+"""The fields of a config that have no effect here: refused where answers would differ, otherwise logged.
 
 Knows nothing of how a backend computes; parameters are each backend's own business.
 """
@@ -14,7 +14,7 @@ _REFUSED = {
     "model_repository_agents": "repository agents are not run",
     "model_operations": "operator libraries are not loaded",
 }
-"""What changes the answers, so that a model without it would be another."""
+"""Fields that change a model's answers, with the reason why they are refused."""
 
 _IGNORED = ("runtime", "cc_model_filenames")
 _IGNORED_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
@@ -45,7 +45,7 @@ _CLASSIC_ONLY = (
 
 
 def refuse_unsupported_fields(config: ConfigMessage) -> None:
-    """Raises `Unsupported` for what cannot be left out."""
+    """Raises `Unsupported` for a field that changes answers and is not served."""
     for field, reason in _REFUSED.items():
         if config.HasField(field):
             raise Unsupported(f"model '{config.name}' has {field}: {reason} here", field=field)

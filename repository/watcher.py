@@ -1,4 +1,4 @@
-"""Keeps what is served as the directories have it: at the start, and in mode poll ever after.
+"""Loads the models of the repositories: at startup, and in mode poll whenever their files change.
 
 All that there is to load is read first: then models load side by side, as `lifecycle.py` has it.
 """
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadListener(Protocol):
-    """Sees models load."""
+    """Hears of models that load: the display of a terminal, or the log."""
 
     def on_loading(self, name: str) -> OnProgress: ...
 
@@ -29,7 +29,7 @@ class LoadListener(Protocol):
 
 
 class LoadLogger:
-    """A watcher that writes to the log."""
+    """A `LoadListener` that writes to the log."""
 
     def on_loading(self, name: str) -> OnProgress:
         return ignore_progress
@@ -42,7 +42,7 @@ class LoadLogger:
 
 
 class RepositoryWatcher:
-    """Loads what the catalog has. Remembers what each model was made from at the last try."""
+    """Keeps the registry as the catalog has it. Remembers the source of each model's last attempt to load."""
 
     def __init__(self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle) -> None:
         self._catalog = catalog
@@ -51,14 +51,14 @@ class RepositoryWatcher:
         self._last_tried: dict[str, Hashable] = {}
 
     async def load_initial(self, names: Iterable[str], watcher: LoadListener) -> bool:
-        """Load these; whether all of them did. One that fails leaves the others alone."""
+        """Load the models of these names; returns whether all of them did. A failure leaves the others alone."""
         names = list(names)
         for name in names:
             self._registry.get_or_add(name)  # known, and not ready
         return await self._load(names, watcher)
 
     async def poll(self, every: float) -> None:
-        """Look for what changed, for ever."""
+        """Poll for changes every so many seconds, for ever."""
         while True:
             await asyncio.sleep(every)
             await self.poll_once(LoadLogger())
@@ -118,6 +118,6 @@ class RepositoryWatcher:
 
 
 def load_failure_reason(error: CharoniaError | LoadFailure) -> str:
-    """Why a model did not load, for people."""
+    """The message of a failed load."""
     cause = error.cause if isinstance(error, LoadFailure) else error
     return cause.message if isinstance(cause, CharoniaError) else f"{type(cause).__name__}: {cause}"
