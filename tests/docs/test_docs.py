@@ -35,6 +35,7 @@ PAGES = (
     "metrics.md",
     "clients.md",
     "architecture.md",
+    "life-of-a-request.md",
     "performance.md",
     "benchmarks.md",
 )
@@ -269,3 +270,19 @@ def test_every_field_stands_there(heading: str, names: set[str], page: Any, code
 def test_every_output_stands_there(page: Any) -> None:
     said = page("clients.md").text
     assert [spec.name for spec in infer.OUTPUTS if spec.name not in said] == []
+
+
+# architecture.md, life-of-a-request.md
+
+
+def source_files(text: str) -> set[str]:
+    return set(re.findall(r"`([\w/]+\.(?:py|c))`", text))
+
+
+def test_every_file_that_the_maps_name_is_there(root: Path, page: Any) -> None:
+    named = source_files(page("architecture.md").text) | source_files(page("life-of-a-request.md").text)
+    assert sorted(name for name in named if "/" in name and not (root / name).is_file()) == []
+
+
+def test_the_life_of_a_request_is_short_to_follow(page: Any) -> None:
+    assert len(source_files(page("life-of-a-request.md").text)) <= 25
