@@ -61,7 +61,7 @@ class Gpus:
         return _Gpu(handle, uuid, product, self._energy(handle))
 
     def free(self, number: int) -> int:
-        """Bytes that are free on the GPU with this number for CUDA in this process; 2**60 where that is unknown."""
+        """Bytes that are free on the GPU with this number for CUDA in this process; 2**60 where that is not known."""
         if not self._gpus:
             return _UNLIMITED
         with suppress(self._nvml.NVMLError, LookupError):

@@ -1,7 +1,7 @@
-"""Instances in processes of their own: what they import, hold and crash is theirs, and an end frees all of it.
+"""Runtimes in child processes: a crash ends the child alone, and its end frees all that the model's libraries took.
 
-Any backend's instances can be; the parameter EXECUTION of a model or backend says whether: `isolated`, or `thread`,
-in the server itself. Tensors cross by memory that both sides map, and beside them one small message each way.
+Any backend can be loaded so; the parameter EXECUTION of a model or backend says whether: `isolated`, or `thread`, in
+the server itself. Tensors cross in shared memory, with one small message each way beside them.
 """
 
 import json
@@ -41,8 +41,10 @@ THREAD: Literal["thread"] = "thread"
 
 
 class IsolatableLoader(NamedTuple):
-    """A `RuntimeLoader` that loads what `origin` does, where the parameter says or else `default`. `libraries`: bytes
-    that a process takes with what it imports. `heavy`: completing a config imports them too, which the server must not.
+    """A backend's `RuntimeLoader`, in a child process or in this one, as the parameter says or else `default`.
+
+    `library_bytes`: memory that a process takes with the libraries it imports. `completes_in_process`: completing a
+    config imports them too, which the server must not.
     """
 
     loader: LoaderRef
@@ -90,63 +92,63 @@ class IsolatableLoader(NamedTuple):
 
 
 def _complete_in_process(
-    origin: LoaderRef, directory: Path, document: ConfigDocument, parameters: dict[str, str]
+    loader: LoaderRef, directory: Path, config: ConfigDocument, parameters: dict[str, str]
 ) -> ConfigDocument:
-    link = InstanceProcess(completion_main, origin, directory, document, parameters)
+    process = InstanceProcess(completion_main, loader, directory, config, parameters)
     try:
-        said = _first_message(link, f"the process that reads {directory}")
+        message = _first_message(process, f"the process that reads {directory}")
     finally:
-        link.close()
-    assert isinstance(said, ConfigCompleted)
-    whole: ConfigDocument = json.loads(said.document)
-    return whole
+        process.close()
+    assert isinstance(message, ConfigCompleted)
+    completed: ConfigDocument = json.loads(message.document)
+    return completed
 
 
-def _first_message(link: InstanceProcess, who: str) -> FromInstance:
+def _first_message(process: InstanceProcess, name: str) -> FromInstance:
     """The first message of a child, its log apart. Raises the failure that it reports, or `Internal` if it ended."""
     try:
-        said = link.receive()
+        message = process.receive()
     except ProcessLost as loss:
-        raise Internal(f"{who} {loss}") from None
-    if isinstance(said, InstanceFailed):
-        raise _to_error(said, who, said.message)
-    return said
+        raise Internal(f"{name} {loss}") from None
+    if isinstance(message, InstanceFailed):
+        raise _to_error(message, name, message.message)
+    return message
 
 
-def _to_error(said: InstanceFailed, who: str, message: str) -> CharoniaError:
-    """The error that was meant for clients; for any other, `message`, and all of it in the log."""
-    if not said.report:
-        return error_from_code(said.code, said.message, said.field)
-    log.error("%s failed: %s", who, said.report)
+def _to_error(failure: InstanceFailed, name: str, message: str) -> CharoniaError:
+    """The failure itself where it is meant for clients; any other is an `Internal` with `message`, and logged whole."""
+    if not failure.report:
+        return error_from_code(failure.code, failure.message, failure.field)
+    log.error("%s failed: %s", name, failure.report)
     return Internal(message)
 
 
 class IsolatedRuntime:
-    """One instance and its process. If that ends by itself, what it executes fails with `Internal`, and the instance
-    is of no more use; its `RuntimeTraits.life` tells."""
+    """The runtime of one instance, in its child process. If that ends by itself, the execution fails with `Internal`,
+    and the runtime is of no more use, as `RuntimeTraits.process` tells."""
 
     def __init__(self, task: InstanceTask) -> None:
         self._name = task.placement.name
-        self._regions = InstanceArenas(TensorArena(), TensorArena())
+        self._arenas = InstanceArenas(TensorArena(), TensorArena())
         try:
-            self._link = InstanceProcess(instance_main, self._regions, task)
+            self._process = InstanceProcess(instance_main, self._arenas, task)
         except BaseException:
-            self._free()
+            self._close_arenas()
             raise
         try:
-            loaded = _first_message(self._link, f"the process of instance '{self._name}'")
+            loaded = _first_message(self._process, f"the process of instance '{self._name}'")
         except BaseException:
             self.close()
             raise
         assert isinstance(loaded, InstanceLoaded)
-        self.traits = RuntimeTraits(ragged=loaded.ragged, process=self._link, interrupt=self._link.kill)
+        self.traits = RuntimeTraits(ragged=loaded.ragged, process=self._process, interrupt=self._process.kill)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        made = self._ask(ExecuteBatch(self._regions.inputs.pack(inputs), tuple(wanted)))
+        made = self._ask(ExecuteBatch(self._arenas.inputs.pack(inputs), tuple(wanted)))
         try:
             while made is not None:
-                # The region is the next outputs' too.
-                yield self._regions.outputs.unpack(made.outputs, copy=True)
+                # The arena is the next outputs' too.
+                yield self._arenas.outputs.unpack(made.outputs, copy=True)
                 made = None if made.last else self._ask(ResumeOutputs())
         except GeneratorExit:
             if made is not None and not made.last:
@@ -154,27 +156,27 @@ class IsolatedRuntime:
             raise
 
     def close(self) -> None:
-        self._link.close()
-        self._free()
+        self._process.close()
+        self._close_arenas()
 
     def _ask(self, message: ToInstance) -> OutputsMade | None:
-        """None: there is no more."""
+        """The outputs that answer a message; None if there are no more."""
         try:
-            self._link.send(message)
-            said = self._link.receive()
+            self._process.send(message)
+            answer = self._process.receive()
         except ProcessLost as loss:
-            raise Internal(self._words(f"its process {loss}")) from None
-        if isinstance(said, InstanceFailed):
-            raise _to_error(said, f"instance '{self._name}'", self._words(said.message))
-        return said if isinstance(said, OutputsMade) else None
+            raise Internal(self._failure_text(f"its process {loss}")) from None
+        if isinstance(answer, InstanceFailed):
+            raise _to_error(answer, f"instance '{self._name}'", self._failure_text(answer.message))
+        return answer if isinstance(answer, OutputsMade) else None
 
-    def _words(self, message: str) -> str:
-        """Triton's, for what is the model's own fault."""
+    def _failure_text(self, message: str) -> str:
+        """Triton's words for a failure of the model's own."""
         return f"Failed to process the request(s) for model instance '{self._name}', message: {message}"
 
-    def _free(self) -> None:
-        for region in self._regions:
-            region.close()
+    def _close_arenas(self) -> None:
+        for arena in self._arenas:
+            arena.close()
 
 
 PYTORCH = IsolatableLoader(

@@ -35,23 +35,23 @@ class RemoteRankArgs(NamedTuple):
 class RankActor:
     """The Ray actor that runs one rank."""
 
-    def serve(self, errand: RemoteRankArgs) -> None:
+    def serve(self, args: RemoteRankArgs) -> None:
         """Be that rank until it is told to leave. The process, and its line with it, waits to be ended then: what torch
         would tidy up by itself takes seconds."""
         set_process_name("charonia-rank")
-        for name, value in (dict(errand.environment) | _host_variables(errand.host)).items():
+        for name, value in (dict(args.environment) | _host_variables(args.host)).items():
             os.environ.setdefault(name, value)
-        self._line = connect_to_listener(errand.token)
+        self._line = connect_to_listener(args.token)
         try:
-            _serve(errand, self._line)
+            _serve(args, self._line)
         except SystemExit:
             os._exit(1)
 
 
-def _serve(errand: RemoteRankArgs, line: Connection) -> None:
+def _serve(args: RemoteRankArgs, line: Connection) -> None:
     from .rank import RankArgs, run_rank  # imports torch
 
-    config, layout, ticket, host, local, neighbours, _ = errand
+    config, layout, ticket, host, local, neighbours, _ = args
     run_rank(config, RankArgs(ticket.rank, layout, line, None, host, local, neighbours))
 
 
