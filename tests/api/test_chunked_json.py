@@ -92,7 +92,7 @@ def test_what_is_no_array_of_elements(text: str) -> None:
     body = f"[{text}]".encode()
 
     async def elements() -> list[Any]:
-        return [element async for piece in (await read_long_json(body)).flat() for element in flatten(piece)]
+        return [element async for piece in (await read_long_json(body)).flat_elements() for element in flatten(piece)]
 
     try:
         expected = flatten(orjson.loads(body))
@@ -108,7 +108,7 @@ def test_nothing_of_a_long_value_is_read_before_it_is_wanted() -> None:
     found = run(read_json_object(body))
     assert (found["a"], found["b"]) == (1, "x")
     with pytest.raises(InvalidArgument, match="failed to parse the request JSON buffer"):
-        run(found["data"].all(ValueBudget()))
+        run(found["data"].parse(ValueBudget()))
 
 
 def test_there_may_be_too_many_values() -> None:
@@ -116,7 +116,7 @@ def test_there_may_be_too_many_values() -> None:
     assert len(run(at_once(body))) == 100
     for size in (50, 90):
         with pytest.raises(TooManyValues, match=f"more than {size} values"):
-            run(run(read_long_json(body)).all(ValueBudget(size)))
+            run(run(read_long_json(body)).parse(ValueBudget(size)))
 
 
 def test_depth_has_an_end() -> None:
