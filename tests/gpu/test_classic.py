@@ -73,8 +73,8 @@ def test_it_computes_where_its_kind_says(model: Path, kind: str, expected: list[
 def test_the_server_itself_does_not_touch_the_gpu(model: Path) -> None:
     pytest.importorskip("tritonclient")
     code = (
-        "import sys; from pathlib import Path; from charonia.repository.builder import Builder;"
+        "import sys; from pathlib import Path; from charonia.repository.builder import ModelBuilder;"
         "from charonia.repository.model_source import read_model; source = read_model(Path(sys.argv[1]));"
-        "Builder().whole_config(source, source.versions[0]); sys.exit('torch' in sys.modules)"
+        "ModelBuilder().complete_config(source, source.versions[0]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(model)], check=False).returncode == 0

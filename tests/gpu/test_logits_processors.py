@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from charonia.engine.worker.logits_processors import LogitsProcessors
-from charonia.engine.worker.logprobs import top_logprobs
+from charonia.engine.worker.logprobs import sampled_logprobs
 from charonia.scheduler.plan import LogitsParams
 
 ROWS, VOCAB, LENGTH, PROMPT = 6, 500, 40, 10
@@ -33,11 +33,11 @@ def logits() -> torch.Tensor:
 
 def shaped(device: torch.device) -> torch.Tensor:
     tokens = torch.randint(0, 12, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    shapes, rows = LogitsProcessors(device), np.arange(ROWS)
+    processors, rows = LogitsProcessors(), np.arange(ROWS)
     for row in rows.tolist():
-        shapes.add_row(row, PROMPT, WISHES[row % len(WISHES)])
+        processors.add_row(row, PROMPT, WISHES[row % len(WISHES)])
     changed = logits().to(device)
-    shapes.apply(changed, rows, np.array([10, 15, 20, 30, 39, 10]), tokens.to(device))
+    processors.apply(changed, rows, np.array([10, 15, 20, 30, 39, 10]), tokens.to(device))
     return changed.cpu()
 
 
@@ -50,8 +50,9 @@ def test_logits_are_changed_as_on_the_cpu(device: torch.device) -> None:
 def test_logprobs_are_those_of_the_cpu(device: torch.device) -> None:
     tokens = torch.arange(ROWS)
     wanted = {0: 0, 2: 20, 5: 3}
-    expected = top_logprobs(logits(), tokens, wanted)
-    told = top_logprobs(logits().to(device), tokens.to(device), wanted)
+    places = list(wanted)
+    expected = sampled_logprobs(logits()[places], tokens[places], wanted, ROWS)
+    told = sampled_logprobs(logits()[places].to(device), tokens[places].to(device), wanted, ROWS)
     assert [each is not None for each in told] == [True, False, True, False, False, True]
     for ours, theirs in zip(told, expected, strict=True):
         if ours is not None and theirs is not None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from charonia.core.logprobs import RankedLogprobs
-from charonia.engine.worker import prompt_logprobs
-from charonia.engine.worker.prompt_logprobs import PromptSpan, StepPromptLogprobs
+from charonia.engine.worker import logprobs
+from charonia.engine.worker.logprobs import PromptSpan, ScoredTokens
 
 VOCAB = 500
-STRETCHES = (PromptSpan(3, 1, 5, 0, 2), PromptSpan(1, 9, 4, 7, 20), PromptSpan(0, 2, 1, 12, 0))
+SPANS = (PromptSpan(3, 1, 5, 2), PromptSpan(1, 9, 4, 20), PromptSpan(0, 2, 1, 0))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -22,13 +22,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def scores(device: torch.device, monkeypatch: pytest.MonkeyPatch, piece: int) -> dict[int, list[RankedLogprobs]]:
-    monkeypatch.setattr(prompt_logprobs, "LOGITS_PIECE", piece)
+    monkeypatch.setattr(logprobs, "LOGITS_PIECE", piece)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(13, VOCAB, generator=generator).to(device)
     tokens = torch.randint(0, VOCAB, (10,), generator=generator).to(device)
     places = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9, 10, 12], device=device)
-    scored = StepPromptLogprobs(STRETCHES, places, tokens)
-    found = scored.read_logits(logits[each] for each in scored.place_pieces)
+    scored = ScoredTokens(SPANS, tokens, places, None)
+    found = scored.read(logits[each] for each in scored.pieces)
     assert [(row, each.start, each.end) for row, each in found] == [(3, 1, 6), (1, 9, 13), (0, 2, 3)]
     return {row: each.to_list() for row, each in found}
 
