@@ -67,9 +67,9 @@ class FrontendServers:
     """
 
     def __init__(
-        self, plan: ServePlan, hub: InProcessGateway, ports: ReservedPorts, sources: Iterable[MetricsSource]
+        self, plan: ServePlan, gateway: InProcessGateway, ports: ReservedPorts, sources: Iterable[MetricsSource]
     ) -> None:
-        self._plan, self._hub, self._ports = plan, hub, ports
+        self._plan, self._gateway, self._ports = plan, gateway, ports
         server = plan.server
         self._info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
         self._registry: CollectorRegistry | None = None
@@ -78,7 +78,7 @@ class FrontendServers:
             self._registry = build_registry(measured, vllm, plan.metrics.hidden)
         self._grpc: GrpcServer | None = None
         if ports.grpc is not None:
-            self._grpc = GrpcServer(hub, self._info, plan.endpoints.grpc, ports.grpc, plan.endpoints.grpc_policy)
+            self._grpc = GrpcServer(gateway, self._info, plan.endpoints.grpc, ports.grpc, plan.endpoints.grpc_policy)
 
     @asynccontextmanager
     async def metrics(self) -> AsyncIterator[None]:
@@ -104,7 +104,7 @@ class FrontendServers:
 
     def _wanted(self) -> Iterator[ListeningServer]:
         settings = self._plan.endpoints
-        app = build_app(self._hub, self._info, settings.keys, settings.http, self._registry)
+        app = build_app(self._gateway, self._info, settings.keys, settings.http, self._registry)
         timeout = settings.http.body_timeout
         if self._ports.http is not None:
             yield HttpServer(app, self._ports.http, access_log=True, tls=settings.tls, body_timeout=timeout)
@@ -114,7 +114,7 @@ class FrontendServers:
             yield self._grpc
 
     def _models(self) -> list[str]:
-        return [config.name for config in self._hub.model_configs()]
+        return [config.name for config in self._gateway.model_configs()]
 
     def print_addresses(self) -> None:
         """Print the URLs, once models are loaded."""
@@ -126,7 +126,7 @@ class FrontendServers:
         if self._ports.http is None:
             print("Serving without HTTP", flush=True)
             return
-        print_ready(self._hub, self._url, bool(settings.keys))
+        print_ready(self._gateway, self._url, bool(settings.keys))
 
     @property
     def _url(self) -> str:

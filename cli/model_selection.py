@@ -45,28 +45,28 @@ class ModelSelection:
             return list(dict.fromkeys(wanted))
         return self.catalog.model_names()
 
-    def create_watcher(self, hub: InProcessGateway) -> RepositoryWatcher:
+    def create_watcher(self, gateway: InProcessGateway) -> RepositoryWatcher:
         """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
         if self.options.model_control_mode == "explicit":
-            hub.model_control = ExplicitModelControl(self.catalog, hub.registry, hub.lifecycle)
-        return RepositoryWatcher(self.catalog, hub.registry, hub.lifecycle)
+            gateway.model_control = ExplicitModelControl(self.catalog, gateway.registry, gateway.lifecycle)
+        return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle)
 
-    async def load_startup_models(self, keeper: RepositoryWatcher, strict: bool) -> bool:
+    async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:
         """Load the models of the start, and show the progress; whether enough of them are loaded to serve.
         `strict`: all of them must be."""
         with ProgressDisplay() as display:
-            complete = await keeper.load_initial(self.startup_models, display)
+            complete = await watcher.load_initial(self.startup_models, display)
         if not complete and strict and not self.is_single_checkpoint:
             print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
         return complete or not (strict or self.is_single_checkpoint)
 
     @asynccontextmanager
-    async def polling(self, keeper: RepositoryWatcher) -> AsyncIterator[None]:
+    async def polling(self, watcher: RepositoryWatcher) -> AsyncIterator[None]:
         """Follow the repository during the block, in mode poll."""
         if self.options.model_control_mode != "poll":
             yield
             return
-        polling = asyncio.create_task(keeper.poll(self.options.repository_poll_secs))
+        polling = asyncio.create_task(watcher.poll(self.options.repository_poll_secs))
         try:
             yield
         finally:

@@ -76,44 +76,46 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     if swept:
         log.info("removed %d scratch directories of servers that were killed", swept)
     lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFileWriter(plan.shared.traces)
-    hub = _hub(plan, lag, traces, tracer)
-    keeper = plan.selection.create_watcher(hub)
+    gateway = _build_gateway(plan, lag, traces, tracer)
+    watcher = plan.selection.create_watcher(gateway)
     with (
         reserve_ports(plan.server, plan.grpc, plan.endpoints.clouds) as ports,
         StopSignals() as stop,
         lag,
         closing(traces),
     ):
-        hub.lifecycle.load_sequentially()
-        loading = asyncio.create_task(_load(plan, keeper, stop))
+        gateway.lifecycle.load_sequentially()
+        loading = asyncio.create_task(_load(plan, watcher, stop))
         try:
-            frontend_servers = await _make_servers(plan, hub, ports, (hub.measurements, lag.measure))
+            frontend_servers = await _make_servers(plan, gateway, ports, (gateway.measurements, lag.measure))
             timeout = plan.server.exit_timeout_secs
             async with frontend_servers.metrics():
                 servers = await frontend_servers.start()
-                hub.lifecycle.load_concurrently()
+                gateway.lifecycle.load_concurrently()
                 await wait_for_first(asyncio.shield(loading), servers.ended())
                 if not await loading:
-                    await shut_down(hub, servers, stop, timeout)
+                    await shut_down(gateway, servers, stop, timeout)
                     return 0 if stop.stop_requested.is_set() else 1
                 gc_tuning.freeze_after_startup()
                 sys.setswitchinterval(_TURN_SECONDS)
                 frontend_servers.print_addresses()
-                async with plan.selection.polling(keeper):
-                    await serve_until_stopped(hub, servers, stop, timeout)
+                async with plan.selection.polling(watcher):
+                    await serve_until_stopped(gateway, servers, stop, timeout)
             return 0
         finally:
             loading.cancel()
-            hub.begin_exit()
-            await hub.unload_all()
+            gateway.begin_exit()
+            await gateway.unload_all()
 
 
-def _hub(plan: ServePlan, lag: LoopLag, traces: TraceFileWriter, tracer: "OtlpTracer | None") -> InProcessGateway:
-    strict, witnesses = is_true(plan.server.strict_readiness), _witnesses(plan.shared.traces, traces, tracer)
-    return InProcessGateway(strict, lambda: not lag.stuck, witnesses, plan.shared, plan.selection.builder)
+def _build_gateway(
+    plan: ServePlan, lag: LoopLag, traces: TraceFileWriter, tracer: "OtlpTracer | None"
+) -> InProcessGateway:
+    strict, end_listeners = is_true(plan.server.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
+    return InProcessGateway(strict, lambda: not lag.stuck, end_listeners, plan.shared, plan.selection.builder)
 
 
-def _witnesses(
+def _end_listeners(
     traces: TraceControl, file: TraceFileWriter, tracer: "OtlpTracer | None"
 ) -> Sequence[Callable[[RequestContext], None]]:
     """Called in this order with each request that has ended: the log's record names the trace that the tracer made."""
@@ -124,36 +126,40 @@ def _witnesses(
     return tracer, log_request, file
 
 
-async def _load(plan: ServePlan, keeper: RepositoryWatcher, stop: StopSignals) -> bool:
+async def _load(plan: ServePlan, watcher: RepositoryWatcher, stop: StopSignals) -> bool:
     """Load the models; whether there is something to serve, and no signal to stop came meanwhile."""
-    loading = asyncio.create_task(plan.selection.load_startup_models(keeper, strict=is_true(plan.server.exit_on_error)))
+    loading = asyncio.create_task(
+        plan.selection.load_startup_models(watcher, strict=is_true(plan.server.exit_on_error))
+    )
     await wait_for_first(loading, stop.stop_requested.wait())
     return not stop.stop_requested.is_set() and loading.result()
 
 
 async def _make_servers(
-    plan: ServePlan, hub: InProcessGateway, ports: ReservedPorts, sources: "Sequence[MetricsSource]"
+    plan: ServePlan, gateway: InProcessGateway, ports: ReservedPorts, sources: "Sequence[MetricsSource]"
 ) -> "FrontendServers":
     """Made while models load, which begins first; the imports of the endpoints go on beside it."""
     await asyncio.sleep(0)
     await asyncio.to_thread(importlib.import_module, ".frontend_servers", __package__)
     from .frontend_servers import FrontendServers
 
-    return FrontendServers(plan, hub, ports, sources)
+    return FrontendServers(plan, gateway, ports, sources)
 
 
-async def serve_until_stopped(hub: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float) -> None:
+async def serve_until_stopped(
+    gateway: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float
+) -> None:
     """Return when a signal asked to stop, or a server ended by itself, and all are closed.
 
     New requests are refused from then on; running ones have `timeout` seconds to finish, or until a second signal.
     """
     await wait_for_first(stop.stop_requested.wait(), servers.ended())
-    await shut_down(hub, servers, stop, timeout)
+    await shut_down(gateway, servers, stop, timeout)
 
 
-async def shut_down(hub: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float) -> None:
+async def shut_down(gateway: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float) -> None:
     """Refuse new requests, wait for running ones, and close the servers."""
-    hub.begin_exit()
+    gateway.begin_exit()
     log.info("shutting down: up to %g s for running requests; another signal forces", timeout)
-    await wait_for_first(hub.wait_drained(), stop.force_requested.wait(), timeout=timeout)
-    await servers.stop(force=hub.requests_in_flight > 0)
+    await wait_for_first(gateway.wait_drained(), stop.force_requested.wait(), timeout=timeout)
+    await servers.stop(force=gateway.requests_in_flight > 0)

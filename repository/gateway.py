@@ -27,14 +27,14 @@ class InProcessGateway:
     """The models of the server, and the requests to them.
 
     With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
-    `healthy`. Each of `witnesses` is called with the context of every request that ended.
+    `healthy`. Each of `end_listeners` is called with the context of every request that ended.
     """
 
     def __init__(
         self,
         strict: bool = True,
         healthy: Callable[[], bool] = lambda: True,
-        witnesses: Sequence[Callable[[RequestContext], None]] = (log_request,),
+        end_listeners: Sequence[Callable[[RequestContext], None]] = (log_request,),
         commons: SharedState | None = None,
         builder: ModelBuilder | None = None,
     ) -> None:
@@ -45,7 +45,7 @@ class InProcessGateway:
         self.model_control: ModelControl = NoModelControl()
         self._strict = strict
         self._healthy = healthy
-        self._end_listeners = witnesses
+        self._end_listeners = end_listeners
         self._budget = builder.budget
         self._ended_without_model: Counter[RequestEnd] = Counter()
         self._in_flight = InFlightCounter()

@@ -24,8 +24,8 @@ class ProcessedResult(NamedTuple):
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]]
 
 
-def process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) -> ProcessedResult:
-    """Take the tokens of `flight`'s result into the rows and settle their counters.
+def process_result(rows: RunningSet, in_flight_step: InFlightStep, result: StepResult) -> ProcessedResult:
+    """Take the tokens of `in_flight_step`'s result into the rows and settle their counters.
 
     Raises:
         RuntimeError: the result does not continue what is known.
@@ -34,7 +34,7 @@ def process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) -
     known = rows.known[places]
     # Lists are compared in a third of the time that numpy takes for two arrays.
     if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[places]].any():
-        raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
+        raise RuntimeError(f"step {in_flight_step.step}: a row's tokens do not begin where the known ones end")
     ran, counts, tokens, logprobs = (
         result.rows.tolist(),
         result.counts.tolist(),
@@ -59,10 +59,10 @@ def process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) -
     outputs = rows.outputs
     for row, token in zip(owners, tokens, strict=True):
         outputs[row].append(token)
-    if rows.awaiting_results or owners != flight.sampled_rows:
-        _reconcile(rows, flight, result, kept)
+    if rows.awaiting_results or owners != in_flight_step.sampled_rows:
+        _reconcile(rows, in_flight_step, result, kept)
     else:
-        rows.computed[flight.rows] = flight.scheduled_ends
+        rows.computed[in_flight_step.rows] = in_flight_step.scheduled_ends
     scored = [
         (row, rows.sequences[row].take_prompt_logprobs(s)) for row, s in result.prompt_logprobs if not rows.ended[row]
     ]
@@ -89,18 +89,18 @@ def _truncate_at_ends(
     return kept, [(int(result.rows[place]), reason) for place, reason in finished]
 
 
-def _reconcile(rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray) -> None:
+def _reconcile(rows: RunningSet, in_flight_step: InFlightStep, result: StepResult, kept: IntArray) -> None:
     """Move the counters of all rows that ran, where not all brought what later plans count on.
 
     Plans made ahead expect one token a sample. A row that got another number waits until all of them are back, and
     continues from what is computed: less than planned where tokens did not come (a rejected draft, say), and in any
     case without the newest known token, which has to run, again if it brought no successor.
     """
-    ran, surplus = flight.rows, np.zeros(rows.size, np.int32)
+    ran, surplus = in_flight_step.rows, np.zeros(rows.size, np.int32)
     surplus[result.rows] = kept
-    surplus[flight.sampled_rows] -= 1
+    surplus[in_flight_step.sampled_rows] -= 1
     rows.expected[ran] += surplus[ran]
-    rows.computed[ran] = np.minimum(flight.scheduled_ends, rows.known[ran] - 1)
+    rows.computed[ran] = np.minimum(in_flight_step.scheduled_ends, rows.known[ran] - 1)
     for row in ran[surplus[ran] != 0].tolist():
         rows.await_results(row)
     rows.resume_settled()

@@ -31,7 +31,7 @@ _FLUSH_SECONDS = 3.0
 
 
 class OtlpTracer:
-    """Shown an exchange that ended, makes its spans; a batch of them leaves now and then, in another thread. Where
+    """Shown a context that ended, makes its spans; a batch of them leaves now and then, in another thread. Where
     nothing is told of them, OpenTelemetry's own variables say how."""
 
     def __init__(self, endpoint: str, version: str, told: SpanSettings | None = None) -> None:
@@ -44,26 +44,26 @@ class OtlpTracer:
         self._tracer = self._provider.get_tracer("charonia", version)
         self._failed = False
 
-    def __call__(self, exchange: RequestContext) -> None:
-        """Make its spans, and name its trace to the exchange. Never raises: no request suffers from its trace."""
+    def __call__(self, context: RequestContext) -> None:
+        """Make its spans, and name its trace to the context. Never raises: no request suffers from its trace."""
         try:
-            self._show(exchange)
+            self._show(context)
         except Exception:
             if not self._failed:
                 log.exception("a request could not be traced; further failures are not told")
             self._failed = True
 
-    def _show(self, exchange: RequestContext) -> None:
+    def _show(self, context: RequestContext) -> None:
         clock = time.time() - time.monotonic()
-        whole = request_span(exchange)
-        parent = _PROPAGATOR.extract(_trace_context(exchange.headers))
+        whole = request_span(context)
+        parent = _PROPAGATOR.extract(_trace_context(context.headers))
         span = self._tracer.start_span(
             whole.name, parent, SpanKind.SERVER, whole.attributes, start_time=_nanoseconds(whole.start + clock)
         )
-        exchange.trace_id = format_trace_id(span.get_span_context().trace_id)
+        context.trace_id = format_trace_id(span.get_span_context().trace_id)
         if span.is_recording():
             inside = set_span_in_context(span)
-            for each in phase_spans(exchange):
+            for each in phase_spans(context):
                 start, end = _nanoseconds(each.start + clock), _nanoseconds(each.end + clock)
                 self._tracer.start_span(each.name, inside, attributes=each.attributes, start_time=start).end(end)
             if whole.is_error:

@@ -70,18 +70,18 @@ class RequestLogRecord(logging.LogRecord):
     levelno = logging.INFO
     levelname = "INFO"
 
-    def __init__(self, exchange: RequestContext) -> None:
+    def __init__(self, context: RequestContext) -> None:
         self.created = time.time()
-        self._exchange = exchange
+        self._context = context
         self._filled = False
 
     def line(self) -> str:
         """The text of the record, made without its fields."""
-        return request_log_line(self._exchange)
+        return request_log_line(self._context)
 
     def fields(self) -> dict[str, object]:
         """The fields of the record by their names."""
-        return request_log_fields(self._exchange)._asdict()
+        return request_log_fields(self._context)._asdict()
 
     def getMessage(self) -> str:
         self._fill()
@@ -96,7 +96,7 @@ class RequestLogRecord(logging.LogRecord):
         """Make all attributes; False where that was done before."""
         if self.__dict__.get("_filled", True):
             return False
-        record = request_log_fields(self._exchange)
+        record = request_log_fields(self._context)
         self.__dict__ |= {
             **_EMPTY_RECORD,
             "created": self.created,
@@ -107,67 +107,67 @@ class RequestLogRecord(logging.LogRecord):
         return True
 
 
-def log_request(exchange: RequestContext) -> None:
-    """Log an exchange that was closed."""
+def log_request(context: RequestContext) -> None:
+    """Log a context that was closed."""
     if log.isEnabledFor(logging.INFO):
-        log.handle(RequestLogRecord(exchange))
+        log.handle(RequestLogRecord(context))
 
 
-def request_log_fields(exchange: RequestContext) -> RequestLogFields:
-    assert exchange.end is not None
-    summary = exchange.summary
+def request_log_fields(context: RequestContext) -> RequestLogFields:
+    assert context.end is not None
+    summary = context.summary
     return RequestLogFields(
-        request_id=exchange.id[:_MAX_NAME_LENGTH],
-        x_request_id=_x_request_id(exchange),
-        trace_id=exchange.trace_id,
-        door=exchange.endpoint,
-        model=exchange.model[:_MAX_NAME_LENGTH],
-        version=exchange.version[:_MAX_NAME_LENGTH],
-        tenant=exchange.tenant,
-        outcome=exchange.end.outcome.value,
-        reason=exchange.end.reason,
-        finish_reason=_finish_reason(exchange),
+        request_id=context.id[:_MAX_NAME_LENGTH],
+        x_request_id=_x_request_id(context),
+        trace_id=context.trace_id,
+        door=context.endpoint,
+        model=context.model[:_MAX_NAME_LENGTH],
+        version=context.version[:_MAX_NAME_LENGTH],
+        tenant=context.tenant,
+        outcome=context.end.outcome.value,
+        reason=context.end.reason,
+        finish_reason=_finish_reason(context),
         choices=summary.choices,
         prompt_tokens=summary.prompt,
         cached_tokens=summary.cached,
         generated_tokens=summary.generated,
         queue_ms=_queue_ms(summary),
-        ttft_ms=None if summary.first is None else _milliseconds(summary.first - exchange.arrived_at),
-        e2e_ms=_milliseconds(exchange.ended_at - exchange.arrived_at),
+        ttft_ms=None if summary.first is None else _milliseconds(summary.first - context.arrived_at),
+        e2e_ms=_milliseconds(context.ended_at - context.arrived_at),
     )
 
 
-def request_log_line(exchange: RequestContext) -> str:
+def request_log_line(context: RequestContext) -> str:
     """The text of its `request_log_fields`. Without parts most of it is that of many others, and is remembered."""
-    if exchange.sequences or exchange.end is None:
-        return str(request_log_fields(exchange))
-    model, version = exchange.model[:_MAX_NAME_LENGTH], exchange.version[:_MAX_NAME_LENGTH]
-    common = _common_part(exchange.endpoint, model, version, exchange.tenant, exchange.end)
-    whole = f"{common}{_milliseconds(exchange.ended_at - exchange.arrived_at)}"
-    if exchange.trace_id:
-        whole = f"trace_id={exchange.trace_id} {whole}"
-    if other := _x_request_id(exchange):
+    if context.sequences or context.end is None:
+        return str(request_log_fields(context))
+    model, version = context.model[:_MAX_NAME_LENGTH], context.version[:_MAX_NAME_LENGTH]
+    common = _common_part(context.endpoint, model, version, context.tenant, context.end)
+    whole = f"{common}{_milliseconds(context.ended_at - context.arrived_at)}"
+    if context.trace_id:
+        whole = f"trace_id={context.trace_id} {whole}"
+    if other := _x_request_id(context):
         whole = f"x_request_id={_as_word(other)} {whole}"
-    return f"request_id={_as_word(exchange.id[:_MAX_NAME_LENGTH])} {whole}" if exchange.id else whole
+    return f"request_id={_as_word(context.id[:_MAX_NAME_LENGTH])} {whole}" if context.id else whole
 
 
-def _x_request_id(exchange: RequestContext) -> str:
-    return "" if exchange.id.endswith(exchange.client_id) else exchange.client_id[:_MAX_NAME_LENGTH]
+def _x_request_id(context: RequestContext) -> str:
+    return "" if context.id.endswith(context.client_id) else context.client_id[:_MAX_NAME_LENGTH]
 
 
 @lru_cache(_CACHE_SIZE)
 def _common_part(door: str, model: str, version: str, tenant: str, end: RequestEnd) -> str:
-    exchange = RequestContext(door)
-    exchange.model, exchange.version, exchange.tenant, exchange.end = model, version, tenant, end
-    return str(request_log_fields(exchange)).removesuffix("0.0")
+    context = RequestContext(door)
+    context.model, context.version, context.tenant, context.end = model, version, tenant, end
+    return str(request_log_fields(context)).removesuffix("0.0")
 
 
-def _finish_reason(exchange: RequestContext) -> str | None:
+def _finish_reason(context: RequestContext) -> str | None:
     """The finish reasons of all sequences, each once."""
-    if len(exchange.sequences) == 1:
-        only = exchange.sequences[0].finish_reason
+    if len(context.sequences) == 1:
+        only = context.sequences[0].finish_reason
         return None if only is None else only.value
-    reasons = {part.finish_reason.value for part in exchange.sequences if part.finish_reason is not None}
+    reasons = {part.finish_reason.value for part in context.sequences if part.finish_reason is not None}
     return ",".join(sorted(reasons)) or None
 
 

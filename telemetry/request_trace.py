@@ -58,15 +58,15 @@ class RequestTrace:
     outputs: TracedTensors = field(default_factory=TracedTensors)
 
 
-def request_trace(exchange: RequestContext, traces: TraceControl) -> RequestTrace | None:
+def request_trace(context: RequestContext, traces: TraceControl) -> RequestTrace | None:
     """The trace of a request, if it is to leave one: the first call decides it. A request that is for no model
     leaves none."""
-    if not exchange.sampled:
-        settings = traces.sample_request(exchange.model) if exchange.model_found else None
-        exchange.sampled = True
-        exchange.trace = None if settings is None else RequestTrace(settings)
+    if not context.sampled:
+        settings = traces.sample_request(context.model) if context.model_found else None
+        context.sampled = True
+        context.trace = None if settings is None else RequestTrace(settings)
         traces.open_traces += settings is not None
-    return cast("RequestTrace | None", exchange.trace)
+    return cast("RequestTrace | None", context.trace)
 
 
 def trace_tensors(

@@ -1,4 +1,4 @@
-"""What a trace shows of a request: spans made from the times and counts that its exchange kept.
+"""What a trace shows of a request: spans made from the times and counts that its context kept.
 
 Knows nothing of how spans travel. Names: OpenTelemetry's semantic conventions for generative AI, and vLLM's where those
 have none (https://opentelemetry.io/docs/specs/semconv/gen-ai/). Holds no text of prompts and answers.
@@ -38,23 +38,23 @@ class Span(NamedTuple):
     is_error: bool = False
 
 
-def request_span(exchange: RequestContext) -> Span:
-    """The span of a closed exchange: from its arrival to its end."""
-    assert exchange.end is not None
-    operation = _OPERATIONS.get(exchange.endpoint, _DEFAULT_OPERATION)
-    attributes = dict(_request_attributes(exchange, operation))
-    name = f"{operation} {exchange.model}".rstrip()
-    return Span(name, exchange.arrived_at, exchange.ended_at, attributes, exchange.end.outcome in _SERVER_ERRORS)
+def request_span(context: RequestContext) -> Span:
+    """The span of a closed context: from its arrival to its end."""
+    assert context.end is not None
+    operation = _OPERATIONS.get(context.endpoint, _DEFAULT_OPERATION)
+    attributes = dict(_request_attributes(context, operation))
+    name = f"{operation} {context.model}".rstrip()
+    return Span(name, context.arrived_at, context.ended_at, attributes, context.end.outcome in _SERVER_ERRORS)
 
 
-def phase_spans(exchange: RequestContext) -> Iterator[Span]:
+def phase_spans(context: RequestContext) -> Iterator[Span]:
     """The phases of each sequence of a request; a phase that was cut off lasts to the request's end."""
-    several = len(exchange.sequences) > 1
-    for index, part in enumerate(exchange.sequences):
+    several = len(context.sequences) > 1
+    for index, part in enumerate(context.sequences):
         attributes: Attributes = {"charonia.choice": index} if several else {}
         for name, start, end in _phases(part):
             if start is not None:
-                yield Span(name, start, exchange.ended_at if end is None else end, attributes)
+                yield Span(name, start, context.ended_at if end is None else end, attributes)
 
 
 def _phases(part: SequenceRecord) -> Iterator[tuple[str, float | None, float | None]]:
@@ -65,32 +65,32 @@ def _phases(part: SequenceRecord) -> Iterator[tuple[str, float | None, float | N
     yield "decode", part.first, part.last
 
 
-def _request_attributes(exchange: RequestContext, operation: str) -> Iterator[tuple[str, Value]]:
+def _request_attributes(context: RequestContext, operation: str) -> Iterator[tuple[str, Value]]:
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", "charonia"
-    yield "charonia.door", exchange.endpoint
+    yield "charonia.door", context.endpoint
     yield from _nonempty(
         {
-            "gen_ai.request.model": exchange.model,
-            "gen_ai.request.id": exchange.id,
-            "gen_ai.response.id": exchange.id,
-            "charonia.tenant": exchange.tenant,
-            "charonia.model.version": exchange.version,
+            "gen_ai.request.model": context.model,
+            "gen_ai.request.id": context.id,
+            "gen_ai.response.id": context.id,
+            "charonia.tenant": context.tenant,
+            "charonia.model.version": context.version,
         }
     )
-    yield from _outcome_attributes(exchange)
-    if exchange.sequences:
-        yield from _sampling_attributes(exchange.sequences)
-        yield from _usage_attributes(exchange)
+    yield from _outcome_attributes(context)
+    if context.sequences:
+        yield from _sampling_attributes(context.sequences)
+        yield from _usage_attributes(context)
 
 
 def _nonempty(names: Mapping[str, str]) -> Iterator[tuple[str, Value]]:
     yield from ((key, name) for key, name in names.items() if name)
 
 
-def _outcome_attributes(exchange: RequestContext) -> Iterator[tuple[str, Value]]:
-    assert exchange.end is not None
-    outcome, reason = exchange.end
+def _outcome_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
+    assert context.end is not None
+    outcome, reason = context.end
     yield "charonia.outcome", outcome.value
     if outcome in _SERVER_ERRORS or outcome is Outcome.REJECTED:
         yield "error.type", reason or outcome.value
@@ -111,31 +111,31 @@ def _sampling_attributes(parts: list[SequenceRecord]) -> Iterator[tuple[str, Val
         yield "gen_ai.request.choice.count", choices
 
 
-def _usage_attributes(exchange: RequestContext) -> Iterator[tuple[str, Value]]:
-    summary = exchange.summary
+def _usage_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
+    summary = context.summary
     yield "gen_ai.usage.num_sequences", summary.choices
     yield "gen_ai.usage.output_tokens", summary.generated
     if summary.prompt is not None:
         yield "gen_ai.usage.input_tokens", summary.prompt
     if summary.cached is not None:
         yield "gen_ai.usage.cache_read.input_tokens", summary.cached
-    reasons = tuple(part.finish_reason.value for part in exchange.sequences if part.finish_reason is not None)
+    reasons = tuple(part.finish_reason.value for part in context.sequences if part.finish_reason is not None)
     if reasons:
-        yield "gen_ai.response.model", exchange.model
+        yield "gen_ai.response.model", context.model
         yield "gen_ai.response.finish_reasons", reasons
-    yield from _latency_attributes(exchange, summary)
+    yield from _latency_attributes(context, summary)
 
 
-def _latency_attributes(exchange: RequestContext, summary: RequestSummary) -> Iterator[tuple[str, Value]]:
+def _latency_attributes(context: RequestContext, summary: RequestSummary) -> Iterator[tuple[str, Value]]:
     """Seconds; those of phases that were never over are left out."""
     submitted, begun, first, last = summary[-4:]
     periods = {
         "time_in_queue": (submitted, begun),
-        "time_to_first_token": (exchange.arrived_at, first),
+        "time_to_first_token": (context.arrived_at, first),
         "time_in_model_prefill": (begun, first),
         "time_in_model_decode": (first, last),
         "time_in_model_inference": (begun, last),
-        "e2e": (exchange.arrived_at, exchange.ended_at),
+        "e2e": (context.arrived_at, context.ended_at),
     }
     for name, (start, end) in periods.items():
         if start is not None and end is not None:

@@ -47,7 +47,7 @@ def _why_not_writable(file: Path) -> str:
 
 
 class TraceFileWriter:
-    """Shown every exchange when it ended; writes those that `traces` picks. `close` makes the last file whole."""
+    """Shown every context when it ended; writes those that `traces` picks. `close` makes the last file whole."""
 
     def __init__(self, traces: TraceControl) -> None:
         self._traces = traces
@@ -59,14 +59,14 @@ class TraceFileWriter:
         self._outage = FileOutage("traces")
         traces.on_change = self._flush
 
-    def __call__(self, exchange: RequestContext) -> None:
-        trace = request_trace(exchange, self._traces)
+    def __call__(self, context: RequestContext) -> None:
+        trace = request_trace(context, self._traces)
         if trace is None:
             return
         self._traces.open_traces -= 1
         self._id += 1
         try:
-            self._write(trace, exchange)
+            self._write(trace, context)
         except OSError as error:
             self._lose(error, self._held + 1)
 
@@ -83,18 +83,18 @@ class TraceFileWriter:
             self._before = self._held
         self._forget()
 
-    def _write(self, trace: RequestTrace, exchange: RequestContext) -> None:
+    def _write(self, trace: RequestTrace, context: RequestContext) -> None:
         settings = trace.settings
         if self._numbered is not settings.numbers_files:
             self._finish()
         if self._file is None:
             self._open(settings)
         assert self._file is not None
-        said = [json.dumps(each, separators=(",", ":")).encode() for each in _trace_objects(self._id, trace, exchange)]
+        said = [json.dumps(each, separators=(",", ":")).encode() for each in _trace_objects(self._id, trace, context)]
         _check_not_removed(self._file)
         self._file.write((b"," if self._held else b"[") + b",".join(said))
         self._held += 1
-        over = not self._traces.settings(exchange.model).trace_count
+        over = not self._traces.settings(context.model).trace_count
         if 0 < settings.log_frequency <= self._held or (over and not self._traces.open_traces):
             self._finish()
         elif over:
@@ -147,12 +147,12 @@ def _check_not_removed(file: IO[bytes]) -> None:
         raise FileNotFoundError(errno.ENOENT, "it was removed")
 
 
-def _trace_objects(number: int, trace: RequestTrace, exchange: RequestContext) -> Iterator[dict[str, object]]:
-    asked = {"id": number, "model_name": exchange.model, "model_version": int(exchange.version or 0)}
-    yield asked | ({"request_id": exchange.id} if exchange.id else {})
+def _trace_objects(number: int, trace: RequestTrace, context: RequestContext) -> Iterator[dict[str, object]]:
+    asked = {"id": number, "model_name": context.model, "model_version": int(context.version or 0)}
+    yield asked | ({"request_id": context.id} if context.id else {})
     if TIMESTAMPS in trace.settings.trace_level:
-        yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _timestamps(exchange)]}
-    executed = exchange.execution is not None or exchange.sequences
+        yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _timestamps(context)]}
+    executed = context.execution is not None or context.sequences
     for activity, tensors in (
         ("TENSOR_QUEUE_INPUT", trace.inputs.texts),
         ("TENSOR_BACKEND_INPUT", trace.inputs.texts if executed else ()),
@@ -175,29 +175,29 @@ _GRPC_EVENTS = _TransportEvents("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRP
 _GRPC_DOORS = ("ModelInfer", "ModelStreamInfer")
 
 
-def _timestamps(exchange: RequestContext) -> Iterator[tuple[str, int]]:
+def _timestamps(context: RequestContext) -> Iterator[tuple[str, int]]:
     """The events of a request by Triton's names, with times in nanoseconds; those that never happened are left out."""
-    way = _GRPC_EVENTS if exchange.endpoint in _GRPC_DOORS else _HTTP_EVENTS
-    asked, answered = _received_ns(exchange), exchange.summary.last or exchange.answered_at
-    yield way.receive, _ns(exchange.arrived_at)
+    way = _GRPC_EVENTS if context.endpoint in _GRPC_DOORS else _HTTP_EVENTS
+    asked, answered = _received_ns(context), context.summary.last or context.answered_at
+    yield way.receive, _ns(context.arrived_at)
     if asked:
         yield way.received, asked
-    yield "REQUEST_START", asked or _ns(exchange.arrived_at)
-    if exchange.execution is not None:
-        yield from _execution_times(exchange.execution)
-    yield from _generation_times(exchange.summary)
-    yield "REQUEST_END", _ns(answered or exchange.ended_at)
+    yield "REQUEST_START", asked or _ns(context.arrived_at)
+    if context.execution is not None:
+        yield from _execution_times(context.execution)
+    yield from _generation_times(context.summary)
+    yield "REQUEST_END", _ns(answered or context.ended_at)
     if answered:
         yield "INFER_RESPONSE_COMPLETE", _ns(answered)
         yield way.send, _ns(answered)
-    yield way.sent, _ns(exchange.ended_at)
+    yield way.sent, _ns(context.ended_at)
 
 
-def _received_ns(exchange: RequestContext) -> int:
+def _received_ns(context: RequestContext) -> int:
     """When the model got it; 0: it never did."""
-    if exchange.execution is not None:
-        return exchange.execution.queued
-    return _ns(min((part.opened for part in exchange.sequences), default=0.0))
+    if context.execution is not None:
+        return context.execution.queued
+    return _ns(min((part.opened for part in context.sequences), default=0.0))
 
 
 def _generation_times(summary: RequestSummary) -> Iterator[tuple[str, int]]:

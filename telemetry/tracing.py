@@ -34,11 +34,11 @@ class SamplingTracer:
         self._traces = traces
         self._level = TIMESTAMPS in traces.settings().trace_level
 
-    def __call__(self, exchange: RequestContext) -> None:
-        picked = request_trace(exchange, self._traces) is not None
+    def __call__(self, context: RequestContext) -> None:
+        picked = request_trace(context, self._traces) is not None
         self._traces.open_traces -= picked
-        if picked or (self._level and any(name in _PARENT_HEADERS for name, _ in exchange.headers)):
-            self._tracer(exchange)
+        if picked or (self._level and any(name in _PARENT_HEADERS for name, _ in context.headers)):
+            self._tracer(context)
 
 
 def otlp_endpoint(flag: str, environment: Mapping[str, str], told: SpanSettings | None = None) -> str:

@@ -317,7 +317,7 @@ class Counting(Echo):
 
 async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> None:
     model, seen = Counting(), []
-    hub = InProcessGateway(witnesses=(lambda exchange: seen.append((exchange.model, exchange.version, exchange.end)),))
+    hub = InProcessGateway(end_listeners=(lambda context: seen.append((context.model, context.version, context.end)),))
     await hub.load_built_model("echo", "2", lambda: model)
     await collect(hub, "echo")
     for name, version in (("echo", "7"), ("no", "")):
@@ -362,7 +362,7 @@ async def test_a_request_that_is_answered_holds_its_inputs_no_more() -> None:
 
 async def test_a_request_given_up_is_cancelled() -> None:
     seen: list[RequestEnd | None] = []
-    hub = InProcessGateway(witnesses=(lambda exchange: seen.append(exchange.end),))
+    hub = InProcessGateway(end_listeners=(lambda context: seen.append(context.end),))
     await hub.load_built_model("echo", "2", Echo)
     with hub.open_request("test") as context:
         async with aclosing(hub.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
