@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..core.memory_needs import MemoryNeed
-from ..core.model import ConfigDocument, ModelConfig
+from ..core.model import ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
 from .backend_parameters import read_integer, warn_unknown_parameters
 from .config_completion import sequence_tensor_names
@@ -79,7 +79,7 @@ class BuiltinLoader(NamedTuple):
     """The `RuntimeLoader` of a backend without files."""
 
     make: Callable[[ModelConfig, InstancePlacement, Mapping[str, str]], Runtime]
-    fill: Callable[[ConfigDocument], ConfigDocument]
+    fill: Callable[[RawConfig], RawConfig]
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
@@ -89,11 +89,11 @@ class BuiltinLoader(NamedTuple):
     def uses_gpus(self) -> bool:
         return False
 
-    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         return ()
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        return self.fill(document)
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+        return self.fill(raw)
 
 
 def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> Runtime:
@@ -103,7 +103,7 @@ def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters
     `instance_wise_delay_multiplier` where that is more; `creation_delay_sec` to load.
     """
     # Triton's takes no notice of a sequence's controls.
-    hidden, _ = sequence_tensor_names(config.document)
+    hidden, _ = sequence_tensor_names(config.raw)
     config = replace(config, inputs=tuple(spec for spec in config.inputs if spec.name not in hidden))
     if len(config.inputs) != len(config.outputs):
         raise InvalidArgument(f"model '{config.name}' must have equal input/output pairs", field="output")
@@ -121,8 +121,8 @@ def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters
 
 def _is_ragged(config: ModelConfig, pairs: Sequence[tuple[str, str]]) -> bool:
     """Whether inputs allow ragged batches; then a batch_output must give their outputs the same shapes."""
-    ragged = {each["name"] for each in config.document.get("input", ()) if each.get("allow_ragged_batch", False)}
-    split = {name for each in config.document.get("batch_output", ()) for name in each.get("target_name", ())}
+    ragged = {each["name"] for each in config.raw.get("input", ()) if each.get("allow_ragged_batch", False)}
+    split = {name for each in config.raw.get("batch_output", ()) for name in each.get("target_name", ())}
     for given, made in pairs:
         if (given in ragged) != (made in split):
             message = f"output '{made}' needs a batch_output exactly if input '{given}' allows ragged batches"
@@ -147,10 +147,10 @@ def _decoupled_loader(runtime: type[Repeat] | type[Square], inputs: Specs, outpu
     return BuiltinLoader(make, partial(_fill_decoupled, inputs, outputs))
 
 
-def _fill_decoupled(inputs: Specs, outputs: Specs, document: ConfigDocument) -> ConfigDocument:
-    filled = dict(document)
+def _fill_decoupled(inputs: Specs, outputs: Specs, raw: RawConfig) -> RawConfig:
+    filled = dict(raw)
     for side, specs in (("input", inputs), ("output", outputs)):
-        filled[side] = document.get(side) or [
+        filled[side] = raw.get(side) or [
             {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(spec.dims)} for spec in specs
         ]
     filled.setdefault("model_transaction_policy", {"decoupled": True})
@@ -169,7 +169,7 @@ def _check_specs(model: str, side: str, given: Specs, known: Specs) -> None:
             raise InvalidArgument(f"model '{model}': {message}", field=side)
 
 
-IDENTITY = BuiltinLoader(_make_identity, lambda document: document)
+IDENTITY = BuiltinLoader(_make_identity, lambda raw: raw)
 REPEAT = _decoupled_loader(
     Repeat,
     (TensorSpec("IN", "INT32", (-1,)), TensorSpec("DELAY", "UINT32", (-1,)), TensorSpec("WAIT", "UINT32", (1,))),

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
-from ..core.model import ConfigDocument, ModelConfig
+from ..core.model import ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
 from .backend_parameters import read_integer
 
@@ -31,35 +31,35 @@ class FoundModel(NamedTuple):
     outputs: tuple[FoundTensor, ...]
 
 
-def declares_tensors(document: ConfigDocument) -> bool:
+def declares_tensors(raw: RawConfig) -> bool:
     """Whether a config names inputs and outputs: then Triton completes nothing, and an absent max_batch_size is 0."""
-    return bool(document.get("input")) and bool(document.get("output"))
+    return bool(raw.get("input")) and bool(raw.get("output"))
 
 
-def complete_config(document: ConfigDocument, found: FoundModel, parameters: Mapping[str, str]) -> dict[str, Any]:
-    """`document` with the inputs, outputs and batch size that it lacks.
+def complete_config(raw: RawConfig, found: FoundModel, parameters: Mapping[str, str]) -> dict[str, Any]:
+    """`raw` with the inputs, outputs and batch size that it lacks.
 
     Raises:
         InvalidArgument: it has a max_batch_size, and the model cannot batch.
     """
-    size, tensors = int(document.get("max_batch_size") or 0), (*found.inputs, *found.outputs)
+    size, tensors = int(raw.get("max_batch_size") or 0), (*found.inputs, *found.outputs)
     ranks = {each.name: len(each.shape or ()) for each in tensors}
-    given = [*(document.get("input") or ()), *(document.get("output") or ())]
+    given = [*(raw.get("input") or ()), *(raw.get("output") or ())]
     # A tensor of the config with all of the model's dims would have the batch among them.
     batches = all(each.shape and each.shape[0] == -1 for each in tensors) and all(
         len(_model_dims(each)) != ranks.get(each["name"]) for each in given
     )
     if size and not batches:
-        name = document.get("name", "")
+        name = raw.get("name", "")
         message = "model does not support batching while non-zero max_batch_size is specified"
         raise InvalidArgument(f"autofill failed for model '{name}': {message}", field="max_batch_size")
     if batches and not size:
         size = read_integer(parameters, "default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
-    completed = {**document, "max_batch_size": size}
+    completed = {**raw, "max_batch_size": size}
     for side, there, hidden in zip(
-        ("input", "output"), (found.inputs, found.outputs), sequence_tensor_names(document), strict=True
+        ("input", "output"), (found.inputs, found.outputs), sequence_tensor_names(raw), strict=True
     ):
-        if not document.get(side):
+        if not raw.get(side):
             completed[side] = [_tensor_entry(each, size > 0) for each in there if each.name not in hidden]
     return completed
 
@@ -72,10 +72,10 @@ def _tensor_entry(found: FoundTensor, batched: bool) -> dict[str, Any]:
     return tensor | ({"optional": True} if found.optional else {})
 
 
-def sequence_tensor_names(document: ConfigDocument) -> tuple[set[str], set[str]]:
+def sequence_tensor_names(raw: RawConfig) -> tuple[set[str], set[str]]:
     """Inputs and outputs of the model that belong to its sequences: controls and states, no tensors of clients."""
-    asked: ConfigDocument = document.get("sequence_batching") or {}
-    states: Sequence[ConfigDocument] = asked.get("state", ())
+    asked: RawConfig = raw.get("sequence_batching") or {}
+    states: Sequence[RawConfig] = asked.get("state", ())
     controls = (str(each.get("name", "")) for each in asked.get("control_input", ()))
     inputs = {*controls, *(str(each.get("input_name", "")) for each in states)}
     return inputs, {str(each.get("output_name", "")) for each in states}
@@ -92,14 +92,14 @@ def check_config_matches(config: ModelConfig, found: FoundModel) -> None:
     Raises:
         InvalidArgument: one is not; `field` names it.
     """
-    batch_inputs = (name for each in config.document.get("batch_input", ()) for name in each.get("target_name", ()))
+    batch_inputs = (name for each in config.raw.get("batch_input", ()) for name in each.get("target_name", ()))
     given = {*batch_inputs, *(spec.name for spec in config.inputs)}
     missing = [each.name for each in found.inputs if each.name not in given and not each.optional]
     if missing:
         count = f"configuration expects {len(given)} inputs, model provides {len(found.inputs)}"
         raise _refuse(config, "input", f"{count}: '{missing[0]}' is missing")
-    entries = chain.from_iterable(config.document.get(side, ()) for side in ("input", "output"))
-    documents = {each["name"]: each for each in entries}
+    entries = chain.from_iterable(config.raw.get(side, ()) for side in ("input", "output"))
+    raw_tensors = {each["name"]: each for each in entries}
     for side, specs, tensors in (("input", config.inputs, found.inputs), ("output", config.outputs, found.outputs)):
         known = {each.name: each for each in tensors}
         for spec in specs:
@@ -108,19 +108,17 @@ def check_config_matches(config: ModelConfig, found: FoundModel) -> None:
                 allowed = ", ".join(sorted(known))
                 message = f"unexpected inference {side} '{spec.name}', allowed {side}s are: {allowed}"
                 raise _refuse(config, path, message)
-            _check_tensor(config, path, known[spec.name], spec, documents.get(spec.name, {}))
+            _check_tensor(config, path, known[spec.name], spec, raw_tensors.get(spec.name, {}))
 
 
-def _check_tensor(
-    config: ModelConfig, path: str, found: FoundTensor, spec: TensorSpec, document: ConfigDocument
-) -> None:
+def _check_tensor(config: ModelConfig, path: str, found: FoundTensor, spec: TensorSpec, raw: RawConfig) -> None:
     if found.datatype != spec.datatype:
         wanted, has = config_type(spec.datatype), config_type(found.datatype)
         message = f"'{spec.name}' has data type {wanted} in the configuration, {has} in the model"
         raise _refuse(config, f"{path}.data_type", message)
-    if document.get("allow_ragged_batch") or found.shape is None:
+    if raw.get("allow_ragged_batch") or found.shape is None:
         return  # a ragged tensor is flat, whatever the dims of a request
-    dims = _model_dims(document) if document else spec.dims
+    dims = _model_dims(raw) if raw else spec.dims
     shape = (-1, *dims) if config.max_batch_size else tuple(dims)
     if not found.shape and all(dim == -1 for dim in shape):
         return  # onnxruntime reports a scalar and an unknown rank alike
@@ -133,10 +131,10 @@ def _check_tensor(
         raise _refuse(config, f"{path}.dims", message + batch)
 
 
-def _model_dims(document: ConfigDocument) -> Sequence[int]:
+def _model_dims(raw: RawConfig) -> Sequence[int]:
     """The dims of a config's tensor as the model sees them."""
-    reshaped = document.get("reshape")
-    dims = document.get("dims", ()) if reshaped is None else reshaped.get("shape", ())
+    reshaped = raw.get("reshape")
+    dims = raw.get("dims", ()) if reshaped is None else reshaped.get("shape", ())
     return tuple(int(dim) for dim in dims)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..core.memory_needs import MemoryNeed
-from ..core.model import ConfigDocument
+from ..core.model import RawConfig
 from ..processes.host import usable_cores
 from .runtime import InstancePlacement
 
@@ -22,43 +22,43 @@ class InstanceSlot(NamedTuple):
     passive: bool = False
 
 
-def read_instance_slots(model: str, document: ConfigDocument) -> tuple[InstanceSlot, ...]:
+def read_instance_slots(model: str, raw: RawConfig) -> tuple[InstanceSlot, ...]:
     """The instances of all groups in order, at least one; a GPU group has `count` on each of its GPUs.
 
     Raises:
         InvalidArgument: all of them are passive.
     """
-    slots = tuple(_all_slots(model, document))
+    slots = tuple(_all_slots(model, raw))
     if all(slot.passive for slot in slots):
         message = f"model '{model}' has no instance that takes requests"
         raise InvalidArgument(message, field="instance_group")
     return slots
 
 
-def instances_per_gpu(document: ConfigDocument) -> Counter[int | None]:
+def instances_per_gpu(raw: RawConfig) -> Counter[int | None]:
     """The number of instances on each GPU, and of all others under None."""
-    return Counter(slot.placement.gpu for slot in _all_slots("", document))
+    return Counter(slot.placement.gpu for slot in _all_slots("", raw))
 
 
-def with_one_instance(document: ConfigDocument, placement: InstancePlacement) -> dict[str, Any]:
+def with_one_instance(raw: RawConfig, placement: InstancePlacement) -> dict[str, Any]:
     """The config of a model that has one instance, there."""
     gpus = [] if placement.gpu is None else [placement.gpu]
-    return {**document, "instance_group": [{"kind": placement.kind, "gpus": gpus}]}
+    return {**raw, "instance_group": [{"kind": placement.kind, "gpus": gpus}]}
 
 
-def memory_per_instance(document: ConfigDocument, size: int) -> tuple[MemoryNeed, ...]:
+def memory_per_instance(raw: RawConfig, size: int) -> tuple[MemoryNeed, ...]:
     """The needs of a model whose instances have `size` bytes of weights each."""
-    return tuple(MemoryNeed(size * count, gpu) for gpu, count in instances_per_gpu(document).items())
+    return tuple(MemoryNeed(size * count, gpu) for gpu, count in instances_per_gpu(raw).items())
 
 
-def memory_shared_by_instances(document: ConfigDocument, size: int) -> tuple[MemoryNeed, ...]:
+def memory_shared_by_instances(raw: RawConfig, size: int) -> tuple[MemoryNeed, ...]:
     """The needs of a model whose instances on one device share `size` bytes of weights."""
-    return tuple(MemoryNeed(size, gpu) for gpu in instances_per_gpu(document))
+    return tuple(MemoryNeed(size, gpu) for gpu in instances_per_gpu(raw))
 
 
-def threads_per_instance(document: ConfigDocument) -> int:
+def threads_per_instance(raw: RawConfig) -> int:
     """The threads of an instance that has its own: the host's, shared out over the instances."""
-    return max(1, usable_cores().threads // max(1, instances_per_gpu(document)[None]))
+    return max(1, usable_cores().threads // max(1, instances_per_gpu(raw)[None]))
 
 
 def bytes_on_disk(path: Path) -> int:
@@ -67,8 +67,8 @@ def bytes_on_disk(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _all_slots(model: str, document: ConfigDocument) -> Iterator[InstanceSlot]:
-    for index, group in enumerate(document.get("instance_group") or [{}]):
+def _all_slots(model: str, raw: RawConfig) -> Iterator[InstanceSlot]:
+    for index, group in enumerate(raw.get("instance_group") or [{}]):
         kind = group.get("kind") or "KIND_CPU"
         name = group.get("name") or f"{model}_{index}"
         devices = [int(gpu) for gpu in group.get("gpus") or [0]] if kind == "KIND_GPU" else [0]

@@ -65,13 +65,13 @@ class ClassicModel:
         self._parameters.pop(EXECUTION_TIMEOUT, None)
         self._warmup_requests = samples.warmup_requests
         self._sequences = sequences = read_sequence_support(config, samples.initial_states)
-        batching = read_batching_config(config.document, config.max_batch_size, config.decoupled)
+        batching = read_batching_config(config.raw, config.max_batch_size, config.decoupled)
         self._batching = batching if sequences is None else sequences.config.batching
         self._signature = ModelSignature(config)
-        ragged, sequence_layout = read_ragged_config(config.document), None if sequences is None else sequences.layout
+        ragged, sequence_layout = read_ragged_config(config.raw), None if sequences is None else sequences.layout
         self._layout = BatchLayout(self._signature, ragged, sequence_layout)
-        self._slots = read_instance_slots(config.name, config.document)
-        latencies = LatencyMetrics(quantiles, first_response_bounds(config.document), config.decoupled)
+        self._slots = read_instance_slots(config.name, config.raw)
+        latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = ModelMetrics(latencies)
         self._orderer = ResponseOrderer()
         self._pool = InstancePool(self._load_runtime, execution_timeout)

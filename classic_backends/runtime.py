@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from numpy.typing import NDArray
 
 from ..core.memory_needs import MemoryNeed
-from ..core.model import ConfigDocument, ModelConfig
+from ..core.model import ModelConfig, RawConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name, with the model's batch dimension first, if it has one. BYTES are object arrays of `bytes`; BF16, for
@@ -95,12 +95,12 @@ class RuntimeLoader(Protocol):
     def uses_gpus(self) -> bool:
         """Whether its libraries were built for GPUs."""
 
-    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """The least memory of all instances, by the sizes of the model's files; one memory may occur several times.
-        `document`: the config with a normalised `instance_group`."""
+        `raw`: the config with a normalised `instance_group`."""
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        """`document` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file.
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+        """`raw` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file.
 
         Raises:
             CharoniaError: it contradicts the model.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument
-from ..core.model import ConfigDocument, ModelConfig
+from ..core.model import ModelConfig, RawConfig
 from ..core.request import InferRequest
 from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from .runtime import Arrays
@@ -36,9 +36,9 @@ class ModelSignature:
     def __init__(self, config: ModelConfig) -> None:
         self.batched = config.max_batch_size > 0
         self.model_name = config.name
-        self.inputs = _bindings(config.inputs, config.document.get("input", ()))
+        self.inputs = _bindings(config.inputs, config.raw.get("input", ()))
         self._reshaped_inputs = {binding.name: binding for binding in self.inputs if binding.reshape is not None}
-        self._outputs = {each.name: each for each in _bindings(config.outputs, config.document.get("output", ()))}
+        self._outputs = {each.name: each for each in _bindings(config.outputs, config.raw.get("output", ()))}
         self.outputs = tuple(self._outputs)
         self._has_optional = any(binding.optional for binding in self.inputs)
         self._same_shape = tuple(each.name for each in self.inputs if -1 in each.dims and not each.ragged)
@@ -105,12 +105,12 @@ class ModelSignature:
         return (*shape[:batch], *(next(free, 1) if dim == -1 else dim for dim in to_dims))
 
 
-def _bindings(specs: Sequence[TensorSpec], documents: Sequence[ConfigDocument]) -> tuple[TensorBinding, ...]:
-    by_name, bindings = {document["name"]: document for document in documents}, []
+def _bindings(specs: Sequence[TensorSpec], raw_tensors: Sequence[RawConfig]) -> tuple[TensorBinding, ...]:
+    by_name, bindings = {raw["name"]: raw for raw in raw_tensors}, []
     for spec in specs:
-        document = by_name.get(spec.name, {})
-        reshape = tuple(map(int, document["reshape"].get("shape", ()))) if "reshape" in document else None
-        ragged = bool(document.get("allow_ragged_batch", False))
+        raw = by_name.get(spec.name, {})
+        reshape = tuple(map(int, raw["reshape"].get("shape", ()))) if "reshape" in raw else None
+        ragged = bool(raw.get("allow_ragged_batch", False))
         bindings.append(TensorBinding(spec.name, spec.datatype, spec.dims, reshape, ragged, spec.optional))
     return tuple(bindings)
 

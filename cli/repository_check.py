@@ -70,7 +70,7 @@ def _check(source: ModelSource, builder: ModelBuilder) -> Iterator[CheckFinding]
     for version in source.versions:
         try:
             recipe = builder.prepare(source, version)
-            made.append(recipe.make(ignore_progress).config.document)
+            made.append(recipe.make(ignore_progress).config.raw)
             notes.append(recipe.examine())
             recipe.release()
         except CharoniaError as error:

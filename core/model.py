@@ -10,7 +10,7 @@ from .request_context import RequestContext
 from .statistics import VersionStatistics
 from .tensor import Tensor, TensorSpec
 
-ConfigDocument: TypeAlias = Mapping[str, Any]
+RawConfig: TypeAlias = Mapping[str, Any]
 """A model's config, or a message in one, as /config shows it: protobuf's JSON mapping with the names of the .proto, in
 its order, plain JSON values throughout."""
 
@@ -20,7 +20,7 @@ class ModelConfig:
     """What a model tells the world of itself, after completion. `created`: seconds since the epoch. `fingerprint`: of
     the files that a language model was read from.
 
-    `document`: the whole config. `labels`: of the classes of an output, by its name, where it has a label file.
+    `raw`: the whole config. `labels`: of the classes of an output, by its name, where it has a label file.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ModelConfig:
     parameters: Mapping[str, str] = field(default_factory=dict)
     created: int = 0
     fingerprint: str = ""
-    document: ConfigDocument = field(default_factory=dict)
+    raw: RawConfig = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -59,15 +59,11 @@ class TextBackend(NamedTuple):
 class ClassicRuntimeLoader(Protocol):
     """The part of `classic_backends.runtime.RuntimeLoader` that builds configs and counts memory."""
 
-    def complete(
-        self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
-    ) -> Mapping[str, Any]: ...
+    def complete(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> Mapping[str, Any]: ...
 
     def uses_gpus(self) -> bool: ...
 
-    def needs(
-        self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
-    ) -> Sequence[MemoryNeed]: ...
+    def needs(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> Sequence[MemoryNeed]: ...
 
 
 class ClassicModelBuilder(Protocol):

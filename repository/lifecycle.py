@@ -17,7 +17,7 @@ from typing import TypeVar
 from ..core.cancellation import wait_for_first
 from ..core.errors import CharoniaError, ServerExiting
 from ..core.gateway import ModelState
-from ..core.model import ConfigDocument, Model
+from ..core.model import Model, RawConfig
 from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
 from ..telemetry.gpus import usable_gpus
@@ -176,7 +176,7 @@ class ModelLifecycle:
             raise
         for serving in entry.publish(new.items()):
             self._retire(entry, serving)
-        _log_ignored_fields(source, self._builder.cache is not None, [each.config.document for each in new.values()])
+        _log_ignored_fields(source, self._builder.cache is not None, [each.config.raw for each in new.values()])
 
     async def serve_built_model(self, name: str, number: str, build: Callable[[], Model]) -> None:
         """Load and serve a model that is made by hand. Raises `LoadFailure`."""
@@ -341,7 +341,7 @@ def _find_unchanged(entry: ModelEntry, version: VersionSource) -> LoadedModel | 
     return serving if serving is not None and version.mark is not None and serving.source_mark == version.mark else None
 
 
-def _log_ignored_fields(source: ModelSource, caching: bool, made: Sequence[ConfigDocument]) -> None:
+def _log_ignored_fields(source: ModelSource, caching: bool, made: Sequence[RawConfig]) -> None:
     for folder in () if source.directory is None else find_misnamed_versions(source.directory):
         log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
     for path in ignored_fields(source.config, caching, made):

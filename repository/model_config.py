@@ -28,14 +28,14 @@ def to_model_config(config: ConfigMessage, version: str, directory: Path | None 
         outputs=tuple(_spec(tensor) for tensor in config.output),
         parameters={key: config.parameters[key].string_value for key in sorted(config.parameters)},
         created=int(time.time()),
-        document=config_to_json(config),
+        raw=config_to_json(config),
         labels={} if directory is None else read_label_files(config, directory),
     )
 
 
 def with_config_defaults(model: ModelConfig, config: ConfigMessage) -> ModelConfig:
     """The config of a model that makes its own, completed with the config that it was loaded by; its own wins."""
-    if model.document:
+    if model.raw:
         return model
     whole = config_from_json(config_to_json(config))
     whole.name, whole.backend, whole.max_batch_size = model.name, model.backend, model.max_batch_size
@@ -47,7 +47,7 @@ def with_config_defaults(model: ModelConfig, config: ConfigMessage) -> ModelConf
             if spec.optional:
                 tensor.optional = True
     fill_defaults(whole, ())
-    return replace(model, document=config_to_json(whole))
+    return replace(model, raw=config_to_json(whole))
 
 
 def _spec(tensor: ConfigMessage, optional: bool = False) -> TensorSpec:

@@ -169,7 +169,7 @@ class ModelEntry:
     def labels(self, number: str) -> Labels:
         """Of everything that is measured of a version."""
         serving = self.versions[number].loaded if number in self.versions else None
-        tags = {} if serving is None else serving.config.document.get("metric_tags", {})
+        tags = {} if serving is None else serving.config.raw.get("metric_tags", {})
         return {"model": self.name, "version": number, **{f"_{tag}": value for tag, value in tags.items()}}
 
 

@@ -72,7 +72,7 @@ def read_warmup_requests(config: ConfigMessage, directory: Path) -> tuple[Warmup
 def validate_warmup_requests(config: ModelConfig, samples: Iterable[WarmupRequest]) -> None:
     """Raises `InvalidArgument` for a request that no client could send. Those of a stateful model may have controls and
     states among their inputs."""
-    if "sequence_batching" in config.document:
+    if "sequence_batching" in config.raw:
         return
     for sample, _ in samples:
         try:

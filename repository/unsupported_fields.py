@@ -6,7 +6,7 @@ Knows nothing of how a backend computes; parameters are each backend's own busin
 from collections.abc import Iterator, Sequence
 
 from ..core.errors import Unsupported
-from ..core.model import ConfigDocument
+from ..core.model import RawConfig
 from .config_defaults import LANGUAGE_MODEL_BACKENDS
 from .config_io import ConfigMessage
 
@@ -60,7 +60,7 @@ def is_response_cache_enabled(config: ConfigMessage) -> bool:
     return bool(config.response_cache.enable) and once and config.backend not in LANGUAGE_MODEL_BACKENDS
 
 
-def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[ConfigDocument] = ()) -> Iterator[str]:
+def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[RawConfig] = ()) -> Iterator[str]:
     """The fields of a config, as it was written, that have no effect; by their paths. `caching`: the server has a cache
     of responses. `made`: the whole configs of the versions, where some were made."""
     yield from _fields_set(config, _IGNORED)
@@ -92,8 +92,8 @@ def ignored_field_message(path: str) -> str:
     return f"{path} has no effect here"
 
 
-def _ignored_accelerators(config: ConfigMessage, made: Sequence[ConfigDocument]) -> Iterator[str]:
-    kinds = {group["kind"] for document in made for group in document.get("instance_group", ())}
+def _ignored_accelerators(config: ConfigMessage, made: Sequence[RawConfig]) -> Iterator[str]:
+    kinds = {group["kind"] for raw in made for group in raw.get("instance_group", ())}
     accelerators = config.optimization.execution_accelerators
     if accelerators.gpu_execution_accelerator and kinds and "KIND_GPU" not in kinds:
         yield "optimization.execution_accelerators.gpu_execution_accelerator"

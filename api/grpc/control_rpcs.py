@@ -27,7 +27,7 @@ _DEPENDENTS = "unload_dependents"
 
 async def model_config(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
     config = gateway.model_config(request.name, parse_version(request.version))
-    return ParseDict({"config": config.document}, pb.ModelConfigResponse())
+    return ParseDict({"config": config.raw}, pb.ModelConfigResponse())
 
 
 async def model_statistics(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:

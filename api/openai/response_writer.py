@@ -260,7 +260,7 @@ def _by_id(token: TokenLogprob, rank: int, most: int) -> JsonObject:
 
 def system_fingerprint(config: ModelConfig, software: str) -> str:
     """The `system_fingerprint` of a model: it changes with the model's files, settings and the `software` version."""
-    settings = config.document.get("parameters"), config.parameters
+    settings = config.raw.get("parameters"), config.parameters
     known = orjson.dumps((software, config.backend, config.fingerprint, settings), option=orjson.OPT_SORT_KEYS)
     return f"fp_{sha256(known).hexdigest()[:10]}"
 

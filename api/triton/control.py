@@ -57,7 +57,7 @@ class ControlEndpoints:
     # Models
 
     async def config(self, request: Request) -> Response:
-        return json_response(dict(self._gateway.model_config(*model_and_version(request)).document))
+        return json_response(dict(self._gateway.model_config(*model_and_version(request)).raw))
 
     async def statistics(self, request: Request) -> Response:
         found = self._gateway.model_statistics(*model_and_version(request))

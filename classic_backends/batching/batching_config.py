@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ...core.model import ConfigDocument
+from ...core.model import RawConfig
 
 NS_PER_US = 1000
 
@@ -82,15 +82,15 @@ class BatchingConfig:
         return self.policies.get(level, self.policy)
 
 
-def read_batching_config(document: ConfigDocument, max_batch_size: int, decoupled: bool) -> BatchingConfig:
+def read_batching_config(raw: RawConfig, max_batch_size: int, decoupled: bool) -> BatchingConfig:
     """Parse `dynamic_batching` of a model's config; without it, requests are not combined (Triton's default scheduler).
 
     Raises:
         InvalidArgument: the values contradict each other; `field` names one of them.
     """
-    if "dynamic_batching" not in document:
+    if "dynamic_batching" not in raw:
         return BatchingConfig()
-    asked: ConfigDocument = document["dynamic_batching"]
+    asked: RawConfig = raw["dynamic_batching"]
     levels = int(asked.get("priority_levels", 0))
     config = BatchingConfig(
         combine_requests=max_batch_size > 0 and not decoupled,
@@ -107,7 +107,7 @@ def read_batching_config(document: ConfigDocument, max_batch_size: int, decouple
     return config
 
 
-def read_preferred_sizes(asked: ConfigDocument, max_batch_size: int, field: str) -> tuple[int, ...]:
+def read_preferred_sizes(asked: RawConfig, max_batch_size: int, field: str) -> tuple[int, ...]:
     """`preferred_batch_size` in ascending order; `field` is the path of `asked` in the config.
 
     Raises:
@@ -122,7 +122,7 @@ def read_preferred_sizes(asked: ConfigDocument, max_batch_size: int, field: str)
     return sizes
 
 
-def _read_policy(asked: ConfigDocument) -> QueuePolicy:
+def _read_policy(asked: RawConfig) -> QueuePolicy:
     return QueuePolicy(
         timeout_ns=int(asked.get("default_timeout_microseconds", 0)) * NS_PER_US,
         postpone=asked.get("timeout_action", "REJECT") == "DELAY",

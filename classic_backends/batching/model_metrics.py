@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from ...core.errors import InvalidArgument
 from ...core.metrics import Histogram, QuantileSummary, Reading
-from ...core.model import ConfigDocument
+from ...core.model import RawConfig
 from ...core.request_context import Outcome, RequestContext, RequestEnd
 from ...core.statistics import (
     BatchStatistics,
@@ -123,13 +123,13 @@ class LatencyMetrics:
         yield Reading(_FIRST_RESPONSE, self._first_response)
 
 
-def first_response_bounds(document: ConfigDocument) -> tuple[float, ...]:
+def first_response_bounds(raw: RawConfig) -> tuple[float, ...]:
     """The histogram's bounds in milliseconds: of the config's `model_metrics`, or Triton's.
 
     Raises:
         InvalidArgument: they do not rise.
     """
-    for control in document.get("model_metrics", {}).get("metric_control", ()):
+    for control in raw.get("model_metrics", {}).get("metric_control", ()):
         if control.get("metric_identifier", {}).get("family") == _FIRST_RESPONSE:
             bounds = tuple(map(float, control.get("histogram_options", {}).get("buckets", ())))
             if bounds and all(low < high for low, high in pairwise(bounds)):

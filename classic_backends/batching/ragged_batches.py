@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import Internal, InvalidArgument
-from ...core.model import ConfigDocument
+from ...core.model import RawConfig
 
 Shape = tuple[int, ...]
 
@@ -57,15 +57,15 @@ class RaggedConfig(NamedTuple):
     outputs: Mapping[str, str] = {}
 
 
-def read_ragged_config(document: ConfigDocument) -> RaggedConfig:
+def read_ragged_config(raw: RawConfig) -> RaggedConfig:
     """Parse `batch_input` and `batch_output`.
 
     Raises:
         InvalidArgument: a kind, type or source is unknown; `field` names it.
     """
-    names = {each["name"] for each in document.get("input", ())}
+    names = {each["name"] for each in raw.get("input", ())}
     inputs: list[BatchInput] = []
-    for asked in document.get("batch_input", ()):
+    for asked in raw.get("batch_input", ()):
         kind, datatype = asked.get("kind", "BATCH_ELEMENT_COUNT"), asked.get("data_type")
         if kind not in _KINDS:
             raise InvalidArgument(f"unknown kind of batch input '{kind}'", field="batch_input.kind")
@@ -74,12 +74,12 @@ def read_ragged_config(document: ConfigDocument) -> RaggedConfig:
         source = _read_source(asked, names, "batch_input")
         inputs += (BatchInput(name, kind, source, _TYPES[datatype]) for name in asked.get("target_name", ()))
     outputs: dict[str, str] = {}
-    for asked in document.get("batch_output", ()):
+    for asked in raw.get("batch_output", ()):
         outputs |= dict.fromkeys(asked.get("target_name", ()), _read_source(asked, names, "batch_output"))
     return RaggedConfig(tuple(inputs), outputs)
 
 
-def _read_source(asked: ConfigDocument, names: set[str], field: str) -> str:
+def _read_source(asked: RawConfig, names: set[str], field: str) -> str:
     sources = asked.get("source_input", ())
     if len(sources) != 1 or sources[0] not in names:
         message = f"'{field}' needs one source_input that is an input of the model, got {list(sources)}"

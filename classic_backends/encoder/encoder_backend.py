@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
 from ...core.memory_needs import MemoryNeed
-from ...core.model import ConfigDocument, ModelConfig
+from ...core.model import ModelConfig, RawConfig
 from ...processes.host import torch_has_cuda
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.encoder_tokenizer import EncodedText, EncoderTokenizer
@@ -55,7 +55,7 @@ class EncoderLoader:
 
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
         max_batch_tokens = read_integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
-        threads = read_thread_count(parameters, "intra_op_thread_count") or threads_per_instance(config.document)
+        threads = read_thread_count(parameters, "intra_op_thread_count") or threads_per_instance(config.raw)
         set_torch_threads(threads)
         files = read_encoder(directory)
         check_config_matches(config, encoder_tensors(files))
@@ -68,13 +68,13 @@ class EncoderLoader:
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        return memory_per_instance(document, bytes_on_disk(directory))
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+        return memory_per_instance(raw, bytes_on_disk(directory))
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        if declares_tensors(document):
-            return document
-        sized = {**document, "max_batch_size": document.get("max_batch_size") or MAX_BATCH_SIZE}
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+        if declares_tensors(raw):
+            return raw
+        sized = {**raw, "max_batch_size": raw.get("max_batch_size") or MAX_BATCH_SIZE}
         return complete_config(sized, encoder_tensors(read_encoder(directory)), parameters)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from ...core.errors import Internal
-from ...core.model import ConfigDocument, ModelConfig
+from ...core.model import ModelConfig, RawConfig
 from ...processes.log_forwarding import LogForwarder, MessageWriter
 from ..runtime import InstancePlacement, Runtime, RuntimeLoader
 from .instance_messages import (
@@ -91,7 +91,7 @@ def instance_main(connection: Connection, arenas: InstanceArenas, task: Instance
 
 
 def completion_main(
-    connection: Connection, loader: LoaderRef, directory: Path, config: ConfigDocument, parameters: dict[str, str]
+    connection: Connection, loader: LoaderRef, directory: Path, config: RawConfig, parameters: dict[str, str]
 ) -> None:
     """Complete a model's config, send it, and end."""
     writer = _set_up_process(connection)

@@ -48,7 +48,7 @@ class OutputsEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ConfigCompleted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A model's whole config, as JSON."""
 
-    document: bytes
+    config: bytes
 
 
 class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.memory_needs import MemoryNeed
-from ...core.model import ConfigDocument, ModelConfig
+from ...core.model import ModelConfig, RawConfig
 from ..backend_parameters import read_choice
 from ..config_completion import declares_tensors
 from ..instance_groups import read_instance_slots, with_one_instance
@@ -68,22 +68,22 @@ class IsolatableLoader(NamedTuple):
     def uses_gpus(self) -> bool:
         return self.loader.load_reference().uses_gpus()
 
-    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """The memory that the backend's own loader needs, and for each process the libraries that it imports."""
         isolated, own = self._read(parameters)
         loader = self.loader.load_reference()
         if not isolated:
-            return loader.needs(directory, document, own)
-        places = [slot.placement for slot in read_instance_slots("", document)]
-        weights = [loader.needs(directory, with_one_instance(document, place), own) for place in places]
+            return loader.needs(directory, raw, own)
+        places = [slot.placement for slot in read_instance_slots("", raw)]
+        weights = [loader.needs(directory, with_one_instance(raw, place), own) for place in places]
         return (MemoryNeed(self.library_bytes * len(places)), *chain.from_iterable(weights))
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         """Complete the config as the backend's own loader does, in a child process where `load` would use one."""
         isolated, own = self._read(parameters)
         if not (isolated and self.completes_in_process):
-            return self.loader.load_reference().complete(directory, document, own)
-        return document if declares_tensors(document) else _complete_in_process(self.loader, directory, document, own)
+            return self.loader.load_reference().complete(directory, raw, own)
+        return raw if declares_tensors(raw) else _complete_in_process(self.loader, directory, raw, own)
 
     def _read(self, parameters: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
         """Whether a child process is chosen, and the parameters that are the backend's."""
@@ -92,15 +92,15 @@ class IsolatableLoader(NamedTuple):
 
 
 def _complete_in_process(
-    loader: LoaderRef, directory: Path, config: ConfigDocument, parameters: dict[str, str]
-) -> ConfigDocument:
+    loader: LoaderRef, directory: Path, config: RawConfig, parameters: dict[str, str]
+) -> RawConfig:
     process = InstanceProcess(completion_main, loader, directory, config, parameters)
     try:
         message = _first_message(process, f"the process that reads {directory}")
     finally:
         process.close()
     assert isinstance(message, ConfigCompleted)
-    completed: ConfigDocument = json.loads(message.document)
+    completed: RawConfig = json.loads(message.config)
     return completed
 
 

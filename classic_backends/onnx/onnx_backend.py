@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
 from ...core.memory_needs import MemoryNeed
-from ...core.model import ConfigDocument, ModelConfig
+from ...core.model import ModelConfig, RawConfig
 from ...processes.host import release_free_memory
 from ..backend_parameters import warn_unknown_parameters
 from ..config_completion import check_config_matches, complete_config, declares_tensors
@@ -43,26 +43,26 @@ class OnnxLoader:
         from .onnx_session import describe_session, open_session
 
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
-        plan = read_session_plan(config.document, placement, parameters)
-        session = open_session(_model_file(directory, config.document), plan)
+        plan = read_session_plan(config.raw, placement, parameters)
+        session = open_session(_model_file(directory, config.raw), plan)
         self._completed = None
         check_config_matches(config, describe_session(session))
         return OnnxRuntime(session, config)
 
-    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        file = _model_file(directory, document)
-        return memory_shared_by_instances(document, bytes_on_disk(file if file.parent == directory else file.parent))
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+        file = _model_file(directory, raw)
+        return memory_shared_by_instances(raw, bytes_on_disk(file if file.parent == directory else file.parent))
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        if declares_tensors(document):
-            return document
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+        if declares_tensors(raw):
+            return raw
         _require_onnxruntime()
         from .onnx_session import describe_session, open_session
 
         self._completed = None
-        plan = read_session_plan(document, read_instance_slots("", document)[0].placement, parameters)
-        self._completed = open_session(_model_file(directory, document), plan)
-        return complete_config(document, describe_session(self._completed), parameters)
+        plan = read_session_plan(raw, read_instance_slots("", raw)[0].placement, parameters)
+        self._completed = open_session(_model_file(directory, raw), plan)
+        return complete_config(raw, describe_session(self._completed), parameters)
 
     def uses_gpus(self) -> bool:
         _require_onnxruntime()
@@ -83,9 +83,9 @@ def _require_onnxruntime() -> None:
         raise Unsupported(message, field="backend") from None
 
 
-def _model_file(directory: Path, document: ConfigDocument) -> Path:
+def _model_file(directory: Path, raw: RawConfig) -> Path:
     """The model's file; in a directory of that name it lies beside its weights."""
-    name = document.get("default_model_filename") or "model.onnx"
+    name = raw.get("default_model_filename") or "model.onnx"
     return directory / name / name if (directory / name).is_dir() else directory / name
 
 

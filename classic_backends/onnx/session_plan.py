@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from ...core.errors import InvalidArgument
-from ...core.model import ConfigDocument
+from ...core.model import RawConfig
 from ...processes.host import usable_cores
 from ..backend_parameters import read_choice, read_flag, read_thread_count
 from ..runtime import InstancePlacement
@@ -64,15 +64,13 @@ class SessionPlan(NamedTuple):
     shrink_arenas: str = ""
 
 
-def read_session_plan(
-    document: ConfigDocument, placement: InstancePlacement, parameters: Mapping[str, str]
-) -> SessionPlan:
+def read_session_plan(raw: RawConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> SessionPlan:
     """Raises `InvalidArgument` for a wrong parameter or optimization; `field` names it."""
     spins = read_flag(parameters, "session_thread_pool_allow_spinning", False)
     entries = {"session.intra_op.allow_spinning": spins, "session.inter_op.allow_spinning": spins}
     if read_flag(parameters, "session.use_device_allocator_for_initializers", False):
         entries["session.use_device_allocator_for_initializers"] = True
-    optimization: ConfigDocument = document.get("optimization", {})
+    optimization: RawConfig = raw.get("optimization", {})
     level = int(optimization.get("graph", {}).get("level", 0))
     if level not in _LEVELS:
         message = f"optimization.graph.level must be one of {sorted(_LEVELS)}, got {level}"
@@ -92,7 +90,7 @@ def read_session_plan(
 
 
 def _read_providers(
-    accelerators: ConfigDocument, placement: InstancePlacement, parameters: Mapping[str, str]
+    accelerators: RawConfig, placement: InstancePlacement, parameters: Mapping[str, str]
 ) -> tuple[Provider, ...]:
     """The providers by precedence: an operator runs on the first that has it, and the CPU has all."""
     on_gpu, device = placement.kind == "KIND_GPU", {"device_id": str(placement.device)}

@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.model import ConfigDocument, ModelConfig
+from ...core.model import ModelConfig, RawConfig
 from ...core.tensor import Tensor
 from ..batching.batching_config import NS_PER_US, BatchingConfig, read_preferred_sizes
 from .sequence_tensors import ControlTensor, StateTensor, read_controls, read_states
@@ -46,9 +46,9 @@ def read_sequence_config(config: ModelConfig, initial: Mapping[str, Tensor]) -> 
         InvalidArgument: values contradict each other; `field` names one of them.
         Unsupported: the config asks for what is not built.
     """
-    if "sequence_batching" not in config.document:
+    if "sequence_batching" not in config.raw:
         return None
-    asked: ConfigDocument = config.document["sequence_batching"]
+    asked: RawConfig = config.raw["sequence_batching"]
     _check_supported(config, asked)
     slots, batching = (_read_oldest if "oldest" in asked else _read_direct)(asked, config)
     idle = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE_US) * NS_PER_US
@@ -56,7 +56,7 @@ def read_sequence_config(config: ModelConfig, initial: Mapping[str, Tensor]) -> 
     return SequenceConfig(SlotRules(slots, idle, "oldest" not in asked), batching, read_controls(asked), states)
 
 
-def _check_supported(config: ModelConfig, asked: ConfigDocument) -> None:
+def _check_supported(config: ModelConfig, asked: RawConfig) -> None:
     field = ""
     if asked.get("iterative_sequence"):
         field = "iterative_sequence"
@@ -70,9 +70,9 @@ def _check_supported(config: ModelConfig, asked: ConfigDocument) -> None:
         raise Unsupported(message, field=f"sequence_batching.{field}")
 
 
-def _read_oldest(sequence_batching: ConfigDocument, config: ModelConfig) -> tuple[int, BatchingConfig]:
+def _read_oldest(sequence_batching: RawConfig, config: ModelConfig) -> tuple[int, BatchingConfig]:
     """The slots of an instance, and its batching."""
-    asked: ConfigDocument = sequence_batching["oldest"]
+    asked: RawConfig = sequence_batching["oldest"]
     slots = int(asked.get("max_candidate_sequences", 0))
     if slots < 1:
         message = f"sequence batching max_candidate_sequences must be at least 1 for {config.name}, got {slots}"
@@ -86,10 +86,10 @@ def _read_oldest(sequence_batching: ConfigDocument, config: ModelConfig) -> tupl
     )
 
 
-def _read_direct(sequence_batching: ConfigDocument, config: ModelConfig) -> tuple[int, BatchingConfig]:
+def _read_direct(sequence_batching: RawConfig, config: ModelConfig) -> tuple[int, BatchingConfig]:
     """The slots of an instance, and its batching. As in Triton, the delay has no effect without a minimum
     utilization."""
-    asked: ConfigDocument = sequence_batching.get("direct", {})
+    asked: RawConfig = sequence_batching.get("direct", {})
     slots = max(config.max_batch_size, 1)
     utilization = float(asked.get("minimum_slot_utilization", 0))
     if not 0 <= utilization <= 1:

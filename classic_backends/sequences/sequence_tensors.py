@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
-from ...core.model import ConfigDocument, ModelConfig
+from ...core.model import ModelConfig, RawConfig
 from ...core.tensor import (
     MAX_CONFIG_TENSOR_BYTES,
     NUMPY_TYPES,
@@ -61,7 +61,7 @@ class StateTensor(NamedTuple):
     initial: NDArray[Any]
 
 
-def read_controls(asked: ConfigDocument) -> tuple[ControlTensor, ...]:
+def read_controls(asked: RawConfig) -> tuple[ControlTensor, ...]:
     """Parse `control_input` of `sequence_batching`. Raises `InvalidArgument` where entries contradict each other."""
     controls = []
     for each in asked.get("control_input", ()):
@@ -75,7 +75,7 @@ def read_controls(asked: ConfigDocument) -> tuple[ControlTensor, ...]:
     return tuple(controls)
 
 
-def _read_control(name: str, asked: ConfigDocument) -> ControlTensor:
+def _read_control(name: str, asked: RawConfig) -> ControlTensor:
     kind = ControlKind(asked.get("kind") or ControlKind.START)
     given, datatype = [each for each in _VALUE_TYPES if asked.get(each)], _read_datatype(asked)
     if kind is ControlKind.ID:
@@ -91,7 +91,7 @@ def _read_control(name: str, asked: ConfigDocument) -> ControlTensor:
     return ControlTensor(name, kind, _VALUE_TYPES[given[0]], tuple(asked[given[0]]))
 
 
-def read_states(asked: ConfigDocument, initial: Mapping[str, Tensor], batched: bool) -> tuple[StateTensor, ...]:
+def read_states(asked: RawConfig, initial: Mapping[str, Tensor], batched: bool) -> tuple[StateTensor, ...]:
     """Parse `state` of `sequence_batching`. `initial`: the first request's state, by its input; zeros where absent.
 
     Raises:
@@ -100,7 +100,7 @@ def read_states(asked: ConfigDocument, initial: Mapping[str, Tensor], batched: b
     return tuple(_read_state(each, initial, batched) for each in asked.get("state", ()))
 
 
-def _read_state(asked: ConfigDocument, initial: Mapping[str, Tensor], batched: bool) -> StateTensor:
+def _read_state(asked: RawConfig, initial: Mapping[str, Tensor], batched: bool) -> StateTensor:
     name, output, datatype = asked.get("input_name", ""), asked.get("output_name", ""), _read_datatype(asked)
     dims = tuple(int(dim) for dim in asked.get("dims", ()))
     message = ""
@@ -119,7 +119,7 @@ def _read_state(asked: ConfigDocument, initial: Mapping[str, Tensor], batched: b
     return StateTensor(name, output, datatype, dims, begin[np.newaxis] if batched else begin)
 
 
-def _read_datatype(asked: ConfigDocument) -> str:
+def _read_datatype(asked: RawConfig) -> str:
     """The v2 name of `data_type`; empty without it."""
     name = str(asked.get("data_type") or "").removeprefix("TYPE_")
     return {"STRING": "BYTES", "INVALID": ""}.get(name, name)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import Internal, InvalidArgument, Unsupported
 from ...core.memory_needs import MemoryNeed
-from ...core.model import ConfigDocument, ModelConfig
+from ...core.model import ModelConfig, RawConfig
 from ...processes.host import torch_has_cuda
 from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
 from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors
@@ -70,10 +70,10 @@ class TorchLoader:
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         modes = read_inference_modes(parameters)
         _check_tensors(config)
-        threads = read_thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_per_instance(config.document)
+        threads = read_thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_per_instance(config.raw)
         set_torch_threads(threads, read_thread_count(parameters, "INTER_OP_THREAD_COUNT"))
         device = {"KIND_MODEL": None, "KIND_GPU": f"cuda:{placement.device}"}.get(placement.kind, "cpu")
-        opened = open_model_file(_model_file(directory, config.document), device)
+        opened = open_model_file(_model_file(directory, config.raw), device)
         arguments = argument_positions(config.name, [spec.name for spec in config.inputs], opened.argument_names)
         results = result_positions(config.name, [spec.name for spec in config.outputs])
         call = ForwardCall(arguments, results, device or "cpu", modes)
@@ -84,18 +84,18 @@ class TorchLoader:
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        return memory_per_instance(document, bytes_on_disk(_model_file(directory, document)))
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+        return memory_per_instance(raw, bytes_on_disk(_model_file(directory, raw)))
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         """Only exported programs declare the types and shapes of their tensors."""
-        file = _model_file(directory, document)
-        if declares_tensors(document) or file.suffix != ".pt2":
-            return document
+        file = _model_file(directory, raw)
+        if declares_tensors(raw) or file.suffix != ".pt2":
+            return raw
         from .model_files import open_model_file
 
         found = open_model_file(file, "cpu").tensors
-        return document if found is None else complete_config(document, found, parameters)
+        return raw if found is None else complete_config(raw, found, parameters)
 
 
 def read_inference_modes(parameters: Mapping[str, str]) -> InferenceModes:
@@ -119,8 +119,8 @@ def _check_tensors(config: ModelConfig) -> None:
             raise Unsupported(message, field=f"{side}.{text}")
 
 
-def _model_file(directory: Path, document: ConfigDocument) -> Path:
-    named = document.get("default_model_filename")
+def _model_file(directory: Path, raw: RawConfig) -> Path:
+    named = raw.get("default_model_filename")
     if named:
         return directory / str(named)
     exported = (directory / "model.pt2").exists() and not (directory / "model.pt").exists()

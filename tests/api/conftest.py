@@ -60,7 +60,7 @@ NUMBERS = ModelConfig(
         TensorSpec("HALF", "FP16", (1,), optional=True),
     ),
     outputs=(TensorSpec("OUT", "FP32", (2, -1)),),
-    document={"name": "numbers", "max_batch_size": 4, "input": [{"name": "MATRIX", "data_type": "TYPE_FP32"}]},
+    raw={"name": "numbers", "max_batch_size": 4, "input": [{"name": "MATRIX", "data_type": "TYPE_FP32"}]},
     labels={"OUT": ("cat", "dog")},
 )
 

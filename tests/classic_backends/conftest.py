@@ -23,17 +23,17 @@ def spec(tensor: Mapping[str, Any]) -> TensorSpec:
 
 @pytest.fixture
 def described() -> Callable[..., ModelConfig]:
-    """The `ModelConfig` of a document."""
+    """The `ModelConfig` of a raw config."""
 
-    def describe(document: Mapping[str, Any]) -> ModelConfig:
+    def describe(raw: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(
-            name=document.get("name", "model"),
+            name=raw.get("name", "model"),
             version="1",
-            backend=document.get("backend", ""),
-            max_batch_size=document.get("max_batch_size", 0),
-            inputs=tuple(map(spec, document.get("input", ()))),
-            outputs=tuple(map(spec, document.get("output", ()))),
-            document=document,
+            backend=raw.get("backend", ""),
+            max_batch_size=raw.get("max_batch_size", 0),
+            inputs=tuple(map(spec, raw.get("input", ()))),
+            outputs=tuple(map(spec, raw.get("output", ()))),
+            raw=raw,
         )
 
     return describe

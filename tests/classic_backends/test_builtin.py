@@ -24,13 +24,13 @@ NOWHERE = Path(".")
 
 def described(loader: RuntimeLoader, name: str, **fields: Any) -> ModelConfig:
     """The config of a model of which its own says nothing."""
-    document = loader.complete(NOWHERE, fields.pop("document", {}), {})
+    raw = loader.complete(NOWHERE, fields.pop("raw", {}), {})
     inputs, outputs = (
         tuple(TensorSpec(each["name"], each["data_type"].removeprefix("TYPE_"), tuple(each["dims"])) for each in side)
-        for side in (document["input"], document["output"])
+        for side in (raw["input"], raw["output"])
     )
-    decoupled = document["model_transaction_policy"]["decoupled"]
-    settings = {"inputs": inputs, "outputs": outputs, "decoupled": decoupled, "document": document} | fields
+    decoupled = raw["model_transaction_policy"]["decoupled"]
+    settings = {"inputs": inputs, "outputs": outputs, "decoupled": decoupled, "raw": raw} | fields
     return ModelConfig(name, "1", name, **settings)
 
 
@@ -76,7 +76,7 @@ async def test_identity_gives_every_datatype_back_bit_for_bit() -> None:
         (pairs("INT32", outputs=(TensorSpec("B", "FP32", (-1,)),)), "output 'B' must have the datatype of input 'A0'"),
         (pairs("INT32", parameters={"execute_delay_ms": "soon"}), "'execute_delay_ms' must be a whole number"),
         (
-            pairs("INT32", max_batch_size=4, document={"input": [{"name": "A0", "allow_ragged_batch": True}]}),
+            pairs("INT32", max_batch_size=4, raw={"input": [{"name": "A0", "allow_ragged_batch": True}]}),
             "output 'B0' needs a batch_output",
         ),
     ],
@@ -99,12 +99,12 @@ def test_identity_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_ragged_identity_gives_each_request_its_own() -> None:
-    document = {
+    raw = {
         "input": [{"name": "A0", "allow_ragged_batch": True}],
         "batch_output": [{"target_name": ["B0"], "source_input": ["A0"]}],
         "dynamic_batching": {"preferred_batch_size": [2], "max_queue_delay_microseconds": 10_000_000},
     }
-    config = pairs("INT32", max_batch_size=2, document=document)
+    config = pairs("INT32", max_batch_size=2, raw=raw)
     async with serving(IDENTITY, config) as model:
         both = await asyncio.gather(answers(model, ask(config, A0=[[1, 2]])), answers(model, ask(config, A0=[[3]])))
         assert model.statistics().execution_count == 1

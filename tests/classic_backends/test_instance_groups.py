@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("loader", "document", "parameters", "needs"),
+    ("loader", "raw", "parameters", "needs"),
     [
         (ONNX, TWO, {}, {None: 7}),
         (ONNX, {"default_model_filename": "apart.onnx"}, {}, {None: 33}),
@@ -56,19 +56,19 @@ def directory(tmp_path: Path) -> Path:
 def test_a_model_needs_what_it_loads_where_it_goes(
     directory: Path,
     loader: Any,
-    document: Mapping[str, Any],
+    raw: Mapping[str, Any],
     parameters: Mapping[str, str],
     needs: Mapping[int | None, int],
 ) -> None:
     sums: Counter[int | None] = Counter()
-    for share in loader.needs(directory, document, parameters):
+    for share in loader.needs(directory, raw, parameters):
         sums[share.gpu] += share.size
     assert +sums == needs
 
 
 @pytest.mark.parametrize(
-    ("document", "threads"), [({}, 8), (TWO, 4), ({"instance_group": [{"count": 20}]}, 1), (ON_GPU, 8), (MIXED, 4)]
+    ("raw", "threads"), [({}, 8), (TWO, 4), ({"instance_group": [{"count": 20}]}, 1), (ON_GPU, 8), (MIXED, 4)]
 )
-def test_instances_share_the_cores(monkeypatch: pytest.MonkeyPatch, document: Mapping[str, Any], threads: int) -> None:
+def test_instances_share_the_cores(monkeypatch: pytest.MonkeyPatch, raw: Mapping[str, Any], threads: int) -> None:
     monkeypatch.setattr(instance_groups, "usable_cores", lambda: Cores(16, 8, 1, 9.5))
-    assert instance_groups.threads_per_instance(document) == threads
+    assert instance_groups.threads_per_instance(raw) == threads

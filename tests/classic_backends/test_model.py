@@ -15,7 +15,7 @@ import pytest
 from charonia.classic_backends.batching import instance_pool
 from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.model import ClassicModel
-from charonia.classic_backends.runtime import Arrays, ConfigDocument, InstancePlacement, RuntimeTraits
+from charonia.classic_backends.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.errors import CharoniaError, ErrorCode, InvalidArgument
 from charonia.core.model import ModelConfig, ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
@@ -52,8 +52,8 @@ class Gated:
         self.places.append(place)
         return self
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        return document
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+        return raw
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         self.entered.set()
@@ -70,10 +70,10 @@ class Gated:
 
 
 def config(batching: Mapping[str, Any] | None = None, **fields: Any) -> ModelConfig:
-    document: dict[str, Any] = fields.pop("document", {})
+    raw: dict[str, Any] = fields.pop("raw", {})
     if batching is not None:
-        document |= {"dynamic_batching": batching}
-    settings = {"max_batch_size": 8, "document": document} | fields
+        raw |= {"dynamic_batching": batching}
+    settings = {"max_batch_size": 8, "raw": raw} | fields
     free = (TensorSpec("X", "INT32", (-1,)),)
     return ModelConfig("gated", "1", "test", inputs=free, outputs=(TensorSpec("Y", "INT32", (-1,)),), **settings)
 
@@ -349,7 +349,7 @@ async def test_nothing_of_a_request_is_kept() -> None:
 async def test_instances_are_threads_of_their_own() -> None:
     groups = [{"name": "left", "kind": "KIND_CPU", "count": 2}, {"name": "right", "kind": "KIND_GPU", "gpus": [0, 1]}]
     runtime = Gated()
-    async with serving(runtime, config(document={"instance_group": groups})) as model:
+    async with serving(runtime, config(raw={"instance_group": groups})) as model:
         runtime.gate.clear()
         tasks = [asyncio.create_task(answer(model, number)) for number in range(4)]
         await asyncio.sleep(0)
@@ -366,7 +366,7 @@ async def test_ordered_responses_wait_for_those_before_them() -> None:
     runtime = Gated()
     groups = [{"kind": "KIND_CPU", "count": 2}]
     batching = {"preserve_ordering": True, "preferred_batch_size": [1]}
-    async with serving(runtime, config(batching, document={"instance_group": groups}, max_batch_size=1)) as model:
+    async with serving(runtime, config(batching, raw={"instance_group": groups}, max_batch_size=1)) as model:
         slow, done = threading.Event(), list[int]()
         runtime.seen = lambda inputs: assert_(slow.wait(30)) if inputs["X"][0, 0] == 1 else None
 
@@ -461,7 +461,7 @@ async def test_a_load_that_fails_leaves_nothing() -> None:
 
     runtime = Second()
     with pytest.raises(InvalidArgument, match="no second one"):
-        async with serving(runtime, config(document={"instance_group": [{"count": 2}]})):
+        async with serving(runtime, config(raw={"instance_group": [{"count": 2}]})):
             pass
     assert runtime.closed == 1
     await until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("gated_")])
@@ -471,7 +471,7 @@ async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load
     runtime = Gated()
     async with serving(
         runtime,
-        config(document={"instance_group": [{"count": 2}]}),
+        config(raw={"instance_group": [{"count": 2}]}),
         samples=ModelSamples([WarmupRequest(ask(7), times=2)]),
     ) as model:
         assert runtime.batches == [[7]] * 4
@@ -484,13 +484,13 @@ async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load
 
 async def test_reshape_is_between_the_client_and_the_model() -> None:
     shapes: list[tuple[int, ...]] = []
-    document = {
+    raw = {
         "input": [{"name": "X", "reshape": {"shape": [-1, 1]}}],
         "output": [{"name": "Y", "reshape": {"shape": [-1, 1]}}],
     }
     runtime = Gated()
     runtime.seen = lambda inputs: shapes.append(inputs["X"].shape)
-    async with serving(runtime, config({}, document=document)) as model:
+    async with serving(runtime, config({}, raw=raw)) as model:
         [response] = await answers(model, ask(1, 2, 3))
     assert shapes == [(1, 3, 1)]
     assert response.outputs[0].shape == response.outputs[0].data.shape == (1, 3)
@@ -498,7 +498,7 @@ async def test_reshape_is_between_the_client_and_the_model() -> None:
 
 async def test_ragged_requests_share_a_batch() -> None:
     seen: list[dict[str, Any]] = []
-    document = {
+    raw = {
         "input": [{"name": "X", "allow_ragged_batch": True}],
         "batch_input": [
             {"kind": kind, "target_name": [kind], "data_type": "TYPE_INT32", "source_input": ["X"]}
@@ -515,7 +515,7 @@ async def test_ragged_requests_share_a_batch() -> None:
     }
     runtime = Gated(RuntimeTraits(ragged=True))
     runtime.seen = lambda inputs: seen.append({name: array.tolist() for name, array in inputs.items()})
-    async with serving(runtime, config({}, document=document)) as model:
+    async with serving(runtime, config({}, raw=raw)) as model:
         first, *others = await held_up(model, runtime, ask(1, 2, 3), ask(4, 5))
         runtime.gate.set()
         await first
@@ -533,17 +533,17 @@ async def test_ragged_requests_share_a_batch() -> None:
 
 
 async def test_ragged_inputs_are_refused_where_the_backend_cannot() -> None:
-    document = {"input": [{"name": "X", "allow_ragged_batch": True}]}
+    raw = {"input": [{"name": "X", "allow_ragged_batch": True}]}
     runtime = Gated()
     with pytest.raises(InvalidArgument, match="input 'X' of model 'gated' allows ragged batches, which 'test' cannot"):
-        async with serving(runtime, config({}, document=document)):
+        async with serving(runtime, config({}, raw=raw)):
             pass
     assert runtime.closed == 1
 
 
 async def test_inline_models_answer_without_a_thread() -> None:
     runtime = Gated(RuntimeTraits(inline=True))
-    async with serving(runtime, config({}, document={"instance_group": [{"count": 3}]})) as model:
+    async with serving(runtime, config({}, raw={"instance_group": [{"count": 3}]})) as model:
         assert await answer(model, 1, 2) == [2, 4]
         with pytest.raises(CharoniaError, match="negative"):
             await answer(model, -1)

@@ -99,19 +99,17 @@ class ToyLoader:
     def uses_gpus(self) -> bool:
         return True
 
-    def needs(
-        self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
-    ) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         size = (directory / "needs").stat().st_size if (directory / "needs").exists() else 0
-        gpus = [gpu for group in document["instance_group"] for gpu in group.get("gpus", ())]
+        gpus = [gpu for group in raw["instance_group"] for gpu in group.get("gpus", ())]
         return tuple(MemoryNeed(size, gpu) for gpu in gpus or [None])
 
-    def complete(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
-        if (directory / "size").exists() and not document["max_batch_size"]:
-            return {**document, "max_batch_size": int(parameters["default-max-batch-size"])}
+    def complete(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
+        if (directory / "size").exists() and not raw["max_batch_size"]:
+            return {**raw, "max_batch_size": int(parameters["default-max-batch-size"])}
         if (directory / "contradicts").exists():
             raise InvalidArgument("the file says otherwise", field="input.A.dims")
-        return dict(document)
+        return dict(raw)
 
 
 TOYS = ToyLoader()
@@ -129,13 +127,13 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
 
 
 class World:
-    """A repository, and a hub that serves it."""
+    """A repository, and a gateway that serves it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.hub = InProcessGateway()
+        self.gateway = InProcessGateway()
         self.catalog = RepositoryCatalog([root])
-        self.keeper = RepositoryWatcher(self.catalog, self.hub.registry, self.hub.lifecycle)
+        self.watcher = RepositoryWatcher(self.catalog, self.gateway.registry, self.gateway.lifecycle)
         self.failures: dict[str, str] = {}
         self.loads: list[str] = []
 
@@ -148,15 +146,15 @@ class World:
         return self.root / name
 
     def explicit(self) -> None:
-        self.hub.model_control = ExplicitModelControl(self.catalog, self.hub.registry, self.hub.lifecycle)
+        self.gateway.model_control = ExplicitModelControl(self.catalog, self.gateway.registry, self.gateway.lifecycle)
 
     async def start(self) -> bool:
-        return await self.keeper.load_initial(self.catalog.model_names(), self)
+        return await self.watcher.load_initial(self.catalog.model_names(), self)
 
     async def ask(self, name: str, version: str = "", **parameters: Any) -> int:
         request = InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])}, parameters=parameters)
-        with self.hub.open_request("test") as context:
-            stream = self.hub.acquire(context, name, version).infer(request)
+        with self.gateway.open_request("test") as context:
+            stream = self.gateway.acquire(context, name, version).infer(request)
             try:
                 response = await anext(stream)
             finally:
@@ -164,7 +162,7 @@ class World:
         return int(response.outputs[0].scalar)
 
     def states(self) -> dict[tuple[str, str], str]:
-        return {(each.name, each.version): str(each.state) for each in self.hub.repository_index()}
+        return {(each.name, each.version): str(each.state) for each in self.gateway.repository_index()}
 
     # As a LoadListener
 
@@ -190,8 +188,8 @@ def world(tmp_path: Path, toys: list[Toy]) -> World:
     return World(tmp_path)
 
 
-def model_of(hub: InProcessGateway, name: str, version: str = "") -> Model:
-    return hub.registry.find_loaded(name, version).model
+def model_of(gateway: InProcessGateway, name: str, version: str = "") -> Model:
+    return gateway.registry.find_loaded(name, version).model
 
 
 def refused(error: type[CharoniaError], text: str) -> Any:

@@ -63,7 +63,7 @@ class Doubling:
             0, self.asked, self.asked, InferenceStatistics(success=each, queue=each, compute_infer=each)
         )
 
-    def count(self, exchange: RequestContext) -> None: ...
+    def count(self, context: RequestContext) -> None: ...
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("nv_inference_request_success", self.asked)

@@ -141,7 +141,7 @@ def test_plain_json_is_the_message(fields: dict[str, Any]) -> None:
     config = config_from_json(fields)
     plain = json.loads(json.dumps(config_to_json(config)))
     assert config_from_json(plain) == config
-    # What gRPC's door and clients do with it.
+    # What the gRPC endpoint and clients do with it.
     assert json_format.ParseDict(plain, model_config_pb2.ModelConfig()) == config
 
 

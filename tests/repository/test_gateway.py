@@ -1,4 +1,4 @@
-"""The hub: lookup, validation, dispatch, readiness and the way out, over models of a few lines."""
+"""The gateway: lookup, validation, dispatch, readiness and the way out, over models of a few lines."""
 
 import asyncio
 import gc
@@ -74,24 +74,24 @@ class Writer(Echo):
 A = Tensor.from_values("A", "INT32", [1, 2])
 
 
-async def hub_of(*models: Echo, strict: bool = True) -> InProcessGateway:
-    hub = InProcessGateway(strict)
+async def gateway_of(*models: Echo, strict: bool = True) -> InProcessGateway:
+    gateway = InProcessGateway(strict)
     for model in models:
-        await hub.load_built_model(model.config.name, "2", lambda model=model: model)
-    return hub
+        await gateway.load_built_model(model.config.name, "2", lambda model=model: model)
+    return gateway
 
 
-async def collect(hub: InProcessGateway, name: str, version: str = "", **request: object) -> list[InferResponse]:
-    with hub.open_request("test") as context:
-        model = hub.acquire(context, name, version)
+async def collect(gateway: InProcessGateway, name: str, version: str = "", **request: object) -> list[InferResponse]:
+    with gateway.open_request("test") as context:
+        model = gateway.acquire(context, name, version)
         async with aclosing(model.infer(InferRequest(**{"inputs": {"A": A}} | request))) as responses:
             return [response async for response in responses]
 
 
 async def test_dispatch() -> None:
-    hub = await hub_of(Echo())
+    gateway = await gateway_of(Echo())
     for version in ("", "2"):
-        assert [response.outputs for response in await collect(hub, "echo", version)] == [(A,), (A,)]
+        assert [response.outputs for response in await collect(gateway, "echo", version)] == [(A,), (A,)]
 
 
 @pytest.mark.parametrize(
@@ -104,22 +104,22 @@ async def test_dispatch() -> None:
     ],
 )
 async def test_lookup_errors(name: str, version: str, kind: type[CharoniaError], text: str) -> None:
-    hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
+    gateway = await gateway_of(Echo(), Echo("broken", Internal("no weights")))
     with pytest.raises(kind) as lookup:
-        hub.model_config(name, version)
+        gateway.model_config(name, version)
     with pytest.raises(kind) as inference:
-        await collect(hub, name, version)
+        await collect(gateway, name, version)
     assert lookup.value.message == inference.value.message == text
 
 
 async def test_text_and_no_text() -> None:
-    hub = await hub_of(Echo(), Writer("writer"))
+    gateway = await gateway_of(Echo(), Writer("writer"))
     request = GenerateRequest(id="1", prompt="hi")
-    with hub.open_request("test") as context:
-        async with aclosing(hub.acquire(context, "writer").generate(request)) as chunks:
+    with gateway.open_request("test") as context:
+        async with aclosing(gateway.acquire(context, "writer").generate(request)) as chunks:
             assert [chunk.text async for chunk in chunks] == ["hi"]
-    with hub.open_request("test") as context:
-        echo = hub.acquire(context, "echo")
+    with gateway.open_request("test") as context:
+        echo = gateway.acquire(context, "echo")
         with pytest.raises(InvalidArgument, match="model 'echo' does not generate text"):
             echo.generate(request)
 
@@ -151,15 +151,15 @@ async def test_text_and_no_text() -> None:
 )
 async def test_validation(request_: dict[str, object], text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await collect(await hub_of(Echo()), "echo", **request_)
+        await collect(await gateway_of(Echo()), "echo", **request_)
     assert caught.value.message == text
 
 
 async def test_validation_counts_the_batch() -> None:
-    hub = await hub_of(Echo(max_batch_size=4))
+    gateway = await gateway_of(Echo(max_batch_size=4))
     with pytest.raises(InvalidArgument, match=r"Expected \[-1,-1\], got \[2\]"):
-        await collect(hub, "echo")
-    assert await collect(hub, "echo", inputs={"A": Tensor.from_values("A", "INT32", [[1, 2]])})
+        await collect(gateway, "echo")
+    assert await collect(gateway, "echo", inputs={"A": Tensor.from_values("A", "INT32", [[1, 2]])})
 
 
 @pytest.mark.parametrize(
@@ -174,26 +174,26 @@ async def test_validation_counts_the_batch() -> None:
     ],
 )
 async def test_validation_of_the_batch(shapes: dict[str, tuple[int, ...]], text: str) -> None:
-    hub = await hub_of(Echo(max_batch_size=4))
+    gateway = await gateway_of(Echo(max_batch_size=4))
     types = {"A": ("INT32", np.int32), "B": ("FP32", np.float32)}
     inputs = {
         name: Tensor(name, types[name][0], shape, np.zeros(shape, types[name][1])) for name, shape in shapes.items()
     }
     with pytest.raises(InvalidArgument) as caught:
-        await collect(hub, "echo", inputs=inputs, id="7")
+        await collect(gateway, "echo", inputs=inputs, id="7")
     assert caught.value.message == f"[request id: 7] {text}"
 
 
 async def test_readiness() -> None:
     good, bad = Echo("good"), Echo("bad", Internal("no"))
-    strict, lenient = await hub_of(good, bad), await hub_of(good, bad, strict=False)
+    strict, lenient = await gateway_of(good, bad), await gateway_of(good, bad, strict=False)
     assert (strict.ready(), lenient.ready()) == (False, True)
-    hub = await hub_of(good)
-    assert hub.ready()
-    assert hub.is_model_ready("good")
+    gateway = await gateway_of(good)
+    assert gateway.ready()
+    assert gateway.is_model_ready("good")
     good.is_ready = False
-    assert not hub.ready()
-    assert not hub.is_model_ready("good")
+    assert not gateway.ready()
+    assert not gateway.is_model_ready("good")
     assert not strict.is_model_ready("bad")
     assert (strict.is_model_ready("no"), strict.is_model_ready("good", "7")) == (False, False)
     await strict.unload_all()
@@ -202,19 +202,19 @@ async def test_readiness() -> None:
 
 async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
     healthy = True
-    hub = InProcessGateway(healthy=lambda: healthy)
-    await hub.load_built_model("echo", "2", Echo)
-    assert (hub.ready(), hub.is_model_ready("echo")) == (True, True)
+    gateway = InProcessGateway(healthy=lambda: healthy)
+    await gateway.load_built_model("echo", "2", Echo)
+    assert (gateway.ready(), gateway.is_model_ready("echo")) == (True, True)
     healthy = False
-    assert (hub.ready(), hub.is_model_ready("echo")) == (False, False)
+    assert (gateway.ready(), gateway.is_model_ready("echo")) == (False, False)
 
 
 async def test_what_is_measured_of_models() -> None:
-    hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
-    hub.registry.get_or_add("strange").record_load_failure("line 3")
+    gateway = await gateway_of(Echo(), Echo("broken", Internal("no weights")))
+    gateway.registry.get_or_add("strange").record_load_failure("line 3")
     seen = {
         (labels["model"], reading.family): reading.value
-        for labels, readings in hub.measurements()
+        for labels, readings in gateway.measurements()
         for reading in readings
     }
     assert seen.pop(("echo", "nv_model_load_duration_secs")) >= 0
@@ -226,68 +226,68 @@ async def test_what_is_measured_of_models() -> None:
         ("strange", "charonia_model_ready"): 0,
         ("strange", "charonia_model_load_failures_total"): 1,
     }
-    with hub.open_request("test") as context:
-        assert hub.acquire(context, "echo").stats().ready
+    with gateway.open_request("test") as context:
+        assert gateway.acquire(context, "echo").stats().ready
 
 
 async def test_on_the_way_out() -> None:
     model = Echo()
-    hub = await hub_of(model)
-    with hub.open_request("test") as context:
-        running = hub.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))
+    gateway = await gateway_of(model)
+    with gateway.open_request("test") as context:
+        running = gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))
         await anext(running)
-        assert hub.requests_in_flight == 1
-        hub.begin_exit()
-        assert (hub.ready(), hub.exiting()) == (False, True)
+        assert gateway.requests_in_flight == 1
+        gateway.begin_exit()
+        assert (gateway.ready(), gateway.exiting()) == (False, True)
         with pytest.raises(Unavailable, match="Server exiting"):
-            await collect(hub, "echo")
-        drained = asyncio.create_task(hub.wait_drained())
+            await collect(gateway, "echo")
+        drained = asyncio.create_task(gateway.wait_drained())
         assert [response.outputs async for response in running] == [(A,)]
         await asyncio.sleep(0)
         assert not drained.done()
     await drained
-    await hub.unload_all()
+    await gateway.unload_all()
     assert model.unloaded
 
 
 async def test_an_exit_does_not_wait_for_a_request_that_is_still_being_read() -> None:
-    hub = await hub_of(Echo())
-    with hub.open_request("test") as context:
-        model = hub.acquire(context, "echo")
-        hub.begin_exit()
-        await asyncio.wait_for(hub.wait_drained(), 1)
+    gateway = await gateway_of(Echo())
+    with gateway.open_request("test") as context:
+        model = gateway.acquire(context, "echo")
+        gateway.begin_exit()
+        await asyncio.wait_for(gateway.wait_drained(), 1)
         with pytest.raises(ServerExiting):
             model.infer(InferRequest(inputs={"A": A}))
 
 
 async def test_who_only_tokenizes_is_waited_for_too() -> None:
     model = Writer("writer")
-    hub = await hub_of(model)
+    gateway = await gateway_of(model)
 
     async def tokenize() -> list[int]:
-        with hub.open_request("test") as context:
-            return await hub.acquire(context, "writer").tokenize(TokenizeRequest(prompt="x"))
+        with gateway.open_request("test") as context:
+            return await gateway.acquire(context, "writer").tokenize(TokenizeRequest(prompt="x"))
 
     tokenizing = asyncio.create_task(tokenize())
     await model.waiting.wait()
-    assert hub.requests_in_flight == 1
-    await hub.wait_drained()
+    assert gateway.requests_in_flight == 1
+    await gateway.wait_drained()
     assert await tokenizing == []
-    with hub.open_request("test") as context:
-        assert await hub.acquire(context, "writer").detokenize([]) == ""
+    with gateway.open_request("test") as context:
+        assert await gateway.acquire(context, "writer").detokenize([]) == ""
     assert context.end == RequestEnd(Outcome.DONE)
-    assert hub.requests_in_flight == 0
+    assert gateway.requests_in_flight == 0
 
 
 async def test_cancelling_the_reader_closes_the_model() -> None:
     model = Echo()
-    hub = await hub_of(model)
-    reader = asyncio.create_task(collect(hub, "echo", parameters={"wait": True}))
+    gateway = await gateway_of(model)
+    reader = asyncio.create_task(collect(gateway, "echo", parameters={"wait": True}))
     await model.waiting.wait()
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert (model.open, hub.requests_in_flight) == (0, 0)
+    assert (model.open, gateway.requests_in_flight) == (0, 0)
 
 
 async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,7 +296,7 @@ async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCapture
             raise RuntimeError("stuck")
 
     model = Echo()
-    await (await hub_of(Sticky("sticky"), model)).unload_all()
+    await (await gateway_of(Sticky("sticky"), model)).unload_all()
     assert model.unloaded
     assert "did not unload" in caplog.text
 
@@ -317,16 +317,18 @@ class Counting(Echo):
 
 async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> None:
     model, seen = Counting(), []
-    hub = InProcessGateway(end_listeners=(lambda context: seen.append((context.model, context.version, context.end)),))
-    await hub.load_built_model("echo", "2", lambda: model)
-    await collect(hub, "echo")
+    gateway = InProcessGateway(
+        end_listeners=(lambda context: seen.append((context.model, context.version, context.end)),)
+    )
+    await gateway.load_built_model("echo", "2", lambda: model)
+    await collect(gateway, "echo")
     for name, version in (("echo", "7"), ("no", "")):
         with pytest.raises(NotFound):
-            await collect(hub, name, version)
+            await collect(gateway, name, version)
     done, refused = RequestEnd(Outcome.DONE), RequestEnd(Outcome.REJECTED, "not_found")
     assert seen == [("echo", "2", done), ("echo", "7", refused), ("no", "", refused)]
     assert model.counted == [done, refused]
-    homeless = [measured.readings for measured in hub.measurements() if not measured.labels]
+    homeless = [measured.readings for measured in gateway.measurements() if not measured.labels]
     labels = {"outcome": "rejected", "reason": "not_found"}
     assert homeless == [(Reading("charonia_requests_total", 1, labels),)]
 
@@ -337,21 +339,21 @@ async def test_a_reader_that_stops_at_the_final_response_was_answered(final: boo
         async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
             yield InferResponse((A,), final=final)
 
-    hub = await hub_of(Once())
-    with hub.open_request("test") as context:
-        async with aclosing(hub.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
+    gateway = await gateway_of(Once())
+    with gateway.open_request("test") as context:
+        async with aclosing(gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
     assert context.end == RequestEnd(Outcome.DONE if final else Outcome.CANCELLED)
 
 
 async def test_a_request_that_is_answered_holds_its_inputs_no_more() -> None:
-    hub = await hub_of(Echo())
+    gateway = await gateway_of(Echo())
     gc.disable()
     try:
-        with hub.open_request("test") as context:
+        with gateway.open_request("test") as context:
             inputs = {"A": Tensor.from_values("A", "INT32", [1, 2])}
             data = weakref.ref(inputs["A"].data)
-            async with aclosing(hub.acquire(context, "echo").infer(InferRequest(inputs=inputs))) as responses:
+            async with aclosing(gateway.acquire(context, "echo").infer(InferRequest(inputs=inputs))) as responses:
                 async for _ in responses:
                     pass
             del inputs, responses, _
@@ -362,25 +364,28 @@ async def test_a_request_that_is_answered_holds_its_inputs_no_more() -> None:
 
 async def test_a_request_given_up_is_cancelled() -> None:
     seen: list[RequestEnd | None] = []
-    hub = InProcessGateway(end_listeners=(lambda context: seen.append(context.end),))
-    await hub.load_built_model("echo", "2", Echo)
-    with hub.open_request("test") as context:
-        async with aclosing(hub.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
+    gateway = InProcessGateway(end_listeners=(lambda context: seen.append(context.end),))
+    await gateway.load_built_model("echo", "2", Echo)
+    with gateway.open_request("test") as context:
+        async with aclosing(gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
     assert seen == [RequestEnd(Outcome.CANCELLED)]
 
 
 async def test_what_is_known_of_models() -> None:
-    hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
-    assert hub.served_versions("echo") == ("2",)
+    gateway = await gateway_of(Echo(), Echo("broken", Internal("no weights")))
+    assert gateway.served_versions("echo") == ("2",)
     assert (
-        hub.model_statistics()
-        == hub.model_statistics("echo")
+        gateway.model_statistics()
+        == gateway.model_statistics("echo")
         == [ModelStatistics("echo", "2", VersionStatistics(inference_count=3))]
     )
     ready = RepositoryIndexEntry("echo", "2", ModelState.READY)
-    assert hub.repository_index() == [ready, RepositoryIndexEntry("broken", "2", ModelState.UNAVAILABLE, "no weights")]
-    assert hub.repository_index(ready_only=True) == [ready]
-    for control in (hub.load_model("echo"), hub.unload_model("echo")):
+    assert gateway.repository_index() == [
+        ready,
+        RepositoryIndexEntry("broken", "2", ModelState.UNAVAILABLE, "no weights"),
+    ]
+    assert gateway.repository_index(ready_only=True) == [ready]
+    for control in (gateway.load_model("echo"), gateway.unload_model("echo")):
         with pytest.raises(Unavailable, match="explicit model load / unload is not allowed"):
             await control

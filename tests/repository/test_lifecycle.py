@@ -38,27 +38,27 @@ async def test_versions_side_by_side(world: World) -> None:
     world.write("m", {"1": 10, "2": 20, "10": 100}, ALL)
     assert await world.start()
     assert [await world.ask("m", version) for version in ("", "1", "2", "10")] == [100, 10, 20, 100]
-    assert world.hub.served_versions("m") == ("1", "2", "10")
-    assert world.hub.model_config("m", "2").version == "2"
+    assert world.gateway.served_versions("m") == ("1", "2", "10")
+    assert world.gateway.model_config("m", "2").version == "2"
     with pytest.raises(NotFound, match="version 3 is not found"):
-        world.hub.model_config("m", "3")
-    assert [each.version for each in world.hub.model_statistics("m")] == ["1", "2", "10"]
+        world.gateway.model_config("m", "3")
+    assert [each.version for each in world.gateway.model_statistics("m")] == ["1", "2", "10"]
     for asked in (("m", "3"), ("no", "")):
         with pytest.raises(InvalidArgument, match="is not available"):
-            world.hub.model_statistics(*asked)
+            world.gateway.model_statistics(*asked)
 
 
 @pytest.mark.usefixtures("two_at_once")
 async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None:
-    """The first while doors are made, then as many as there are cores; nothing is ready before all are."""
+    """The first while servers are made, then as many as there are cores; nothing is ready before all are."""
     world, names = World(tmp_path), "abc"
     slow = {name: world.write(name, {"1": 1}) / "1" / "hangs" for name in names}
     for file in slow.values():
         file.touch()
-    world.hub.lifecycle.load_sequentially()
+    world.gateway.lifecycle.load_sequentially()
     starting = asyncio.create_task(world.start())
     await until(lambda: world.states() == {("a", "1"): "LOADING", ("b", ""): "UNAVAILABLE", ("c", ""): "UNAVAILABLE"})
-    world.hub.lifecycle.load_concurrently()
+    world.gateway.lifecycle.load_concurrently()
     await until(lambda: ("b", "1") in world.states())
     assert world.states()["c", ""] == "UNAVAILABLE"
     slow["b"].unlink()
@@ -67,13 +67,13 @@ async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None
     for name in "ac":
         with pytest.raises(Unavailable, match=f"'{name}' is not at ready state: it is being loaded"):
             await world.ask(name)
-    assert not world.hub.ready()
+    assert not world.gateway.ready()
     slow["a"].unlink()
     slow["c"].unlink()
     assert await starting
-    assert world.hub.ready()
+    assert world.gateway.ready()
     assert world.loads[0] == "b"
-    await world.hub.unload_all()
+    await world.gateway.unload_all()
 
 
 async def test_what_makes_a_model_does_not_hold_up_the_event_loop(world: World, toys: list[Toy]) -> None:
@@ -101,7 +101,11 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
     )
     assert world.failures["f"].endswith("config.pbtxt:3: the file says otherwise")
     assert await world.ask("b") == 2
-    assert (world.hub.ready(), world.hub.is_model_ready("b"), world.hub.is_model_ready("a")) == (False, True, False)
+    assert (world.gateway.ready(), world.gateway.is_model_ready("b"), world.gateway.is_model_ready("a")) == (
+        False,
+        True,
+        False,
+    )
     assert world.states() == {
         ("a", "1"): "UNAVAILABLE",
         ("b", "1"): "READY",
@@ -134,12 +138,12 @@ async def test_idle_fields_are_told(world: World, caplog: pytest.LogCaptureFixtu
 async def test_a_reload_swaps_when_it_is_ready_and_lets_the_old_finish(world: World, toys: list[Toy]) -> None:
     world.explicit()
     model = world.write("m", {"1": 10})
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     [old] = toys
     running = asyncio.create_task(world.ask("m", wait=True))
     await asyncio.sleep(0)
     (model / "1" / "answer").write_text("11")
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     assert await world.ask("m") == 11
     assert not old.unloaded
     old.go.set()
@@ -155,10 +159,10 @@ QUESTION = InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])})
 async def test_a_request_that_is_still_being_read_keeps_its_model(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})
-    await world.hub.load_model("m")
-    with world.hub.open_request("test") as context:
-        model = world.hub.acquire(context, "m")
-        await world.hub.unload_model("m")
+    await world.gateway.load_model("m")
+    with world.gateway.open_request("test") as context:
+        model = world.gateway.acquire(context, "m")
+        await world.gateway.unload_model("m")
         await asyncio.sleep(0.05)
         async with aclosing(model.infer(QUESTION)) as stream:
             assert (await anext(stream)).outputs[0].scalar == 10
@@ -170,11 +174,11 @@ async def test_a_request_that_is_still_being_read_keeps_its_model(world: World, 
 async def test_a_version_that_is_replaced_serves_the_requests_that_hold_it(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})
-    await world.hub.load_model("m")
-    with world.hub.open_request("test") as context:
-        model = world.hub.acquire(context, "m")
+    await world.gateway.load_model("m")
+    with world.gateway.open_request("test") as context:
+        model = world.gateway.acquire(context, "m")
         world.write("m", {"2": 20})
-        await world.hub.load_model("m")
+        await world.gateway.load_model("m")
         assert await world.ask("m") == 20
         assert world.states() == {("m", "1"): "UNLOADING", ("m", "2"): "READY"}
         with pytest.raises(Unavailable, match="version 1 is not at ready state"):
@@ -190,11 +194,11 @@ async def test_a_version_that_is_replaced_serves_the_requests_that_hold_it(world
 async def test_what_has_not_changed_is_not_loaded_again(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10, "2": 20}, ALL)
-    await world.hub.load_model("m")
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
+    await world.gateway.load_model("m")
     assert len(toys) == 2
     (world.root / "m" / "2" / "answer").write_text("21")
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     assert [toy.config.version for toy in toys] == ["1", "2", "2"]
     assert [await world.ask("m", version) for version in ("1", "2")] == [10, 21]
 
@@ -202,28 +206,28 @@ async def test_what_has_not_changed_is_not_loaded_again(world: World, toys: list
 async def test_a_failed_reload_leaves_what_served(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10}, ALL)
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     world.write("m", {"2": 20, "3": 30}, ALL)
     (world.root / "m" / "3" / "fails").write_text("no weights")
     with pytest.raises(InvalidArgument) as caught:
-        await world.hub.load_model("m")
+        await world.gateway.load_model("m")
     assert caught.value.message == "load failed for model 'm': version 3 is at UNAVAILABLE state: no weights;\n"
     assert await world.ask("m") == 10
     assert [toy.unloaded for toy in toys] == [False, True]
     (world.root / "m" / "config.pbtxt").write_text("nonsense")
     with pytest.raises(Internal, match="failed to load 'm', failed to poll from model repository: failed to read text"):
-        await world.hub.load_model("m")
+        await world.gateway.load_model("m")
     assert await world.ask("m") == 10
-    assert world.hub.is_model_ready("m")
+    assert world.gateway.is_model_ready("m")
 
 
 async def test_unloading(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     running = asyncio.create_task(world.ask("m", wait=True))
     await asyncio.sleep(0)
-    await world.hub.unload_model("m")
+    await world.gateway.unload_model("m")
     assert world.states() == {("m", "1"): "UNLOADING"}
     with pytest.raises(NotFound, match="'m' has no available versions"):
         await world.ask("m")
@@ -233,23 +237,23 @@ async def test_unloading(world: World, toys: list[Toy]) -> None:
     assert await running == 10
     await settled()
     assert toys[0].unloaded
-    [entry] = world.hub.repository_index()
+    [entry] = world.gateway.repository_index()
     assert (entry.state, entry.reason) == ("UNAVAILABLE", "unloaded")
-    assert world.hub.ready()
-    await world.hub.unload_model("m")
-    await world.hub.unload_model("unknown")
-    await world.hub.load_model("m")
+    assert world.gateway.ready()
+    await world.gateway.unload_model("m")
+    await world.gateway.unload_model("unknown")
+    await world.gateway.load_model("m")
     assert await world.ask("m") == 10
 
 
 async def test_leaving_at_once_at_the_end(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     running = asyncio.create_task(world.ask("m", wait=True))
     await asyncio.sleep(0)
-    await world.hub.unload_model("m")
-    await asyncio.wait_for(world.hub.unload_all(), 10)
+    await world.gateway.unload_model("m")
+    await asyncio.wait_for(world.gateway.unload_all(), 10)
     assert toys[0].unloaded
     running.cancel()
 
@@ -266,16 +270,16 @@ async def test_with_another_config_and_back(world: World, toys: list[Toy]) -> No
         }
     )
     for count in (1, 2):
-        await world.hub.load_model("m", override)
+        await world.gateway.load_model("m", override)
         assert (await world.ask("m"), len(toys)) == (10, count)
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     assert (await world.ask("m"), len(toys)) == (10, 2), "nothing changed on disk"
     with pytest.raises(Internal):
-        await world.hub.load_model("m", "{")
-    await world.hub.load_model("m")
+        await world.gateway.load_model("m", "{")
+    await world.gateway.load_model("m")
     assert await world.ask("m") == 10
     (world.root / "m" / "note").write_text("anything")
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     assert await world.ask("m") == 20
 
 
@@ -284,60 +288,60 @@ async def test_another_config_does_not_outlive_the_model_nor_files_of_its_own(wo
     world.write("m", {"1": 10, "2": 20})
     fields = {"backend": "toy", "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}]}
     override = json.dumps(fields | {"version_policy": {"specific": {"versions": [1]}}})
-    await world.hub.load_model("m", override)
-    await world.hub.unload_model("m")
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m", override)
+    await world.gateway.unload_model("m")
+    await world.gateway.load_model("m")
     assert await world.ask("m") == 20
-    await world.hub.load_model("m", override)
-    await world.hub.load_model("m", json.dumps(fields), {"5/answer": b"50"})
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m", override)
+    await world.gateway.load_model("m", json.dumps(fields), {"5/answer": b"50"})
+    await world.gateway.load_model("m")
     assert await world.ask("m") == 20
 
 
 async def test_another_config_does_not_outlive_an_unload_that_waited_for_it(world: World) -> None:
     world.explicit()
-    world.hub.lifecycle.load_sequentially()
+    world.gateway.lifecycle.load_sequentially()
     world.write("m", {"1": 10, "2": 20})
     hangs = world.write("first", {"1": 1}) / "1" / "hangs"
     hangs.touch()
     fields = {"backend": "toy", "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}]}
     override = json.dumps(fields | {"version_policy": {"specific": {"versions": [1]}}})
-    changes = [asyncio.create_task(world.hub.load_model(*each)) for each in (("first",), ("m", override))]
-    await until(lambda: world.hub.registry.get_or_add("m").change_lock.locked())
-    changes.append(asyncio.create_task(world.hub.unload_model("m")))
+    changes = [asyncio.create_task(world.gateway.load_model(*each)) for each in (("first",), ("m", override))]
+    await until(lambda: world.gateway.registry.get_or_add("m").change_lock.locked())
+    changes.append(asyncio.create_task(world.gateway.unload_model("m")))
     await asyncio.sleep(0)
     hangs.unlink()
     await asyncio.gather(*changes)
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     assert await world.ask("m") == 20
 
 
 async def test_a_load_goes_on_though_its_client_leaves_until_the_end(world: World, toys: list[Toy]) -> None:
     world.explicit()
     hangs = [world.write(name, {"1": 1}) / "1" / "hangs" for name in ("m", "late")]
-    loads = [asyncio.create_task(world.hub.load_model(file.parts[-3])) for file in hangs if not file.touch()]
+    loads = [asyncio.create_task(world.gateway.load_model(file.parts[-3])) for file in hangs if not file.touch()]
     await until(lambda: list(world.states().values()) == ["LOADING", "LOADING"])
     loads[0].cancel()
     hangs[0].unlink()
     await until(lambda: world.states()["m", "1"] == "READY")
-    world.hub.begin_exit()
+    world.gateway.begin_exit()
     with pytest.raises(ServerExiting):
         await loads[1]
     hangs[1].unlink()
-    await world.hub.unload_all()
+    await world.gateway.unload_all()
     assert [toy.unloaded for toy in toys] == [True]
 
 
 async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World) -> None:
     world.explicit()
     world.write("m", {"1": 1})
-    await world.hub.load_model("m")
+    await world.gateway.load_model("m")
     labels = world.write("hangs", {"1": 1}, LABELLED) / "no"
     os.mkfifo(labels)
-    load = asyncio.create_task(world.hub.load_model("hangs"))
+    load = asyncio.create_task(world.gateway.load_model("hangs"))
     await until(lambda: world.states().get(("hangs", "1")) == "LOADING")
-    world.hub.begin_exit()
-    await asyncio.wait_for(world.hub.unload_all(), 60)
+    world.gateway.begin_exit()
+    await asyncio.wait_for(world.gateway.unload_all(), 60)
     with pytest.raises(ServerExiting):
         await load
     labels.write_text("the thread ends")
@@ -348,12 +352,12 @@ async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
     world.write("m", {"1": 10})
     config = json.dumps({"backend": "toy", "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}]})
     files = {"5/answer": b"50", "5/deep/er/file": b""}
-    await world.hub.load_model("new", config, files)
-    await world.hub.load_model("m", config, files)
-    assert (await world.ask("new"), await world.ask("m"), world.hub.served_versions("m")) == (50, 50, ("5",))
+    await world.gateway.load_model("new", config, files)
+    await world.gateway.load_model("m", config, files)
+    assert (await world.ask("new"), await world.ask("m"), world.gateway.served_versions("m")) == (50, 50, ("5",))
     directories = [toy.directory for toy in toys]
-    await world.hub.load_model("m")
-    await world.hub.unload_model("new")
+    await world.gateway.load_model("m")
+    await world.gateway.unload_model("new")
     assert await world.ask("m") == 10
     await settled()
     assert [directory.exists() for directory in directories] == [False, False]
@@ -408,11 +412,11 @@ async def test_what_cannot_be_loaded(
     world.explicit()
     world.write("m", {"1": 10})
     with pytest.raises(kind) as caught:
-        await world.hub.load_model(*arguments)
+        await world.gateway.load_model(*arguments)
     assert caught.value.message.startswith(text)
     assert [record.exc_info for record in caplog.records] == [None] * (kind is Internal)
-    assert [entry.name for entry in world.hub.repository_index()] == ["m"]
-    assert world.hub.ready()
+    assert [entry.name for entry in world.gateway.repository_index()] == ["m"]
+    assert world.gateway.ready()
     assert not list(scratch.iterdir())
 
 
@@ -420,10 +424,10 @@ async def test_what_could_be_loaded_is_in_the_index(world: World) -> None:
     world.explicit()
     world.write("m", {"1": 10})
     world.write("n", {"1": 10})
-    await world.hub.load_model("n")
+    await world.gateway.load_model("n")
     assert world.states() == {("m", ""): "None", ("n", "1"): "READY"}
-    assert [each.name for each in world.hub.repository_index(ready_only=True)] == ["n"]
-    assert world.hub.ready()
+    assert [each.name for each in world.gateway.repository_index(ready_only=True)] == ["n"]
+    assert world.gateway.ready()
 
 
 async def test_polling_follows_the_files(world: World, toys: list[Toy]) -> None:
@@ -432,22 +436,22 @@ async def test_polling_follows_the_files(world: World, toys: list[Toy]) -> None:
     assert not await world.start()
     world.loads.clear()
     world.failures.clear()
-    await world.keeper.poll_once(world)
+    await world.watcher.poll_once(world)
     assert (world.loads, world.failures) == ([], {})
     world.write("m", {"2": 20})
     world.write("new", {"1": 5})
     world.write("bad", {"1": 1}, "more nonsense")
-    await world.keeper.poll_once(world)
+    await world.watcher.poll_once(world)
     assert (world.loads, list(world.failures)) == (["m", "new"], ["bad"])
     assert (await world.ask("m"), await world.ask("new")) == (20, 5)
     for path in sorted((world.root / "m").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     (world.root / "m").rmdir()
-    await world.keeper.poll_once(world)
+    await world.watcher.poll_once(world)
     with pytest.raises(NotFound, match="no available versions"):
         await world.ask("m")
     with pytest.raises(Unavailable, match="explicit model load / unload is not allowed if polling is enabled"):
-        await world.hub.load_model("new")
+        await world.gateway.load_model("new")
 
 
 async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: World, toys: list[Toy]) -> None:
@@ -457,27 +461,30 @@ async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: Wo
     for each in (world, other):
         each.write("m", {"1": 10})
     world.catalog = RepositoryCatalog([world.root, other.root])
-    world.keeper = RepositoryWatcher(world.catalog, world.hub.registry, world.hub.lifecycle)
+    world.watcher = RepositoryWatcher(world.catalog, world.gateway.registry, world.gateway.lifecycle)
     both = f"{world.root}/m and {other.root}/m; none of them is served"
     assert not await world.start()
     assert both in world.failures["m"]
     shutil.rmtree(other.root / "m")
     world.failures.clear()
-    await world.keeper.poll_once(world)
+    await world.watcher.poll_once(world)
     assert (await world.ask("m"), world.failures) == (10, {})
     other.write("m", {"1": 20})
     for _ in range(2):
-        await world.keeper.poll_once(world)
-        assert not world.hub.is_model_ready("m")
-        assert ([both in entry.reason for entry in world.hub.repository_index()], world.hub.ready()) == ([True], False)
+        await world.watcher.poll_once(world)
+        assert not world.gateway.is_model_ready("m")
+        assert ([both in entry.reason for entry in world.gateway.repository_index()], world.gateway.ready()) == (
+            [True],
+            False,
+        )
     assert len(world.failures) == 1
     shutil.rmtree(world.root / "m")
-    await world.keeper.poll_once(world)
+    await world.watcher.poll_once(world)
     assert await world.ask("m") == 20
     world.explicit()
     world.write("m", {"1": 10})
     with pytest.raises(Internal, match=f"{UNREADABLE}: model 'm' is not unique"):
-        await world.hub.load_model("m")
+        await world.gateway.load_model("m")
     assert await world.ask("m") == 20
 
 
@@ -486,20 +493,20 @@ async def test_a_repository_that_is_away_keeps_its_models(world: World, toys: li
     assert await world.start()
     away = world.root.with_name("away")
     world.root.rename(away)
-    await world.keeper.poll_once(world)
+    await world.watcher.poll_once(world)
     assert await world.ask("m") == 10
     away.rename(world.root)
     world.loads.clear()
     world.write("m", {"2": 20})
-    await world.keeper.poll_once(world)
+    await world.watcher.poll_once(world)
     assert (world.loads, await world.ask("m")) == (["m"], 20)
 
 
 async def test_what_a_backend_completes(world: World, toys: list[Toy]) -> None:
     (world.write("m", {"1": 10}) / "1" / "size").write_text("")
     assert await world.start()
-    document = world.hub.model_config("m").document
-    assert (document["max_batch_size"], document["dynamic_batching"]["preferred_batch_size"]) == (4, [4])
+    raw = world.gateway.model_config("m").raw
+    assert (raw["max_batch_size"], raw["dynamic_batching"]["preferred_batch_size"]) == (4, [4])
 
 
 async def test_labels_and_warm_up(world: World, toys: list[Toy]) -> None:
@@ -514,7 +521,7 @@ async def test_labels_and_warm_up(world: World, toys: list[Toy]) -> None:
     (model / "warmup").mkdir()
     (model / "warmup" / "a").write_bytes(b"\1\0\0\0\2\0\0\0")
     assert await world.start()
-    assert world.hub.model_config("m").labels == {"A": ("cat", "dog")}
+    assert world.gateway.model_config("m").labels == {"A": ("cat", "dog")}
     assert [(sample.request.inputs["A"].data.tolist(), sample.times) for sample in toys[0].warm_up] == [([1, 2], 2)]
 
 

@@ -170,20 +170,20 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 async def test_instance_groups_say_which_gpu_holds(tmp_path: Path, toys: list[Toy], driver: dict[int, int]) -> None:
     world = World(tmp_path)
-    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget.of_machine(limit=None, gpu_limit=90)))
+    world.gateway = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget.of_machine(limit=None, gpu_limit=90)))
     world.explicit()
     groups = {"first": "gpus: 0", "second": "gpus: 1", "both": "gpus: [0, 1]"}
     for name, gpus in groups.items():
         group = f"instance_group {{ kind: KIND_GPU {gpus} }}"
         (world.write(name, {"1": 1}, CONFIG + group) / "1" / "needs").write_bytes(bytes(55))
-    await world.hub.load_model("first")
-    await world.hub.load_model("second")
+    await world.gateway.load_model("first")
+    await world.gateway.load_model("second")
     with pytest.raises(CharoniaError, match=r"memory of GPU 0 and .* of 0.0 MiB is free; most is held by 'first'"):
-        await world.hub.load_model("both")
-    await world.hub.unload_model("first")
+        await world.gateway.load_model("both")
+    await world.gateway.unload_model("first")
     with pytest.raises(CharoniaError, match=r"memory of GPU 1 and .* is free; most is held by 'second'"):
-        await world.hub.load_model("both")
-    await world.hub.unload_all()
+        await world.gateway.load_model("both")
+    await world.gateway.unload_all()
     assert [toy.unloaded for toy in toys] == [True, True]
 
 
@@ -192,30 +192,30 @@ async def test_an_undecided_model_counts_where_it_will_go(
 ) -> None:
     """KIND_AUTO is every GPU that there is."""
     world = World(tmp_path)
-    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget.of_machine(limit=None, gpu_limit=None)))
+    world.gateway = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget.of_machine(limit=None, gpu_limit=None)))
     world.explicit()
     (world.write("m", {"1": 1}) / "1" / "needs").write_bytes(bytes(61))
     with pytest.raises(CharoniaError, match=r"needs at least 0\.0 MiB of memory of GPU 1"):
-        await world.hub.load_model("m")
+        await world.gateway.load_model("m")
 
 
 async def leaving(tmp_path: Path) -> "tuple[World, asyncio.Task[int]]":
     """Beside "a", which leaves but still answers, there is no room for "b"."""
     world = World(tmp_path)
-    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 100, limit=100))))
+    world.gateway = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 100, limit=100))))
     world.explicit()
     for name in ("a", "b"):
         (world.write(name, {"1": 7}) / "1" / "needs").write_bytes(bytes(60))
-    await world.hub.load_model("a")
+    await world.gateway.load_model("a")
     running = asyncio.create_task(world.ask("a", wait=True))
     await asyncio.sleep(0)
-    await world.hub.unload_model("a")
+    await world.gateway.unload_model("a")
     return world, running
 
 
 async def test_what_does_not_fit_waits_for_those_that_leave(tmp_path: Path, toys: list[Toy]) -> None:
     world, running = await leaving(tmp_path)
-    loading = asyncio.create_task(world.hub.load_model("b"))
+    loading = asyncio.create_task(world.gateway.load_model("b"))
     assert not (await asyncio.wait([loading], timeout=0.1))[0]
     toys[0].go.set()
     await loading
@@ -226,7 +226,7 @@ async def test_nobody_waits_for_ever(tmp_path: Path, toys: list[Toy], monkeypatc
     monkeypatch.setattr(lifecycle, "_UNLOAD_WAIT", 0.01)
     world, running = await leaving(tmp_path)
     with pytest.raises(CharoniaError, match="most is held by 'a' version 1"):
-        await world.hub.load_model("b")
+        await world.gateway.load_model("b")
     toys[0].go.set()
     assert await running == 7
 
@@ -252,8 +252,8 @@ def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pyte
     monkeypatch.setattr(lifecycle, "FILLS_GRANTED_MEMORY", {"greedy"})
     monkeypatch.setattr(builders, "text_backend", lambda name: backend if name == "greedy" else None)
     world = World(tmp_path)
-    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 1000))))
-    world.keeper = RepositoryWatcher(world.catalog, world.hub.registry, world.hub.lifecycle)
+    world.gateway = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 1000))))
+    world.watcher = RepositoryWatcher(world.catalog, world.gateway.registry, world.gateway.lifecycle)
     world.explicit()
     for name in "ab":
         (world.write(name, {"1": 1}, 'backend: "greedy"') / "1" / "hangs").touch()
@@ -261,7 +261,7 @@ def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pyte
 
 
 async def test_those_that_load_together_divide_what_is_left(greedy: World) -> None:
-    host = greedy.hub.lifecycle._builder.budget.host
+    host = greedy.gateway.lifecycle._builder.budget.host
     starting = asyncio.create_task(greedy.start())
     await until(lambda: len(host.reservations) == 2)
     assert sorted(claim.reserved for claim in host.reservations) == [450, 550]
@@ -270,27 +270,27 @@ async def test_those_that_load_together_divide_what_is_left(greedy: World) -> No
         (greedy.root / name / "1" / "hangs").unlink()
     assert await starting
     assert host.reserved == 275 + 225
-    await greedy.hub.unload_all()
+    await greedy.gateway.unload_all()
 
 
 async def test_one_that_failed_leaves_the_memory_to_the_next(greedy: World) -> None:
     wrong = 'backend: "greedy" metric_tags { key: "a-b" value: "" }'
     greedy.write("a", {"1": 1}, wrong)
     with pytest.raises(InvalidArgument, match="'metric_tags' of a must be"):
-        await greedy.hub.load_model("a")
+        await greedy.gateway.load_model("a")
     (greedy.root / "b" / "1" / "hangs").unlink()
-    await greedy.hub.load_model("b")
-    assert greedy.hub.lifecycle._builder.budget.host.reserved == 500
-    await greedy.hub.unload_all()
+    await greedy.gateway.load_model("b")
+    assert greedy.gateway.lifecycle._builder.budget.host.reserved == 500
+    await greedy.gateway.unload_all()
 
 
 async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> None:
     """Until they have said what they need, all of it is theirs."""
-    host = greedy.hub.lifecycle._builder.budget.host
+    host = greedy.gateway.lifecycle._builder.budget.host
     (greedy.write("c", {"1": 1}) / "1" / "needs").write_bytes(bytes(10))
-    first = asyncio.create_task(greedy.hub.load_model("a"))
+    first = asyncio.create_task(greedy.gateway.load_model("a"))
     await until(lambda: not host.available)
-    second, third = (asyncio.create_task(greedy.hub.load_model(name)) for name in "bc")
+    second, third = (asyncio.create_task(greedy.gateway.load_model(name)) for name in "bc")
     assert not (await asyncio.wait([first, second, third], timeout=0.1))[0]
     (greedy.root / "a" / "1" / "hangs").unlink()
     await first
@@ -299,22 +299,22 @@ async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> Non
     await asyncio.gather(second, third)
     held = {claim.name: claim.size for claim in host.reservations}
     assert held in ({"a": 500, "b": 250, "c": 10}, {"a": 500, "b": 245, "c": 10}), "who came first after a"
-    await greedy.hub.unload_all()
+    await greedy.gateway.unload_all()
 
 
 async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> None:
     world, host = World(tmp_path), DeviceMemory(lambda: 100, limit=105)
-    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(host)))
+    world.gateway = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(host)))
     world.explicit()
     for name, size in (("a", 60), ("b", 40), ("c", 101)):
         (world.write(name, {"1": 1}) / "1" / "needs").write_bytes(bytes(size))
     (tmp_path / "b" / "1" / "fails").write_text("no weights")
-    await world.hub.load_model("a")
+    await world.gateway.load_model("a")
     with pytest.raises(Exception, match="no weights"):
-        await world.hub.load_model("b")
+        await world.gateway.load_model("b")
     assert host.reserved == 60
     with pytest.raises(Exception, match=r"version 1 needs at least .* of memory .* most is held by 'a' version 1"):
-        await world.hub.load_model("c")
-    await world.hub.unload_all()
+        await world.gateway.load_model("c")
+    await world.gateway.unload_all()
     assert host.reserved == 0
     assert [toy.unloaded for toy in toys] == [True]

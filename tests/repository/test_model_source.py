@@ -200,8 +200,8 @@ def test_a_checkpoint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     here = checkpoint_source(".", parameters={"ahead": "1"})
     assert (here.name, here.backend, here.versions[0].path) == ("1", "charonia", str(version))
     assert here.parameters == {"ahead": "1"}
-    hub = checkpoint_source("owner/Name-1.5B")
-    assert (hub.name, hub.versions[0].path) == ("Name-1.5B", "owner/Name-1.5B")
+    from_hub = checkpoint_source("owner/Name-1.5B")
+    assert (from_hub.name, from_hub.versions[0].path) == ("Name-1.5B", "owner/Name-1.5B")
 
 
 @pytest.mark.parametrize("model", ["", "nowhere", "/no/where", "a/b/c", "."])

@@ -79,15 +79,15 @@ def test_a_language_model_shows_what_it_is() -> None:
     )
     inputs = (TensorSpec("text_input", "BYTES", (1,), optional=True), TensorSpec("input_ids", "INT32", (-1,)))
     own = ModelConfig("llm", "2", "charonia", decoupled=True, inputs=inputs)
-    document = with_config_defaults(own, written).document
-    shown = [(side["name"], side["data_type"], side["dims"], side["optional"]) for side in document["input"]]
+    raw = with_config_defaults(own, written).raw
+    shown = [(side["name"], side["data_type"], side["dims"], side["optional"]) for side in raw["input"]]
     assert shown == [("text_input", "TYPE_STRING", [1], True), ("input_ids", "TYPE_INT32", [-1], False)]
-    assert (document["max_batch_size"], document["output"]) == (0, [])
-    assert document["model_transaction_policy"] == {"decoupled": True}
-    assert document["instance_group"][0]["kind"] == "KIND_MODEL"
-    assert document["parameters"] == {"ahead": {"string_value": "1"}}
-    assert document["metric_tags"] == {"a": "b"}
-    assert document["version_policy"] == {"latest": {"num_versions": 1}}
+    assert (raw["max_batch_size"], raw["output"]) == (0, [])
+    assert raw["model_transaction_policy"] == {"decoupled": True}
+    assert raw["instance_group"][0]["kind"] == "KIND_MODEL"
+    assert raw["parameters"] == {"ahead": {"string_value": "1"}}
+    assert raw["metric_tags"] == {"a": "b"}
+    assert raw["version_policy"] == {"latest": {"num_versions": 1}}
 
 
 @pytest.mark.parametrize("dims", [[2**40], [2**31], [1] * 65])

@@ -223,10 +223,10 @@ async def test_what_stopped_it(client: httpx.AsyncClient, gateway: Any) -> None:
 
 
 async def test_a_fingerprint_is_of_model_settings_and_software(gateway: Any) -> None:
-    one = replace(LLM, fingerprint="a", document={"parameters": {"dtype": {"string_value": "bfloat16"}}})
+    one = replace(LLM, fingerprint="a", raw={"parameters": {"dtype": {"string_value": "bfloat16"}}})
     others = [
         replace(one, fingerprint="b"),
-        replace(one, document={"parameters": {"dtype": {"string_value": "float32"}}}),
+        replace(one, raw={"parameters": {"dtype": {"string_value": "float32"}}}),
         replace(one, parameters={"max_model_len": "5"}),
     ]
     assert system_fingerprint(one, "1") == system_fingerprint(replace(one, created=7), "1")

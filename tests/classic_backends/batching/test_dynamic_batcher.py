@@ -347,7 +347,7 @@ def test_a_pause_ends_when_those_it_was_for_ran_out_of_time() -> None:
 
 
 def test_the_rules_are_read_from_a_config() -> None:
-    document = {
+    raw = {
         "dynamic_batching": {
             "preferred_batch_size": [4, 8],
             "max_queue_delay_microseconds": 100,
@@ -357,7 +357,7 @@ def test_the_rules_are_read_from_a_config() -> None:
             "priority_queue_policy": {"1": {"max_queue_size": 3, "allow_timeout_override": True}},
         }
     }
-    rules = read_batching_config(document, 8, decoupled=False)
+    rules = read_batching_config(raw, 8, decoupled=False)
     assert (rules.combine_requests, rules.max_batch_size, rules.preferred_sizes) == (True, 8, (4, 8))
     assert (rules.max_delay_ns, rules.priority_levels, rules.level_of(0), rules.level_of(1)) == (100_000, 2, 2, 1)
     assert rules.policy_of(2) == QueuePolicy(timeout_ns=7000, postpone=True)

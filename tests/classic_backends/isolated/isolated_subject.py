@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from charonia.classic_backends.runtime import Arrays, ConfigDocument, InstancePlacement, RuntimeTraits
+from charonia.classic_backends.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 
@@ -103,10 +103,10 @@ class SubjectLoader:
             file.write(f"{os.getpid()} {sorted(parameters.items())}\n")
         return Subject(directory)
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> dict[str, Any]:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> dict[str, Any]:
         if (directory / "fails").exists():
             raise InvalidArgument("no weights", field="input")
-        return {**document, "max_batch_size": os.getpid(), "parameters": dict(parameters)}
+        return {**raw, "max_batch_size": os.getpid(), "parameters": dict(parameters)}
 
 
 SUBJECT = SubjectLoader()

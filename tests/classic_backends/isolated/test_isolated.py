@@ -93,13 +93,15 @@ def test_a_region_grows_on_both_sides_and_views_outlive_it() -> None:
 # One instance
 
 
-def document(**fields: Any) -> ModelConfig:
+def model_config(**fields: Any) -> ModelConfig:
     inputs = TensorSpec("X", "INT64", (-1,), optional=True), TensorSpec("DO", "BYTES", (1,), optional=True)
     return ModelConfig("subject", "1", "test", inputs=inputs, outputs=(TensorSpec("Y", "INT64", (-1,)),), **fields)
 
 
 def opened(directory: Path, **fields: Any) -> IsolatedRuntime:
-    return IsolatedRuntime(InstanceTask(ORIGIN, directory, document(**fields), InstancePlacement(name="subject_0"), {}))
+    return IsolatedRuntime(
+        InstanceTask(ORIGIN, directory, model_config(**fields), InstancePlacement(name="subject_0"), {})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +277,7 @@ def test_the_parameter_says_where(tmp_path: Path) -> None:
         ({EXECUTION_PARAMETER: "thread"}, True),
         ({EXECUTION_PARAMETER: "isolated"}, False),
     ):
-        made = loader.load(tmp_path, document(), InstancePlacement(), {"other": "1", **value})
+        made = loader.load(tmp_path, model_config(), InstancePlacement(), {"other": "1", **value})
         [pid] = [int(line.split()[0]) for line in (tmp_path / "loads").read_text().splitlines()]
         assert (pid == os.getpid()) == here
         assert "[('other', '1')]" in (tmp_path / "loads").read_text()
@@ -284,7 +286,7 @@ def test_the_parameter_says_where(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match="'EXECUTION' must be one of 'isolated', 'thread', got 'process'"
     ) as caught:
-        loader.load(tmp_path, document(), InstancePlacement(), {EXECUTION_PARAMETER: "process"})
+        loader.load(tmp_path, model_config(), InstancePlacement(), {EXECUTION_PARAMETER: "process"})
     assert caught.value.field == EXECUTION_PARAMETER
 
 
@@ -306,7 +308,7 @@ def test_a_config_is_completed_where_it_may_be_heavy(tmp_path: Path) -> None:
 @asynccontextmanager
 async def serving(directory: Path, count: int = 1) -> AsyncIterator[ClassicModel]:
     groups = {"instance_group": [{"count": count}], "dynamic_batching": {}}
-    model = ClassicModel(document(document=groups), LOADER, directory)
+    model = ClassicModel(model_config(raw=groups), LOADER, directory)
     await model.load()
     try:
         yield model
@@ -415,7 +417,7 @@ async def test_an_execution_that_takes_too_long_is_ended_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(check_interval=0.01))
-    model, now = ClassicModel(document(parameters={EXECUTION_TIMEOUT: "60"}), LOADER, tmp_path), [0]
+    model, now = ClassicModel(model_config(parameters={EXECUTION_TIMEOUT: "60"}), LOADER, tmp_path), [0]
     await model.load()
     [member] = model._pool._members
     member.instance.execution_timer._clock = lambda: now[0]
@@ -451,7 +453,7 @@ async def test_unloading_kills_what_hangs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_who_leaves_a_stream_ends_it_there(tmp_path: Path) -> None:
-    model = ClassicModel(document(decoupled=True), LOADER, tmp_path)
+    model = ClassicModel(model_config(decoupled=True), LOADER, tmp_path)
     await model.load()
     inputs = {
         "X": Tensor("X", "INT64", (1,), np.array([1 << 60])),

@@ -72,10 +72,10 @@ def test_every_datatype_goes_through_and_is_found_in_the_file(
 ) -> None:
     element, value = TYPES[datatype]
     onnx_models.write_identity(version / "model.onnx", element)
-    document = ONNX.complete(version, {"name": "model", "max_batch_size": 0}, {})
+    raw = ONNX.complete(version, {"name": "model", "max_batch_size": 0}, {})
     name = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
-    assert document["input"] == [{"name": "X", "data_type": name, "dims": [-1]}]
-    made = run(load(version, described(document)), ["Y"], X=value)["Y"]
+    assert raw["input"] == [{"name": "X", "data_type": name, "dims": [-1]}]
+    made = run(load(version, described(raw)), ["Y"], X=value)["Y"]
     assert made.dtype == value.dtype
     assert made.tolist() == value.tolist()
 
@@ -196,9 +196,9 @@ def test_an_input_with_a_default_may_be_left_out(version: Path, onnx_models: Mod
     tensors = {"X": (TensorProto.FLOAT, ["n", 2]), "BIAS": (TensorProto.FLOAT, [2])}
     node, bias = helper.make_node("Add", ["X", "BIAS"], ["Y"]), np.array([1, 2], np.float32)
     onnx_models.write_model(version / "model.onnx", [node], tensors, {"Y": tensors["X"]}, {"BIAS": bias})
-    document = ONNX.complete(version, {}, {})
-    assert [each.get("optional", False) for each in document["input"]] == [False, True]
-    runtime = load(version, described(document))
+    raw = ONNX.complete(version, {}, {})
+    assert [each.get("optional", False) for each in raw["input"]] == [False, True]
+    runtime = load(version, described(raw))
     batch = np.zeros((1, 2), np.float32)
     assert run(runtime, ["Y"], X=batch)["Y"].tolist() == [[1, 2]]
     assert run(runtime, ["Y"], X=batch, BIAS=-bias)["Y"].tolist() == [[-1, -2]]
@@ -289,7 +289,7 @@ def test_a_ragged_batch_is_one_flat_tensor(version: Path, onnx_models: ModuleTyp
     flat = {"VALUES": (TensorProto.FLOAT, ["all"]), "ENDS": (TensorProto.INT32, ["n"])}
     weights = {"axis": np.array(0, np.int32), "one": np.array(1, np.int32)}
     onnx_models.write_model(version / "model.onnx", nodes, flat, {"REACHED": (TensorProto.FLOAT, ["n"])}, weights)
-    document = {
+    raw = {
         "max_batch_size": 4,
         "input": [{"name": "VALUES", "data_type": "TYPE_FP32", "dims": [-1], "allow_ragged_batch": True}],
         "output": [{"name": "REACHED", "data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}],
@@ -297,7 +297,7 @@ def test_a_ragged_batch_is_one_flat_tensor(version: Path, onnx_models: ModuleTyp
             {"kind": "BATCH_ACCUMULATED_ELEMENT_COUNT", "target_name": ["ENDS"], "data_type": "TYPE_INT32"},
         ],
     }
-    runtime = load(version, described(document))
+    runtime = load(version, described(raw))
     assert runtime.traits.ragged
     made = run(runtime, ["REACHED"], VALUES=np.arange(1, 6, dtype=np.float32), ENDS=np.array([3, 5], np.int32))
     assert made["REACHED"].tolist() == [6, 15]
@@ -358,7 +358,7 @@ def test_graph_levels_are_tritons(level: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "parameters", "field"),
+    ("raw", "parameters", "field"),
     [
         ({}, {"intra_op_thread_count": "two"}, "intra_op_thread_count"),
         ({}, {"intra_op_thread_count": "1025"}, "intra_op_thread_count"),
@@ -373,9 +373,9 @@ def test_graph_levels_are_tritons(level: int) -> None:
         ),
     ],
 )
-def test_wrong_parameters_are_named(document: dict[str, Any], parameters: dict[str, str], field: str) -> None:
+def test_wrong_parameters_are_named(raw: dict[str, Any], parameters: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        read_session_plan(document, InstancePlacement(), parameters)
+        read_session_plan(raw, InstancePlacement(), parameters)
     assert caught.value.field == field
 
 
@@ -435,8 +435,8 @@ def test_a_file_is_read_once_to_be_completed_and_loaded(
 
     monkeypatch.setattr(onnx_session.Session, "__init__", counted)
     parameters = {"intra_op_thread_count": "1"}
-    document = ONNX.complete(version, {"name": "model"}, parameters)
-    runtimes = [ONNX.load(version, described(document), InstancePlacement(), parameters) for _ in range(2)]
+    raw = ONNX.complete(version, {"name": "model"}, parameters)
+    runtimes = [ONNX.load(version, described(raw), InstancePlacement(), parameters) for _ in range(2)]
     [only] = opened
     for runtime in runtimes:
         runtime.close()
@@ -445,9 +445,9 @@ def test_a_file_is_read_once_to_be_completed_and_loaded(
 
 def test_an_instance_may_be_a_process(version: Path, onnx_models: ModuleType, described: Describe) -> None:
     layers = onnx_models.write_mlp(version / "model.onnx", [4, 3])
-    document = ISOLATED.complete(version, {"name": "model"}, {"EXECUTION": "isolated"})
-    assert document == ONNX.complete(version, {"name": "model"}, {})
-    runtime = ISOLATED.load(version, described(document), InstancePlacement(name="m_0"), {"EXECUTION": "isolated"})
+    raw = ISOLATED.complete(version, {"name": "model"}, {"EXECUTION": "isolated"})
+    assert raw == ONNX.complete(version, {"name": "model"}, {})
+    runtime = ISOLATED.load(version, described(raw), InstancePlacement(name="m_0"), {"EXECUTION": "isolated"})
     batch = np.random.default_rng(1).random((2, 4), np.float32)
     [(weights, bias)] = layers
     np.testing.assert_allclose(run(runtime, ["OUTPUT"], INPUT=batch)["OUTPUT"], batch @ weights + bias, rtol=1e-5)

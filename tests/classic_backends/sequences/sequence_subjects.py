@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from charonia.classic_backends.runtime import Arrays, ConfigDocument, InstancePlacement, RuntimeTraits
+from charonia.classic_backends.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
 
@@ -28,7 +28,7 @@ def state(dims: Sequence[int]) -> dict[str, Any]:
 
 
 def config(max_batch_size: int = 4, decoupled: bool = False, **sequences: Any) -> ModelConfig:
-    document = {"sequence_batching": {"control_input": CONTROLS} | sequences}
+    raw = {"sequence_batching": {"control_input": CONTROLS} | sequences}
     return ModelConfig(
         "m",
         "1",
@@ -37,7 +37,7 @@ def config(max_batch_size: int = 4, decoupled: bool = False, **sequences: Any) -
         decoupled=decoupled,
         inputs=(TensorSpec("X", "INT32", (1,)),),
         outputs=(TensorSpec("SUM", "INT32", (1,)),),
-        document=document,
+        raw=raw,
     )
 
 
@@ -51,8 +51,8 @@ class Loader:
     ) -> Any:
         return self
 
-    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        return document
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+        return raw
 
     def close(self) -> None:
         pass

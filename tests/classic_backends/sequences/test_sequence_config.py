@@ -26,7 +26,7 @@ def read(settings: ModelConfig, **initial: Tensor) -> SequenceSupport:
 
 
 def test_without_sequence_batching_there_are_none() -> None:
-    assert read_sequence_support(ModelConfig("m", "1", "test", document={"dynamic_batching": {}}), {}) is None
+    assert read_sequence_support(ModelConfig("m", "1", "test", raw={"dynamic_batching": {}}), {}) is None
 
 
 def test_direct_is_what_a_config_means_that_names_no_strategy() -> None:
@@ -71,7 +71,7 @@ def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
         ("S", "INT32", (-1, 2)),
     ]
     assert whole.outputs[1:] == (TensorSpec("T", "INT32", (-1, 2)),)
-    assert sequence_tensor_names(settings.document) == ({"START", "READY", "END", "ID", "S"}, {"T"})
+    assert sequence_tensor_names(settings.raw) == ({"START", "READY", "END", "ID", "S"}, {"T"})
 
 
 def test_an_output_that_is_a_state_too_is_there_once() -> None:

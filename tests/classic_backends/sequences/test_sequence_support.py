@@ -57,9 +57,9 @@ def accumulator(
     def make(text_ids: bool = False, samples: ModelSamples = NONE, **fields: Any) -> ClassicModel:
         onnx_models.write_accumulator(version / "model.onnx", text_ids)
         text = onnx_models.ACCUMULATOR.replace("INT64", "STRING") if text_ids else onnx_models.ACCUMULATOR
-        document = config_to_json(text_format.Parse(text, model_config_pb2.ModelConfig()))
+        raw = config_to_json(text_format.Parse(text, model_config_pb2.ModelConfig()))
         return ClassicModel(
-            described(document | {"sequence_batching": document["sequence_batching"] | fields}),
+            described(raw | {"sequence_batching": raw["sequence_batching"] | fields}),
             ONNX,
             version,
             samples=samples,
@@ -108,8 +108,8 @@ async def test_a_start_begins_a_sequence_anew_that_had_not_ended(accumulator: Ca
 def test_a_config_is_completed_without_the_tensors_of_its_sequences(
     accumulator: Callable[..., ClassicModel], version: Path
 ) -> None:
-    document = accumulator().config.document
-    whole = ONNX.complete(version, {"sequence_batching": document["sequence_batching"]}, {})
+    raw = accumulator().config.raw
+    whole = ONNX.complete(version, {"sequence_batching": raw["sequence_batching"]}, {})
     assert [[each["name"] for each in whole[side]] for side in ("input", "output")] == [["X"], ["SUM", "TOLD", "WHO"]]
     assert whole["max_batch_size"] == 4
 

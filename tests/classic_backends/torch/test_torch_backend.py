@@ -76,7 +76,7 @@ def export(module: torch.nn.Module, file: Path, *tensors: torch.Tensor, **named:
     torch.export.save(torch.export.export(module, tensors, named, dynamic_shapes=dynamic), file)
 
 
-def document(inputs: list[str], outputs: list[str], datatype: str = "TYPE_FP32") -> dict[str, Any]:
+def raw_config(inputs: list[str], outputs: list[str], datatype: str = "TYPE_FP32") -> dict[str, Any]:
     def tensors(names: list[str]) -> list[dict[str, Any]]:
         return [{"name": name, "data_type": datatype, "dims": [2]} for name in names]
 
@@ -105,7 +105,7 @@ def test_tensors_find_their_places(version: Path, described: Describe, left: str
     script(Mix(), file) if suffix == ".pt" else export(Mix(), file, torch.zeros(3, 2), torch.zeros(3, 2))
     names = [left, right] if left == "A" else [right, left]
     outputs = ["minus", "plus"] if left == "A" else ["OUTPUT__1", "OUTPUT__0"]
-    runtime = load(version, described(document(names, outputs)))
+    runtime = load(version, described(raw_config(names, outputs)))
     made = run(runtime, sorted(outputs), **{left: TEN, right: ONE})
     minus, plus = (made[name].tolist() for name in sorted(outputs))
     assert (minus, plus) == ([[9, 9]], [[11, 11]])
@@ -116,14 +116,14 @@ def test_a_model_that_writes_to_its_arguments_leaves_the_clients_memory_alone(
 ) -> None:
     script(Mix(), version / "model.pt")
     region = np.full((2, 2), 10, np.float32)
-    runtime = load(version, described(document(["left", "right"], ["a", "b"])))
+    runtime = load(version, described(raw_config(["left", "right"], ["a", "b"])))
     assert run(runtime, ["b"], left=region[:1], right=ONE)["b"].tolist() == [[11, 11]]
     assert region.tolist() == [[10, 10], [10, 10]]
 
 
 def test_results_by_name(version: Path, described: Describe) -> None:
     script(Named(), version / "model.pt")
-    made = run(load(version, described(document(["value"], ["HALF", "DOUBLE"]))), ["HALF", "DOUBLE"], value=TEN)
+    made = run(load(version, described(raw_config(["value"], ["HALF", "DOUBLE"]))), ["HALF", "DOUBLE"], value=TEN)
     assert (made["HALF"].tolist(), made["DOUBLE"].tolist()) == ([[5, 5]], [[20, 20]])
 
 
@@ -142,7 +142,7 @@ def test_results_by_name(version: Path, described: Describe) -> None:
 )
 def test_datatypes_go_through(version: Path, described: Describe, value: Any) -> None:
     script(Same(), version / "model.pt")
-    made = run(load(version, described(document(["value"], ["same"]))), ["same"], value=value)["same"]
+    made = run(load(version, described(raw_config(["value"], ["same"]))), ["same"], value=value)["same"]
     assert (made.dtype, made.tolist()) == (value.dtype, value.tolist())
 
 
@@ -181,7 +181,7 @@ def test_bfloat16_goes_through_as_its_bits(version: Path, described: Describe) -
         traced = torch.jit.trace(Doubled(), torch.ones(1, 2, dtype=torch.bfloat16))
         traced.save(str(version / "model.pt"))
     one, two = 0x3F80, 0x4000
-    runtime = load(version, described(document(["value"], ["twice"], "TYPE_BF16")))
+    runtime = load(version, described(raw_config(["value"], ["twice"], "TYPE_BF16")))
     made = run(runtime, ["twice"], value=np.array([[one, two]], np.uint16))["twice"]
     assert (made.dtype, made[0, 0]) == (np.uint16, two)
 
@@ -199,7 +199,7 @@ def test_an_exported_program_tells_its_tensors(version: Path) -> None:
 
 def test_an_exported_program_may_have_keywords(version: Path, described: Describe) -> None:
     export(Mix(), version / "model.pt2", torch.zeros(3, 2), right=torch.zeros(3, 2))
-    runtime = load(version, described(document(["right", "left"], ["minus", "plus"])))
+    runtime = load(version, described(raw_config(["right", "left"], ["minus", "plus"])))
     assert run(runtime, ["minus"], left=TEN, right=ONE)["minus"].tolist() == [[9, 9]]
 
 
@@ -212,14 +212,14 @@ def test_torchscript_tells_nothing(version: Path, described: Describe) -> None:
 
 def test_a_config_that_does_not_fit_an_exported_program(version: Path, described: Describe) -> None:
     export(Mix(), version / "model.pt2", torch.zeros(3, 2), torch.zeros(3, 2))
-    wrong = document(["left", "right"], ["a", "b"])
+    wrong = raw_config(["left", "right"], ["a", "b"])
     wrong["input"][1]["dims"] = [3]
     with pytest.raises(
         InvalidArgument, match=r"'right' has shape \[-1, 3\] in the configuration, \[-1, 2\] in the model"
     ):
         load(version, described(wrong))
     with pytest.raises(InvalidArgument, match="configuration expects 1 inputs, model provides 2"):
-        load(version, described(document(["left"], ["a"])))
+        load(version, described(raw_config(["left"], ["a"])))
 
 
 @pytest.mark.parametrize(
@@ -236,28 +236,28 @@ def test_outputs_may_leave_out_results() -> None:
 
 
 def test_files_that_are_not_there_or_no_models(version: Path, described: Describe) -> None:
-    config = described(document(["value"], ["same"]))
+    config = described(raw_config(["value"], ["same"]))
     with pytest.raises(NotFound, match=r"unable to find '.*model\.pt' for model 'model'"):
         load(version, config)
     for name in ("model.pt", "model.pt2"):
         (version / name).write_bytes(b"not a model")
         with pytest.raises(InvalidArgument, match=rf"PyTorch cannot load .*{name}"):
-            load(version, described({**config.document, "default_model_filename": name}))
+            load(version, described({**config.raw, "default_model_filename": name}))
 
 
 def test_strings_are_refused(version: Path, described: Describe) -> None:
     script(Same(), version / "model.pt")
     with pytest.raises(Unsupported, match="'value' of model 'model' is TYPE_STRING"):
-        load(version, described(document(["value"], ["same"], "TYPE_STRING")))
+        load(version, described(raw_config(["value"], ["same"], "TYPE_STRING")))
 
 
 def test_results_that_are_not_there_or_no_tensors(version: Path, described: Describe) -> None:
     script(Same(), version / "model.pt")
     with pytest.raises(Internal, match="made 1 outputs, and none in the place 1 of 'OUTPUT__1'"):
-        run(load(version, described(document(["value"], ["OUTPUT__1"]))), ["OUTPUT__1"], value=TEN)
+        run(load(version, described(raw_config(["value"], ["OUTPUT__1"]))), ["OUTPUT__1"], value=TEN)
     script(Wrong(), version / "model.pt")
     with pytest.raises(Internal, match="the model made a int where a tensor was expected"):
-        run(load(version, described(document(["value"], ["sum"]))), ["sum"], value=TEN)
+        run(load(version, described(raw_config(["value"], ["sum"]))), ["sum"], value=TEN)
 
 
 def test_parameters_are_tritons(version: Path, described: Describe) -> None:
@@ -268,7 +268,7 @@ def test_parameters_are_tritons(version: Path, described: Describe) -> None:
 
     def alone() -> None:
         """Threads are counted for the one that sets them."""
-        runtime = load(version, described(document(["value"], ["same"])), INTRA_OP_THREAD_COUNT="1", **asked)
+        runtime = load(version, described(raw_config(["value"], ["same"])), INTRA_OP_THREAD_COUNT="1", **asked)
         threads.append(torch.get_num_threads())
         assert run(runtime, ["same"], value=TEN)["same"].tolist() == [[10, 10]]
 
@@ -279,7 +279,7 @@ def test_parameters_are_tritons(version: Path, described: Describe) -> None:
     torch.set_num_threads(before)
     assert threads == [1]
     with pytest.raises(InvalidArgument) as caught:
-        load(version, described(document(["value"], ["same"])), INTRA_OP_THREAD_COUNT="many")
+        load(version, described(raw_config(["value"], ["same"])), INTRA_OP_THREAD_COUNT="many")
     assert caught.value.field == "INTRA_OP_THREAD_COUNT"
 
 
@@ -288,7 +288,7 @@ def test_unloading_gives_back_what_torch_keeps_of_a_gpu(
 ) -> None:
     """When the weights are gone, and not before."""
     script(Same(), version / "model.pt")
-    runtime: Any = load(version, described(document(["INPUT__0"], ["OUTPUT__0"])))
+    runtime: Any = load(version, described(raw_config(["INPUT__0"], ["OUTPUT__0"])))
     left: list[object] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(runtime._opened))
     runtime.close()

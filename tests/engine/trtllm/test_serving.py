@@ -57,7 +57,7 @@ async def test_a_repository_of_tritons_backend_is_served(
         with hub.open_request("test") as context:
             async with aclosing(hub.acquire(context, "tensorrt_llm").generate(request)) as chunks:
                 assert "".join([chunk.text async for chunk in chunks]) == " w2 w3"
-        config = hub.model_config("tensorrt_llm").document
+        config = hub.model_config("tensorrt_llm").raw
         assert (config["backend"], config["max_batch_size"]) == ("tensorrtllm", 0)
         assert config["output"][0]["name"] == "text_output"
         [llm] = package.made
