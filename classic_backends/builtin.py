@@ -16,8 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..core.errors import InvalidArgument
-from ..core.memory_needs import MemoryNeed
-from ..core.model import ModelConfig, RawConfig
+from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
 from .backend_parameters import read_integer, warn_unknown_parameters
 from .config_completion import sequence_tensor_names

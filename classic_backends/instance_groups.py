@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
-from ..core.memory_needs import MemoryNeed
-from ..core.model import RawConfig
+from ..core.model import MemoryNeed, RawConfig
 from ..processes.host import usable_cores
 from .runtime import InstancePlacement
 

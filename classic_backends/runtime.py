@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from ..core.memory_needs import MemoryNeed
-from ..core.model import ModelConfig, RawConfig
+from ..core.model import MemoryNeed, ModelConfig, RawConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name, with the model's batch dimension first, if it has one. BYTES are object arrays of `bytes`; BF16, for

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from cyclopts import CycloptsPanel
 from cyclopts.exceptions import CycloptsError, UnknownOptionError
 
-from ..core.suggestion import did_you_mean
+from ..core.errors import did_you_mean
 
 _NO_EFFECT = "leave it out: "
 _NOT_SERVED = "not served: "

@@ -1,7 +1,32 @@
-"""Errors that reach a client. Each has a protocol-neutral code, which endpoints map to HTTP and gRPC."""
+"""Errors that reach a client, and words for their messages.
 
+Each has a protocol-neutral code, which endpoints map to HTTP and gRPC.
+"""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import msgspec
+
+_MIN_SIMILARITY = 0.8
+"""The share of letters that a name has in common with a known one, in order; with less it is no misspelling."""
+
+_MAX_NAME_LENGTH = 64
+"""Letters of a name that is compared: comparing takes the product of both lengths."""
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "an object",
+}
+_EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]+)`(?P<limits>.*?)(, got `(?P<got>[^`]+)`)?", re.DOTALL)
+_NAMED = re.compile(r"Object (?P<problem>missing required|contains unknown) field `(?P<name>[^`]*)`")
 
 
 class ErrorCode(StrEnum):
@@ -40,7 +65,7 @@ class InvalidArgument(CharoniaError):
 
 
 class ContextLengthExceeded(InvalidArgument):
-    """A prompt, or what is to come after it, for which the model's length has no room."""
+    """The prompt and the tokens to generate do not fit into the model's length."""
 
 
 class NotFound(CharoniaError):
@@ -52,7 +77,7 @@ class AlreadyExists(CharoniaError):
 
 
 class Unauthenticated(CharoniaError):
-    """No key was shown, or a wrong one."""
+    """The request has no key, or a wrong one."""
 
     code = ErrorCode.UNAUTHENTICATED
 
@@ -62,7 +87,7 @@ class Unavailable(CharoniaError):
 
 
 class ServerExiting(Unavailable):
-    """The server ends. A task that still answers a request then is cancelled with this as the message."""
+    """The server exits. Tasks that still answer requests are cancelled with this as the message."""
 
     retry_after = 1.0
 
@@ -76,13 +101,13 @@ def shutdown_error(cancelled: BaseException | None) -> ServerExiting | None:
 
 
 class NotReady(Unavailable):
-    """What computes is not there now, and will be again: it has ended unexpectedly, say, and is being restarted."""
+    """The model cannot answer now and will again: its process has ended and is being restarted, say."""
 
     retry_after = 1.0
 
 
 class Cancelled(CharoniaError):
-    """Cancelled by somebody else than the client."""
+    """The request was cancelled, and not by its client."""
 
     code = ErrorCode.CANCELLED
 
@@ -96,14 +121,14 @@ class Internal(CharoniaError):
 
 
 class RequestTimeout(Unavailable):
-    """The request's own time ran out before anything was generated for it; Triton's words."""
+    """The request's own timeout expired before anything was generated for it; Triton's message."""
 
     def __init__(self, message: str = "Request timeout expired") -> None:
         super().__init__(message)
 
 
 class QueueFull(CharoniaError):
-    """Refused before any work; worth another try after `retry_after` seconds. `limit`: what too much of waits."""
+    """Refused before any work: too many `limit` wait. Another try may succeed after `retry_after` seconds."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
 
@@ -114,7 +139,7 @@ class QueueFull(CharoniaError):
 
 
 def request_id_prefix(request_id: str) -> str:
-    """The beginning of Triton's messages about one v2 request."""
+    """The prefix of Triton's messages about one v2 request."""
     return f"[request id: {request_id or '<id_unknown>'}] "
 
 
@@ -126,3 +151,35 @@ _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
 def error_from_code(code: str, message: str, field: str | None = None) -> CharoniaError:
     """The error that another process raised, from its code; `Internal` for an unknown code."""
     return _BY_CODE.get(ErrorCode(code), Internal)(message, field=field)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: "; did you mean 'x'?", or nothing where none is similar."""
+    alike = get_close_matches(name.lower(), known, 1, _MIN_SIMILARITY) if len(name) <= _MAX_NAME_LENGTH else []
+    return f"; did you mean '{alike[0]}'?" if alike else ""
+
+
+class ValidationMismatch(NamedTuple):
+    """One violation that msgspec found. `path`: where, as in `messages[0].content`, empty for the whole. `reason`: the
+    requirement ("must be a number <= 1") or the problem. `got`: the value's kind ("a string"), if msgspec tells it."""
+
+    path: str
+    reason: str
+    got: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}, got {self.got}" if self.got else self.reason
+
+
+def describe_validation_error(error: msgspec.ValidationError) -> ValidationMismatch:
+    """A validation error in words for the client."""
+    text, _, where = str(error).partition(" - at ")
+    path = where.rpartition("`$")[2].rstrip("`").lstrip(".")  # of a key: in which object
+    if named := _NAMED.fullmatch(text):
+        path = f"{path}.{named['name']}".lstrip(".")
+        return ValidationMismatch(path, "is missing" if named["problem"].startswith("missing") else "is unknown")
+    if expected := _EXPECTED.fullmatch(text):
+        kinds = " or ".join(_KINDS.get(kind, kind) for kind in expected["kinds"].split(" | ") if kind != "null")
+        got = expected["got"] or ""
+        return ValidationMismatch(path, f"must be {kinds}{expected['limits']}", _KINDS.get(got, got))
+    return ValidationMismatch(path, f"is wrong: {text}")

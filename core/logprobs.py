@@ -1,7 +1,4 @@
-"""Logarithms of probabilities: what a model itself gave tokens, before penalties and temperature.
-
-Natural logarithms throughout. Knows nothing of who computes them.
-"""
+"""Natural logarithms of the probabilities that a model gave tokens, before penalties and temperature."""
 
 from typing import NamedTuple, Self
 
@@ -10,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
-"""Likeliest tokens that may be asked for beside each one."""
+"""The largest number of likeliest tokens that a request may ask for beside each token."""
 
 
 class Logprobs(NamedTuple):
-    """Of one generated token: `chosen` is its own; `ids` are the likeliest tokens, the likeliest first, and `values`
-    theirs."""
+    """Logprobs of one generated token: `chosen` is its own, `values` are those of the likeliest tokens `ids`, in
+    descending order."""
 
     chosen: float
     ids: list[int]
@@ -23,16 +20,16 @@ class Logprobs(NamedTuple):
 
 
 class RankedLogprobs(NamedTuple):
-    """Of one token of a prompt. `rank`: 1 if no token is likelier there, 2 if one is, and so on."""
+    """Logprobs of one token of a prompt. `rank`: 1 if no token is likelier there, 2 if one is, and so on."""
 
     logprobs: Logprobs
     rank: int
 
 
 class PromptLogprobs(NamedTuple):
-    """Of T consecutive tokens of a prompt, from position `first` on; `most` likeliest ones are named beside each.
+    """Logprobs of T consecutive tokens of a prompt, from position `start` on, each with the `top` likeliest ones.
 
-    Columns travel as bytes: `chosen` float32 [T], `ranks` int32 [T], `ids` int32 and `values` float32 [T, most].
+    Columns travel as bytes: `chosen` float32 [T], `ranks` int32 [T], `ids` int32 and `values` float32 [T, top].
     """
 
     start: int
@@ -45,15 +42,14 @@ class PromptLogprobs(NamedTuple):
     @classmethod
     def from_arrays(
         cls,
-        first: int,
+        start: int,
         chosen: NDArray[np.float32],
         ranks: NDArray[np.int32],
         ids: NDArray[np.int32],
         values: NDArray[np.float32],
     ) -> Self:
-        """Of columns [T], [T], [T, most] and [T, most]."""
-        columns = (column.tobytes() for column in (chosen, ranks, ids, values))
-        return cls(first, ids.shape[1], *columns)
+        """Columns of shapes [T], [T], [T, top] and [T, top]."""
+        return cls(start, ids.shape[1], *(column.tobytes() for column in (chosen, ranks, ids, values)))
 
     def __bool__(self) -> bool:
         return bool(self.chosen)
@@ -64,19 +60,17 @@ class PromptLogprobs(NamedTuple):
         return self.start + len(self.chosen) // 4
 
     def from_position(self, position: int) -> Self:
-        """Those from `position` on, which is not before `first`."""
+        """The logprobs from `position` on, which is not before `start`."""
         skipped = 4 * (position - self.start)
-        of_each = skipped * self.top
         return self._replace(
             start=position,
             chosen=self.chosen[skipped:],
             ranks=self.ranks[skipped:],
-            ids=self.ids[of_each:],
-            values=self.values[of_each:],
+            ids=self.ids[skipped * self.top :],
+            values=self.values[skipped * self.top :],
         )
 
     def to_list(self) -> list[RankedLogprobs]:
-        """One after the other."""
         chosen, ranks = np.frombuffer(self.chosen, np.float32).tolist(), np.frombuffer(self.ranks, np.int32).tolist()
         ids = np.frombuffer(self.ids, np.int32).reshape(len(chosen), self.top).tolist()
         values = np.frombuffer(self.values, np.float32).reshape(len(chosen), self.top).tolist()
@@ -85,11 +79,8 @@ class PromptLogprobs(NamedTuple):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token, and the natural logarithm of the probability that the model itself gave it.
-
-    `text` is its own, where half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest tokens in its
-    place, which have no `top`.
-    """
+    """A token with its logprob. In `text` half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest
+    tokens in its place, which have no `top`."""
 
     id: int
     text: str
@@ -99,7 +90,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """A token of the prompt. `given`: what the model gave it, nothing to the first; `rank`: see `RankedLogprobs`."""
+    """A token of the prompt. `given`: its logprob, None for the first; `rank`: see `RankedLogprobs`."""
 
     id: int
     text: str

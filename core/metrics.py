@@ -1,12 +1,12 @@
-"""Measurements of a scrape: the values that instruments have, and the labels they are shown with.
+"""Measurements of a scrape: the values of instruments, and their labels.
 
-Instruments are plain numbers of one event loop: recording takes no lock and about a tenth of a microsecond. Knows no
-metric and no text format; names, types and help of the families stand in telemetry/metric_families.py.
+Instruments are plain numbers of one event loop: recording takes no lock and about a tenth of a microsecond. Names,
+types and help of the metrics are in telemetry/metric_families.py.
 """
 
 import math
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -19,7 +19,7 @@ _WINDOW = 60.0
 
 _SLICES = 6
 _LEAST = 1e-3
-"""Whatever is less counts as this."""
+"""Lesser values count as this."""
 
 
 class Histogram:
@@ -38,7 +38,7 @@ class Histogram:
 
 
 class _TimeSlice(NamedTuple):
-    """`counts` of values by their logarithm; `number`: which slice of all time."""
+    """`counts` of values by their logarithm; `number`: of the slice since the clock's beginning."""
 
     number: int
     counts: Counter[int]
@@ -48,7 +48,7 @@ class QuantileSummary:
     """Quantiles of the last minute's values: Prometheus's summary, in memory that does not grow with the traffic.
 
     Values are counted by their logarithm, so a quantile is right to a hundredth of its value (Masson, Rim and Lee,
-    DDSketch, VLDB 2019). `count` and `sum` are of everything since the start. `quantiles`: those to tell, from 0 to 1.
+    DDSketch, VLDB 2019). `count` and `sum` are of everything since the start; `quantiles` are from 0 to 1.
     """
 
     __slots__ = ("_clock", "_slices", "count", "quantiles", "sum")
@@ -67,15 +67,19 @@ class QuantileSummary:
         self._slices[-1].counts[math.ceil(math.log(max(value, _LEAST)) / _BASE)] += 1
 
     def values(self) -> list[float]:
-        """Each quantile; NaN where nothing was observed of late."""
+        """Each quantile; NaN if nothing was observed in the last minute."""
         self._turn()
         counts = sum((each.counts for each in self._slices), Counter[int]())
+        if not counts:
+            return [math.nan] * len(self.quantiles)
         keys = sorted(counts)
         ranks = list(accumulate(counts[key] for key in keys))
-        return [_quantile(each, keys, ranks) for each in self.quantiles]
+        found = [keys[bisect_right(ranks, quantile * (ranks[-1] - 1))] for quantile in self.quantiles]
+        # The middle of all values that have this key.
+        return [2 * math.exp(key * _BASE) / (math.exp(_BASE) + 1) for key in found]
 
     def _turn(self) -> None:
-        """Begin the slice of now, and forget those that are too old."""
+        """Begin the current slice, and drop those that are too old."""
         now = int(self._clock() * _SLICES / _WINDOW)
         while self._slices and self._slices[0].number <= now - _SLICES:
             self._slices.popleft()
@@ -83,20 +87,11 @@ class QuantileSummary:
             self._slices.append(_TimeSlice(now, Counter()))
 
 
-def _quantile(wanted: float, keys: Sequence[int], ranks: Sequence[int]) -> float:
-    if not keys:
-        return math.nan
-    rank = wanted * (ranks[-1] - 1)
-    key = next(key for key, upto in zip(keys, ranks, strict=True) if upto > rank)
-    # The middle of all that has this key.
-    return 2 * math.exp(key * _BASE) / (math.exp(_BASE) + 1)
-
-
 Labels: TypeAlias = Mapping[str, str]
 
 
 class Reading(NamedTuple):
-    """One series at a scrape; `labels` beyond those of its model."""
+    """One series at a scrape; `labels` are in addition to those of its measurement."""
 
     family: str
     value: float | Histogram | QuantileSummary

@@ -11,17 +11,15 @@ from .statistics import VersionStatistics
 from .tensor import Tensor, TensorSpec
 
 RawConfig: TypeAlias = Mapping[str, Any]
-"""A model's config, or a message in one, as /config shows it: protobuf's JSON mapping with the names of the .proto, in
-its order, plain JSON values throughout."""
+"""A model's config, or a message in one, as /config shows it: protobuf's JSON mapping with the names and order of the
+.proto, plain JSON values throughout."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a model tells the world of itself, after completion. `created`: seconds since the epoch. `fingerprint`: of
-    the files that a language model was read from.
-
-    `raw`: the whole config. `labels`: of the classes of an output, by its name, where it has a label file.
-    """
+    """The completed config of one version. `created`: seconds since the epoch. `fingerprint`: of the files that a
+    language model was read from. `raw`: the whole config. `labels`: the names of the classes of outputs that have a
+    label file, by output."""
 
     name: str
     version: str
@@ -40,7 +38,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """Counters since load; for a language model, tokens that its cache holds for running requests, and could hold."""
+    """Counters since load; for a language model, tokens that its cache holds for running requests, and can hold."""
 
     ready: bool
     success: int = 0
@@ -51,18 +49,43 @@ class ModelStats:
 
 
 class WarmupRequest(NamedTuple):
-    """A request that every instance answers so many `times` before the model is ready."""
+    """A request that every instance answers `times` times before the model is ready."""
 
     request: InferRequest
     times: int = 1
 
 
 class ModelSamples(NamedTuple):
-    """Data that a config asks for and that lies beside it: `warm_up`, in this order; `states`, what the first request
-    of a sequence gets of a state, by the state's input."""
+    """Data that a config names, from files beside it. `initial_states`: of a sequence's first request, by the state's
+    input."""
 
     warmup_requests: Sequence[WarmupRequest] = ()
     initial_states: Mapping[str, Tensor] = {}
+
+
+class MemoryNeed(NamedTuple):
+    """Bytes that a model needs of one memory: of GPU `gpu`, as this process numbers them, or of the host's (None)."""
+
+    size: int
+    gpu: int | None = None
+
+
+class ReservedMemory(NamedTuple):
+    """Bytes. `promised`: all that a model will ever hold; `resident`: the part that is in memory now."""
+
+    promised: int = 0
+    resident: int = 0
+
+    @property
+    def outstanding(self) -> int:
+        return max(0, self.promised - self.resident)
+
+
+@runtime_checkable
+class MemoryHolder(Protocol):
+    """A model that takes the host's memory bit by bit, and knows how much that will be."""
+
+    def reserved_memory(self) -> ReservedMemory: ...
 
 
 class Model(Protocol):
@@ -102,9 +125,9 @@ class TextModel(Model, Protocol):
 
 @runtime_checkable
 class MeasuredModel(Model, Protocol):
-    """A model that counts its requests, and has something to show at a scrape."""
+    """A model that counts its requests, and has readings for a scrape."""
 
     def count(self, context: RequestContext) -> None:
-        """One request that was for this model has ended."""
+        """Count a request for this model that has ended."""
 
     def readings(self) -> Iterator[Reading]: ...

@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from .errors import InvalidArgument
-from .guided_decoding import GuidedDecoding
 from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
 from .tensor import Tensor
 
 ParameterValue: TypeAlias = str | int | float | bool
+GuidedDecodingKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 
 
 class InferRequest(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class InferRequest(msgspec.Struct, frozen=True):
 class InferResponse(msgspec.Struct, frozen=True):
     """One response of the stream that answers an `InferRequest`.
 
-    `final` says that it is the last one; a stream may also end without having said so.
+    `final` marks the last one; a stream may also end without it.
     """
 
     outputs: tuple[Tensor, ...]
@@ -100,18 +100,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1)
         _check("seed", self.seed, "between -2**63 and 2**64 - 1", lambda v: -(2**63) <= v < 2**64)
         for name in ("stop_token_ids", "logit_bias"):
-            _check(
-                name, getattr(self, name), f"at most {MAX_LISTED_TOKENS} tokens", lambda v: len(v) <= MAX_LISTED_TOKENS
-            )
+            tokens = getattr(self, name)
+            _check(name, tokens, f"at most {MAX_LISTED_TOKENS} tokens", lambda v: len(v) <= MAX_LISTED_TOKENS)
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, "made of numbers of at least 0", lambda v: v >= 0)
         truncated = self.truncate_prompt_tokens
         _check("truncate_prompt_tokens", truncated, "-1 or at least 1", lambda v: v == -1 or v >= 1)
-        self._check_shaping()
-        _check_words("stop", self.stop)
-        _check_words("bad_words", self.bad_words)
-
-    def _check_shaping(self) -> None:
         _check("min_p", self.min_p, "between 0 and 1", lambda v: 0 <= v <= 1)
         _check("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda v: 0 < v < float("inf"))
         _check("presence_penalty", self.presence_penalty, "between -2 and 2", lambda v: -2 <= v <= 2)
@@ -126,6 +120,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check("min_tokens", self.min_tokens, "between 0 and max_tokens", lambda v: 0 <= v <= most)
         for name in ("logprobs", "prompt_logprobs"):
             _check(name, getattr(self, name), f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
+        _check_words("stop", self.stop)
+        _check_words("bad_words", self.bad_words)
 
 
 def _check(name: str, value: Any, must_be: str, holds: Any) -> None:
@@ -149,12 +145,13 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A prompt that a chat template still has to render: the model's, or the one given. `variables` are what else it
-    may name. `add_generation_prompt`: it ends with the assistant's turn opened; `continue_final_message`: in the middle
-    of its last message, which the answer goes on with.
+    """A prompt for a chat template to render: the model's, or `chat_template`, with further `variables`.
+
+    `add_generation_prompt`: the prompt ends with the assistant's turn opened. `continue_final_message`: it ends in the
+    middle of the last message, which the answer continues.
 
     Raises:
-        InvalidArgument: both are wanted, or there is nothing to go on with.
+        InvalidArgument: both are set, or there is nothing to continue.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -175,17 +172,44 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 """Text to tokenize, token ids as they are, or a conversation to render."""
 
 
+class GuidedDecoding(NamedTuple):
+    """A constraint on generated text: any JSON, JSON of a schema, a regular expression or an EBNF grammar.
+
+    `text` is the schema, expression or grammar, empty for `json`. `parameter`: the request's parameter, for errors.
+    """
+
+    kind: GuidedDecodingKind
+    text: str = ""
+    parameter: str = "guided_decoding_guide_type"
+
+    @classmethod
+    def from_parameters(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":
+        """The constraint of the parameters `guided_decoding_guide_type` and `guided_decoding_guide`, if any.
+
+        Raises:
+            InvalidArgument: a kind lacks its guide, a guide its kind, or `json` has one.
+        """
+        if kind is None and text:
+            message = "guided_decoding_guide needs guided_decoding_guide_type"
+            raise InvalidArgument(message, field="guided_decoding_guide_type")
+        if kind is not None and (kind == "json") == bool(text):
+            needs = "takes no guide" if kind == "json" else "needs one"
+            message = f"guided_decoding_guide: type '{kind}' {needs}"
+            raise InvalidArgument(message, field="guided_decoding_guide")
+        return None if kind is None else cls(kind, text)
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One text generation. `priority` 0 is the most urgent class; `cache_salt` and the tenant part the prefix cache.
 
-    `timeout`: seconds it may take, from its arrival to its last token; 0 leaves it to the model. `choice` numbers the
-    answers to one prompt: with the same seed, each has random numbers of its own. `choice_count`: answers to each
-    prompt, `prompt_count`: prompts, of the API request that was split into requests like this one. `adapter`: the LoRA
-    adapter by its name; empty is the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the
-    answer begins with the prompt's text. `return_prompt_ids`: its first chunk has the prompt's token ids.
+    `timeout`: seconds from the arrival to the last token; 0 leaves it to the model. `choice` numbers the answers to one
+    prompt: with the same seed, each has random numbers of its own. `choice_count` answers to each of `prompt_count`
+    prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's name, empty for
+    the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the answer begins with the prompt's
+    text. `return_prompt_ids`: its first chunk has the prompt's token ids.
 
     Raises:
-        InvalidArgument: `priority` is negative, or a first answer asks for nothing at all.
+        InvalidArgument: `priority` is negative, or the request asks for nothing at all.
     """
 
     id: str
@@ -210,20 +234,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """The logprobs of the prompt's tokens are wanted."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def prompt_only(self) -> bool:
-        """No token is to be generated."""
+        """Whether no token is to be generated."""
         return self.sampling.max_tokens == 0
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to turn into token ids, by default exactly as `generate` would.
-
-    `special`: add the tokens a text begins with.
-    """
+    """A prompt to turn into token ids, by default exactly as `generate` would."""
 
     prompt: Prompt
     add_special_tokens: bool = True
@@ -241,9 +261,9 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated since the last chunk: unread tokens of a slow reader arrive merged.
 
     `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
-    has a `finish_reason`; `stop_reason` is the string or the token id of the request's that ended the text, None where
-    the model ended it or something else did. `logprobs`: one for each of `token_ids` if they were asked for. `prompt`:
-    in the first chunk, all tokens of the prompt if theirs were. `prompt_ids`: there, too, if they are to be told.
+    has a `finish_reason`; `stop_reason` is the stop string or stop token id of the request that ended the text, if one
+    did. `logprobs`: one for each of `token_ids`, if asked for. In the first chunk, if asked for: `prompt_logprobs`, all
+    tokens of the prompt, and `prompt_ids`.
     """
 
     text: str
@@ -257,7 +277,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
-    """The one chunk that says what all of a stream's chunks say."""
+    """All chunks of a stream as one."""
     return msgspec.structs.replace(
         chunks[-1],
         text="".join(chunk.text for chunk in chunks),

@@ -17,8 +17,8 @@ Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 
 
 class Outcome(StrEnum):
-    """How a request ended. `DONE`: answered, with something other than a generated text; `REJECTED`: no work was done
-    for it; `ERROR`: some was, and the fault is ours."""
+    """How a request ended. `DONE`: answered, with something other than generated text; `REJECTED`: before any work;
+    `ERROR`: after some, by a fault of the server."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,12 +30,12 @@ class Outcome(StrEnum):
 
     @property
     def answered(self) -> bool:
-        """The client got the text that was asked for."""
+        """Whether the client got the text that it asked for."""
         return self in (Outcome.STOP, Outcome.LENGTH)
 
 
 class RequestEnd(NamedTuple):
-    """An outcome, and for a refusal or an error why."""
+    """An outcome, and the reason of a refusal or an error."""
 
     outcome: Outcome
     reason: str = ""
@@ -87,19 +87,19 @@ class RequestSummary(NamedTuple):
     """All sequences of a request as one: tokens added up, each prompt counted once, the earliest and latest times; None
     for values that no sequence has."""
 
-    choices: int
-    prompt: int | None
-    cached: int | None
-    generated: int
-    submitted: float | None
-    begun: float | None
-    first: float | None
-    last: float | None
+    choices: int = 0
+    prompt: int | None = None
+    cached: int | None = None
+    generated: int = 0
+    submitted: float | None = None
+    begun: float | None = None
+    first: float | None = None
+    last: float | None = None
 
 
 class ExecutionTimes(NamedTuple):
-    """Times of a classic model's request, nanoseconds of `time.monotonic_ns`: it was `queued`, its execution `begun`.
-    `spent`: nanoseconds that preparing inputs, computing, and splitting outputs took."""
+    """Times of a classic model's request, by `time.monotonic_ns`: it was `queued`, its execution `begun`. `spent`:
+    nanoseconds that preparing inputs, computing, and splitting outputs took."""
 
     queued: int
     begun: int
@@ -115,9 +115,9 @@ class RequestContext:
 
     `tenant`, `tenant_weight`: the client's, and its fair share beside other tenants. `model`, `version`: as asked for,
     and as resolved once they are found (`model_found`). `answered_at`: when a model without sequences had answered, 0
-    if none did; `execution`: when that model did what. `id` is the protocol's request id, `client_id` that of the
-    header X-Request-Id. `counted`: the model has counted its end. `trace`: what telemetry keeps for a trace file, once
-    the request is `sampled`.
+    if none did; `execution`: the times of its work. `id` is the protocol's request id, `client_id` the header
+    X-Request-Id. `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request
+    is `sampled`.
     """
 
     __slots__ = (
@@ -160,7 +160,7 @@ class RequestContext:
         self._end_listeners: list[Callable[[RequestContext], None]] = []
 
     def on_end(self, listener: Callable[["RequestContext"], None]) -> None:
-        """Call `listener` with this context when the request has ended: the last one added is the first one called."""
+        """Call `listener` with this context when the request has ended; the last one added is called first."""
         self._end_listeners.append(listener)
 
     def __enter__(self) -> Self:
@@ -175,16 +175,16 @@ class RequestContext:
         self.close()
 
     def finish(self) -> None:
-        """Note that a model without sequences has answered."""
+        """Record that a model without sequences has answered."""
         self.answered_at = time.monotonic()
         self._set_worse_end(DONE)
 
     def fail(self, error: Exception) -> None:
-        """Note that the request could not be answered, or not completely."""
+        """Record that the request could not be answered, or not completely."""
         self._set_worse_end(end_for_error(error, any(each.submitted is not None for each in self.sequences)))
 
     def close(self) -> RequestEnd:
-        """End the request: nothing more is sent. Without an end by now, the client left."""
+        """End the request: nothing more is sent. Without an outcome by now, the client left."""
         for sequence in self.sequences:
             self._set_worse_end(sequence.end or CANCELLED)
         self.ended_at = time.monotonic()
@@ -205,15 +205,9 @@ class RequestContext:
         return self._summary
 
 
-_NO_SEQUENCES = RequestSummary(0, None, None, 0, None, None, None, None)
-
-
 def _summarise(records: list[SequenceRecord]) -> RequestSummary:
     if not records:
-        return _NO_SEQUENCES
-    if len(records) == 1:
-        [one] = records
-        return RequestSummary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)
+        return RequestSummary()
     first_choices = [record for record in records if record.choice == 0]
     return RequestSummary(
         choices=len(records),

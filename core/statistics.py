@@ -1,7 +1,4 @@
-"""Statistics of a model's version since it was loaded, with the names of v2's statistics extension.
-
-Plain numbers; knows neither who counts them nor how a protocol writes them.
-"""
+"""Statistics of a model's version since it was loaded, with the names of v2's statistics extension."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +17,7 @@ NO_DURATION = StatisticDuration()
 
 
 class InferenceStatistics(NamedTuple):
-    """Of requests: a successful one counts in `success` and `queue`, and in the computes unless a cache had it."""
+    """Statistics of requests: a successful one counts in `success`, `queue` and, unless a cache had it, `compute_*`."""
 
     success: StatisticDuration = NO_DURATION
     fail: StatisticDuration = NO_DURATION
@@ -33,7 +30,7 @@ class InferenceStatistics(NamedTuple):
 
 
 class BatchStatistics(NamedTuple):
-    """Of executions with `batch_size` requests' items together."""
+    """Statistics of the executions with `batch_size` requests' items together."""
 
     batch_size: int
     compute_input: StatisticDuration = NO_DURATION
@@ -42,7 +39,7 @@ class BatchStatistics(NamedTuple):
 
 
 class ResponseStatistics(NamedTuple):
-    """Of the responses in one place of a decoupled model's streams: the first ones, the second ones, and so on."""
+    """Statistics of the responses at one place of a decoupled model's streams: the first ones, the second ones..."""
 
     compute_infer: StatisticDuration = NO_DURATION
     compute_output: StatisticDuration = NO_DURATION
@@ -60,19 +57,16 @@ class MemoryUsage(NamedTuple):
     byte_size: int
 
 
-_NOTHING = InferenceStatistics()
-
-
 @dataclass(frozen=True, slots=True)
 class VersionStatistics:
-    """`last_inference`: milliseconds since the epoch, 0 if there was none. `inference_count` counts the items of
-    batches, `execution_count` the batches. `responses` by their place, as a string. `explain`: how often requests
-    that might have shared an execution did not, by the reason."""
+    """Statistics of a version. `last_inference`: milliseconds since the epoch, 0 if there was none. `inference_count`
+    counts the items of batches, `execution_count` the batches. `responses` by their place, as a string. `explain`: how
+    often requests that might have shared an execution did not, by the reason."""
 
     last_inference: int = 0
     inference_count: int = 0
     execution_count: int = 0
-    inference: InferenceStatistics = _NOTHING
+    inference: InferenceStatistics = field(default_factory=InferenceStatistics)
     batches: tuple[BatchStatistics, ...] = ()
     responses: Mapping[str, ResponseStatistics] = field(default_factory=dict)
     memory: tuple[MemoryUsage, ...] = ()

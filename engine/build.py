@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.memory_needs import MemoryNeed
-from ..core.model import TextModel
+from ..core.model import MemoryNeed, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.weight_files import find_weights

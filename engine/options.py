@@ -9,9 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from ..core.errors import InvalidArgument
-from ..core.suggestion import did_you_mean
-from ..core.validation_errors import describe_validation_error
+from ..core.errors import InvalidArgument, describe_validation_error, did_you_mean
 from ..scheduler.config import SchedulerConfig
 from .config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
 

@@ -9,7 +9,8 @@ import math
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +59,19 @@ def usable_cores(root: Path = _ROOT) -> Cores:
     physical = {_siblings(root, cpu) for cpu in usable}
     nodes = [node for node in _nodes(root) if node & usable]
     return Cores(len(usable), len(physical), max(len(nodes), 1), min(_quotas(root), default=math.inf))
+
+
+def resident_memory_of(pids: Iterable[int], root: Path = _ROOT) -> int:
+    """Bytes of anonymous and shared memory of these processes and all that they started; 0 for one that has ended."""
+    total = 0
+    for process in [root / "proc" / str(pid) for pid in pids]:
+        with suppress(OSError):
+            lines = (process / "status").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+            # The kernel lists children by the thread that started them.
+            children = [int(pid) for each in process.glob("task/*/children") for pid in each.read_text().split()]
+            total += resident_memory_of(children, root)
+    return total
 
 
 def available_memory(root: Path = _ROOT) -> int:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
-from ..core.memory_needs import MemoryNeed
-from ..core.model import MeasuredModel, Model, ModelConfig, ModelSamples
+from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds that it took once it is done, detail."""

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.memory_needs import MemoryNeed
-from ..core.model import Model, ModelConfig, ModelSamples
+from ..core.model import MemoryNeed, Model, ModelConfig, ModelSamples
 from ..telemetry.gpus import usable_gpus
 from .backend_registry import (
     OnProgress,

@@ -11,8 +11,8 @@ from functools import partial
 from types import MappingProxyType
 
 from ..core.errors import Unavailable
-from ..core.memory_needs import MemoryHolder, MemoryNeed
 from ..core.metrics import Measurement, Reading
+from ..core.model import MemoryHolder, MemoryNeed
 from ..processes.host import available_memory
 from ..telemetry.gpus import Gpus, usable_gpus
 

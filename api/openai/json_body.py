@@ -12,9 +12,7 @@ import msgspec
 import orjson
 from starlette.requests import Request
 
-from ...core.errors import InvalidArgument, NotFound
-from ...core.suggestion import did_you_mean
-from ...core.validation_errors import describe_validation_error
+from ...core.errors import InvalidArgument, NotFound, describe_validation_error, did_you_mean
 from ..chunked_json import (
     MAX_IDS,
     MAX_VALUES,

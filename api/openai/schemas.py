@@ -11,9 +11,8 @@ import msgspec
 import orjson
 
 from ...core.errors import InvalidArgument
-from ...core.guided_decoding import GuidedDecoding, GuidedDecodingKind
 from ...core.logprobs import MAX_LOGPROBS
-from ...core.request import SamplingParams
+from ...core.request import GuidedDecoding, GuidedDecodingKind, SamplingParams
 from .json_body import NoOpValues
 
 _NO_OP_VALUES: NoOpValues = {

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
-from ...core.memory_needs import MemoryNeed
-from ...core.model import ModelConfig, RawConfig
+from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import torch_has_cuda
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.encoder_tokenizer import EncodedText, EncoderTokenizer

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ...core.errors import CharoniaError, Internal, error_from_code
-from ...core.memory_needs import MemoryNeed
-from ...core.model import ModelConfig, RawConfig
+from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ..backend_parameters import read_choice
 from ..config_completion import declares_tensors
 from ..instance_groups import read_instance_slots, with_one_instance

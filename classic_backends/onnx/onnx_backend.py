@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
-from ...core.memory_needs import MemoryNeed
-from ...core.model import ModelConfig, RawConfig
+from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import release_free_memory
 from ..backend_parameters import warn_unknown_parameters
 from ..config_completion import check_config_matches, complete_config, declares_tensors

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import Internal, InvalidArgument, Unsupported
-from ...core.memory_needs import MemoryNeed
-from ...core.model import ModelConfig, RawConfig
+from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import torch_has_cuda
 from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
 from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors

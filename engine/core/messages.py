@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from ...core.guided_decoding import GuidedDecoding
 from ...core.logprobs import Logprobs, PromptLogprobs
+from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import SamplerParams
 from ...scheduler.sequence import GREEDY

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import msgspec
 
 from ...core.errors import NotReady
-from ...core.memory_needs import ReservedMemory, resident_memory_of
+from ...core.model import ReservedMemory
 from ...core.request import GenerateRequest
-from ...processes.host import available_memory, usable_cores
+from ...processes.host import available_memory, resident_memory_of, usable_cores
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..config import EngineConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady, EngineLoad

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...core.errors import Unavailable
-from ...core.memory_needs import MemoryHolder, ReservedMemory
 from ...core.metrics import Reading
-from ...core.model import ModelConfig, ModelStats
+from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ...core.request_context import Outcome, RequestContext
 from ...core.statistics import VersionStatistics

@@ -9,12 +9,9 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import orjson
 
-from ...core.errors import InvalidArgument
-from ...core.guided_decoding import GuidedDecoding, GuidedDecodingKind
-from ...core.request import ParameterValue, SamplingParams
-from ...core.suggestion import did_you_mean
+from ...core.errors import InvalidArgument, describe_validation_error, did_you_mean
+from ...core.request import GuidedDecoding, GuidedDecodingKind, ParameterValue, SamplingParams
 from ...core.tensor import Tensor
-from ...core.validation_errors import describe_validation_error
 
 T = TypeVar("T")
 Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

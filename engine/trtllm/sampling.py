@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidArgument
-from ...core.guided_decoding import GuidedDecoding
+from ...core.request import GuidedDecoding
 from ...scheduler.plan import LogitsParams, SamplerParams
 from ..core.messages import AddRequest
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.memory_needs import MemoryNeed
+from charonia.core.model import MemoryNeed
 from charonia.engine import build
 from charonia.engine.build import language_model, memory_needed
 from charonia.processes.host import usable_cores

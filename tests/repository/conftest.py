@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
-from charonia.core.memory_needs import MemoryNeed
-from charonia.core.model import Model, ModelConfig, ModelSamples, ModelStats
+from charonia.core.model import MemoryNeed, Model, ModelConfig, ModelSamples, ModelStats
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.statistics import VersionStatistics

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
-from charonia.core.memory_needs import MemoryNeed, ReservedMemory
 from charonia.core.metrics import Reading
-from charonia.core.model import ModelConfig
+from charonia.core.model import MemoryNeed, ModelConfig, ReservedMemory
 from charonia.repository import backend_registry, lifecycle
 from charonia.repository import builder as builders
 from charonia.repository import memory_budget as budgets

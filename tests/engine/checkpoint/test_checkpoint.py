@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from charonia.core.errors import InvalidArgument, NotFound
-from charonia.core.memory_needs import MemoryNeed
+from charonia.core.model import MemoryNeed
 from charonia.engine.build import memory_needed
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint

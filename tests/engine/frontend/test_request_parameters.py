@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.guided_decoding import GuidedDecoding
-from charonia.core.request import InferRequest, SamplingParams
+from charonia.core.request import GuidedDecoding, InferRequest, SamplingParams
 from charonia.core.tensor import Tensor
 from charonia.engine.frontend.infer import parse_infer_request
 from charonia.engine.frontend.request_parameters import ResponseOptions, parse_request_parameters

@@ -8,7 +8,6 @@ from contextlib import aclosing
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from charonia.core.guided_decoding import GuidedDecoding
 from charonia.core.metrics import Histogram
 from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
@@ -17,6 +16,7 @@ from charonia.core.request import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
+    GuidedDecoding,
     Prompt,
     SamplingParams,
     TokenizeRequest,

@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable, Unsupported
-from charonia.core.guided_decoding import GuidedDecoding
 from charonia.core.metrics import Histogram
-from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, SamplingParams, join_chunks
+from charonia.core.request import (
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    GuidedDecoding,
+    SamplingParams,
+    join_chunks,
+)
 from charonia.core.request_context import RequestContext
 from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import tensorrt_llm, trtllm_engine_spec

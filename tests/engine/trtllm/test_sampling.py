@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.guided_decoding import GuidedDecoding
+from charonia.core.request import GuidedDecoding
 from charonia.engine.core.messages import AddRequest
 from charonia.engine.trtllm.sampling import SamplingTranslator
 from charonia.scheduler.plan import LogitsParams, SamplerParams

@@ -1,11 +1,11 @@
-"""What a client is told of a value of the wrong kind."""
+"""Messages about values of the wrong kind, and about unknown names."""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
 
-from charonia.core.validation_errors import describe_validation_error
+from charonia.core.errors import describe_validation_error, did_you_mean
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,3 +49,22 @@ def test_what_is_wrong_and_where(value: Any, path: str, said: str) -> None:
         msgspec.convert(value, Outer)
     found = describe_validation_error(refusal.value)
     assert (found.path, str(found)) == (path, said)
+
+
+KNOWN = ("max_tokens", "temperature", "top_k", "top_p", "stop", "n")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokenss", "max_tokens"),
+        ("MAX_TOKENS", "max_tokens"),
+        ("temprature", "temperature"),
+        ("topk", "top_k"),
+        ("stream", ""),
+        ("", ""),
+        ("max_tokens" * 1_000_000, ""),
+    ],
+)
+def test_a_similar_name_is_suggested(name: str, meant: str) -> None:
+    assert did_you_mean(name, KNOWN) == (f"; did you mean '{meant}'?" if meant else "")

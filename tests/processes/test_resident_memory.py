@@ -5,15 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from charonia.core.memory_needs import ReservedMemory, resident_memory_of
+from charonia.core.model import ReservedMemory
+from charonia.processes.host import resident_memory_of
 
 
 def process(root: Path, pid: int, anonymous: int, shared: int = 0, children: str = "") -> None:
-    (root / str(pid) / "task" / str(pid)).mkdir(parents=True)
-    (root / str(pid) / "status").write_text(
+    (root / "proc" / str(pid) / "task" / str(pid)).mkdir(parents=True)
+    (root / "proc" / str(pid) / "status").write_text(
         f"Name:\tx\nRssAnon:\t{anonymous} kB\nRssFile:\t9 kB\nRssShmem:\t{shared} kB\n"
     )
-    (root / str(pid) / "task" / str(pid) / "children").write_text(children)
+    (root / "proc" / str(pid) / "task" / str(pid) / "children").write_text(children)
 
 
 def test_a_process_counts_with_all_below_it(tmp_path: Path) -> None:
