@@ -8,17 +8,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Parameter
 
 from .. import __version__
 from ..core.errors import CharoniaError, InvalidArgument
-from ..engine.options import EngineOptions
-from .cloud_options import CloudOptions
-from .grpc_options import GrpcOptions
-from .http_options import HttpOptions
-from .key_options import KeyOptions
-from .repository_options import CheckOptions, RepositoryOptions
-from .server_options import ServerOptions
+from .options import ConfigOptions, ServeOptions
 from .triton_flags import TritonFlags
 from .vllm_flags import format_usage_error, vllm_flag_table
 
@@ -29,12 +23,6 @@ app = App(
     result_action="return_value",  # main has more to do before it ends with that status
     error_formatter=format_usage_error,
 )
-
-
-def _group(name: str, place: int) -> Parameter:
-    """The flags of one class, under a heading of their own in the help."""
-    return Parameter("*", group=Group(name, sort_key=place))
-
 
 _EXAMPLES = """Examples:
 
@@ -53,13 +41,7 @@ def serve(
     model: str | None = None,
     /,
     *,
-    repository: Annotated[RepositoryOptions, _group("Models", 1)] = RepositoryOptions(),  # noqa: B008
-    engine: Annotated[EngineOptions, _group("Language models", 2)] = EngineOptions(),  # noqa: B008
-    server: Annotated[ServerOptions, _group("Server", 3)] = ServerOptions(),  # noqa: B008
-    http: Annotated[HttpOptions, _group("HTTP", 4)] = HttpOptions(),  # noqa: B008
-    access: Annotated[KeyOptions, _group("Keys", 5)] = KeyOptions(),  # noqa: B008
-    grpc: Annotated[GrpcOptions, _group("gRPC", 6)] = GrpcOptions(),  # noqa: B008
-    cloud: Annotated[CloudOptions, _group("Clouds", 7)] = CloudOptions(),  # noqa: B008
+    options: Annotated[ServeOptions, Parameter("*")] = ServeOptions(),  # noqa: B008
     triton: Annotated[TritonFlags, Parameter("*", show=False)] = TritonFlags(),  # noqa: B008
 ) -> int:
     """Serve models until SIGTERM or SIGINT; a second one forces.
@@ -72,35 +54,19 @@ def serve(
     import uvloop
 
     from ..telemetry.logging_setup import configured_logging
-    from ..telemetry.metric_families import parse_metrics_config
     from ..telemetry.tracing import open_tracer, otlp_endpoint
-    from .endpoint_settings import endpoint_settings
-    from .plan import (
-        ServePlan,
-        check_triton_flags,
-        selection_from_flags,
-        shared_state,
-        warn_of_unprotected_control,
-    )
+    from .plan import plan_server
     from .serve import run
 
-    if repository.download_dir is not None:
-        os.environ["HF_HUB_CACHE"] = str(
-            repository.download_dir
-        )  # read by the hub's library, here and in what we start
-    server, repository = triton.renamed.apply_to_server(server), triton.renamed.apply_to_repository(repository)
+    options = triton.completed(options)
+    if options.repository.download_dir is not None:  # read by the hub's library, here and in child processes
+        os.environ["HF_HUB_CACHE"] = str(options.repository.download_dir)
     try:
-        with configured_logging(server.log_settings) as logs:
-            check_triton_flags(triton)
-            doors, metrics = (
-                endpoint_settings(server, http, access, grpc, cloud),
-                parse_metrics_config(server.metrics_config),
-            )
-            warn_of_unprotected_control(repository, server, grpc, doors)
-            chosen = selection_from_flags(model, repository, engine, metrics)
-            plan = ServePlan(doors, chosen, shared_state(server, logs), server, grpc, metrics)
+        with configured_logging(options.server.log_settings) as logs:
+            triton.check()
+            plan = plan_server(model, options, logs)
             spans = plan.shared.traces.settings().spans
-            endpoint = otlp_endpoint(server.otlp_traces_endpoint, os.environ, spans)
+            endpoint = otlp_endpoint(options.server.otlp_traces_endpoint, os.environ, spans)
             with open_tracer(endpoint, __version__, spans) as tracer:
                 return uvloop.run(run(plan, tracer))
     except CharoniaError as error:
@@ -113,7 +79,7 @@ def check(
     /,
     *,
     tensorrt_llm: Annotated[bool, Parameter(negative=())] = False,
-    options: Annotated[CheckOptions, Parameter("*")] = CheckOptions(),  # noqa: B008
+    options: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions(),  # noqa: B008
 ) -> int:
     """Say what is wrong with a model repository, without serving it; the status is 1 if a model would not load.
 

@@ -17,8 +17,8 @@ from ..repository.model_control import ExplicitModelControl
 from ..repository.model_source import ModelSource, checkpoint_source, is_repository
 from ..repository.response_cache import parse_cache_config
 from ..repository.watcher import RepositoryWatcher
+from .options import RepositoryOptions
 from .progress_display import ProgressDisplay
-from .repository_options import RepositoryOptions
 
 _ALL_MODELS = "*"
 _REPOSITORY_ALTERNATIVES = {
@@ -30,20 +30,12 @@ _REPOSITORY_ALTERNATIVES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSelection:
-    """`single`: one checkpoint was asked for; without it there is nothing to do."""
+    """What is served, and how it is loaded. `is_single_checkpoint`: one alone, without which nothing is served."""
 
     catalog: RepositoryCatalog
     builder: ModelBuilder
     options: RepositoryOptions
     is_single_checkpoint: bool
-
-    @property
-    def startup_models(self) -> list[str]:
-        """The models to load at the start."""
-        wanted = self.options.load_model
-        if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
-            return list(dict.fromkeys(wanted))
-        return self.catalog.model_names()
 
     def create_watcher(self, gateway: InProcessGateway) -> RepositoryWatcher:
         """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
@@ -54,8 +46,11 @@ class ModelSelection:
     async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:
         """Load the models of the start, and show the progress; whether enough of them are loaded to serve.
         `strict`: all of them must be."""
+        names, wanted = self.catalog.model_names(), self.options.load_model
+        if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
+            names = list(dict.fromkeys(wanted))
         with ProgressDisplay() as display:
-            complete = await watcher.load_initial(self.startup_models, display)
+            complete = await watcher.load_initial(names, display)
         if not complete and strict and not self.is_single_checkpoint:
             print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
         return complete or not (strict or self.is_single_checkpoint)
@@ -84,22 +79,22 @@ def select_models(
     Raises:
         InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
     """
-    _check_mode(options)
+    if options.load_model and options.model_control_mode != "explicit":
+        raise InvalidArgument("Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
+    if _ALL_MODELS in options.load_model and options.load_model != (_ALL_MODELS,):
+        raise InvalidArgument("--load-model * stands for all models and must be the only one")
     repositories = list(options.model_repository)
     single = None if model is None else _single_checkpoint(model, options, engine)
     if model is not None and single is None:
         repositories.append(Path(model))
-    if single is None:
-        _refuse_for_repository(options, engine, repositories)
-    elif not repositories:
-        _refuse_for_checkpoint(options)
-    catalog = RepositoryCatalog(repositories, single, options.model_config_name)
+    _check_flags(options, engine, single is not None, bool(repositories))
+    catalog = RepositoryCatalog(repositories, single, options.configs.model_config_name)
     limit = f"execution_timeout_secs={options.execution_timeout_secs:g}"  # as if it were said of all backends
-    backends = BackendSettings.parse((limit, *options.backend_config))
+    backends = BackendSettings.parse((limit, *options.configs.backend_config))
     cache = parse_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
     budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
-    builder = ModelBuilder(backends, not options.disable_auto_complete_config, budget, quantiles, cache)
+    builder = ModelBuilder(backends, not options.configs.disable_auto_complete_config, budget, quantiles, cache)
     return ModelSelection(catalog, builder, options, single is not None and not repositories)
 
 
@@ -108,7 +103,10 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
     try:
         if Path(model).is_dir() and is_repository(Path(model)):
             return None
-        _check_backend(options.backend)
+        if options.backend and canonical_backend(options.backend) not in CHECKPOINT_BACKENDS:
+            *others, last = CHECKPOINT_BACKENDS
+            message = f"--backend {options.backend} serves no checkpoint; {', '.join(others)} and {last} do"
+            raise InvalidArgument(message)
         if options.revision and Path(model).exists():
             raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is a directory")
         wanted = f"{model}@{options.revision}" if options.revision else model
@@ -117,32 +115,17 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
         raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
 
 
-def _check_backend(backend: str) -> None:
-    if backend and canonical_backend(backend) not in CHECKPOINT_BACKENDS:
-        *others, last = CHECKPOINT_BACKENDS
-        raise InvalidArgument(f"--backend {backend} serves no checkpoint; {', '.join(others)} and {last} do")
-
-
-def _check_mode(options: RepositoryOptions) -> None:
-    if options.load_model and options.model_control_mode != "explicit":
-        raise InvalidArgument("Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
-    if _ALL_MODELS in options.load_model and options.load_model != (_ALL_MODELS,):
-        raise InvalidArgument("--load-model * stands for all models and must be the only one")
-
-
-def _refuse_for_checkpoint(options: RepositoryOptions) -> None:
-    if options.model_control_mode != "none":
+def _check_flags(options: RepositoryOptions, engine: Mapping[str, str], single: bool, repositories: bool) -> None:
+    """Raises `InvalidArgument` for flags that do not go with a `single` checkpoint, or with `repositories`."""
+    if not single and not repositories:
+        raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
+    if not repositories and options.model_control_mode != "none":
         flag = f"--model-control-mode {options.model_control_mode}"
         raise InvalidArgument(
             f"{flag} is for a model repository; a single checkpoint is served as long as the server runs"
         )
-
-
-def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str], repositories: list[Path]) -> None:
-    if not repositories:
-        raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
     flags = [*engine, *(name for name in ("served_model_name", "backend", "revision") if getattr(options, name))]
-    if flags:
+    if not single and flags:
         flag = f"--{flags[0].replace('_', '-')}"
         instead = _REPOSITORY_ALTERNATIVES.get(flags[0], "set it in config.pbtxt")
         raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, {instead}")

@@ -1,21 +1,26 @@
-"""The plan of a server, from the options of the command line: models, endpoints, shared state. Opens no port."""
+"""The plan of a server: options of the command line become models, endpoints and shared state. Opens no port."""
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..engine.options import EngineOptions
+from ..api.api_keys import Keyring, load_keyring
+from ..api.grpc.call_policy import GrpcCallPolicy, build_call_policy
+from ..api.grpc.settings import GrpcSettings, load_tls_files
+from ..api.header_forwarding import HeaderForwarding
+from ..api.http.rules import HttpRules, parse_allowed_origins
+from ..api.restricted_apis import read_restrictions
+from ..api.tls import KeyPair, parse_key_pair
+from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.log_settings import LogControl
-from ..telemetry.metric_families import MetricsConfig
+from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_file import check_trace_file
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
-from .endpoint_settings import EndpointSettings
-from .grpc_options import GrpcOptions
 from .model_selection import ModelSelection, select_models
-from .repository_options import RepositoryOptions
-from .server_options import ServerOptions, is_true
-from .triton_flags import TritonFlags
+from .options import CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
 
 log = logging.getLogger(__name__)
 
@@ -24,65 +29,97 @@ _LOADS = "model-repository"
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """Who may use which endpoint, and how. `tls`: of HTTP."""
+
+    keys: Keyring
+    http: HttpRules
+    grpc: GrpcSettings
+    grpc_policy: GrpcCallPolicy
+    tls: KeyPair | None
+    clouds: tuple[CloudEndpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ServePlan:
     """The models to serve, and how."""
 
+    options: ServeOptions
     endpoints: EndpointSettings
     selection: ModelSelection
     shared: SharedState
-    server: ServerOptions
-    grpc: GrpcOptions
     metrics: MetricsConfig
 
 
-def check_triton_flags(options: TritonFlags) -> None:
-    """Warn of flags of tritonserver that have no effect, and refuse those that would be missed.
+def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> ServePlan:
+    """Read the files and the environment that the options name, and warn of what is risky or has no effect.
 
     Raises:
-        Unsupported: that is so; the message names the flag.
+        CharoniaError: there is nothing to serve, or an option means nothing or contradicts another.
     """
-    options.unsupported.check()
-    if options.ignored.given:
-        log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.ignored.given))
+    endpoints, metrics = endpoint_settings(options), parse_metrics_config(options.server.metrics_config)
+    warn_of_unprotected_control(options, endpoints)
+    engine = {name: str(value) for name, value in options.engine.given().items()}
+    selection = select_models(model, options.repository, engine, metrics.quantiles if metrics.summaries else ())
+    return ServePlan(options, endpoints, selection, _shared_state(options.server, logs), metrics)
 
 
-def warn_of_unprotected_control(
-    repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, endpoints: EndpointSettings
-) -> None:
+def endpoint_settings(options: ServeOptions) -> EndpointSettings:
+    """Raises `InvalidArgument` for keys or TLS files that are no good, and as the functions below do."""
+    grpc = parse_grpc_settings(options.grpc)
+    tls = parse_key_pair(options.server.http_server_cert, options.server.http_server_key, "--http-server")
+    keys = load_keyring(options.keys.api_key, options.keys.api_key_file)
+    policy = build_call_policy(options.grpc.grpc_restricted_protocol, options.grpc.grpc_header_forward_pattern, keys)
+    clouds = parse_clouds(options.cloud, os.environ)
+    return EndpointSettings(keys, parse_http_rules(options.http), grpc, policy, tls, clouds)
+
+
+def parse_http_rules(options: HttpOptions) -> HttpRules:
+    """Raises `InvalidArgument` for a flag that means nothing."""
+    required = read_restrictions(options.http_restricted_api, "--http-restricted-api")
+    forwarding = HeaderForwarding(options.http_header_forward_pattern)
+    origins = parse_allowed_origins(options.allowed_origins)
+    return HttpRules(forwarding, required, origins, options.http_body_timeout_secs)
+
+
+def parse_grpc_settings(options: GrpcOptions) -> GrpcSettings:
+    """Raises `InvalidArgument` for TLS files that are no good."""
+    tls, mutual = None, is_true(options.grpc_use_ssl_mutual)
+    if mutual or is_true(options.grpc_use_ssl):
+        tls = load_tls_files(options.grpc_server_cert, options.grpc_server_key, options.grpc_root_cert, mutual)
+    compression = options.grpc_infer_response_compression_level
+    return GrpcSettings(options.grpc_address, tls, compression, options.channel_options)
+
+
+def parse_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple[CloudEndpoint, ...]:
+    """Raises `InvalidArgument` where the environment lacks what an endpoint needs; the message names the variable."""
+    clouds = []
+    if is_true(options.allow_sagemaker):
+        clouds.append(sagemaker_endpoint(options.sagemaker_port, environment))
+    if is_true(options.allow_vertex_ai):
+        clouds.append(vertex_ai_endpoint(options.vertex_ai_port, options.vertex_ai_default_model, environment))
+    return tuple(clouds)
+
+
+def warn_of_unprotected_control(options: ServeOptions, endpoints: EndpointSettings) -> None:
     """In mode explicit, warn of endpoints that let everybody load a model, and so run the code that it brings."""
-    if repository.model_control_mode != "explicit" or endpoints.keys:
+    if options.repository.model_control_mode != "explicit" or endpoints.keys:
         return
-    doors = {
-        "HTTP": is_true(server.allow_http) and _LOADS not in endpoints.http.required_headers,
-        "gRPC": is_true(grpc.allow_grpc) and "RepositoryModelLoad" not in endpoints.grpc_policy.required_headers,
-    }
-    if any(doors.values()):
+    open_endpoints = []
+    if is_true(options.server.allow_http) and _LOADS not in endpoints.http.required_headers:
+        open_endpoints.append("HTTP")
+    if is_true(options.grpc.allow_grpc) and "RepositoryModelLoad" not in endpoints.grpc_policy.required_headers:
+        open_endpoints.append("gRPC")
+    if open_endpoints:
         log.warning(
             "whoever reaches this server over %s may load models, which is to run code here: set --api-key-file, or "
             "restrict '%s' by --http-restricted-api and --grpc-restricted-protocol",
-            " or ".join(door for door, everybody in doors.items() if everybody),
+            " or ".join(open_endpoints),
             _LOADS,
         )
 
 
-def selection_from_flags(
-    model: str | None, repository: RepositoryOptions, engine: EngineOptions, metrics: MetricsConfig
-) -> ModelSelection:
-    """The models that the flags ask for.
-
-    Raises:
-        InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
-    """
-    given = {name: str(value) for name, value in engine.given().items()}
-    return select_models(model, repository, given, metrics.quantiles if metrics.summaries else ())
-
-
-def shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
-    """The state that all models share: client shared memory, log and trace settings.
-
-    Raises:
-        InvalidArgument: --trace-config says what it cannot, or names a file that cannot be written.
-    """
+def _shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
     traces = parse_trace_config(server.trace_config)
     check_trace_file(traces)
     if traces.spans is not None and TENSORS in traces.trace_level:

@@ -2,15 +2,14 @@
 
 import errno
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from typing import NamedTuple
 
 from ..api.triton.clouds import CloudEndpoint
 from ..core.errors import InvalidArgument, Unavailable
-from .grpc_options import GrpcOptions
-from .server_options import ServerOptions, is_true
+from .options import GrpcOptions, ServerOptions, is_true
 
 _EVERYWHERE = {"0.0.0.0", "::"}
 _PORTS_FAULT = (errno.EADDRINUSE, errno.EACCES)
@@ -37,39 +36,27 @@ def reserve_ports(
     """
     if not is_true(server.allow_http) and not is_true(grpc.allow_grpc) and not clouds:
         raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
-    with ExitStack() as stack, _http(server) as http, _grpc(grpc) as rpc, _metrics(server) as metrics:
-        others = {
-            each.flag: stack.enter_context(bind_port(server.http_address, each.port, each.flag)) for each in clouds
-        }
-        doors = {"--http-port": http, "--grpc-port": rpc, "--metrics-port": metrics, **others}
-        _check_apart({flag: sock for flag, sock in doors.items() if sock is not None})
-        yield ReservedPorts(http, rpc, metrics, tuple(others.values()))
+    with ExitStack() as stack:
+        ports: dict[str, socket.socket] = {}
 
+        def reserve(flag: str, address: str, port: int, shared: bool = False) -> None:
+            ports[flag] = stack.enter_context(bind_port(address, port, flag, shared))
 
-def _check_apart(ports: Mapping[str, socket.socket]) -> None:
-    """Raises `InvalidArgument` for equal ports: a port that nothing listens on yet can be reserved twice."""
-    for (one, mine), (other, theirs) in combinations(ports.items(), 2):
-        (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
-        if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):
-            raise InvalidArgument(f"{one} and {other} are both {port}")
-
-
-def _http(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:
-    if not is_true(server.allow_http):
-        return nullcontext()
-    return bind_port(server.http_address, server.http_port, "--http-port", is_true(server.reuse_http_port))
-
-
-def _grpc(grpc: GrpcOptions) -> AbstractContextManager[socket.socket | None]:
-    if not is_true(grpc.allow_grpc):
-        return nullcontext()
-    return bind_port(grpc.grpc_address, grpc.grpc_port, "--grpc-port", is_true(grpc.reuse_grpc_port))
-
-
-def _metrics(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:
-    if not is_true(server.allow_metrics):
-        return nullcontext()
-    return bind_port(server.metrics_address or server.http_address, server.metrics_port, "--metrics-port")
+        if is_true(server.allow_http):
+            reserve("--http-port", server.http_address, server.http_port, is_true(server.reuse_http_port))
+        if is_true(grpc.allow_grpc):
+            reserve("--grpc-port", grpc.grpc_address, grpc.grpc_port, is_true(grpc.reuse_grpc_port))
+        if is_true(server.allow_metrics):
+            reserve("--metrics-port", server.metrics_address or server.http_address, server.metrics_port)
+        for cloud in clouds:
+            reserve(cloud.flag, server.http_address, cloud.port)
+        for (flag, mine), (other, theirs) in combinations(ports.items(), 2):
+            (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
+            # A port that nothing listens on yet can be reserved twice.
+            if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):
+                raise InvalidArgument(f"{flag} and {other} are both {port}")
+        http, rpc, metrics = (ports.get(flag) for flag in ("--http-port", "--grpc-port", "--metrics-port"))
+        yield ReservedPorts(http, rpc, metrics, [ports[cloud.flag] for cloud in clouds])
 
 
 def bind_port(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:

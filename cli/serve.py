@@ -24,14 +24,14 @@ from ..telemetry.request_log import log_request
 from ..telemetry.trace_file import TraceFileWriter
 from ..telemetry.trace_settings import TraceControl
 from ..telemetry.tracing import SamplingTracer
+from .options import is_true
 from .plan import ServePlan
 from .ports import ReservedPorts, reserve_ports
-from .server_options import is_true
 
 if TYPE_CHECKING:
     from ..api.prometheus import MetricsSource
     from ..telemetry.otlp import OtlpTracer
-    from .frontend_servers import FrontendServers, ServerGroup
+    from .frontend_servers import FrontendServers
 
 log = logging.getLogger(__name__)
 
@@ -70,49 +70,40 @@ class StopSignals:
 
 
 async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
-    """Serve until a signal asks to stop; the status to exit with."""
+    """Serve until a signal asks to stop, or a server ends by itself; the status to exit with."""
     raise_open_file_limit()
     swept = remove_abandoned_scratch()
     if swept:
         log.info("removed %d scratch directories of servers that were killed", swept)
-    lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFileWriter(plan.shared.traces)
-    gateway = _build_gateway(plan, lag, traces, tracer)
+    options, lag = plan.options.server, LoopLag(plan.options.server.max_loop_lag_secs)
+    traces = TraceFileWriter(plan.shared.traces)
+    strict, listeners = is_true(options.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
+    gateway = InProcessGateway(strict, lambda: not lag.stuck, listeners, plan.shared, plan.selection.builder)
     watcher = plan.selection.create_watcher(gateway)
-    with (
-        reserve_ports(plan.server, plan.grpc, plan.endpoints.clouds) as ports,
-        StopSignals() as stop,
-        lag,
-        closing(traces),
-    ):
+    reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds)
+    with reserved as ports, StopSignals() as stop, lag, closing(traces):
         gateway.lifecycle.load_sequentially()
         loading = asyncio.create_task(_load(plan, watcher, stop))
         try:
-            frontend_servers = await _make_servers(plan, gateway, ports, (gateway.measurements, lag.measure))
-            timeout = plan.server.exit_timeout_secs
-            async with frontend_servers.metrics():
-                servers = await frontend_servers.start()
+            servers = await _make_servers(plan, gateway, ports, (gateway.measurements, lag.measure))
+            async with servers.metrics():
+                await servers.start()
                 gateway.lifecycle.load_concurrently()
                 await wait_for_first(asyncio.shield(loading), servers.ended())
                 if not await loading:
-                    await shut_down(gateway, servers, stop, timeout)
+                    await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
                     return 0 if stop.stop_requested.is_set() else 1
                 gc_tuning.freeze_after_startup()
                 sys.setswitchinterval(_TURN_SECONDS)
-                frontend_servers.print_addresses()
+                servers.print_addresses()
                 async with plan.selection.polling(watcher):
-                    await serve_until_stopped(gateway, servers, stop, timeout)
+                    await wait_for_first(stop.stop_requested.wait(), servers.ended())
+                    await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
             return 0
         finally:
             loading.cancel()
             gateway.begin_exit()
             await gateway.unload_all()
-
-
-def _build_gateway(
-    plan: ServePlan, lag: LoopLag, traces: TraceFileWriter, tracer: "OtlpTracer | None"
-) -> InProcessGateway:
-    strict, end_listeners = is_true(plan.server.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
-    return InProcessGateway(strict, lambda: not lag.stuck, end_listeners, plan.shared, plan.selection.builder)
 
 
 def _end_listeners(
@@ -128,9 +119,8 @@ def _end_listeners(
 
 async def _load(plan: ServePlan, watcher: RepositoryWatcher, stop: StopSignals) -> bool:
     """Load the models; whether there is something to serve, and no signal to stop came meanwhile."""
-    loading = asyncio.create_task(
-        plan.selection.load_startup_models(watcher, strict=is_true(plan.server.exit_on_error))
-    )
+    strict = is_true(plan.options.server.exit_on_error)
+    loading = asyncio.create_task(plan.selection.load_startup_models(watcher, strict))
     await wait_for_first(loading, stop.stop_requested.wait())
     return not stop.stop_requested.is_set() and loading.result()
 
@@ -146,19 +136,8 @@ async def _make_servers(
     return FrontendServers(plan, gateway, ports, sources)
 
 
-async def serve_until_stopped(
-    gateway: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float
-) -> None:
-    """Return when a signal asked to stop, or a server ended by itself, and all are closed.
-
-    New requests are refused from then on; running ones have `timeout` seconds to finish, or until a second signal.
-    """
-    await wait_for_first(stop.stop_requested.wait(), servers.ended())
-    await shut_down(gateway, servers, stop, timeout)
-
-
-async def shut_down(gateway: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float) -> None:
-    """Refuse new requests, wait for running ones, and close the servers."""
+async def _shut_down(gateway: InProcessGateway, servers: "FrontendServers", stop: StopSignals, timeout: float) -> None:
+    """Refuse new requests, wait for running ones, `timeout` seconds or until a second signal, and close the servers."""
     gateway.begin_exit()
     log.info("shutting down: up to %g s for running requests; another signal forces", timeout)
     await wait_for_first(gateway.wait_drained(), stop.force_requested.wait(), timeout=timeout)

@@ -4,14 +4,16 @@ A command line that was written for tritonserver is accepted as it is: flags wit
 would change results are refused. Free of any server: the command line reads it.
 """
 
+import logging
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
 from ..core.errors import Unsupported
-from .repository_options import RepositoryOptions
-from .server_options import BooleanFlag, ServerOptions, is_true
+from .options import BooleanFlag, ServeOptions, is_true
+
+log = logging.getLogger(__name__)
 
 _FORMER = Group("Former names of tritonserver's flags")
 _IDLE = Group("Flags of tritonserver without effect")
@@ -22,8 +24,8 @@ _Idle: TypeAlias = Annotated[tuple[str, ...], Parameter(group=_IDLE, negative=()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenamedTritonFlags:
-    """Former names of tritonserver's flags; the present names win."""
+class TritonFlags:
+    """All flags of tritonserver that are not flags of this server."""
 
     strict_model_config: Annotated[BooleanFlag, Parameter(group=_FORMER)] = "false"
     """true: --disable-auto-complete-config."""
@@ -37,33 +39,8 @@ class RenamedTritonFlags:
     """--trace-config count=..."""
     log_frequency: _Former = ""
     """--trace-config triton,log-frequency=..."""
-
     response_cache_byte_size: _Former = ""
     """--cache-config local,size=..."""
-
-    def apply_to_server(self, options: ServerOptions) -> ServerOptions:
-        """`options`, completed by the former names."""
-        traces = {
-            "triton,file": self.trace_file,
-            "level": self.trace_level,
-            "rate": self.trace_rate,
-            "count": self.trace_count,
-            "triton,log-frequency": self.log_frequency,
-        }
-        words = (f"{name}={value}" for name, value in traces.items() if value)
-        return replace(options, trace_config=(*words, *options.trace_config))
-
-    def apply_to_repository(self, options: RepositoryOptions) -> RepositoryOptions:
-        """`options`, completed by the former names."""
-        size = self.response_cache_byte_size
-        cache = options.cache_config or ((f"local,size={size}",) if size not in ("", "0") else ())
-        strict = options.disable_auto_complete_config or is_true(self.strict_model_config)
-        return replace(options, cache_config=cache, disable_auto_complete_config=strict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IgnoredTritonFlags:
-    """Flags that tune parts which this server does not have."""
 
     backend_directory: _Idle = ()
     """Backends are part of the package."""
@@ -110,36 +87,41 @@ class IgnoredTritonFlags:
     vertex_ai_thread_count: _Idle = ()
     """All requests are one event loop's."""
 
-    @property
-    def given(self) -> list[str]:
-        """The flags that were given."""
-        return [_flag(field.name) for field in fields(self) if getattr(self, field.name)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsupportedTritonFlags:
-    """Flags of which one value alone is served."""
-
     model_namespacing: Annotated[BooleanFlag, Parameter(group=_REFUSED)] = "false"
     """Names of models are unique over all repositories."""
     rate_limit: Annotated[Literal["off", "execution_count"], Parameter(group=_REFUSED)] = "off"
     """Instances wait for no resources."""
 
+    @property
+    def without_effect(self) -> list[str]:
+        """The flags that were given and have no effect."""
+        return [_flag(field.name) for field in fields(self) if field.default == () and getattr(self, field.name)]
+
     def check(self) -> None:
-        """Raises `Unsupported` for another value; the message names the flag."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        """Warn of flags that have no effect; raises `Unsupported` for one that would be missed."""
+        for name in ("model_namespacing", "rate_limit"):
+            value = getattr(self, name)
             if value not in ("false", "0", "off"):
-                raise Unsupported(f"{_flag(field.name)} {value} is not served")
+                raise Unsupported(f"{_flag(name)} {value} is not served")
+        if self.without_effect:
+            log.warning("flags of tritonserver that have no effect here: %s", ", ".join(self.without_effect))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TritonFlags:
-    """All flags of tritonserver that are not flags of this server."""
-
-    renamed: Annotated[RenamedTritonFlags, Parameter("*")] = RenamedTritonFlags()
-    ignored: Annotated[IgnoredTritonFlags, Parameter("*")] = IgnoredTritonFlags()
-    unsupported: Annotated[UnsupportedTritonFlags, Parameter("*")] = UnsupportedTritonFlags()
+    def completed(self, options: ServeOptions) -> ServeOptions:
+        """`options`, completed by the former names; the present names win."""
+        traces = {
+            "triton,file": self.trace_file,
+            "level": self.trace_level,
+            "rate": self.trace_rate,
+            "count": self.trace_count,
+            "triton,log-frequency": self.log_frequency,
+        }
+        words = (f"{name}={value}" for name, value in traces.items() if value)
+        server = replace(options.server, trace_config=(*words, *options.server.trace_config))
+        repository, size = options.repository, self.response_cache_byte_size
+        cache = repository.cache_config or ((f"local,size={size}",) if size not in ("", "0") else ())
+        strict = repository.configs.disable_auto_complete_config or is_true(self.strict_model_config)
+        configs = replace(repository.configs, disable_auto_complete_config=strict)
+        return replace(options, server=server, repository=replace(repository, cache_config=cache, configs=configs))
 
 
 def _flag(option: str) -> str:

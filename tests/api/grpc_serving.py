@@ -11,10 +11,11 @@ from grpc import StatusCode
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
+from charonia.api.grpc.call_policy import build_call_policy
 from charonia.api.grpc.server import GrpcServer
 from charonia.api.metadata import ServerInfo
-from charonia.cli.endpoint_settings import parse_call_policy, parse_grpc_settings
-from charonia.cli.grpc_options import GrpcOptions
+from charonia.cli.options import GrpcOptions
+from charonia.cli.plan import parse_grpc_settings
 from charonia.cli.ports import bind_port
 
 INFO = ServerInfo("triton", "9.9")
@@ -33,12 +34,13 @@ class Served(NamedTuple):
 
 @asynccontextmanager
 async def serving(gateway: Any, keys: Keyring | None = None, **options: Any) -> AsyncIterator[Served]:
-    """The door to `gateway`, under `options` of the command line."""
+    """The endpoint of `gateway`, under `options` of the command line."""
     with bind_port("127.0.0.1", 0, "--grpc-port") as sock:
         chosen = GrpcOptions(grpc_address="127.0.0.1", **options)
-        server = GrpcServer(
-            gateway, INFO, parse_grpc_settings(chosen), sock, parse_call_policy(chosen, keys or Keyring())
+        policy = build_call_policy(
+            chosen.grpc_restricted_protocol, chosen.grpc_header_forward_pattern, keys or Keyring()
         )
+        server = GrpcServer(gateway, INFO, parse_grpc_settings(chosen), sock, policy)
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield Served(server, channel)

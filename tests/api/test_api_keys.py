@@ -10,7 +10,7 @@ import pytest
 from charonia.api.api_keys import ANONYMOUS, ENVIRONMENT, Keyring, Tenant, load_keyring
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.cli.key_options import KeyOptions
+from charonia.cli.options import KeyOptions
 from charonia.core.errors import InvalidArgument, Unauthenticated
 
 CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}]}

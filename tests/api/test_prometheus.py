@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from charonia.api.prometheus import MetricsApp, build_registry, render_exposition
 from charonia.api.triton.endpoints import load_header
 from charonia.cli.frontend_servers import machine_metric_sources
-from charonia.cli.server_options import ServerOptions
+from charonia.cli.options import ServerOptions
 from charonia.core.metrics import Histogram, Measurement, Reading
 from charonia.core.model import ModelStats
 

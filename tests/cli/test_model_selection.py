@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from charonia.cli.model_selection import select_models
-from charonia.cli.repository_options import RepositoryOptions
+from charonia.cli.options import RepositoryOptions
 from charonia.core.errors import InvalidArgument
 
 

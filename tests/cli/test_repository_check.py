@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from charonia.cli.options import ConfigOptions
 from charonia.cli.repository_check import print_check_report
-from charonia.cli.repository_options import CheckOptions
 from charonia.core.errors import InvalidArgument
 
 GOOD = """
@@ -25,7 +25,7 @@ def write(root: Path, name: str, config: str, version: str = "1") -> None:
 
 def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "a", GOOD + 'host_policy: "x"'.replace("host_policy", "runtime"))
-    assert print_check_report(tmp_path, CheckOptions()) == 0
+    assert print_check_report(tmp_path, ConfigOptions()) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"a: {tmp_path}/a/config.pbtxt:5: runtime has no effect here",
         "a: good: identity, version 1",
@@ -39,7 +39,7 @@ def test_numbers_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     write(tmp_path, "a", f"{GOOD} max_batch_size: {2**31 - 1} {levels}")
     write(tmp_path, "b", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: 16 zero_data: true }} }} }}")
     write(tmp_path, "c", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: {2**40} random_data: true }} }} }}")
-    print_check_report(tmp_path, CheckOptions())
+    print_check_report(tmp_path, ConfigOptions())
     good, other, refused = capsys.readouterr().out.splitlines()
     assert (good, other) == ("a: good: identity, version 1", "b: good: identity, version 1")
     assert refused.endswith(f"must have at most 64 dimensions and 2147483647 bytes, got shape [{2**40}]")
@@ -58,7 +58,7 @@ def test_good_language_models(making: Any, tmp_path: Path, capsys: pytest.Captur
     write_llm(making, tmp_path, model="ours")
     write_llm(making, tmp_path, "granite", "theirs")
     write(tmp_path, "hub", LLM + 'parameters { key: "model" value { string_value: "nobody/nothing" } }')
-    assert print_check_report(tmp_path, CheckOptions()) == 0
+    assert print_check_report(tmp_path, ConfigOptions()) == 0
     assert capsys.readouterr().out.splitlines() == [
         "hub: good: charonia, version 1; nobody/nothing is not here yet",
         "ours: good: charonia, version 1",
@@ -105,7 +105,7 @@ def test_a_language_model_that_would_not_load(
 ) -> None:
     """Found by what loads it, without a weight being read."""
     spoil(write_llm(making, tmp_path))
-    assert print_check_report(tmp_path, CheckOptions()) == 1
+    assert print_check_report(tmp_path, ConfigOptions()) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("llm: WRONG: ")
     assert says in line
@@ -134,7 +134,7 @@ def test_a_language_model_that_would_not_load(
 )
 def test_what_would_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, says: str) -> None:
     write(tmp_path, "m", config)
-    assert print_check_report(tmp_path, CheckOptions()) == 1
+    assert print_check_report(tmp_path, ConfigOptions()) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("m: WRONG: " + says.format(file=tmp_path / "m" / "config.pbtxt"))
 
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_read_leaves_the_others_alone(
     for name, output in (("loop", "loop"), ("nul", r"\000")):
         write(tmp_path, name, GOOD.replace('name: "B"', f'name: "B" label_filename: "{output}"'))
     (tmp_path / "loop" / "loop").symlink_to("loop")
-    assert print_check_report(tmp_path, CheckOptions()) == 1
+    assert print_check_report(tmp_path, ConfigOptions()) == 1
     fine, *wrong = capsys.readouterr().out.splitlines()
     assert fine == "fine: good: identity, version 1"
     assert [line.partition(": WRONG: ")[0] for line in wrong] == ["loop", "nul"]
@@ -154,17 +154,17 @@ def test_a_model_that_cannot_be_read_leaves_the_others_alone(
 
 def test_what_is_no_repository(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="has no folders"):
-        print_check_report(tmp_path, CheckOptions())
+        print_check_report(tmp_path, ConfigOptions())
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidArgument, match="is a checkpoint and no model repository: charonia serve"):
-        print_check_report(tmp_path, CheckOptions())
+        print_check_report(tmp_path, ConfigOptions())
     with pytest.raises(InvalidArgument, match="cannot read model repository '/xxx"):
-        print_check_report(Path("/" + "x" * 300), CheckOptions())
+        print_check_report(Path("/" + "x" * 300), ConfigOptions())
 
 
 def test_options_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not a directory"):
-        print_check_report(tmp_path / "no", CheckOptions())
+        print_check_report(tmp_path / "no", ConfigOptions())
     for flag in ("onnxruntime", "a,b", "default-max-batch-size=many"):
         with pytest.raises(InvalidArgument, match="--backend-config"):
-            print_check_report(tmp_path, CheckOptions(backend_config=(flag,)))
+            print_check_report(tmp_path, ConfigOptions(backend_config=(flag,)))

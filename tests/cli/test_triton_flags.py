@@ -7,11 +7,9 @@ import pytest
 from cyclopts.exceptions import CycloptsError
 
 from charonia.cli.app import app
-from charonia.cli.grpc_options import GrpcOptions
+from charonia.cli.options import GrpcOptions, ServeOptions, ServerOptions
 from charonia.cli.ports import bind_port, reserve_ports
-from charonia.cli.repository_options import RepositoryOptions
-from charonia.cli.server_options import ServerOptions
-from charonia.cli.triton_flags import IgnoredTritonFlags, TritonFlags
+from charonia.cli.triton_flags import TritonFlags
 from charonia.core.errors import CharoniaError
 from charonia.telemetry.trace_settings import parse_trace_config
 
@@ -37,9 +35,9 @@ def understood(*words: str) -> dict[str, Any]:
 
 def test_a_whole_command_line_is_understood() -> None:
     told = understood(*WHOLE.split())
-    triton, server, repository = told["triton"], told["server"], told["repository"]
-    triton.unsupported.check()
-    assert triton.ignored.given == [
+    triton, server, repository = told["triton"], told["options"].server, told["options"].repository
+    triton.check()
+    assert triton.without_effect == [
         "--backend-directory",
         "--model-load-thread-count",
         "--http-thread-count",
@@ -54,23 +52,22 @@ def test_a_whole_command_line_is_understood() -> None:
     ]
     assert (server.strict_readiness, server.log_info, server.log_verbose) == ("false", "true", 1)
     assert [str(path) for path in repository.model_repository] == ["/models"]
-    served = triton.renamed.apply_to_repository(repository)
-    assert served.disable_auto_complete_config
-    assert served.cache_config == ("local,size=1048576",)
-    traces = parse_trace_config(triton.renamed.apply_to_server(server).trace_config)
+    completed = triton.completed(told["options"])
+    assert completed.repository.configs.disable_auto_complete_config
+    assert completed.repository.cache_config == ("local,size=1048576",)
+    traces = parse_trace_config(completed.server.trace_config)
     assert (traces.trace_file, traces.trace_level, traces.trace_rate) == ("/tmp/trace.json", ("TIMESTAMPS",), 50)
 
 
 def test_without_former_names_nothing_changes() -> None:
-    former, server, repository = TritonFlags().renamed, ServerOptions(), RepositoryOptions()
-    assert (former.apply_to_server(server), former.apply_to_repository(repository)) == (server, repository)
-    assert IgnoredTritonFlags().given == []
+    assert TritonFlags().completed(ServeOptions()) == ServeOptions()
+    assert TritonFlags().without_effect == []
 
 
 @pytest.mark.parametrize("words", ["--model-namespacing=True", "--rate-limit=execution_count"])
 def test_what_is_not_served_is_refused_by_its_flag(words: str) -> None:
     with pytest.raises(CharoniaError, match=f"^{words.partition('=')[0]} .* is not served"):
-        understood(words)["triton"].unsupported.check()
+        understood(words)["triton"].check()
 
 
 @pytest.mark.parametrize("word", ["--log-info=maybe", "--log-verbose=much", "--rate-limit=on"])
@@ -89,7 +86,7 @@ def test_a_port_can_be_shared_by_those_who_all_say_so() -> None:
             bind_port("127.0.0.1", port, "--http-port")
 
 
-def test_doors_that_nobody_wants_have_no_ports() -> None:
+def test_endpoints_that_nobody_wants_have_no_ports() -> None:
     nowhere: dict[str, Any] = {"http_address": "127.0.0.1", "http_port": 0, "allow_metrics": "false"}
     closed = GrpcOptions(allow_grpc="false")
     with reserve_ports(ServerOptions(**nowhere), closed) as ports:

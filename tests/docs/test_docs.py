@@ -20,7 +20,7 @@ from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.openai import chat_messages, json_body, schemas, tokenize_routes
 from charonia.cli.app import app
-from charonia.cli.server_options import BooleanFlag
+from charonia.cli.options import BooleanFlag
 from charonia.core.request import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
 from charonia.engine.cpu import library

@@ -12,10 +12,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
-from charonia.api.grpc.call_policy import GrpcCallPolicy
+from charonia.api.grpc.call_policy import GrpcCallPolicy, build_call_policy
 from charonia.api.restricted_apis import APIS
-from charonia.cli.endpoint_settings import parse_call_policy
-from charonia.cli.grpc_options import GrpcOptions
 from charonia.core.errors import InvalidArgument
 from charonia.core.request_context import Outcome
 
@@ -53,27 +51,24 @@ async def test_a_restricted_protocol_wants_its_header(gateway: Any) -> None:
 
 def test_every_rpc_belongs_to_a_protocol() -> None:
     groups = tuple(f"{name}:{name}=v" for name in APIS)
-    rules = parse_call_policy(GrpcOptions(grpc_restricted_protocol=groups), Keyring())
+    rules = build_call_policy(groups, "", Keyring())
     methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert {*rules.required_headers} == {*methods}
     assert {toll.key for toll in rules.required_headers.values()} == {*APIS}
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("restrictions", "pattern", "text"),
     [
-        ({"grpc_restricted_protocol": ("inference",)}, "--grpc-restricted-protocol must be <api>"),
-        ({"grpc_restricted_protocol": ("all:k=v",)}, "--grpc-restricted-protocol: unknown restricted protocol 'all'"),
-        (
-            {"grpc_restricted_protocol": ("health:k=v", "health:k=w")},
-            "protocol 'health' can not be specified in multiple config groups",
-        ),
-        ({"grpc_header_forward_pattern": "("}, "--grpc-header-forward-pattern: '[(]' is no regular expression"),
+        (("inference",), "", "--grpc-restricted-protocol must be <api>"),
+        (("all:k=v",), "", "--grpc-restricted-protocol: unknown restricted protocol 'all'"),
+        (("health:k=v", "health:k=w"), "", "protocol 'health' can not be specified in multiple config groups"),
+        ((), "(", "--grpc-header-forward-pattern: '[(]' is no regular expression"),
     ],
 )
-def test_flags_that_mean_nothing(options: Any, text: str) -> None:
+def test_flags_that_mean_nothing(restrictions: tuple[str, ...], pattern: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        parse_call_policy(GrpcOptions(**options), Keyring())
+        build_call_policy(restrictions, pattern, Keyring())
 
 
 async def test_metadata_becomes_parameters(gateway: Any) -> None:

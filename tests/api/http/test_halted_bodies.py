@@ -12,9 +12,8 @@ from charonia.api.app import build_app
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.api.triton.clouds import CloudMiddleware
-from charonia.cli.cloud_options import CloudOptions
-from charonia.cli.endpoint_settings import parse_clouds, parse_http_rules
-from charonia.cli.http_options import HttpOptions
+from charonia.cli.options import CloudOptions, HttpOptions
+from charonia.cli.plan import parse_clouds, parse_http_rules
 from charonia.core.request_context import Outcome
 
 TEXT = "the request body is incomplete: nothing more of it came for 0.2 s"

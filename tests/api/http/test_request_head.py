@@ -16,8 +16,8 @@ from charonia.api.http.rules import HttpRules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import APIS
-from charonia.cli.endpoint_settings import parse_http_rules
-from charonia.cli.http_options import HttpOptions
+from charonia.cli.options import HttpOptions
+from charonia.cli.plan import parse_http_rules
 
 CONTROL = ("%0a", "%0A/x", "%00", "%c2%85")
 SUFFIXES = (*CONTROL, "/", "%20", "%2f", ";", "?x=%0a")

@@ -13,8 +13,8 @@ from charonia.api.app import build_app
 from charonia.api.http.auth import _OPEN
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import _API, APIS
-from charonia.cli.endpoint_settings import parse_http_rules
-from charonia.cli.http_options import HttpOptions
+from charonia.cli.options import HttpOptions
+from charonia.cli.plan import parse_http_rules
 
 KEY = {"authorization": "Bearer secret"}
 OPEN = ("/health", "/ping")

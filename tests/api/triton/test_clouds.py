@@ -12,8 +12,8 @@ import pytest
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.triton.clouds import CloudMiddleware
-from charonia.cli.cloud_options import CloudOptions
-from charonia.cli.endpoint_settings import parse_clouds
+from charonia.cli.options import CloudOptions
+from charonia.cli.plan import parse_clouds
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferResponse
 from charonia.core.tensor import Tensor

@@ -14,8 +14,8 @@ from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import APIS
 from charonia.api.triton import control
-from charonia.cli.endpoint_settings import parse_http_rules
-from charonia.cli.http_options import HttpOptions
+from charonia.cli.options import HttpOptions
+from charonia.cli.plan import parse_http_rules
 from charonia.core.errors import Internal, InvalidArgument
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
 from charonia.core.statistics import InferenceStatistics, ModelStatistics, StatisticDuration, VersionStatistics

@@ -11,8 +11,8 @@ import pytest
 
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.cli.endpoint_settings import parse_http_rules
-from charonia.cli.http_options import HttpOptions
+from charonia.cli.options import HttpOptions
+from charonia.cli.plan import parse_http_rules
 from charonia.core.errors import Internal, Unavailable
 from charonia.core.request import InferResponse
 from charonia.core.tensor import Tensor

@@ -10,8 +10,8 @@ import pytest
 
 from charonia.cli.app import check
 from charonia.cli.model_selection import select_models
+from charonia.cli.options import ConfigOptions, RepositoryOptions
 from charonia.cli.repository_check import print_check_report
-from charonia.cli.repository_options import CheckOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GenerateRequest, SamplingParams
 from charonia.repository.builder import BackendSettings, ModelBuilder
@@ -71,18 +71,17 @@ def test_a_repository_is_checked_without_the_package(
     repository: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = repository('backend: "tensorrtllm" parameters { key: "max_beam_width" value { string_value: "2" } }')
-    assert print_check_report(directory, CheckOptions()) == 1
+    assert print_check_report(directory, ConfigOptions()) == 1
     assert "config.pbtxt:1: parameter 'max_beam_width': '2' is not served here" in capsys.readouterr().out
     (directory / "tensorrt_llm" / "config.pbtxt").write_text(TRITONS.format(backend="tensorrt-llm"))
-    assert print_check_report(directory, CheckOptions()) == 0
+    assert print_check_report(directory, ConfigOptions()) == 0
     assert "tensorrt_llm: good: tensorrtllm, version 1" in capsys.readouterr().out
 
 
 def test_a_checkpoint_by_flag(words: Path, tmp_path: Path) -> None:
     assert checkpoint_source(str(words)).backend == "charonia"
-    [name] = (
-        selection := select_models(str(words), RepositoryOptions(backend="tensorrt-llm"), {"max_num_seqs": "2"})
-    ).startup_models
+    selection = select_models(str(words), RepositoryOptions(backend="tensorrt-llm"), {"max_num_seqs": "2"})
+    [name] = selection.catalog.model_names()
     source = selection.catalog.read(name)
     assert (source.backend, source.parameters) == ("tensorrtllm", {"max_num_seqs": "2"})
     with pytest.raises(InvalidArgument, match="--backend is for a single checkpoint"):

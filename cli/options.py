@@ -1,0 +1,286 @@
+"""The flags of the server, under tritonserver's names or vLLM's. Free of any server: the command line reads them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from cyclopts import Group, Parameter, Token
+from cyclopts.validators import Number
+
+from ..api.size_limits import BODY_TIMEOUT, MAX_RAW_BYTES
+from ..engine.options import EngineOptions
+from ..telemetry.log_settings import LogSettings
+
+_BOOLEANS = ("true", "false", "1", "0")
+
+
+def _boolean(hint: Any, tokens: Sequence[Token]) -> str:
+    word = tokens[0].value.lower()
+    if word not in _BOOLEANS:
+        raise ValueError(f'unable to read "{tokens[0].value}". Choose from: {", ".join(_BOOLEANS)}.')
+    return word
+
+
+def _level(hint: Any, tokens: Sequence[Token]) -> int:
+    """A number; tritonserver takes a boolean too."""
+    word = tokens[0].value.lower()
+    return int(word == "true") if word in ("true", "false") else int(word)
+
+
+BooleanFlag: TypeAlias = Annotated[Literal["true", "false", "1", "0"], Parameter(converter=_boolean)]
+"""As tritonserver takes them: `--flag=false`, `--flag false` and `--flag False` alike."""
+_Port: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
+_Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 - 1))]
+_MemoryLimit: TypeAlias = Annotated[int | None, Parameter(validator=Number(gt=0))]
+_Texts: TypeAlias = Annotated[tuple[str, ...], Parameter(negative=())]
+
+
+def is_true(flag: BooleanFlag) -> bool:
+    return flag in ("true", "1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigOptions:
+    """How configs are read and completed."""
+
+    model_config_name: str = ""
+    """Name of the config file to use, in configs/ of each model that has it."""
+    disable_auto_complete_config: Annotated[bool, Parameter(negative=())] = False
+    """Take configs as they are written, instead of completing them from the models' files."""
+    backend_config: _Texts = ()
+    """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepositoryOptions:
+    """Which models to serve."""
+
+    model_repository: Annotated[
+        tuple[Path, ...], Parameter(name=("--model-repository", "--model-store"), negative=())
+    ] = ()
+    """Directory of models; may be given several times."""
+    served_model_name: str = ""
+    """Name of a single checkpoint, instead of its directory's."""
+    revision: str = ""
+    """Branch, tag or commit of a hub id."""
+    download_dir: Path | None = None
+    """Where models of the hub are kept, in place of HF_HUB_CACHE."""
+    backend: str = ""
+    """What serves a single checkpoint, instead of what its files say: charonia, tensorrtllm or encoder."""
+    model_control_mode: Literal["none", "poll", "explicit"] = "none"
+    """Who changes what is served: nobody, the repository's files, or requests."""
+    load_model: _Texts = ()
+    """Model to load at the start in mode explicit; may be given several times, * is all."""
+    repository_poll_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 15
+    """Seconds between looks at the repository in mode poll."""
+    configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()
+    execution_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 0
+    """Seconds after which an execution of a classic model is ended, if it can be; 0 is never."""
+    cache_config: _Texts = ()
+    """Keep answers of models whose configs have response_cache, as local,size=BYTES."""
+    memory_limit: _MemoryLimit = None
+    """Bytes of the host's memory that all models may hold together; without it, what is free."""
+    gpu_memory_limit: _MemoryLimit = None
+    """Bytes of each GPU's memory that all models may hold together; without it, what is free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Settings of the server."""
+
+    id: str = "triton"
+    """Name of the server in its metadata."""
+    allow_http: BooleanFlag = "true"
+    """Serve HTTP."""
+    http_address: str = "0.0.0.0"
+    """Address to listen on."""
+    http_port: _Port = 8000
+    """Port of the v2 and OpenAI protocols over HTTP."""
+    reuse_http_port: BooleanFlag = "false"
+    """Let other servers listen on the port too: each gets some of the connections."""
+    http_server_cert: Path | None = None
+    """Certificate to encrypt HTTP with, PEM."""
+    http_server_key: Path | None = None
+    """The certificate's private key, PEM."""
+    allow_metrics: BooleanFlag = "true"
+    """Serve metrics."""
+    metrics_address: str = ""
+    """Address to serve metrics on, when it is not --http-address."""
+    metrics_port: _Port = 8002
+    """Port of Prometheus metrics."""
+    metrics_config: _Texts = ()
+    """What is measured of latencies, as NAME=VALUE; may be given several times."""
+    allow_cpu_metrics: BooleanFlag = "true"
+    """Measure the host's CPUs and memory too."""
+    allow_gpu_metrics: BooleanFlag = "true"
+    """Measure the host's GPUs too."""
+    metrics_names: Literal["charonia", "vllm"] = "charonia"
+    """Names of what Triton has no name for; vllm: vLLM's names beside ours."""
+    max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
+    """Delay of the frontend's event loop from which on nothing is ready."""
+    http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
+    """Largest request body in JSON, in bytes."""
+    max_raw_input_size: Annotated[int, Parameter(validator=Number(gte=1, lte=2**31 - 1))] = MAX_RAW_BYTES
+    """Largest request with raw tensors, over HTTP and gRPC, in bytes."""
+    strict_readiness: BooleanFlag = "true"
+    """Ready only when every known model is."""
+    exit_on_error: BooleanFlag = "true"
+    """End if a model fails to load at the start."""
+    exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
+    """How long running requests may take to finish on SIGTERM or SIGINT."""
+    log_info: BooleanFlag = "true"
+    """Log what informs: loads, requests."""
+    log_warning: BooleanFlag = "true"
+    """Log warnings."""
+    log_error: BooleanFlag = "true"
+    """Log errors."""
+    log_verbose: Annotated[int, Parameter(converter=_level, validator=Number(gte=0))] = 0
+    """Above 0: a line for every HTTP request too, health and lookups included, in the web server's words."""
+    log_format: Literal["default", "ISO8601", "json"] = "default"
+    """Format of times in the log; json: every record is a line of JSON."""
+    log_file: str = ""
+    """File to log to, at its end; without it, the standard error."""
+    allow_client_shm: BooleanFlag = "false"
+    """Let clients register regions of system shared memory."""
+    trace_config: _Texts = ()
+    """A setting of traces, as `level=TIMESTAMPS`, `rate=100`, `count=-1`, or `triton,file=PATH` and
+    `triton,log-frequency=N`; may be given several times."""
+    otlp_traces_endpoint: str = ""
+    """Where to send the spans of requests, by OTLP over HTTP; without it OTEL_EXPORTER_OTLP_ENDPOINT says."""
+
+    @property
+    def log_settings(self) -> LogSettings:
+        return LogSettings(
+            log_file=self.log_file,
+            log_info=is_true(self.log_info),
+            log_warning=is_true(self.log_warning),
+            log_error=is_true(self.log_error),
+            log_verbose_level=self.log_verbose,
+            log_format=self.log_format,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Settings of HTTP."""
+
+    http_restricted_api: _Texts = ()
+    """Parts of the API that only those may use whose request has this header, as `<api>[,<api>]:<key>=<value>`; may
+    be given several times."""
+    http_body_timeout_secs: Annotated[float, Parameter(validator=Number(gt=0))] = BODY_TIMEOUT
+    """Silence within a request's body after which it is given up, with 408."""
+    http_header_forward_pattern: str = ""
+    """Regular expression; headers whose name has a part that matches become parameters of `infer`."""
+    allowed_origins: _Texts = ()
+    """Origin of web pages that may ask, or * for all; may be given several times, or as a JSON list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyOptions:
+    """Who may ask. Without any key everybody may."""
+
+    api_key: _Texts = field(default=(), repr=False)
+    """A key clients must show, as `key`, `name:key` or `name:key:weight`; may be given several times. Other users of
+    the machine can see it: prefer --api-key-file, or CHARONIA_API_KEYS with keys apart by commas or spaces."""
+    api_key_file: Path | None = None
+    """File of such keys, one a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcOptions:
+    """Settings of the gRPC endpoint."""
+
+    allow_grpc: BooleanFlag = "true"
+    """Serve gRPC."""
+    grpc_address: str = "0.0.0.0"
+    """Address to listen on for gRPC."""
+    grpc_port: _Port = 8001
+    """Port of the v2 protocol over gRPC."""
+    reuse_grpc_port: BooleanFlag = "false"
+    """Let other servers listen on the port too: each gets some of the connections."""
+    grpc_use_ssl: BooleanFlag = "false"
+    """Encrypt gRPC."""
+    grpc_use_ssl_mutual: BooleanFlag = "false"
+    """Encrypt gRPC and let in only clients with a certificate of --grpc-root-cert."""
+    grpc_server_cert: Path | None = None
+    """The server's certificate, PEM."""
+    grpc_server_key: Path | None = None
+    """The certificate's private key, PEM."""
+    grpc_root_cert: Path | None = None
+    """Certificates of those who may sign a client's, PEM."""
+    grpc_keepalive_time: _Count = 7_200_000
+    """Milliseconds of silence after which a client is pinged."""
+    grpc_keepalive_timeout: _Count = 20_000
+    """Milliseconds a pinged client may take to answer."""
+    grpc_keepalive_permit_without_calls: BooleanFlag = "false"
+    """Ping clients that have no call open."""
+    grpc_http2_max_pings_without_data: _Count = 2
+    """Pings in a row without data in between."""
+    grpc_http2_min_recv_ping_interval_without_data: _Count = 300_000
+    """Least milliseconds between pings of a client that sends no data."""
+    grpc_http2_max_ping_strikes: _Count = 2
+    """Pings that come too early before the connection is closed; 0 never closes it."""
+    grpc_max_connection_age: _Count = 0
+    """Milliseconds after which a connection is closed; 0 never does."""
+    grpc_max_connection_age_grace: _Count = 0
+    """Milliseconds more that its calls may take then; 0 is no limit."""
+    grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = "none"
+    """How to compress responses, for clients that take it; low: deflate, the others: gzip."""
+    grpc_restricted_protocol: _Texts = ()
+    """Parts of the protocol that only those may use whose metadata has `triton-grpc-protocol-<key>`, as
+    `<protocol>[,<protocol>]:<key>=<value>`; may be given several times."""
+    grpc_header_forward_pattern: str = ""
+    """Regular expression; metadata whose name has a part that matches become parameters of requests."""
+
+    @property
+    def channel_options(self) -> tuple[tuple[str, int], ...]:
+        """The flags that grpc has options for, by its names."""
+        ages = (
+            ("grpc.max_connection_age_ms", self.grpc_max_connection_age),
+            ("grpc.max_connection_age_grace_ms", self.grpc_max_connection_age_grace),
+        )
+        return (
+            ("grpc.so_reuseport", int(is_true(self.reuse_grpc_port))),  # grpc's own default is to share
+            ("grpc.keepalive_time_ms", self.grpc_keepalive_time),
+            ("grpc.keepalive_timeout_ms", self.grpc_keepalive_timeout),
+            ("grpc.keepalive_permit_without_calls", int(is_true(self.grpc_keepalive_permit_without_calls))),
+            ("grpc.http2.max_pings_without_data", self.grpc_http2_max_pings_without_data),
+            ("grpc.http2.min_ping_interval_without_data_ms", self.grpc_http2_min_recv_ping_interval_without_data),
+            ("grpc.http2.max_ping_strikes", self.grpc_http2_max_ping_strikes),
+            *(option for option in ages if option[1]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudOptions:
+    """Settings of the endpoints for clouds."""
+
+    allow_sagemaker: BooleanFlag = "false"
+    """Serve what SageMaker asks of a container; its variables say which model."""
+    sagemaker_port: _Port = 8080
+    """Port of SageMaker's endpoint."""
+    allow_vertex_ai: BooleanFlag = "false"
+    """Serve what Vertex AI asks of a container; its variables say on which paths."""
+    vertex_ai_port: _Port | None = None
+    """Port of Vertex AI's endpoint; without it AIP_HTTP_PORT says, or 8080."""
+    vertex_ai_default_model: str = ""
+    """Model that Vertex AI asks; may be left out where there is one."""
+
+
+def _group(name: str, place: int) -> Parameter:
+    """The flags of one class, under a heading of their own in the help."""
+    return Parameter("*", group=Group(name, sort_key=place))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """All flags of `charonia serve` but those that only tritonserver has."""
+
+    repository: Annotated[RepositoryOptions, _group("Models", 1)] = RepositoryOptions()
+    engine: Annotated[EngineOptions, _group("Language models", 2)] = EngineOptions()  # noqa: RUF009
+    server: Annotated[ServerOptions, _group("Server", 3)] = ServerOptions()
+    http: Annotated[HttpOptions, _group("HTTP", 4)] = HttpOptions()
+    keys: Annotated[KeyOptions, _group("Keys", 5)] = KeyOptions()
+    grpc: Annotated[GrpcOptions, _group("gRPC", 6)] = GrpcOptions()
+    cloud: Annotated[CloudOptions, _group("Clouds", 7)] = CloudOptions()
