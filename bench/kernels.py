@@ -20,7 +20,7 @@ from torch import Tensor
 from ..engine.cpu import library
 from ..engine.cpu.matmul import MatmulFormat, PackedMatmul
 from ..engine.cpu.memory import HugePageArena
-from ..engine.layers.matmul import TorchInt8Matmul, quantize_rows, torch_matmul
+from ..engine.layers.linear import TorchInt8Matmul, quantize_rows, torch_matmul
 from .machine_peaks import PeakMeter
 from .roofline import MachinePeaks, Precision
 

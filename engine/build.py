@@ -10,7 +10,7 @@ from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import MemoryNeed, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
-from .checkpoint.weight_files import find_weights
+from .checkpoint.hf_checkpoint import find_weights
 from .frontend.llm import LlmModel, TokenizerBundle
 from .options import EngineOptions, engine_config, parse_settings
 

@@ -9,13 +9,57 @@ from torch import Tensor
 
 from .model_spec import DecoderShape
 from .partition import PipelineStage
-from .tensor_group import SingleRank, TensorGroup, kv_head_slice, rank_slice
+
+
+class TensorGroup(Protocol):
+    """The tensor-parallel group: ranks that each hold a slice of every split layer."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of every rank's `partial`, on every rank."""
+
+    def all_gather(self, part: Tensor, total: int) -> Tensor:
+        """Every rank's `part` of `total` features (see `rank_slice`) side by side on the last axis, on every rank."""
+
+
+class SingleRank:
+    """A group of one rank: nothing to exchange."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def all_gather(self, part: Tensor, total: int) -> Tensor:
+        return part
+
+
+def rank_slice(total: int, group: TensorGroup) -> slice:
+    """This rank's share of `total` features, heads or rows: contiguous, and as long as any other up to one."""
+    return all_rank_slices(total, group.size)[group.rank]
+
+
+def all_rank_slices(total: int, size: int) -> list[slice]:
+    return [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
+
+
+def kv_head_slice(heads: int, group: TensorGroup) -> slice:
+    """This rank's share of `heads` key/value heads: with more ranks than heads, several ranks hold the same one."""
+    if group.size <= heads:
+        return rank_slice(heads, group)
+    head = group.rank * heads // group.size
+    return slice(head, head + 1)
 
 
 class PipelineLink(Protocol):
     """The link to the stages before and after this one: it carries the hidden states [N, hidden] of one step after the
-    other, in the model's dtype. All ranks of a stage have the same states; each sends to the rank of its own number in
-    the next stage."""
+    other, in the model's dtype, from each rank to the rank of its own number in the next stage."""
 
     def receive(self, into: Tensor) -> None:
         """Wait for the states that the stage before sends for this step, and fill `into` with them."""

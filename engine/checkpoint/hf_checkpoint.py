@@ -1,4 +1,7 @@
-"""A Hugging Face checkpoint: its directory and its config.json.
+"""A Hugging Face checkpoint as its directory shows it: its config.json, and the files that hold its weights.
+
+A model that takes images too has a text part with a config.json of its own. Only architectures are here whose text
+part, given text alone, is exactly one of ours: attention is causal, and images would have added nothing.
 
 Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files about text.
 """
@@ -6,19 +9,56 @@ Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json
+from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json, refuse_adapter
 from .hf_config import read_spec
 from .model_spec import CheckpointError, ModelSpec
-from .text_part import text_config
-from .weight_files import SAFETENSORS_FILES, TORCH_FILES
+
+_SAFETENSORS_FILES, _TORCH_FILES = "*.safetensors", "pytorch_model*.bin"
+
+_WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
+"""Names of a whole model in one file: the first one found. An index of shards has such a name with .index.json."""
+
+_SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+_GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "max_position_embeddings": 131_072}
+_TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma3_text": ("Gemma3ForCausalLM", _GEMMA),
+    "llama": ("LlamaForCausalLM", _SEVEN_BILLION | {"intermediate_size": 11008}),
+    "mistral": ("MistralForCausalLM", _SEVEN_BILLION | {"intermediate_size": 14336, "num_key_value_heads": 8}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", {}),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
+}
+"""The `model_type` of a text_config -> our architecture, and the usual values that such a config leaves out."""
+
+_USUAL_TEXT_PART = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+}
+"""Architecture -> the `model_type` of a text_config that leaves it out."""
+
+_SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+"""Fields that stand outside of text_config, for all parts."""
+
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Beginnings of tensor names in newer and older checkpoints -> in a checkpoint of the text part alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint. `config`: its config.json, or that of its text part where the model takes images too, which
-    `language_part` tells."""
+    """An opened checkpoint. `config`: its config.json, or that of its text part if it is a `language_part`."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -31,11 +71,7 @@ class Checkpoint:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model in numbers; its architecture is one of `engine/models`.
-
-        Raises:
-            CheckpointError: a field is missing or has a value that is not supported.
-        """
+        """The model in numbers, by `read_spec`."""
         return read_spec(self.config, self.where)
 
 
@@ -47,11 +83,64 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         CheckpointError: there is no config.json.
         InvalidArgument: it is not JSON.
     """
-    directory = locate_checkpoint(str(model), (*SMALL_FILES, SAFETENSORS_FILES))
-    if not Path(model).expanduser().is_dir() and not any(directory.glob(SAFETENSORS_FILES)):
-        directory = locate_checkpoint(str(model), (*SMALL_FILES, TORCH_FILES))
+    directory = locate_checkpoint(str(model), (*SMALL_FILES, _SAFETENSORS_FILES))
+    if not Path(model).expanduser().is_dir() and not any(directory.glob(_SAFETENSORS_FILES)):
+        directory = locate_checkpoint(str(model), (*SMALL_FILES, _TORCH_FILES))
     config = read_json(directory / "config.json")
     if not config:
         raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights")
     part = text_config(config)
     return Checkpoint(directory, config if part is None else part, part is not None)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config.json of the text part of the model that `config` describes; None where there is none that we serve."""
+    names = config.get("architectures")
+    outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+    text = config.get("text_config", config)  # Qwen's older ones have its fields among the others
+    if outer not in _USUAL_TEXT_PART or not isinstance(text, dict):
+        return None
+    usual = _USUAL_TEXT_PART[outer]
+    kind = usual if text is config else str(text.get("model_type") or usual)
+    if kind not in _TEXT_PARTS:
+        return None
+    architecture, absent = _TEXT_PARTS[kind]
+    shared = {name: config[name] for name in _SHARED_FIELDS if config.get(name) is not None}
+    return {**absent, **text, **shared, "architectures": [architecture]}
+
+
+def text_tensor_name(stored: str) -> str:
+    """The name of a tensor of the text part in a checkpoint of that part alone; other tensors keep their names."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
+
+
+class WeightFiles(NamedTuple):
+    """All files, each once. `by_tensor`: the file that holds a tensor, by an index; None where there is one file."""
+
+    files: tuple[Path, ...]
+    by_tensor: Mapping[str, Path] | None = None
+
+
+def find_weights(directory: Path) -> WeightFiles:
+    """The files of a checkpoint's weights, whether they are there or not.
+
+    Raises:
+        CheckpointError: the directory has neither such a file nor an index.
+        InvalidArgument: it is an adapter's.
+    """
+    for name in _WHOLE_MODELS:
+        single, index = directory / name, directory / f"{name}.index.json"
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise CheckpointError(f"{index}: not an index of weights: it has no weight_map of file names")
+            by_tensor = {tensor: directory / file for tensor, file in weight_map.items()}
+            return WeightFiles(tuple(sorted(set(by_tensor.values()))), by_tensor)
+        if single.exists() or single.is_symlink():
+            return WeightFiles((single,))
+    refuse_adapter(directory)
+    missing = f"{directory}: no {' and no '.join(_WHOLE_MODELS)}, nor an index of either; only these are supported"
+    raise CheckpointError(missing)

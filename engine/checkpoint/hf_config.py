@@ -28,20 +28,23 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
         CheckpointError: a field is missing or has a value that is not supported.
         UnsupportedVariant: it asks for something that none of our own files computes.
     """
-    architecture = _Fields(config, where).architecture()
-    defaults = _ARCHITECTURES.get(architecture, _LLAMA_DEFAULTS)
-    fields = _Fields({**defaults.absent, **config}, where)
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise CheckpointError(f"{where}: architectures must name one class, got {names!r}")
+    architecture = str(names[0])
+    defaults = _ARCHITECTURES.get(architecture, _ArchitectureDefaults())
+    fields = _Fields({**defaults.absent, **config}, where, defaults)
     try:
         fields.refuse_unsupported()
-        return _spec(architecture, fields, defaults)
+        return _spec(architecture, fields)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise fields.error(f"a field has a value of the wrong kind: {error}") from error
 
 
-def _spec(architecture: str, fields: "_Fields", defaults: "_ArchitectureDefaults") -> ModelSpec:
+def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     head_dim = fields.number("head_dim", hidden // heads)
-    rope = fields.rope("full_attention", defaults, head_dim)
+    rope = fields.rope("full_attention", head_dim)
     return ModelSpec(
         architecture=architecture,
         vocab_size=fields.number("vocab_size"),
@@ -50,10 +53,10 @@ def _spec(architecture: str, fields: "_Fields", defaults: "_ArchitectureDefaults
         heads=heads,
         kv_heads=fields.number("num_key_value_heads", heads),
         head_dim=head_dim,
-        attention=fields.attention(defaults.slides),
+        attention=fields.attention(),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
-        local_rope=fields.rope("sliding_attention", defaults, head_dim),
+        local_rope=fields.rope("sliding_attention", head_dim),
         max_position=fields.max_position(rope),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
@@ -65,11 +68,28 @@ def _spec(architecture: str, fields: "_Fields", defaults: "_ArchitectureDefaults
     )
 
 
+SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
+"""(config, layer) -> whether the layer has the sliding window, if the config has one."""
+
+
+class _ArchitectureDefaults(NamedTuple):
+    """The meaning of whatever an architecture's config.json leaves out. `slides`: the rule for its sliding window,
+    unless it `reads_layer_types` and has them. `absent`: values of fields that are not there.
+    `partial_rotary`: only a part of each head may be rotated. `rope_types`: its own names of rope types -> ours."""
+
+    slides: SlidingRule = lambda config, layer: False
+    absent: Mapping[str, Any] = {}
+    reads_layer_types: bool = False
+    partial_rotary: bool = False
+    rope_types: Mapping[str, str] = {}
+
+
 class _Fields(NamedTuple):
     """The fields of config.json, checked while they are read."""
 
     config: Mapping[str, Any]
     where: str
+    defaults: _ArchitectureDefaults
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {message}")
@@ -96,12 +116,6 @@ class _Fields(NamedTuple):
     def flag(self, name: str) -> bool:
         return bool(self.config.get(name, False))
 
-    def architecture(self) -> str:
-        names = self.config.get("architectures")
-        if not isinstance(names, list) or len(names) != 1:
-            raise self.error(f"architectures must name one class, got {names!r}")
-        return str(names[0])
-
     def dtype(self) -> str:
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in DTYPES:
@@ -112,9 +126,9 @@ class _Fields(NamedTuple):
         name = str(self.config.get("hidden_activation") or self.config.get("hidden_act") or "silu")
         if name not in ACTIVATIONS:
             raise self.unknown(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        return name
+        return ACTIVATIONS[name]
 
-    def attention(self, slides: "SlidingRule") -> tuple[LayerAttention, ...]:
+    def attention(self) -> tuple[LayerAttention, ...]:
         scalar = self.real("query_pre_attn_scalar")
         full = LayerAttention(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
         layers, types = range(self.number("num_hidden_layers")), self.config.get("layer_types")
@@ -125,14 +139,16 @@ class _Fields(NamedTuple):
         if self.config.get("sliding_window") is None:
             return (full,) * len(layers)
         sliding = full._replace(window=self.number("sliding_window"))
-        return tuple(sliding if slides(self.config, layer) else full for layer in layers)
+        if types and self.defaults.reads_layer_types:
+            return tuple(sliding if each == "sliding_attention" else full for each in types)
+        return tuple(sliding if self.defaults.slides(self.config, layer) else full for layer in layers)
 
     def max_position(self, rope: RopeSpec) -> int:
         """The longest sequence. Yarn's recipes often leave max_position_embeddings at the length before scaling."""
         written = self.number("max_position_embeddings", 2048)
         return max(written, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else written
 
-    def rope(self, layer_type: str, defaults: "_ArchitectureDefaults", head_dim: int) -> RopeSpec:
+    def rope(self, layer_type: str, head_dim: int) -> RopeSpec:
         """The rotary embedding of layers of this type, where types differ."""
         values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         theta = self.config.get("rope_theta")
@@ -140,50 +156,40 @@ class _Fields(NamedTuple):
             values = values.get(layer_type) or {}
         elif layer_type == "sliding_attention" and "rope_local_base_freq" in self.config:
             values, theta = {}, self.config["rope_local_base_freq"]
-        return self._rope(values, float(values.get("rope_theta") or theta or 10000.0), defaults, head_dim)
+        rope = self._rope(values, float(values.get("rope_theta") or theta or 10000.0), head_dim)
+        pairs = rope.rotary_dim(head_dim) // 2
+        for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+            if rope.kind == "longrope" and len(factors) != pairs:
+                raise self.error(f"{name} of rope type longrope must have {pairs} numbers, got {len(factors)}")
+        return rope
 
-    def _rope(
-        self, values: Mapping[str, Any], theta: float, defaults: "_ArchitectureDefaults", head_dim: int
-    ) -> RopeSpec:
+    def _rope(self, values: Mapping[str, Any], theta: float, head_dim: int) -> RopeSpec:
         kind = str(values.get("rope_type") or values.get("type") or "default")
-        kind = defaults.rope_types.get(kind, kind)
+        kind = self.defaults.rope_types.get(kind, kind)
         if kind not in ROPE_TYPES:
             raise self.unknown(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
+        part = 1.0 if part is None else float(part)
+        rotated = int(head_dim * part)
+        if part != 1.0 and not (self.defaults.partial_rotary and 0 < rotated <= head_dim and rotated % 2 == 0):
+            raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
         longest = self.config.get("max_position_embeddings")
         original = self.config.get("original_max_position_embeddings")
         original = int(original or values.get("original_max_position_embeddings") or longest or 8192)
         scaled_by_length = kind in ("yarn", "longrope")
         factor = float(values.get("factor") or (int(longest or original) / original if scaled_by_length else 1.0))
-        rope = RopeSpec(
+        given: dict[str, Any] = {name: float(values[name]) for name in _ROPE_NUMBERS if values.get(name)}
+        given |= {name: tuple(map(float, values[name])) for name in _ROPE_LISTS if values.get(name)}
+        return RopeSpec(
             kind,
             theta,
             factor,
-            float(values.get("low_freq_factor") or 1.0),
-            float(values.get("high_freq_factor") or 4.0),
-            original,
-            self._partial_rotary_factor(values, defaults, head_dim),
-            _attention_factor(kind, values, factor, original),
-            float(values.get("beta_fast") or 32.0),
-            float(values.get("beta_slow") or 1.0),
-            bool(values.get("truncate", True)),
-            tuple(map(float, values.get("short_factor") or ())),
-            tuple(map(float, values.get("long_factor") or ())),
+            original_max_position=original,
+            partial_rotary_factor=part,
+            attention_factor=_attention_factor(kind, values, factor, original),
+            truncate=bool(values.get("truncate", True)),
+            **given,
         )
-        pairs = rope.rotary_dim(head_dim) // 2
-        for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
-            if kind == "longrope" and len(factors) != pairs:
-                raise self.error(f"{name} of rope type longrope must have {pairs} numbers, got {len(factors)}")
-        return rope
-
-    def _partial_rotary_factor(
-        self, values: Mapping[str, Any], defaults: "_ArchitectureDefaults", head_dim: int
-    ) -> float:
-        part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
-        part = 1.0 if part is None else float(part)
-        rotated = int(head_dim * part)
-        if part != 1.0 and not (defaults.partial_rotary and 0 < rotated <= head_dim and rotated % 2 == 0):
-            raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
-        return part
 
     def experts(self) -> ExpertsSpec | None:
         if "num_experts_per_tok" not in self.config:
@@ -223,29 +229,8 @@ def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, origi
     return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
 
 
-SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
-"""(config, layer) -> whether the layer has the sliding window, if the config has one."""
-
-
-class _ArchitectureDefaults(NamedTuple):
-    """The meaning of whatever an architecture's config.json leaves out. `slides`: the rule for its sliding window.
-    `absent`: values of fields that are not there. `partial_rotary`: only a part of each head may be rotated.
-    `rope_types`: its own names of rope types -> ours."""
-
-    slides: SlidingRule = lambda config, layer: False
-    absent: Mapping[str, Any] = {}
-    partial_rotary: bool = False
-    rope_types: Mapping[str, str] = {}
-
-
-def _by_layer_types(otherwise: SlidingRule) -> SlidingRule:
-    """By `layer_types`, where that is there."""
-
-    def slides(config: Mapping[str, Any], layer: int) -> bool:
-        types = config.get("layer_types")
-        return types[layer] == "sliding_attention" if types else otherwise(config, layer)
-
-    return slides
+_ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_ROPE_LISTS = ("short_factor", "long_factor")
 
 
 def _always(config: Mapping[str, Any], layer: int) -> bool:
@@ -260,11 +245,14 @@ def _qwen(config: Mapping[str, Any], layer: int) -> bool:
     return _if_used(config, layer) and layer >= int(config.get("max_window_layers", 28))
 
 
+def _gemma2(config: Mapping[str, Any], layer: int) -> bool:
+    return layer % 2 == 0
+
+
 def _gemma3(config: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
 
 
-_LLAMA_DEFAULTS = _ArchitectureDefaults()
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
@@ -272,14 +260,17 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_TEXT_ONLY = {"mrope": "default"}
-"""The three positions that mrope gives a token are one and the same where there are no images."""
+_QWEN2 = _ArchitectureDefaults(
+    _qwen,
+    {"sliding_window": 4096},
+    reads_layer_types=True,
+    # The three positions that mrope gives a token are one and the same where there are no images.
+    rope_types={"mrope": "default"},
+)
 _ARCHITECTURES: dict[str, _ArchitectureDefaults] = {
     "MistralForCausalLM": _ArchitectureDefaults(_always, {"sliding_window": 4096}),
-    "Qwen2ForCausalLM": _ArchitectureDefaults(_by_layer_types(_qwen), {"sliding_window": 4096}, rope_types=_TEXT_ONLY),
-    "Qwen3ForCausalLM": _ArchitectureDefaults(
-        _by_layer_types(_qwen), {"sliding_window": 4096, "head_dim": 128}, rope_types=_TEXT_ONLY
-    ),
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN2._replace(absent={"sliding_window": 4096, "head_dim": 128}),
     "Qwen3MoeForCausalLM": _ArchitectureDefaults(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),
     "MixtralForCausalLM": _ArchitectureDefaults(_always, {"rms_norm_eps": 1e-5}),
     "Phi3ForCausalLM": _ArchitectureDefaults(
@@ -289,12 +280,14 @@ _ARCHITECTURES: dict[str, _ArchitectureDefaults] = {
         rope_types={"su": "longrope", "yarn": "longrope"},
     ),
     "Gemma2ForCausalLM": _ArchitectureDefaults(
-        _by_layer_types(lambda config, layer: layer % 2 == 0),
+        _gemma2,
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        reads_layer_types=True,
     ),
     "Gemma3ForCausalLM": _ArchitectureDefaults(
-        _by_layer_types(_gemma3),
+        _gemma3,
         _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
+        reads_layer_types=True,
     ),
 }
 """Any other architecture has Llama's defaults: no layer has a window."""

@@ -8,18 +8,14 @@ from ...core.errors import InvalidArgument
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-ACTIVATIONS = (
-    "silu",
-    "swish",
-    "gelu",
-    "gelu_python",
-    "gelu_pytorch_tanh",
-    "gelu_python_tanh",
-    "gelu_new",
-    "gelu_fast",
-    "gelu_accurate",
-    "quick_gelu",
-)
+_TANH_GELUS = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(_TANH_GELUS, "gelu_tanh"),
+    "quick_gelu": "quick_gelu",
+}
+"""config.json's name of an activation function -> the function, by our name."""
 
 
 class CheckpointError(InvalidArgument):
@@ -31,11 +27,9 @@ class UnsupportedVariant(CheckpointError):
 
 
 class RopeSpec(NamedTuple):
-    """Rotary position embedding, with the fields of transformers' `rope_parameters`. `factor` and those after it belong
-    to the scaled kinds, `beta_fast` to `truncate` to yarn, the two lists of factors to longrope.
-
-    The first `partial_rotary_factor` of each head is rotated, by cosines and sines multiplied with `attention_factor`.
-    """
+    """Rotary position embedding, with the fields of transformers' `rope_parameters`: `factor` and those after it belong
+    to the scaled kinds, `beta_fast` to `truncate` to yarn, the two lists of factors to longrope. The first
+    `partial_rotary_factor` of each head is rotated, by cosines and sines multiplied with `attention_factor`."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -73,8 +67,7 @@ class LayerAttention(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """A mixture of experts: each token goes to `per_token` of `count` experts, whose weights may be `normalised` to sum
-    1. `sparse_layers` tells of each layer whether it is a mixture; the others are dense.
-    """
+    1. `sparse_layers` tells of each layer whether it is a mixture; the others are dense."""
 
     count: int
     per_token: int
@@ -99,8 +92,8 @@ class DecoderShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(DecoderShape):
     """All numbers of a decoder. `dtype`: that of the stored weights, one of DTYPES. `local_rope`: of the layers with a
-    window, which may have a base of their own. `logit_softcap` caps the logits as `LayerAttention.softcap` the scores.
-    """
+    window, which may have a base of their own. `activation`: a value of ACTIVATIONS. `logit_softcap` caps the logits as
+    `LayerAttention.softcap` the scores."""
 
     architecture: str
     norm_eps: float

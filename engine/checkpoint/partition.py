@@ -11,9 +11,8 @@ from .model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """The stage `index` of a pipeline of `count`: a rank's consecutive part of the model's layers. `layer_counts`: the
-    layers of each stage; empty for as even as can be, the last stages the shorter, since they have the head. The
-    default is a pipeline of one stage."""
+    """Stage `index` of a pipeline of `count`, with consecutive layers of the model. `layer_counts`: the number of each
+    stage's; empty for as even as can be, the last stages the shorter, since they have the head."""
 
     index: int = 0
     count: int = 1
@@ -47,48 +46,30 @@ def check_partition(
     """
     if whole_experts and spec.experts is None:
         raise InvalidArgument(f"model {model}: it has no experts to share", field="enable_expert_parallel")
-    _check_heads(spec, model, tensor)
-    _check_sizes(spec, model, tensor, whole_experts)
-    _check_layers(spec.layers, model, stage)
-
-
-def _check_heads(spec: ModelSpec, model: str, tensor: int) -> None:
-    if spec.heads % tensor:
-        raise _refusal(model, f"{spec.heads} attention heads can't be shared evenly by {tensor} ranks")
-    if spec.kv_heads % tensor and tensor % spec.kv_heads:
-        raise _refusal(
-            model,
-            f"{spec.kv_heads} key/value heads can be neither shared evenly by {tensor} ranks"
-            " nor held by equally many of them each",
+    if (refusal := _tensor_refusal(spec, tensor, whole_experts)) is not None:
+        raise InvalidArgument(f"model {model}: {refusal}", field="tensor_parallel_size")
+    if spec.layers < stage.count:
+        message = f"model {model}: {spec.layers} layers can't be split over {stage.count} stages"
+        raise InvalidArgument(message, field="pipeline_parallel_size")
+    counts = stage.layer_counts
+    if counts and (len(counts) != stage.count or sum(counts) != spec.layers or min(counts) < 1):
+        message = (
+            f"model {model}: pipeline_layers must give each of its {spec.layers} layers to one of {stage.count} stages"
+            f" (pipeline_parallel_size), at least one to each, got {','.join(map(str, counts))}"
         )
+        raise InvalidArgument(message, field="pipeline_layers")
 
 
-def _check_sizes(spec: ModelSpec, model: str, tensor: int, whole_experts: bool) -> None:
+def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:
+    if spec.heads % tensor:
+        return f"{spec.heads} attention heads can't be shared evenly by {tensor} ranks"
+    if spec.kv_heads % tensor and tensor % spec.kv_heads:
+        shared = f"{spec.kv_heads} key/value heads can be neither shared evenly by {tensor} ranks"
+        return f"{shared} nor held by equally many of them each"
     sizes = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
     if spec.experts is not None and whole_experts:
         sizes["experts"] = spec.experts.count
     elif spec.experts is not None:
         sizes["intermediate_size of an expert"] = spec.experts.intermediate_size
-    for what, size in sizes.items():
-        if size < tensor:
-            raise _refusal(model, f"its {what}, {size}, gives nothing to some of {tensor} ranks")
-
-
-def _check_layers(layers: int, model: str, stage: PipelineStage) -> None:
-    if layers < stage.count:
-        raise InvalidArgument(
-            f"model {model}: {layers} layers can't be split over {stage.count} stages",
-            field="pipeline_parallel_size",
-        )
-    if stage.layer_counts and (
-        len(stage.layer_counts) != stage.count or sum(stage.layer_counts) != layers or min(stage.layer_counts) < 1
-    ):
-        raise InvalidArgument(
-            f"model {model}: pipeline_layers must give each of its {layers} layers to one of {stage.count} stages"
-            f" (pipeline_parallel_size), at least one to each, got {','.join(map(str, stage.layer_counts))}",
-            field="pipeline_layers",
-        )
-
-
-def _refusal(model: str, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"model {model}: {reason}", field="tensor_parallel_size")
+    small = [name for name, size in sizes.items() if size < tensor]
+    return f"its {small[0]}, {sizes[small[0]]}, gives nothing to some of {tensor} ranks" if small else None

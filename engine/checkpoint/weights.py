@@ -4,7 +4,7 @@ Knows nothing of architectures.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ...tokenization.checkpoint_files import refuse_lfs_pointer
 from ..cpu.memory import HugePageArena
-from .build_context import BuildContext
+from .build_context import BuildContext, TensorGroup
+from .hf_checkpoint import find_weights
 from .model_spec import CheckpointError
-from .tensor_group import TensorGroup
-from .weight_files import find_weights
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The supported dtypes: safetensors' name -> torch's."""
@@ -31,7 +30,7 @@ _NAMES = {dtype: name for name, dtype in STORED.items()}
 WHOLE = slice(None)
 
 TILE_BYTES = 1 << 24
-"""Bytes of a matrix that is converted while it is read, at a time: the memory needed beside the result."""
+"""Bytes of a matrix that are converted at a time while it is read: the memory needed beside the result."""
 
 
 class TensorSlice(NamedTuple):
@@ -44,12 +43,10 @@ class TensorSlice(NamedTuple):
 
     @property
     def row_range(self) -> range:
-        """The indices of its rows in the tensor."""
         return range(*self.rows.indices(self.shape[0]))
 
     @property
     def width(self) -> int:
-        """How many columns of a matrix it has."""
         return len(range(*self.columns.indices(self.shape[1])))
 
 
@@ -61,10 +58,8 @@ class RowTile(NamedTuple):
 
 
 class CheckpointWeights:
-    """The weights in one directory, safetensors or torch's .bin: a single file, or shards under an index.
-
-    Files are memory-mapped: `read` returns views, and nothing is copied before it is used.
-    """
+    """The weights in one directory, safetensors or torch's .bin: a single file, or shards under an index. Files are
+    memory-mapped: `read` returns views, and nothing is copied before it is used."""
 
     def __init__(self, directory: Path, own_name: Callable[[str], str] = str) -> None:
         """`own_name`: from a tensor's name in the file to the name that `read` knows it by.
@@ -84,7 +79,6 @@ class CheckpointWeights:
 
     @property
     def bytes(self) -> int:
-        """The size of all files together."""
         return sum(path.stat().st_size for path in self._open)
 
     @property
@@ -102,82 +96,53 @@ class CheckpointWeights:
         if stored is None:
             raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the weights")
         path = self._files[stored]
-        found = _slice(self._open[path], path, stored)
-        _check(found, piece, path)
+        file = self._open[path]
+        try:
+            found = file[stored] if isinstance(file, dict) else file.get_slice(stored)
+        except (SafetensorError, KeyError) as error:
+            raise CheckpointError(f"{path}: tensor {stored} is missing, though the index puts it here") from error
+        dtype, shape = _dtype_and_shape(found)
+        if dtype not in STORED:
+            supported = f"which is not supported ({', '.join(STORED)} are)"
+            raise CheckpointError(f"{path}: tensor {piece.name} has dtype {dtype}, {supported}")
+        if shape != piece.shape:
+            meant = f"config.json means {list(piece.shape)}"
+            raise CheckpointError(f"{path}: tensor {piece.name} has shape {list(shape)}, but {meant}")
         self._unread.discard(stored)
         view: Tensor = found[piece.rows] if len(piece.shape) == 1 else found[piece.rows, piece.columns]
         return view
 
 
 def _open(path: Path) -> Any:
-    """The reader of a file's tensors: `safe_open`'s, or a `TorchWeightFile`, which has the same methods."""
+    """The tensors of a file by their names: what `safe_open` returns, or a dict."""
     try:
         refuse_lfs_pointer(path)
-        return TorchWeightFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+        return _load_torch_file(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the file is missing") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
 
 
-def _slice(file: Any, path: Path, name: str) -> Any:
+def _load_torch_file(path: Path) -> dict[str, Tensor]:
+    """A file of `torch.save`, read by torch's safe loader, which runs none of its code. It is mapped unless it is of
+    the oldest form."""
     try:
-        return file.get_slice(name)
-    except (SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{path}: tensor {name} is missing, though the index puts it here") from error
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"{code[1]} is in it" if code else str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path}: truncated, or no weights that torch loads safely: {reason}") from error
+    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+        raise CheckpointError(f"{path}: it must hold tensors by their names, and nothing else")
+    return found
 
 
-def _check(found: Any, piece: TensorSlice, path: Path) -> None:
-    dtype, shape = found.get_dtype(), tuple(found.get_shape())
-    if dtype not in STORED:
-        supported = ", ".join(STORED)
-        raise CheckpointError(
-            f"{path}: tensor {piece.name} has dtype {dtype}, which is not supported ({supported} are)"
-        )
-    if shape != piece.shape:
-        raise CheckpointError(
-            f"{path}: tensor {piece.name} has shape {list(shape)}, but config.json means {list(piece.shape)}"
-        )
-
-
-class TorchWeightFile:
-    """A file of `torch.save`, with the methods of `safe_open`. Torch's safe loader reads it and runs none of its code;
-    it is mapped unless it is of the oldest form."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError: it is broken, or holds anything but tensors."""
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-        except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            code = re.search(r"GLOBAL (\S+)", str(error))
-            reason = f"{code[1]} is in it" if code else str(error).partition("\n")[0] or type(error).__name__
-            raise CheckpointError(f"{path}: truncated, or no weights that torch loads safely: {reason}") from error
-        if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
-            raise CheckpointError(f"{path}: it must hold tensors by their names, and nothing else")
-        self._tensors: dict[str, Tensor] = found
-
-    def keys(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def get_slice(self, name: str) -> "_TorchSlice":
-        """Raises KeyError: no such tensor."""
-        return _TorchSlice(self._tensors[name])
-
-
-class _TorchSlice:
-    """A tensor with the methods of safetensors' slices."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, part: Any) -> Tensor:
-        return self._tensor[part]
-
-    def get_shape(self) -> Sequence[int]:
-        return self._tensor.shape
-
-    def get_dtype(self) -> str:
-        return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
+def _dtype_and_shape(found: Any) -> tuple[str, tuple[int, ...]]:
+    """The dtype, by safetensors' name, and shape of a tensor, or of a slice of safetensors."""
+    if isinstance(found, Tensor):
+        return _NAMES.get(found.dtype, str(found.dtype)), tuple(found.shape)
+    return found.get_dtype(), tuple(found.get_shape())
 
 
 class ReadProgress:
@@ -188,14 +153,12 @@ class ReadProgress:
         self._expected, self._progress = expected, progress
         self._mapped: set[str] = set()
 
-    def count_mapped(self, name: str, view: Tensor) -> None:
-        """Count a tensor once, though it is both mapped and packed."""
-        self.count(name, view)
-        self._mapped.add(name)
-
-    def count(self, name: str, view: Tensor) -> None:
+    def count(self, name: str, view: Tensor, mapped: bool = False) -> None:
+        """Count a part of tensor `name`; one that is `mapped` counts once, though it is packed, too."""
         if name not in self._mapped:
-            self.bytes += view.numel() * view.element_size()
+            self.bytes += view.nbytes
+        if mapped:
+            self._mapped.add(name)
         self._progress(min(self.bytes / self._expected, 1.0))
 
 
@@ -233,7 +196,7 @@ class WeightLoader:
         if tensor is None:
             view = self._weights.read(piece)
             tensor = self._shared[key] = view.to(self.device, self.dtype)
-            self.reading.count_mapped(piece.name, view)
+            self.reading.count(piece.name, view, mapped=True)
         return tensor
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:

@@ -10,15 +10,8 @@ from torch import Tensor
 from . import library
 from .op_trace import EMBED, GATE, NORM, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
 
-ACTIVATION_CODES = {
-    "silu": 0,
-    "swish": 0,
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), 1),
-    "gelu": 2,
-    "gelu_python": 2,
-    "quick_gelu": 3,
-}
-"""config.json's name -> its number in `enum activation` of elementwise.c."""
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3}
+"""The numbers of `enum activation` of elementwise.c."""
 
 
 class FusedNorm:

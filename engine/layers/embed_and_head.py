@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.build_context import PipelineLink
+from ..checkpoint.build_context import PipelineLink, rank_slice
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.tensor_group import rank_slice
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu.elementwise import trace_embedding
 from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable, as_symbol, as_tensor
@@ -67,9 +66,8 @@ def build_ends(spec: ModelSpec, loader: WeightLoader, norm: NormFactory, scale: 
 
 
 class Embedding:
-    """Token ids [N] -> rows [N, hidden] of the embedding table, the vocabulary split over the group.
-
-    The table stays in the memory-mapped file where it can: a step reads few rows of it."""
+    """Token ids [N] -> rows [N, hidden] of the embedding table, the vocabulary split over the group. The table stays in
+    the memory-mapped file where it can: a step reads few rows of it."""
 
     def __init__(self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0) -> None:
         self._part = rank_slice(spec.vocab_size, loader.group)
@@ -81,17 +79,17 @@ class Embedding:
         self.untraceable = split_reason(loader.group) or contiguous
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, self._table) if self._group.size == 1 else self._embed_split(tokens)
+        if self._group.size == 1:
+            x = F.embedding(tokens, self._table)
+        else:
+            local = tokens - self._part.start
+            elsewhere = (local < 0) | (local >= len(self._table))
+            mine = F.embedding(local.masked_fill(elsewhere, 0), self._table)
+            x = self._group.all_reduce(mine.masked_fill_(elsewhere.unsqueeze(-1), 0))
         return x if self._scale is None else x * self._scale
 
     def trace(self, trace: OpTrace) -> SymbolicTensor:
         return trace_embedding(trace, self._table, 1.0 if self._scale is None else float(self._scale))
-
-    def _embed_split(self, tokens: Tensor) -> Tensor:
-        local = tokens - self._part.start
-        elsewhere = (local < 0) | (local >= len(self._table))
-        mine = F.embedding(local.masked_fill(elsewhere, 0), self._table)
-        return self._group.all_reduce(mine.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
 class _StageReceiver:

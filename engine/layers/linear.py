@@ -1,13 +1,45 @@
-"""Linear layers split over the ranks of a tensor-parallel group (arXiv 1909.08053); one rank is the plain case."""
+"""Linear layers split over the ranks of a tensor-parallel group (arXiv 1909.08053), and the matrix products with
+constant weights below them: packed once for the CPU, quantised meanwhile if asked for.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+With the C kernels a row's result does not depend on the rows beside it. torch's products, which serve where the kernels
+do not, promise that for int8 alone.
+"""
 
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.tensor_group import TensorGroup, rank_slice
+from ..checkpoint.build_context import TensorGroup, rank_slice
 from ..checkpoint.weights import TensorSlice, WeightLoader
-from .matmul import LM_HEAD, build_matmul
+from ..cpu import library
+from ..cpu.matmul import MatmulFormat, PackedMatmul
+
+Matmul: TypeAlias = Callable[[Tensor], Tensor]
+"""x [N, in] -> x W^T + b [N, out]."""
+
+ONEDNN_PACKED_ROWS = 32
+"""The number of rows that oneDNN's packed layout is chosen for; measured to serve every number of rows."""
+
+INT8_MAX = 127
+"""The largest quantised number."""
+
+
+class MatmulUse(NamedTuple):
+    """The purpose of a product decides whether its weights may be quantised, and whether the C kernels return the
+    float32 that they sum in; torch's products return x's dtype in any case."""
+
+    quantizable: bool = True
+    float32: bool = False
+
+
+LAYER = MatmulUse()
+ROUTER = MatmulUse(quantizable=False, float32=True)
+"""A mixture's router is small, and the last bit of a score may choose another expert."""
+LM_HEAD = MatmulUse(float32=True)
 
 
 class OutputShard(NamedTuple):
@@ -22,16 +54,11 @@ class OutputShard(NamedTuple):
         return self._replace(features=slice(self.features.start + by, self.features.stop + by))
 
 
-class ColumnLinear:
-    """x [N, in] -> this rank's output features [N, out], those of several matrices in one product."""
-
-    def __init__(self, loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> None:
-        biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features) for o in outputs)
-        weights = [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs]
-        self._matmul = build_matmul(loader, weights, loader.concatenate(biases) if bias else None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._matmul(x)
+def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> Matmul:
+    """The product x [N, in] -> this rank's output features [N, out], those of several matrices in one."""
+    biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features) for o in outputs)
+    weights = [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs]
+    return build_matmul(loader, weights, loader.concatenate(biases) if bias else None)
 
 
 class RowLinear:
@@ -69,3 +96,88 @@ class LMHead:
 def split_reason(group: TensorGroup) -> str | None:
     """Why a layer that is split over `group` can't be part of the C program; None: it is not split."""
     return None if group.size == 1 else f"its layers are split over {group.size} ranks"
+
+
+def build_matmul(
+    loader: WeightLoader, slices: Iterable[TensorSlice], bias: Tensor | None = None, use: MatmulUse = LAYER
+) -> Matmul:
+    """The product with the matrices `slices`, one below the other, and `bias` [out]."""
+    quantized, slices = loader.quantized and use.quantizable, list(slices)
+    outputs, inputs = sum(len(each.row_range) for each in slices), slices[0].width
+    if library.supports(loader.dtype, loader.device):
+        kept, result = torch.int8 if quantized else loader.dtype, torch.float32 if use.float32 else loader.dtype
+        packed = PackedMatmul(MatmulFormat(outputs, inputs, kept, loader.dtype, result), bias, loader.memory)
+        for tile in loader.tiles(slices):
+            packed.pack(tile.first, tile.rows)
+        return packed
+    if quantized:
+        weight, scales = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
+        for tile in loader.tiles(slices):
+            rows = slice(tile.first, tile.first + len(tile.rows))
+            weight[rows], scales[rows] = quantize_rows(tile.rows)
+        return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
+    if use is LM_HEAD:
+        [table] = slices
+        return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
+    return torch_matmul(loader.concatenate(slices), bias)
+
+
+class TorchInt8Matmul:
+    """The int8 product in torch, the reference of the int8 kernels and their substitute: x in any dtype, results in it.
+    Sums are exact integers, so rows do not depend on each other here either."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        """`weight` [in, out] in int8, `scales` [out] in float32."""
+        self._weight, self._scales, self._bias = weight, scales, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, scales = quantize_rows(x)
+        result = torch._int_mm(rows, self._weight).float().mul_(scales.unsqueeze(-1) * self._scales)
+        return (result if self._bias is None else result.add_(self._bias)).to(x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, n] -> int8 [N, n] and float32 scales [N], each row's largest number at 127."""
+    wide = x.float()
+    largest = wide.abs().amax(-1)
+    by = torch.where(largest > 0, INT8_MAX / largest, 0.0).clamp_(max=torch.finfo(torch.float32).max)
+    return wide.mul(by.unsqueeze(-1)).round_().to(torch.int8), largest / INT8_MAX
+
+
+def torch_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """torch's product with `weight` [out, in] and `bias` [out]. Where oneDNN packs it, `weight` is not kept."""
+    if weight.device.type == "cpu" and onednn_packing_works(weight.dtype):
+        return _onednn_matmul(weight, bias)
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+@cache
+def onednn_packing_works(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's packed product exists and agrees with F.linear: its operators are torch's private ones."""
+    if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(80, 48, generator=generator).to(dtype)
+    bias = torch.randn(80, generator=generator).to(dtype)
+    # A few roundings of the sums' size: 48 products of unit normals are about 7.
+    tolerance = 32 * torch.finfo(dtype).eps
+    try:
+        product = _onednn_matmul(weight, bias)
+        for x in (torch.randn(rows, 48, generator=generator).to(dtype) for rows in (1, 3, 64)):
+            expected = F.linear(x.float(), weight.float(), bias.float())
+            if (product(x).float() - expected).abs().max() > tolerance:
+                return False
+    except RuntimeError:
+        return False
+    return True
+
+
+def _onednn_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ONEDNN_PACKED_ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def product(x: Tensor) -> Tensor:
+        result: Tensor = multiply(x, packed, bias, "none", [], "")
+        return result
+
+    return product

@@ -1,4 +1,5 @@
-"""The gated feed-forward layer (arXiv 2002.05202), gate and up projection computed as one product."""
+"""Feed-forward layers: the gated MLP (arXiv 2002.05202), gate and up projection computed as one product, and a mixture
+of such MLPs as experts (arXiv 1701.06538, 2101.03961)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,30 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.tensor_group import rank_slice
-from ..checkpoint.weights import WeightLoader
+from ..checkpoint.build_context import SingleRank, rank_slice
+from ..checkpoint.model_spec import ExpertsSpec
+from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
-from .linear import ColumnLinear, OutputShard, RowLinear
+from .linear import ROUTER, OutputShard, RowLinear, build_matmul, column_linear
 
 Gate: TypeAlias = Callable[[Tensor], Tensor]
 """Gate and up features side by side, [N, 2n] -> activation(gate) * up [N, n]."""
 
-_tanh_gelu = partial(F.gelu, approximate="tanh")
-
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
-    "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_python": F.gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-    "gelu_python_tanh": _tanh_gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_fast": _tanh_gelu,
-    "gelu_accurate": _tanh_gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-"""config.json's name -> the function; `model_spec.ACTIVATIONS` are the same names."""
+"""The functions by their names in `model_spec.ACTIVATIONS`."""
 
 
 class GatedMLPSpec(NamedTuple):
@@ -61,7 +55,7 @@ class GatedMLP:
 
     def __init__(self, loader: WeightLoader, spec: GatedMLPSpec) -> None:
         mine = rank_slice(spec.intermediate, loader.group)
-        self._gate_up = ColumnLinear(loader, spec.gate_and_up(mine), spec.hidden, bias=spec.bias)
+        self._gate_up = column_linear(loader, spec.gate_and_up(mine), spec.hidden, bias=spec.bias)
         down = f"{spec.name}.{spec.down}"
         self._down = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
         fused = library.supports(loader.dtype, loader.device)
@@ -85,3 +79,36 @@ class TorchGate:
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return self._activation(gate).mul_(up)
+
+
+class MixtureOfExperts:
+    """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden].
+
+    The router takes the likeliest experts of each token by a softmax in float32. Every rank holds all of the router, so
+    all ranks decide the same, and a slice of every expert, or some experts whole: the sum over ranks is the same."""
+
+    untraceable: str | None = "it has a mixture of experts"
+
+    def __init__(self, loader: WeightLoader, router: str, spec: ExpertsSpec, experts: list[GatedMLPSpec]) -> None:
+        """`router` is the name of the router's matrix."""
+        weight = TensorSlice(f"{router}.weight", (spec.count, experts[0].hidden))
+        self._scores, self._spec = build_matmul(loader, [weight], use=ROUTER), spec
+        self._group, self._mine = loader.group, slice(0, spec.count)
+        if loader.context.whole_experts:
+            self._mine, loader = rank_slice(spec.count, loader.group), loader.for_group(SingleRank())
+        self._experts = [GatedMLP(loader, expert) for expert in experts[self._mine]]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
+        if self._spec.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        tokens = torch.div(order, chosen.shape[1], rounding_mode="floor")
+        sorted_weights = weights.to(x.dtype).flatten()[order].unsqueeze(-1)
+        counts = torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()
+        total = torch.zeros_like(x)
+        shares = list(zip(torch.split(tokens, counts), torch.split(sorted_weights, counts), strict=True))
+        for expert, (mine, weight) in zip(self._experts, shares[self._mine], strict=True):
+            if len(mine):
+                total.index_add_(0, mine, expert.partial(x[mine]).mul_(weight))
+        return self._group.all_reduce(total)

@@ -1,6 +1,7 @@
 """RMS norm (arXiv 1910.07467), by the C kernels where they serve, else by torch."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,11 +22,9 @@ class Norm(Protocol):
         """Normalizes the first `heads` of x [N, more heads, n] in place."""
 
 
-class NormFactory(Protocol):
-    """Makes a model's kind of norm: `rms_norm` or `offset_rms_norm`."""
-
-    def __call__(self, weight: Tensor, eps: float) -> Norm:
-        """The norm with `weight` [n], or [heads, n] for x [N, heads, n]."""
+NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
+"""Makes a model's kind of norm, `rms_norm` or `offset_rms_norm`, of its weight [n], or [heads, n] for x [N, heads, n],
+and epsilon."""
 
 
 class TorchNorm:

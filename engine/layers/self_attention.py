@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint.build_context import kv_head_slice, rank_slice
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.tensor_group import head_features, kv_head_slice, rank_slice
 from ..checkpoint.weights import WeightLoader
-from .linear import ColumnLinear, OutputShard, RowLinear
-from .norm import Norm, NormFactory
+from .linear import OutputShard, RowLinear, column_linear
+from .norm import NormFactory
 from .rotary import Rotary
 from .step_context import StepContext
 
@@ -32,13 +32,17 @@ class SelfAttention:
     ) -> None:
         name, size = f"model.layers.{index}.self_attn", spec.head_dim
         heads, kv_heads = rank_slice(spec.heads, loader.group), kv_head_slice(spec.kv_heads, loader.group)
-        queries, keys = head_features(heads, size), head_features(kv_heads, size)
+        queries, keys = (slice(each.start * size, each.stop * size) for each in (heads, kv_heads))
         self._cache_layer = loader.layers(spec.layers).index(index)  # the cache counts this rank's layers alone
         self._rotary, self._head_dim = rotary, size
         self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
-        shards = (_fused_qkv if projections.fused else _separate_qkv)(name, spec, queries, keys)
-        self._qkv = ColumnLinear(loader, shards, spec.hidden_size, bias=projections.qkv_bias)
-        self._norm = None if projections.norm is None else self._head_norm(loader, name, spec, projections.norm)
+        shards = _qkv_shards(name, spec, queries, keys, projections.fused)
+        self._qkv = column_linear(loader, shards, spec.hidden_size, bias=projections.qkv_bias)
+        self._norm = None
+        if projections.norm is not None:  # one for the heads of queries and keys together, each with its own weight
+            of_queries, of_keys = (loader.vector(f"{name}.{one}_norm.weight", size) for one in "qk")
+            weight = torch.cat((of_queries.expand(self._heads, -1), of_keys.expand(self._kv_heads, -1)))
+            self._norm = projections.norm(weight, spec.norm_eps)
         inputs, outputs = spec.heads * size, spec.hidden_size
         self._out = RowLinear(loader, f"{name}.o_proj", inputs, queries, outputs, bias=projections.out_bias)
         self.untraceable = rotary.untraceable or self._out.untraceable
@@ -50,25 +54,13 @@ class SelfAttention:
         angles = context.angles(self._rotary)
         return self._out(context.attention.apply_rope_and_attend(self._cache_layer, packed, angles))
 
-    def _head_norm(self, loader: WeightLoader, name: str, spec: ModelSpec, norm: NormFactory) -> Norm:
-        """One norm for the heads of queries and keys together, each with its own weight."""
-        queries, keys = (loader.vector(f"{name}.{one}_norm.weight", spec.head_dim) for one in "qk")
-        weight = torch.cat((queries.expand(self._heads, -1), keys.expand(self._kv_heads, -1)))
-        return norm(weight, spec.norm_eps)
 
-
-def _separate_qkv(name: str, spec: ModelSpec, queries: slice, keys: slice) -> list[OutputShard]:
-    kv_size = spec.kv_heads * spec.head_dim
-    return [
-        OutputShard(f"{name}.q_proj", spec.heads * spec.head_dim, queries),
-        OutputShard(f"{name}.k_proj", kv_size, keys),
-        OutputShard(f"{name}.v_proj", kv_size, keys),
-    ]
-
-
-def _fused_qkv(name: str, spec: ModelSpec, queries: slice, keys: slice) -> list[OutputShard]:
-    """Queries, keys and values one below the other in one matrix of the checkpoint."""
+def _qkv_shards(name: str, spec: ModelSpec, queries: slice, keys: slice, fused: bool) -> list[OutputShard]:
+    """The matrices of queries, keys and values, which are one below the other in one matrix if they are `fused`."""
     q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    matrix = OutputShard(f"{name}.qkv_proj", q_size + 2 * kv_size, queries)
-    key_rows = matrix._replace(features=keys).shifted(q_size)
-    return [matrix, key_rows, key_rows.shifted(kv_size)]
+    if fused:
+        matrix = OutputShard(f"{name}.qkv_proj", q_size + 2 * kv_size, queries)
+        key_rows = matrix._replace(features=keys).shifted(q_size)
+        return [matrix, key_rows, key_rows.shifted(kv_size)]
+    key_matrix, value_matrix = (OutputShard(f"{name}.{one}_proj", kv_size, keys) for one in "kv")
+    return [OutputShard(f"{name}.q_proj", q_size, queries), key_matrix, value_matrix]

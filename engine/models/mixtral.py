@@ -2,8 +2,7 @@
 
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
 from ..checkpoint.weights import WeightLoader
-from ..layers.experts import MixtureOfExperts
-from ..layers.mlp import GatedMLPSpec
+from ..layers.mlp import GatedMLPSpec, MixtureOfExperts
 from .interfaces import Decoder
 from .llama import FeedForward, LlamaVariant, build_llama_variant
 

@@ -2,7 +2,7 @@
 
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
-from ..layers.experts import MixtureOfExperts
+from ..layers.mlp import MixtureOfExperts
 from ..layers.norm import rms_norm
 from ..layers.self_attention import AttentionProjections
 from .interfaces import Decoder

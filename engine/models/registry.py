@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.build_context import BuildContext
-from ..checkpoint.hf_checkpoint import Checkpoint
+from ..checkpoint.hf_checkpoint import Checkpoint, text_tensor_name
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
 from ..checkpoint.partition import PipelineStage, check_partition
-from ..checkpoint.text_part import text_tensor_name
 from ..checkpoint.weights import CheckpointWeights, WeightLoader
 from ..config import ParallelConfig
 from ..layers.embed_and_head import HEAD_WEIGHT

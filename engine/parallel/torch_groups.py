@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.errors import Unavailable
-from ..checkpoint.build_context import Shard
+from ..checkpoint.build_context import Shard, SingleRank, TensorGroup, all_rank_slices
 from ..checkpoint.partition import PipelineStage
-from ..checkpoint.tensor_group import SingleRank, TensorGroup, all_rank_slices
 from .layout import RankLayout
 from .rank_connections import listen_on
 

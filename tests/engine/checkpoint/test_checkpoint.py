@@ -15,10 +15,9 @@ from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.model import MemoryNeed
 from charonia.engine.build import memory_needed
 from charonia.engine.checkpoint.build_context import BuildContext
-from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint, text_config
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttention, RopeSpec
-from charonia.engine.checkpoint.text_part import text_config
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.models.registry import checkpoint_builder
 
@@ -102,7 +101,7 @@ def test_what_gemma_leaves_unsaid() -> None:
     assert (spec.local_rope.kind, spec.local_rope.theta) == ("default", 1e4)
     assert spec.tied_embeddings
     assert spec.head_dim == 256
-    assert spec.activation == "gelu_pytorch_tanh"
+    assert spec.activation == "gelu_tanh"
     two = read_spec(GEMMA3_OLD | {"architectures": ["Gemma2ForCausalLM"]}, "here")
     assert [view.window for view in two.attention] == [512, None] * 3
     assert (two.attention[0].softcap, two.logit_softcap) == (50.0, 30.0)

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.checkpoint.build_context import BuildContext, Shard
+from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError, ExpertsSpec, LayerAttention, ModelSpec, RopeSpec
 from charonia.engine.checkpoint.partition import PipelineStage, check_partition
-from charonia.engine.checkpoint.tensor_group import SingleRank
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.models.registry import ARCHITECTURES, checkpoint_builder

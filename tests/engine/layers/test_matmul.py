@@ -9,7 +9,7 @@ import torch
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.cpu import library
-from charonia.engine.layers.matmul import (
+from charonia.engine.layers.linear import (
     LAYER,
     ROUTER,
     PackedMatmul,
@@ -95,7 +95,7 @@ def test_the_packed_product_is_the_plain_one(dtype: torch.dtype) -> None:
 
 
 def test_without_onednn_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.engine.layers.matmul._onednn_matmul", lambda *_: lambda x: torch.zeros(len(x), 80))
+    monkeypatch.setattr("charonia.engine.layers.linear._onednn_matmul", lambda *_: lambda x: torch.zeros(len(x), 80))
     onednn_packing_works.cache_clear()
     assert not onednn_packing_works(torch.float32)
     monkeypatch.undo()

@@ -24,7 +24,7 @@ from pathlib import Path
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.checkpoint.build_context import BuildContext, Shard
-from charonia.engine.checkpoint.tensor_group import SingleRank
+from charonia.engine.checkpoint.build_context import SingleRank
 
 class Half(SingleRank):
     size = 2

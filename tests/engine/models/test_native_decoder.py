@@ -13,7 +13,7 @@ from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
 from charonia.engine.cpu.program import DecoderProgram
-from charonia.engine.layers.experts import MixtureOfExperts
+from charonia.engine.layers.mlp import MixtureOfExperts
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import Decoder
 from charonia.engine.models.native_decoder import NativeDecoder
