@@ -43,29 +43,6 @@ class CacheSpec(NamedTuple):
         """By layer, the index of its `LayerAttention` in `distinct_attention`."""
         return [self.distinct_attention.index(each) for each in self.attention]
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of keys and values in one block, over all layers, in the dtype computed in, without padding."""
-        return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
-AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""The arguments and result of `StepAttention.__call__`."""
-
-
-class UnfusedStepAttention:
-    """A `StepAttention` by a function that expects rotated queries and keys."""
-
-    def __init__(self, attend: AttentionFunction, heads: int, kv_heads: int) -> None:
-        self._attend, self._heads, self._rotated_heads = attend, heads, heads + kv_heads
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return self._attend(layer, q, k, v, sinks)
-
-    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        rotated, values = angles.rotate(packed[:, : self._rotated_heads]), packed[:, self._rotated_heads :]
-        return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)
-
 
 class BackendSupport(NamedTuple):
     """The configurations that a backend can serve."""
@@ -94,3 +71,37 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         """The attention of one step; what is the same in all layers is computed here, once."""
+
+
+class TorchBackend:
+    """The part that backends in torch have in common: heads of any number and size, and blocks without padding."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self._spec = spec
+
+    @classmethod
+    def supports_heads(cls, spec: CacheSpec) -> bool:
+        return True
+
+    @property
+    def block_bytes(self) -> int:
+        spec = self._spec
+        return 2 * spec.layers * spec.block_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+
+
+AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""The arguments and result of `StepAttention.__call__`."""
+
+
+class TorchStepAttention:
+    """A `StepAttention` by a function that expects rotated queries and keys."""
+
+    def __init__(self, attend: AttentionFunction, spec: CacheSpec) -> None:
+        self._attend, self._heads, self._rotated_heads = attend, spec.heads, spec.heads + spec.kv_heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self._attend(layer, q, k, v, sinks)
+
+    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+        rotated, values = angles.rotate(packed[:, : self._rotated_heads]), packed[:, self._rotated_heads :]
+        return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)

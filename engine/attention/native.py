@@ -24,12 +24,11 @@ from ..cpu.attention import (
 from ..cpu.memory import HugePageArena
 from ..layers.rotary import FusedAngles, RotaryAngles
 from ..step_batch import StepBatch
-from .backend import BackendSupport, CacheSpec, UnfusedStepAttention
+from .backend import BackendSupport, CacheSpec
 
 
 class NativeAttention:
-    """The cache is uint8 [layers, blocks, bytes of a block]; a block is tiles of 16 tokens and one head, see
-    cpu/attention.h."""
+    """A cache, uint8 [layers, blocks, bytes of a block]; a block is tiles of 16 tokens and one head."""
 
     supports: ClassVar[BackendSupport] = BackendSupport(
         ("cpu",), (torch.bfloat16, torch.float32), range(TILE_TOKENS, 4097, TILE_TOKENS), ("auto", "int8")
@@ -70,15 +69,15 @@ class NativeStepAttention:
         self.dtype, self.output_size = spec.dtype, spec.heads * spec.head_dim
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        q, k, v = (_heads_contiguous(heads) for heads in (q, k, v))
+        # The kernel wants the heads of a token side by side in memory.
+        q, k, v = (
+            each if each.stride(1) == each.shape[2] and each.stride(2) == 1 else each.contiguous() for each in (q, k, v)
+        )
         planned = self._planned[self.caches.params_of_layer[layer]]
         return planned.attend_separate(self.caches.caches[layer], q, k, v, sinks)
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        if not isinstance(angles, FusedAngles):
-            return UnfusedStepAttention(self, self._spec.heads, self._spec.kv_heads).apply_rope_and_attend(
-                layer, packed, angles
-            )
+        assert isinstance(angles, FusedAngles), "kernels that attend also rotate"
         planned = self._planned[self.caches.params_of_layer[layer]]
         return planned.attend_packed(self.caches.caches[layer], packed, angles.cos_sin)
 
@@ -93,8 +92,3 @@ def _attention_params(spec: CacheSpec, attention: LayerAttention) -> AttentionPa
     sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
     scale = spec.head_dim**-0.5 if attention.scale is None else attention.scale
     return AttentionParams(*sizes, attention.window or 0, kind, stored, scale, attention.softcap or 0.0)
-
-
-def _heads_contiguous(heads: Tensor) -> Tensor:
-    """[N, heads, head_dim] with the heads of a token side by side in memory."""
-    return heads if heads.stride(1) == heads.shape[2] and heads.stride(2) == 1 else heads.contiguous()

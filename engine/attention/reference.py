@@ -9,27 +9,19 @@ from torch import Tensor
 from ..checkpoint.model_spec import LayerAttention
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
-from .backend import BackendSupport, CacheSpec, UnfusedStepAttention
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from .backend import BackendSupport, CacheSpec, TorchBackend, TorchStepAttention
 
 
-class ReferenceAttention:
+class ReferenceAttention(TorchBackend):
     """A cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
 
-    supports: ClassVar[BackendSupport] = BackendSupport(("cpu", "cuda"), DTYPES, range(1, 4097))
-
-    @classmethod
-    def supports_heads(cls, spec: CacheSpec) -> bool:
-        return True
+    supports: ClassVar[BackendSupport] = BackendSupport(
+        ("cpu", "cuda"), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
+    )
 
     def __init__(self, spec: CacheSpec) -> None:
-        self._spec = spec
+        super().__init__(spec)
         self._cache = torch.empty(0)
-
-    @property
-    def block_bytes(self) -> int:
-        return self._spec.block_bytes
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
@@ -38,8 +30,12 @@ class ReferenceAttention:
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
-        known = [self._known(batch, row) for row in range(len(batch.starts))]
         counts, starts = batch.counts.tolist(), batch.starts.tolist()
+        size = self._spec.block_size
+        known = []
+        for row, length in enumerate((batch.starts + batch.counts).tolist()):
+            positions = torch.arange(length, device=self._spec.device)
+            known.append(batch.tables[row, positions // size] * size + positions % size)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             keys, values = self._cache[layer]
@@ -50,13 +46,7 @@ class ReferenceAttention:
                 [reference_attention(some, keys[at], values[at], start, attention, sinks) for some, at, start in rows]
             )
 
-        return UnfusedStepAttention(attend, self._spec.heads, self._spec.kv_heads)
-
-    def _known(self, batch: StepBatch, row: int) -> Tensor:
-        """The slots [T] of all tokens of a row, this step's included."""
-        size = self._spec.block_size
-        positions = torch.arange(int(batch.starts[row] + batch.counts[row]), device=self._spec.device)
-        return batch.tables[row, positions // size] * size + positions % size
+        return TorchStepAttention(attend, self._spec)
 
 
 def reference_attention(
