@@ -1,14 +1,14 @@
 """The cost of sending a step's plan to ranks: `python -m charonia.bench.broadcast [--rows 256] [--ranks 2]`.
 
-Plans go the way they go while serving: encoded by rows, written to a ring in shared memory, read and decoded by rank
-processes, which answer with one byte. Every kind of step is timed alone; nothing is computed between.
+Plans go the way they go while serving: encoded, sent over a connection to each rank process, and decoded there; ranks
+answer with one byte. Every kind of step is timed alone; nothing is computed between.
 """
 
 import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -17,10 +17,8 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.parallel.broadcast_ring import RING_BYTES, BroadcastRing, RingReader
-from ..engine.parallel.plan_codec import PlanDecoder, PlanEncoder, SampledBatch, StepBroadcast
+from ..engine.parallel.rank_messages import ComputeStep, SampledBatch, decode_command, encode_message
 from ..processes.child_process import python_child
-from ..processes.shared_arena import SharedArena
 from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
 
 BLOCK = 16
@@ -40,7 +38,7 @@ class StepKind(NamedTuple):
     name: str
     blocks: float
     new: int = 0
-    landed: bool = False
+    sampled: bool = False
     groups: int = 1
 
 
@@ -48,25 +46,25 @@ KINDS = (
     StepKind("decode", 0.0),
     StepKind("decode, a block for every 16th", 1 / BLOCK),
     StepKind("decode, a block for each", 1.0),
-    StepKind("decode, a block for each, stages told", 1.0, landed=True),
-    StepKind("decode, half of them in turn, stages told", 1 / BLOCK, landed=True, groups=2),
+    StepKind("decode, a block for each, stages told", 1.0, sampled=True),
+    StepKind("decode, half of them in turn, stages told", 1 / BLOCK, sampled=True, groups=2),
     StepKind(f"the first, and a new prompt of {_PROMPT}", 1 / BLOCK, new=1),
 )
 
 
 class BroadcastCost(NamedTuple):
-    """The cost of one kind of step: its bytes, and microseconds of the median step. Writing and reading are processor
-    time: on a machine with few cores a reader that wakes up takes the writer's. `told` is wall-clock time, from the
-    plan to the last rank's confirmation, whose way back is a part of it."""
+    """The cost of one kind of step: its bytes, and microseconds of the median step. Encoding, sending and decoding are
+    processor time: on a machine with few cores a rank that wakes up takes the sender's. `confirmed` is wall-clock time,
+    from the plan to the last rank's confirmation, whose way back is a part of it."""
 
     size: int
-    written: float
-    posted: float
-    read: float
-    told: float
+    encode: float
+    send: float
+    decode: float
+    confirmed: float
 
 
-def sample_broadcasts(kind: StepKind, rows: int, steps: int) -> Iterator[StepBroadcast]:
+def sample_steps(kind: StepKind, rows: int, steps: int) -> Iterator[ComputeStep]:
     """A run of steps of one kind."""
     random = np.random.default_rng(1)
     all_rows: IntArray = np.arange(rows, dtype=np.int32)
@@ -76,74 +74,70 @@ def sample_broadcasts(kind: StepKind, rows: int, steps: int) -> Iterator[StepBro
         starts, ones = ends[running], np.ones_like(running)
         owners = running[: round(len(running) * kind.blocks)]
         blocks = random.integers(0, _BLOCKS, len(owners)).astype(np.int32)
-        fresh = tuple(_newcomer(row, random) for row in range(kind.new))
+        new = tuple(_new_sequence(row, random) for row in range(kind.new))
         tokens = random.integers(0, _VOCAB, len(running)).astype(np.int32)
-        landed = SampledBatch(running, starts, tokens) if kind.landed else None
-        plan = StepPlan(step, running, starts, ones, ones == 1, ones, np.stack([owners, blocks], 1), fresh, _NOTHING)
-        yield StepBroadcast(plan, landed)
+        sampled = SampledBatch(running, starts, tokens) if kind.sampled else None
+        plan = StepPlan(step, running, starts, ones, ones == 1, ones, np.stack([owners, blocks], 1), new, _NOTHING)
+        yield ComputeStep(plan, sampled)
         ends[running] += 1
 
 
-def _newcomer(row: int, random: np.random.Generator) -> NewSequence:
+def _new_sequence(row: int, random: np.random.Generator) -> NewSequence:
     return NewSequence(row, random.integers(0, _VOCAB, _PROMPT).astype(np.int32), 0, SamplerParams(), _PROMPT)
 
 
 def measure(kind: StepKind, rows: int, ranks: int, steps: int) -> BroadcastCost:
     """Time `steps` steps of a kind."""
-    writer, reader = PlanEncoder(), PlanDecoder()
     sizes: list[int] = []
-    written, posted, read, told = (list[float]() for _ in range(4))
-    with readers(ranks) as (board, lines):
-        for bulletin in sample_broadcasts(kind, rows, _WARM_UP + steps):
-            begun, now = time.perf_counter(), time.thread_time()
-            message = writer.encode(bulletin)
-            now = _lap(written, now)
-            board.publish(message)
-            _lap(posted, now)
-            for line in lines:
-                line.recv_bytes()
-            told.append(time.perf_counter() - begun)
-            board.release_oldest()
+    encode, send, decode, confirmed = (list[float]() for _ in range(4))
+    with _ranks(ranks) as connections:
+        for command in sample_steps(kind, rows, _WARM_UP + steps):
+            began, now = time.perf_counter(), time.thread_time()
+            message = encode_message(command)
+            now = _lap(encode, now)
+            for connection in connections:
+                connection.send_bytes(message)
+            _lap(send, now)
+            for connection in connections:
+                connection.recv_bytes()
+            confirmed.append(time.perf_counter() - began)
             now = time.thread_time()
-            reader.decode(message)
-            _lap(read, now)
+            decode_command(message)
+            _lap(decode, now)
             sizes.append(len(message))
-    return BroadcastCost(
-        sizes[-1], *(statistics.median(each[_WARM_UP:]) * 1e6 for each in (written, posted, read, told))
-    )
+    times = (statistics.median(each[_WARM_UP:]) * 1e6 for each in (encode, send, decode, confirmed))
+    return BroadcastCost(sizes[-1], *times)
 
 
-def _lap(laps: list[float], begun: float) -> float:
+def _lap(laps: list[float], began: float) -> float:
     """Note the processor time since; now."""
     now = time.thread_time()
-    laps.append(now - begun)
+    laps.append(now - began)
     return now
 
 
 @contextmanager
-def readers(count: int) -> Iterator[tuple[BroadcastRing, Sequence[Connection]]]:
-    """A board before so many processes, and their lines."""
+def _ranks(count: int) -> Iterator[Sequence[Connection]]:
+    """Connections to so many processes."""
     with ExitStack() as stack:
-        memory = stack.enter_context(closing(SharedArena(RING_BYTES)))
-        lines = []
+        connections = []
         for _ in range(count):
             ours, theirs = multiprocessing.Pipe()
             with theirs:
-                child = python_child("bench-reader", _read, theirs, memory)
+                child = python_child("bench-rank", _decode_steps, theirs)
             stack.callback(child.close, 60.0)
-            lines.append(stack.enter_context(ours))
-        for line in lines:
-            line.recv_bytes()
-        yield BroadcastRing(lines, memory), lines
+            connections.append(stack.enter_context(ours))
+        for connection in connections:
+            connection.recv_bytes()
+        yield connections
 
 
-def _read(line: Connection, memory: SharedArena) -> None:
-    desk, reader = RingReader(line, memory), PlanDecoder()
-    line.send_bytes(b"!")
+def _decode_steps(connection: Connection) -> None:
+    connection.send_bytes(b"!")
     try:
         while True:
-            reader.decode(desk.read())
-            line.send_bytes(b"!")
+            decode_command(connection.recv_bytes())
+            connection.send_bytes(b"!")
     except EOFError:
         return
 
@@ -157,20 +151,20 @@ def main(rows: int = 256, ranks: int = 2, steps: int = 1000) -> None:
     rows
         Sequences in every step.
     ranks
-        Processes that read.
+        Processes that receive.
     steps
         Steps of each kind; the median is shown.
     """
-    table = Table("step", "bytes", "write us", "post us", "read us", "all three us", "until all have read us")
+    table = Table("step", "bytes", "encode us", "send us", "decode us", "all three us", "until all have it us")
     for kind in KINDS:
         cost = measure(kind, rows, ranks, steps)
-        own = cost.written + cost.posted + cost.read
-        figures = (cost.written, cost.posted, cost.read, own, cost.told)
+        own = cost.encode + cost.send + cost.decode
+        figures = (cost.encode, cost.send, cost.decode, own, cost.confirmed)
         table.add_row(kind.name, str(cost.size), *(f"{figure:.0f}" for figure in figures))
     Console().print(f"{rows} rows, {ranks} ranks", table)
 
 
 if __name__ == "__main__":
-    from . import broadcast  # children import the readers by this name
+    from . import broadcast  # children import the ranks by this name
 
     broadcast.app()

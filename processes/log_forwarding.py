@@ -49,11 +49,11 @@ class LogForwarder(logging.Handler):
 
 
 class MessageWriter(Generic[T]):
-    """Sends messages, encoded as msgpack, over a connection; for any thread."""
+    """Sends messages over a connection, by default as msgpack; for any thread."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, encode: Callable[[T], bytes] = msgspec.msgpack.encode) -> None:
         self._connection = connection
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = encode
         self._lock = threading.RLock()  # garbage collected in the midst of it may have something to log
 
     def send(self, message: T) -> None:

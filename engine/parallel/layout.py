@@ -1,4 +1,4 @@
-"""The arrangement of a model's ranks, in numbers. Knows no processes, no machines and no tensors."""
+"""The arrangement of a model's ranks, in numbers. Knows no processes and no tensors."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,7 +25,6 @@ class RankLayout(NamedTuple):
         return rank // self.tensor
 
     def ranks_of_stage(self, stage: int) -> range:
-        """The ranks of a stage."""
         return range(stage * self.tensor, (stage + 1) * self.tensor)
 
     def stages(self) -> Iterator[range]:
@@ -40,3 +39,14 @@ class RankLayout(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.world} ranks (tensor {self.tensor}, pipeline {self.pipeline})"
+
+
+class RankPlace(NamedTuple):
+    """The place of one rank: in the layout, and as number `local_rank` of the `local_ranks` on its machine. `host`: the
+    machine's address among those of the ranks."""
+
+    rank: int
+    layout: RankLayout
+    host: str
+    local_rank: int
+    local_ranks: int

@@ -1,7 +1,4 @@
-"""The ranks of one machine: child processes of the engine core, each with a connection to it.
-
-Knows nothing of the messages on the connections.
-"""
+"""The ranks of one machine: child processes of the engine core. Knows nothing of the messages on their connections."""
 
 import os
 import time
@@ -11,10 +8,8 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from ...processes.child_process import ChildProcess, python_child
-from ...processes.shared_arena import SharedArena
 from ..config import EngineConfig
-from .broadcast_ring import RING_BYTES
-from .layout import RankLayout
+from .layout import RankLayout, RankPlace
 
 _DEATH_SECONDS = 5.0
 """How long a process may take to end once its connection is closed."""
@@ -27,32 +22,27 @@ class LaunchedRanks(Protocol):
     def connections(self) -> Sequence[Connection]:
         """One to each rank. It closes when the rank ends, however that comes."""
 
-    @property
-    def memory(self) -> SharedArena | None:
-        """Memory that all of them share with the core, if they can."""
-
     def exit_reason(self, rank: int) -> str:
         """How a rank whose connection closed has ended, for people: "died (exit code -9)"."""
 
     def kill(self) -> None:
         """Kill all ranks, from any thread; does not wait for their end."""
 
-    def wait_for_exit(self, patience: float) -> None:
-        """Return when none of them runs; they are killed after `patience` seconds."""
+    def wait_for_exit(self, timeout: float) -> None:
+        """Return when none of them runs; they are killed after `timeout` seconds."""
 
     def close(self) -> None:
-        """Let go of connections and memory, which nothing reads any more, after the ranks have ended."""
+        """Close the connections, which nothing reads any more, after the ranks have ended."""
 
 
 class LocalRanks:
     """`LaunchedRanks` on this machine.
 
     Raises:
-        OSError: memory, connections or processes cannot be made; nothing is left of them.
+        OSError: connections or processes cannot be made; nothing is left of them.
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout) -> None:
-        self.memory = SharedArena(RING_BYTES)
         self.connections: list[Connection] = []
         self._processes: list[ChildProcess] = []
         try:
@@ -60,8 +50,8 @@ class LocalRanks:
                 ours, theirs = Pipe()
                 self.connections.append(ours)
                 with theirs:  # the rank alone has it then: it closes when the rank ends
-                    arguments = config, layout, rank, theirs, self.memory
-                    self._processes.append(python_child("charonia-rank", _rank_main, *arguments))
+                    place = RankPlace(rank, layout, "127.0.0.1", rank, layout.world)
+                    self._processes.append(python_child("charonia-rank", _rank_main, config, place, theirs))
         except BaseException:
             self.wait_for_exit(0.0)
             self.close()
@@ -79,8 +69,8 @@ class LocalRanks:
         for process in self._processes:
             process.kill()
 
-    def wait_for_exit(self, patience: float) -> None:
-        deadline = time.monotonic() + patience
+    def wait_for_exit(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         for process in self._processes:
             process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
@@ -92,12 +82,11 @@ class LocalRanks:
             connection.close()
         for process in self._processes:
             process.close()
-        self.memory.close()
 
 
-def _rank_main(config: EngineConfig, layout: RankLayout, rank: int, connection: Connection, arena: SharedArena) -> None:
+def _rank_main(config: EngineConfig, place: RankPlace, connection: Connection) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost rank is told of in pages of C++
-    from .rank import RankArgs, run_rank  # imports torch
+    from .rank import run_rank  # imports torch
 
-    run_rank(config, RankArgs(rank, layout, connection, arena, local_rank=rank, local_ranks=layout.world))
+    run_rank(config, place, connection)
     os._exit(0)  # it has left the others; what torch would tidy up takes seconds

@@ -1,90 +1,96 @@
-"""Messages between an engine core and its ranks, as msgpack arrays; step plans have a codec of their own."""
+"""Messages between an engine core and its ranks, as msgpack arrays; a numpy array is its dtype, shape and bytes."""
 
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from ...core.logprobs import Logprobs, PromptLogprobs
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import StepResult
+from ...scheduler.plan import IntArray, StepPlan, StepResult
 from ..worker.executor import Capacity
 
-PLAN_PREFIX = b"\0"
-"""The first byte of a message that is a plan; no command begins with it."""
+
+class SampledBatch(NamedTuple):
+    """Tokens that were sampled and have reached the host, for the stages that do not sample: `tokens[i]` at position
+    `positions[i]` of `rows[i]`, all [S]."""
+
+    rows: IntArray
+    positions: IntArray
+    tokens: IntArray
+
+    @classmethod
+    def from_results(cls, results: Sequence[StepResult]) -> "SampledBatch":
+        """The tokens of steps in which no row occurs twice."""
+        columns = (result[1:5] for result in results)
+        rows, offsets, counts, tokens = (np.concatenate(column) for column in zip(*columns, strict=True))
+        before = np.repeat(counts.cumsum(dtype=np.int32) - counts, counts)
+        positions = np.repeat(offsets, counts) + np.arange(len(tokens), dtype=np.int32) - before
+        return cls(np.repeat(rows, counts), positions, tokens)
 
 
-class JoinRanks(msgspec.Struct, array_like=True, tag="meet", frozen=True):
+class JoinRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """All ranks run: join the others at rank 0's store, which listens there."""
 
     host: str
     port: int
 
 
-class AllocateCache(msgspec.Struct, array_like=True, tag="allocate", frozen=True):
+class AllocateCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Allocate a cache of so many blocks, in place of any former one."""
 
     blocks: int
 
 
-class LeaveRanks(msgspec.Struct, array_like=True, tag="leave", frozen=True):
+class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Compute `plan`, in which `sampled` may be needed: tokens of the steps before."""
+
+    plan: StepPlan
+    sampled: SampledBatch | None = None
+
+
+class LeaveRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Free everything and exit."""
 
 
-RankCommand: TypeAlias = JoinRanks | AllocateCache | LeaveRanks
+RankCommand: TypeAlias = JoinRanks | AllocateCache | ComputeStep | LeaveRanks
 
 
-class RankStarted(msgspec.Struct, array_like=True, tag="here", frozen=True):
+class RankStarted(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank's process runs. Rank 0 tells where its store listens."""
 
     host: str = ""
     port: int = 0
 
 
-class RankJoined(msgspec.Struct, array_like=True, tag="joined", frozen=True):
+class RankJoined(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank is connected with all others."""
 
 
-class WeightsProgress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
+class WeightsProgress(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The fraction of the rank's weights that is read."""
 
     fraction: float
 
 
-class RankLoaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True):
+class RankLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank's weights are loaded, and this is left for its part of the cache."""
 
     capacity: Capacity
 
 
-class CacheAllocated(msgspec.Struct, array_like=True, tag="allocated", frozen=True):
+class CacheAllocated(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank's part of the cache is allocated."""
 
 
-class EncodedResult(msgspec.Struct, array_like=True, tag="result", frozen=True):
-    """A `StepResult` whose columns are the bytes of int32."""
+class StepComputed(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The result of the oldest step that has none yet."""
 
-    step: int
-    rows: bytes
-    offsets: bytes
-    counts: bytes
-    tokens: bytes
-    logprobs: list[Logprobs | None] = []
-    scores: list[tuple[int, PromptLogprobs]] = []
-
-    @classmethod
-    def from_result(cls, result: StepResult) -> "EncodedResult":
-        step, *columns, logprobs, scores = result
-        rows, offsets, counts, tokens = (column.tobytes() for column in columns)
-        return cls(step, rows, offsets, counts, tokens, list(logprobs), list(scores))
-
-    def to_result(self) -> StepResult:
-        written = (self.rows, self.offsets, self.counts, self.tokens)
-        rows, offsets, counts, tokens = (np.frombuffer(column, np.int32) for column in written)
-        return StepResult(self.step, rows, offsets, counts, tokens, self.logprobs, self.scores)
+    result: StepResult
 
 
-class RankFailed(msgspec.Struct, array_like=True, tag="broken", frozen=True):
+class RankFailed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank ends. `code`: an `ErrorCode`; `lost_peer`: it only lost another rank, whose own report tells more;
     `field`: the parameter that was wrong, if one was."""
 
@@ -100,7 +106,22 @@ RankReport: TypeAlias = (
     | WeightsProgress
     | RankLoaded
     | CacheAllocated
-    | EncodedResult
+    | StepComputed
     | RankFailed
     | LogRecordMessage
 )
+
+
+def _encode_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _decode_array(_: type, encoded: tuple[str, list[int], bytes]) -> NDArray[Any]:
+    dtype, shape, content = encoded
+    return np.frombuffer(bytearray(content), dtype).reshape(shape)
+
+
+encode_message = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+"""The bytes of a command or report."""
+decode_command = msgspec.msgpack.Decoder[RankCommand](RankCommand, dec_hook=_decode_array).decode
+decode_report = msgspec.msgpack.Decoder[RankReport](RankReport, dec_hook=_decode_array).decode

@@ -6,13 +6,12 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import NamedTuple
 
-import msgspec
-
 from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_code
 from ...processes.log_forwarding import LogRecordMessage
+from ...scheduler.plan import StepResult
 from .layout import RankLayout
 from .local_ranks import LaunchedRanks
-from .rank_messages import EncodedResult, RankFailed, RankReport
+from .rank_messages import RankFailed, RankReport, StepComputed, decode_report
 
 _GRACE_SECONDS = 1.0
 """How long a rank that lost another one waits for that one's own end to be known, which says more."""
@@ -34,13 +33,12 @@ class RankMonitor:
         self,
         ranks: LaunchedRanks,
         layout: RankLayout,
-        on_result: Callable[[EncodedResult], None],
+        on_result: Callable[[StepResult], None],
         on_loss: Callable[[CharoniaError], None],
     ) -> None:
         self._ranks, self._layout = ranks, layout
         self._on_result, self._on_loss = on_result, on_loss
         self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
-        self._decode = msgspec.msgpack.Decoder[RankReport](RankReport).decode
         self._over = threading.Event()
         self._deciding = threading.Lock()
         self._threads = [
@@ -77,9 +75,9 @@ class RankMonitor:
     def _listen(self, rank: int) -> None:
         connection, name = self._ranks.connections[rank], self._layout.rank_name(rank)
         try:
-            while not isinstance(report := self._decode(connection.recv_bytes()), RankFailed):
-                if isinstance(report, EncodedResult):
-                    self._on_result(report)
+            while not isinstance(report := decode_report(connection.recv_bytes()), RankFailed):
+                if isinstance(report, StepComputed):
+                    self._on_result(report.result)
                 elif isinstance(report, LogRecordMessage):
                     report.log_here(name)
                 else:

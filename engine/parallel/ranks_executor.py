@@ -1,6 +1,6 @@
 """The executor over rank processes: a step plan goes to all of them, its result comes back from one.
 
-Knows not where they run, which is the business of the `LaunchedRanks`, and imports no torch.
+Knows nothing of where they run, see `LaunchedRanks`. Imports no torch.
 """
 
 import threading
@@ -11,21 +11,16 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import msgspec
-
 from ...core.errors import CharoniaError, Unavailable
 from ...scheduler.plan import StepPlan, StepResult
 from ..config import EngineConfig
 from ..worker.executor import Capacity, ProgressCallback
-from .broadcast_ring import BroadcastRing
 from .layout import RankLayout
 from .local_ranks import LaunchedRanks, LocalRanks
-from .plan_codec import PlanEncoder, SampledBatch, StepBroadcast
 from .rank_messages import (
-    PLAN_PREFIX,
     AllocateCache,
     CacheAllocated,
-    EncodedResult,
+    ComputeStep,
     JoinRanks,
     LeaveRanks,
     RankCommand,
@@ -33,7 +28,9 @@ from .rank_messages import (
     RankLoaded,
     RankReport,
     RankStarted,
+    SampledBatch,
     WeightsProgress,
+    encode_message,
 )
 from .rank_monitor import RankMonitor
 
@@ -49,10 +46,9 @@ _LEAVE_SECONDS = 3.0
 
 
 class _RunningRanks(NamedTuple):
-    """The processes, the way to them and the way back; from `load` to `close`."""
+    """From `load` to `close`."""
 
     processes: LaunchedRanks
-    ring: BroadcastRing
     monitor: RankMonitor
 
 
@@ -67,8 +63,6 @@ class RanksExecutor:
     ) -> None:
         self._config, self._start_ranks, self._join_seconds = config, start_ranks, join_seconds
         self._layout = RankLayout(config.parallel.tensor, config.parallel.pipeline)
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._writer = PlanEncoder()
         self._pending = PendingSteps()
         self._sampled: deque[StepResult] = deque()
         self._ranks: _RunningRanks | None = None
@@ -85,15 +79,18 @@ class RanksExecutor:
         progress("ranks", 0.0)
         processes = self._start_ranks(self._config, self._layout)
         monitor = RankMonitor(processes, self._layout, self._on_result, self._pending.fail_all)
-        self._ranks = _RunningRanks(processes, BroadcastRing(processes.connections, processes.memory), monitor)
+        self._ranks = _RunningRanks(processes, monitor)
         deadline = monotonic() + self._join_seconds
-        host, port = msgspec.structs.astuple(self._wait_for_all(RankStarted, deadline)[0])
-        self._command(JoinRanks(host, port))
+        store = self._wait_for_all(RankStarted, deadline)[0]
+        self._command(JoinRanks(store.host, store.port))
         self._wait_for_all(RankJoined, deadline)
         progress("ranks", 1.0)
         loaded = self._wait_for_all(RankLoaded, progress=progress)
         progress("weights", 1.0)
-        return _smallest_capacity([loaded[rank].capacity for rank in range(self._layout.world)], self._layout)
+        # All have as many blocks as the rank with room for the fewest.
+        smallest = min((each.capacity for each in loaded.values()), key=lambda each: each.free_bytes / each.block_bytes)
+        machine = loaded[0].capacity.machine
+        return smallest._replace(machine=f"{self._layout}, each {machine}" if machine else str(self._layout))
 
     def allocate(self, blocks: int) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
@@ -104,8 +101,11 @@ class RanksExecutor:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         step = self._pending.add_step()
         if not step.done():
-            with suppress(OSError):  # a rank is gone: the monitor fails the step
-                self._started.ring.publish(PLAN_PREFIX + self._writer.encode(StepBroadcast(plan, self._take_sampled())))
+            # For the stages that do not sample: a sequence's next plan comes after its last result. More may come
+            # meanwhile.
+            results = [self._sampled.popleft() for _ in range(len(self._sampled))]
+            sampled = SampledBatch.from_results(results) if any(len(result.rows) for result in results) else None
+            self._command(ComputeStep(plan, sampled))
         return step
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
@@ -115,10 +115,9 @@ class RanksExecutor:
     def close(self) -> None:
         if self._ranks is None:
             return
-        processes, ring, monitor = self._ranks
+        processes, monitor = self._ranks
         monitor.expect_exits()
-        with suppress(OSError):
-            ring.publish_inline(self._encode(LeaveRanks()))
+        self._command(LeaveRanks())
         processes.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
         monitor.join()
         processes.close()
@@ -132,8 +131,11 @@ class RanksExecutor:
         return self._ranks
 
     def _command(self, command: RankCommand) -> None:
-        with suppress(OSError):  # as above
-            self._started.ring.publish_inline(self._encode(command))
+        """Send `command` to all ranks. Waits for a rank that has not read more than its connection holds."""
+        message = encode_message(command)
+        with suppress(OSError):  # a rank is gone: the monitor fails whatever waits for it
+            for connection in self._started.processes.connections:
+                connection.send_bytes(message)
 
     def _wait_for_all(
         self, kind: type[R], deadline: float | None = None, progress: ProgressCallback = lambda phase, fraction: None
@@ -153,28 +155,11 @@ class RanksExecutor:
                 progress("weights", told)
         return self._reports.pop(kind)
 
-    def _on_result(self, encoded: EncodedResult) -> None:
+    def _on_result(self, result: StepResult) -> None:
         """Called by the monitor's thread."""
-        result = encoded.to_result()
-        self._started.ring.release_oldest()
         if self._layout.pipeline > 1:
             self._sampled.append(result)
         self._pending.resolve_oldest(result)
-
-    def _take_sampled(self) -> SampledBatch | None:
-        """The tokens that were sampled since the last plan, for the stages that do not sample: a sequence's next plan
-        comes after its last result."""
-        results: list[StepResult] = []
-        while self._sampled:  # more may come meanwhile
-            results.append(self._sampled.popleft())
-        return SampledBatch.from_results(results) if any(len(result.rows) for result in results) else None
-
-
-def _smallest_capacity(capacities: list[Capacity], layout: RankLayout) -> Capacity:
-    """The capacity of all ranks together: that of the rank with room for the fewest blocks."""
-    least = min(capacities, key=lambda each: each.free_bytes / each.block_bytes)
-    machine = capacities[0].machine
-    return least._replace(machine=f"{layout}, each {machine}" if machine else str(layout))
 
 
 class PendingSteps:

@@ -1,4 +1,4 @@
-"""Ranks on the machines of a Ray cluster: Ray starts them and ends them; what is said goes over lines of our own.
+"""Ranks on the machines of a Ray cluster: Ray starts and ends them; messages go over connections of our own.
 
 They belong to this process: when it ends, Ray ends them and takes the places back. Loaded only where Ray is wanted.
 """
@@ -22,8 +22,7 @@ from ...core.errors import InvalidArgument, Unavailable
 from ..config import EngineConfig
 from .layout import RankLayout
 from .rank_connections import RankListener, shut_down, wait_until_closed
-from .ray_placement import RankPlacement, RankResources, place_ranks, rank_config, rank_resources, ranks_sharing_memory
-from .ray_rank import RankActor, RemoteRankArgs
+from .ray_rank import RankActor, RankPlacement, RankResources, place_ranks, rank_resources, remote_rank_args
 
 log = logging.getLogger(__name__)
 
@@ -45,34 +44,35 @@ _WARN_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _DEATH_SECONDS = 5.0
 """How long Ray may take to end a process: on a machine that is gone it never does."""
-_FORWARDED_VARIABLES = ("CHARONIA_", "HF_", "LRU_CACHE_", "NCCL_", "ONEDNN_")
-"""Environment variables that go with a rank, where its machine does not say otherwise."""
 
 
 class RayRanks:
-    """A `Crew` on a Ray cluster, one bundle of a placement group for each rank.
+    """`LaunchedRanks` on a Ray cluster, one bundle of a placement group for each rank.
 
     Raises:
         InvalidArgument: the configuration does not say where the cluster is, or what a rank needs.
         Unavailable: there is no cluster, no room in it, or a rank does not start; nothing is left of the others.
     """
 
-    memory = None
-
-    def __init__(self, config: EngineConfig, layout: RankLayout, patience: RayTimeouts = DEFAULT_RAY_TIMEOUTS) -> None:
-        self._layout, self._patience = layout, patience
+    def __init__(self, config: EngineConfig, layout: RankLayout, timeouts: RayTimeouts = DEFAULT_RAY_TIMEOUTS) -> None:
+        self._layout, self._timeouts = layout, timeouts
         self._actors: list[Actor] = []
         self._served: list[Any] = []
-        self._lines: dict[int, Connection] = {}
+        self._connected: dict[int, Connection] = {}
         self._group: Any = None
         connect_to_cluster(config.parallel.ray_address)
-        self._gate = RankListener(own_address())
+        self._listener = RankListener(str(ray.util.get_node_ip_address()))
         try:
-            asked = rank_resources(config, layout, cluster_resources())
-            self._places = self._placed(asked)
+            asked = rank_resources(config, layout, _cluster_resources(ray.cluster_resources()))
+            self._places = self._place_ranks(asked)
             for rank, place in enumerate(self._places):
-                self._start(config, asked, rank, place)
-            self._meet()
+                scheduling = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle)
+                options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "scheduling_strategy": scheduling}
+                actor = ray.remote(RankActor).options(**options, max_restarts=0, max_task_retries=0).remote()
+                self._actors.append(actor)
+                args = remote_rank_args(config, asked, layout, place, self._listener.token(rank))
+                self._served.append(actor.serve.remote(args))
+            self._accept_ranks()
         except BaseException:
             self.wait_for_exit(0.0)
             self.close()
@@ -80,7 +80,7 @@ class RayRanks:
 
     @property
     def connections(self) -> Sequence[Connection]:
-        return [self._lines[rank] for rank in sorted(self._lines)]
+        return [self._connected[rank] for rank in sorted(self._connected)]
 
     @property
     def hosts(self) -> list[str]:
@@ -94,83 +94,63 @@ class RayRanks:
         for actor in self._actors:
             ray.kill(actor)
 
-    def wait_for_exit(self, patience: float) -> None:
-        _still_running(self._served, patience)
+    def wait_for_exit(self, timeout: float) -> None:
+        if self._served:
+            ray.wait(self._served, num_returns=len(self._served), timeout=timeout)
         self.kill()
-        wait_until_closed(self._lines.values(), _DEATH_SECONDS)
+        wait_until_closed(self._connected.values(), _DEATH_SECONDS)
         if self._group is not None:
             remove_placement_group(self._group)
-        for line in self._lines.values():
-            shut_down(line)
+        for connection in self._connected.values():
+            shut_down(connection)
 
     def close(self) -> None:
-        self._gate.close()
-        for line in self._lines.values():
-            line.close()
+        self._listener.close()
+        for connection in self._connected.values():
+            connection.close()
         ray.shutdown()
 
-    def _placed(self, asked: RankResources) -> list[RankPlacement]:
+    def _place_ranks(self, asked: RankResources) -> list[RankPlacement]:
         """Every rank's place, once the cluster has room for all."""
         self._group = placement_group([asked.bundle] * self._layout.world, strategy="PACK")
-        self._wait_for_room(f"{self._layout} want {asked} each of the Ray cluster")
-        nodes, known = placement_group_table(self._group)["bundles_to_node_id"], node_addresses()
+        wanted, room = f"{self._layout} want {asked} each of the Ray cluster", self._timeouts.room
+        if not self._group.wait(min(room, _WARN_SECONDS)):
+            if room > _WARN_SECONDS:
+                log.warning("%s: waiting for room; %s", wanted, _free_resources())
+            if room <= _WARN_SECONDS or not self._group.wait(room - _WARN_SECONDS):
+                raise Unavailable(f"{wanted}: it had no room for {room:g} s; {_free_resources()}")
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         try:
-            return place_ranks([known[nodes[bundle]] for bundle in range(self._layout.world)])
+            return place_ranks([addresses[nodes[bundle]] for bundle in range(self._layout.world)])
         except KeyError as lost:
             raise Unavailable("a machine left the Ray cluster while ranks were placed") from lost
 
-    def _wait_for_room(self, wanted: str) -> None:
-        if self._group.wait(min(self._patience.room, _WARN_SECONDS)):
-            return
-        if (left := self._patience.room - _WARN_SECONDS) > 0.0:
-            log.warning("%s: waiting for room; %s", wanted, _free_resources())
-            if self._group.wait(left):
-                return
-        raise Unavailable(f"{wanted}: it had no room for {self._patience.room:g} s; {_free_resources()}")
-
-    def _start(self, config: EngineConfig, asked: RankResources, rank: int, place: RankPlacement) -> None:
-        seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle)
-        options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "scheduling_strategy": seat}
-        actor = ray.remote(RankActor).options(**options, max_restarts=0, max_task_retries=0).remote()
-        self._actors.append(actor)
-        own = rank_config(config, asked, place)
-        sharing = ranks_sharing_memory(config, asked, place)
-        environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED_VARIABLES)}
-        local = 0 if asked.gpus else place.local_rank
-        errand = RemoteRankArgs(own, self._layout, self._gate.token(rank), place.host, local, sharing, environment)
-        self._served.append(actor.serve.remote(errand))
-
-    def _meet(self) -> None:
-        """Have a line to every rank."""
-        deadline = monotonic() + self._patience.join
-        while len(self._lines) < self._layout.world:
-            if called := self._gate.accept(min(_POLL_SECONDS, max(0.0, deadline - monotonic()))):
-                self._lines[called.rank] = called.connection
+    def _accept_ranks(self) -> None:
+        """Have a connection to every rank."""
+        deadline = monotonic() + self._timeouts.join
+        while len(self._connected) < self._layout.world:
+            if accepted := self._listener.accept(min(_POLL_SECONDS, max(0.0, deadline - monotonic()))):
+                self._connected[accepted.rank] = accepted.connection
                 continue
-            absent = [rank for rank in range(self._layout.world) if rank not in self._lines]
-            self._check_alive(absent)
+            absent = [rank for rank in range(self._layout.world) if rank not in self._connected]
+            names = [f"{self._layout.rank_name(rank)} on {self._places[rank].host}" for rank in absent]
+            for rank, name in zip(absent, names, strict=True):
+                ended, _ = ray.wait([self._served[rank]], timeout=0.0)
+                if ended:
+                    raise Unavailable(f"{name} did not start: {_ray_reason(self._served[rank])}")
             if monotonic() >= deadline:
-                raise Unavailable(
-                    f"{', '.join(map(self._named, absent))} did not join within {self._patience.join:g} s"
-                )
-
-    def _check_alive(self, absent: Sequence[int]) -> None:
-        for rank in absent:
-            if not _still_running([self._served[rank]], 0.0):
-                raise Unavailable(f"{self._named(rank)} did not start: {_ray_reason(self._served[rank])}")
-
-    def _named(self, rank: int) -> str:
-        return f"{self._layout.rank_name(rank)} on {self._places[rank].host}"
-
-
-def _still_running(served: list[Any], seconds: float) -> list[Any]:
-    """The ranks that still run after so many seconds."""
-    running: list[Any] = ray.wait(served, num_returns=len(served), timeout=seconds)[1] if served else []
-    return running
+                raise Unavailable(f"{', '.join(names)} did not join within {self._timeouts.join:g} s")
 
 
 def _free_resources() -> str:
-    return ", ".join(f"{amount:g} {kind}" for kind, amount in cluster_resources(free=True).items()) + " are free"
+    free = _cluster_resources(ray.available_resources())
+    return ", ".join(f"{amount:g} {kind}" for kind, amount in free.items()) + " are free"
+
+
+def _cluster_resources(amounts: dict[str, float]) -> dict[str, float]:
+    """CPUs and GPUs of all machines."""
+    return {kind: float(amounts.get(kind, 0.0)) for kind in ("CPU", "GPU")}
 
 
 def _ray_reason(served: Any) -> str:
@@ -207,22 +187,6 @@ def connect_to_cluster(address: str) -> None:
         raise Unavailable(f"cannot join the Ray cluster at {address!r}: {_first_line(error)}") from error
     except ValueError as error:
         raise InvalidArgument(f"ray_address {address!r}: {_first_line(error)}", field="ray_address") from error
-
-
-def own_address() -> str:
-    """This machine's address among the others'."""
-    return str(ray.util.get_node_ip_address())
-
-
-def node_addresses() -> dict[str, str]:
-    """Address of every machine that is there, by the name that Ray has for it."""
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-
-
-def cluster_resources(free: bool = False) -> dict[str, float]:
-    """CPUs and GPUs of all machines; with `free` those that are not taken."""
-    known = ray.available_resources() if free else ray.cluster_resources()
-    return {kind: float(known.get(kind, 0.0)) for kind in ("CPU", "GPU")}
 
 
 def _check_reachable(address: str) -> None:

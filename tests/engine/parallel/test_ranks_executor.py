@@ -1,4 +1,4 @@
-"""What the executor makes of what ranks say, and of those that say nothing: the ranks here are threads' words."""
+"""The executor over ranks that the tests play: their reports, their silence and their loss."""
 
 import json
 import multiprocessing
@@ -9,21 +9,17 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from types import ModuleType
 
-import msgspec
 import numpy as np
 import pytest
 
 from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core.executors import build_executor
-from charonia.engine.parallel.broadcast_ring import RingReader
 from charonia.engine.parallel.layout import RankLayout
-from charonia.engine.parallel.plan_codec import PlanDecoder
 from charonia.engine.parallel.rank_messages import (
-    PLAN_PREFIX,
     AllocateCache,
     CacheAllocated,
-    EncodedResult,
+    ComputeStep,
     JoinRanks,
     LeaveRanks,
     RankCommand,
@@ -32,46 +28,46 @@ from charonia.engine.parallel.rank_messages import (
     RankLoaded,
     RankReport,
     RankStarted,
+    StepComputed,
     WeightsProgress,
+    decode_command,
+    encode_message,
 )
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.executor import Capacity
-from charonia.processes.shared_arena import SharedArena
-from charonia.scheduler.plan import StepPlan, StepResult
+from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan, StepResult
 
 NONE = np.zeros(0, np.int32)
 NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
-class Rank:
-    """The other end of a line, in this process."""
+class PlayedRank:
+    """The other end of a connection, in this process."""
 
-    def __init__(self, line: Connection, memory: SharedArena) -> None:
-        self.line, self._desk, self._reader = line, RingReader(line, memory), PlanDecoder()
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
 
-    def say(self, *reports: RankReport) -> None:
+    def report(self, *reports: RankReport) -> None:
         for report in reports:
-            self.line.send_bytes(msgspec.msgpack.encode(report))
+            self.connection.send_bytes(encode_message(report))
 
-    def hear(self) -> RankCommand:
-        return msgspec.msgpack.decode(self._desk.read(), type=RankCommand)
+    def receive(self) -> RankCommand:
+        return decode_command(self.connection.recv_bytes())
 
-    def read(self) -> tuple[int, list[list[int]] | None]:
-        """The next plan's step, and what landed before it."""
-        message = self._desk.read()
-        assert message[:1] == PLAN_PREFIX
-        plan, landed = self._reader.decode(message[1:])
-        return plan.step, None if landed is None else [column.tolist() for column in landed]
+    def receive_step(self) -> tuple[int, list[list[int]] | None]:
+        """The next plan's step, and the tokens sampled before it."""
+        command = self.receive()
+        assert isinstance(command, ComputeStep)
+        return command.plan.step, None if command.sampled is None else [column.tolist() for column in command.sampled]
 
 
-class Pretended:
-    """A crew of whom the test says what they say."""
+class PlayedRanks:
+    """`LaunchedRanks` that the test plays."""
 
     def __init__(self, layout: RankLayout) -> None:
-        self.memory = SharedArena()
         pairs = [multiprocessing.Pipe() for _ in range(layout.world)]
         self.connections = [ours for ours, _ in pairs]
-        self.ranks = [Rank(theirs, self.memory) for _, theirs in pairs]
+        self.ranks = [PlayedRank(theirs) for _, theirs in pairs]
         self.killed = Event()
         self._breaking = Lock()
 
@@ -80,34 +76,33 @@ class Pretended:
 
     def kill(self) -> None:
         self.killed.set()
-        self.break_lines()
+        self.disconnect_all()
 
-    def wait_for_exit(self, patience: float) -> None:
-        self.break_lines()
+    def wait_for_exit(self, timeout: float) -> None:
+        self.disconnect_all()
 
     def close(self) -> None:
-        for line in self.connections:
-            line.close()
-        self.memory.close()
+        for connection in self.connections:
+            connection.close()
 
-    def fall(self, rank: int) -> None:
+    def lose(self, rank: int) -> None:
         with self._breaking:
-            self.ranks[rank].line.close()
+            self.ranks[rank].connection.close()
 
-    def break_lines(self) -> None:
+    def disconnect_all(self) -> None:
         with self._breaking:
             for rank in self.ranks:
-                rank.line.close()
+                rank.connection.close()
 
 
 class Stage:
     """An executor and its pretended ranks."""
 
     def __init__(self, tensor: int, pipeline: int, join_seconds: float = 60.0) -> None:
-        self.crew = Pretended(RankLayout(tensor, pipeline))
+        self.played = PlayedRanks(RankLayout(tensor, pipeline))
         config = EngineConfig(model="", parallel=ParallelConfig(tensor=tensor, pipeline=pipeline))
-        self.executor = RanksExecutor(config, lambda config, layout: self.crew, join_seconds)
-        self.ranks = self.crew.ranks
+        self.executor = RanksExecutor(config, lambda config, layout: self.played, join_seconds)
+        self.ranks = self.played.ranks
         self.told: list[tuple[str, float]] = []
 
     def load_alone(self) -> None:
@@ -126,10 +121,10 @@ class Stage:
             thread.join()
         return capacity
 
-    def _arrive(self, rank: Rank, loaded: RankLoaded) -> None:
-        rank.say(RankStarted("here", 7) if rank is self.ranks[0] else RankStarted())
-        assert rank.hear() == JoinRanks("here", 7)
-        rank.say(RankJoined(), WeightsProgress(0.5), WeightsProgress(1.0), loaded)
+    def _arrive(self, rank: PlayedRank, loaded: RankLoaded) -> None:
+        rank.report(RankStarted("here", 7) if rank is self.ranks[0] else RankStarted())
+        assert rank.receive() == JoinRanks("here", 7)
+        rank.report(RankJoined(), WeightsProgress(0.5), WeightsProgress(1.0), loaded)
 
 
 PLAIN = RankLoaded(Capacity(384, 256, 1000, 10_000))
@@ -161,9 +156,9 @@ def plan(step: int, *rows: int) -> StepPlan:
     return StepPlan(step, column, ones * 5, ones, ones == 1, ones, NO_PAIRS, (), NONE)
 
 
-def result(step: int, *rows: int) -> EncodedResult:
+def result(step: int, *rows: int) -> StepComputed:
     column = np.array(rows, np.int32)
-    return EncodedResult.from_result(StepResult(step, column, column * 0 + 6, column * 0 + 1, column + 100))
+    return StepComputed(StepResult(step, column, column * 0 + 6, column * 0 + 1, column + 100))
 
 
 def test_capacity_is_the_tightest_ranks(staged: Callable[..., Stage]) -> None:
@@ -184,67 +179,79 @@ def test_progress_is_everybodys_and_only_grows(loaded: Stage) -> None:
 
 def test_who_does_not_join_is_named(staged: Callable[..., Stage]) -> None:
     stage = staged(3, join_seconds=0.2)
-    stage.ranks[0].say(RankStarted("here", 7))
-    stage.ranks[2].say(RankStarted())
+    stage.ranks[0].report(RankStarted("here", 7))
+    stage.ranks[2].report(RankStarted())
     with pytest.raises(Unavailable, match=r"^rank 1 of 3 did not join within 0.2 s$"):
         stage.load_alone()
 
 
 def test_who_joins_nobody_is_named(staged: Callable[..., Stage]) -> None:
     stage = staged(2, 2, join_seconds=0.2)
-    stage.ranks[0].say(RankStarted("here", 7))
+    stage.ranks[0].report(RankStarted("here", 7))
     for rank in stage.ranks[1:]:
-        rank.say(RankStarted())
+        rank.report(RankStarted())
     for rank in stage.ranks[:3]:
-        rank.say(RankJoined())
+        rank.report(RankJoined())
     with pytest.raises(Unavailable, match=r"^rank 3 of 4 \(stage 1, tensor 1\) did not join"):
         stage.load_alone()
 
 
 def test_what_a_rank_finds_wrong_is_raised_as_it_is(staged: Callable[..., Stage]) -> None:
     stage = staged()
-    stage.ranks[1].say(
+    stage.ranks[1].report(
         RankStarted(), RankFailed("dtype must be one of these", ErrorCode.INVALID_ARGUMENT, field="dtype")
     )
     with pytest.raises(InvalidArgument, match=r"^dtype must be one of these$") as refusal:
         stage.load_alone()
     assert refusal.value.field == "dtype"
-    assert stage.crew.killed.is_set()
+    assert stage.played.killed.is_set()
 
 
 def test_what_breaks_in_a_rank_names_it(staged: Callable[..., Stage]) -> None:
     stage = staged()
-    stage.ranks[1].say(RankStarted(), RankFailed("ValueError: oh", ErrorCode.INTERNAL))
+    stage.ranks[1].report(RankStarted(), RankFailed("ValueError: oh", ErrorCode.INTERNAL))
     with pytest.raises(Internal, match=r"^rank 1 of 2: ValueError: oh$"):
         stage.load_alone()
 
 
 def test_allocation_waits_for_all(loaded: Stage) -> None:
     for rank in loaded.ranks:
-        rank.say(CacheAllocated())
+        rank.report(CacheAllocated())
     loaded.executor.allocate(9)
-    assert [rank.hear() for rank in loaded.ranks] == [AllocateCache(9)] * 2
+    assert [rank.receive() for rank in loaded.ranks] == [AllocateCache(9)] * 2
 
 
 def test_several_steps_are_on_their_way_and_return_in_order(loaded: Stage) -> None:
     steps = [loaded.executor.execute(plan(step, 0, 1)) for step in range(3)]
     for rank in loaded.ranks:
-        assert [rank.read() for _ in range(3)] == [(step, None) for step in range(3)]
-    loaded.ranks[0].say(*(result(step, 0, 1) for step in range(3)))
+        assert [rank.receive_step() for _ in range(3)] == [(step, None) for step in range(3)]
+    loaded.ranks[0].report(*(result(step, 0, 1) for step in range(3)))
     assert [step.result(60).step for step in steps] == [0, 1, 2]
     assert steps[2].result().tokens.tolist() == [100, 101]
+
+
+def test_a_plan_that_no_connection_holds_waits_for_the_ranks(loaded: Stage) -> None:
+    tokens = np.arange(1 << 20, dtype=np.int32)
+    new = NewSequence(0, tokens, 0, SamplerParams(), len(tokens))
+    large = Thread(target=loaded.executor.execute, args=(plan(0, 0)._replace(new=(new,)),))
+    large.start()
+    for rank in loaded.ranks:
+        command = rank.receive()
+        assert isinstance(command, ComputeStep)
+        assert np.array_equal(command.plan.new[0].tokens, tokens)
+    large.join()
 
 
 def test_stages_are_told_what_the_last_one_sampled(staged: Callable[..., Stage]) -> None:
     stage = staged(1, 2)
     stage.load(PLAIN, PLAIN)
     first, second = stage.executor.execute(plan(0, 3)), stage.executor.execute(plan(1, 4))
-    stage.ranks[1].say(result(0, 3), result(1, 4))
+    stage.ranks[1].report(result(0, 3), result(1, 4))
     assert {first.result(60).step, second.result(60).step} == {0, 1}
     third = stage.executor.execute(plan(2, 3, 4))
     for rank in stage.ranks:
-        assert [rank.read() for _ in range(3)] == [(0, None), (1, None), (2, [[3, 4], [6, 6], [103, 104]])]
-    stage.ranks[1].say(result(2))
+        assert [rank.receive_step() for _ in range(3)] == [(0, None), (1, None), (2, [[3, 4], [6, 6], [103, 104]])]
+    stage.ranks[1].report(result(2))
     assert not len(third.result(60).rows)
 
 
@@ -252,15 +259,15 @@ def test_nothing_of_one_cache_is_told_to_the_next(staged: Callable[..., Stage]) 
     stage = staged(1, 2)
     stage.load(PLAIN, PLAIN)
     step = stage.executor.execute(plan(0, 3))
-    stage.ranks[1].say(result(0, 3))
+    stage.ranks[1].report(result(0, 3))
     step.result(60)
     for rank in stage.ranks:
-        rank.say(CacheAllocated())
+        rank.report(CacheAllocated())
     stage.executor.allocate(1)
     stage.executor.execute(plan(1, 3))
-    assert stage.ranks[0].read() == (0, None)
-    assert stage.ranks[0].hear() == AllocateCache(1)
-    assert stage.ranks[0].read() == (1, None)
+    assert stage.ranks[0].receive_step() == (0, None)
+    assert stage.ranks[0].receive() == AllocateCache(1)
+    assert stage.ranks[0].receive_step() == (1, None)
 
 
 def lost(stage: Stage) -> tuple[list[Future[StepResult]], list[CharoniaError], Event]:
@@ -278,18 +285,18 @@ def lost(stage: Stage) -> tuple[list[Future[StepResult]], list[CharoniaError], E
 
 def test_a_lost_rank_fails_everything_and_ends_the_others(loaded: Stage) -> None:
     steps, told, heard = lost(loaded)
-    loaded.crew.fall(1)
+    loaded.played.lose(1)
     for step in (*steps, loaded.executor.execute(plan(2, 0))):
         with pytest.raises(Unavailable, match=r"^rank 1 of 2 fell over$"):
             step.result(60)
     assert heard.wait(60)
     assert [error.message for error in told] == ["rank 1 of 2 fell over"]
-    assert loaded.crew.killed.is_set()
+    assert loaded.played.killed.is_set()
 
 
 def test_who_watches_late_is_told_at_once(loaded: Stage) -> None:
     steps, _, heard = lost(loaded)
-    loaded.crew.fall(0)
+    loaded.played.lose(0)
     assert heard.wait(60)
     told: list[CharoniaError] = []
     loaded.executor.watch(told.append)
@@ -299,15 +306,15 @@ def test_who_watches_late_is_told_at_once(loaded: Stage) -> None:
 
 def test_the_rank_that_was_lost_is_named_and_not_the_one_that_missed_it(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
-    loaded.crew.fall(1)
+    loaded.ranks[0].report(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
+    loaded.played.lose(1)
     with pytest.raises(Unavailable, match=r"^rank 1 of 2 fell over$"):
         steps[0].result(60)
 
 
 def test_a_loss_that_nobody_explains_names_who_noticed(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
+    loaded.ranks[0].report(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
     with pytest.raises(Unavailable, match=r"^rank 0 of 2: lost the other ranks: connection closed$"):
         steps[0].result(60)
 
@@ -316,15 +323,15 @@ def test_closing_asks_ranks_to_leave_and_cancels_what_is_pending(loaded: Stage) 
     steps, told, _ = lost(loaded)
     heard: list[RankCommand] = []
 
-    def listen(rank: Rank) -> None:
-        rank.read(), rank.read()
-        heard.append(rank.hear())
+    def listen(rank: PlayedRank) -> None:
+        rank.receive_step(), rank.receive_step()
+        heard.append(rank.receive())
 
     listeners = [Thread(target=listen, args=(rank,)) for rank in loaded.ranks]
     for listener in listeners:
         listener.start()
-    loaded.crew.wait_for_exit = lambda patience: (
-        [listener.join() for listener in listeners] and loaded.crew.break_lines()
+    loaded.played.wait_for_exit = lambda timeout: (
+        [listener.join() for listener in listeners] and loaded.played.disconnect_all()
     )
     loaded.executor.close()
     loaded.executor.close()

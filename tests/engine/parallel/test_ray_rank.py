@@ -1,4 +1,4 @@
-"""What ranks ask of a cluster and where each sits, as numbers: no Ray is needed."""
+"""The resources and places of ranks on a cluster, as numbers: no Ray is needed."""
 
 import sys
 from itertools import pairwise
@@ -13,16 +13,17 @@ from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core import executors
 from charonia.engine.core.executors import build_executor
 from charonia.engine.parallel.layout import RankLayout
-from charonia.engine.parallel.ray_placement import (
+from charonia.engine.parallel.rank_connections import ConnectToken
+from charonia.engine.parallel.ray_rank import (
     RankPlacement,
     RankResources,
+    interface_of,
     place_ranks,
-    rank_config,
     rank_resources,
-    ranks_sharing_memory,
+    remote_rank_args,
 )
-from charonia.engine.parallel.ray_rank import interface_of
 
+TOKEN = ConnectToken("a", 1, b"", 0)
 CPUS, GPUS = {"CPU": 64.0, "GPU": 0.0}, {"CPU": 64.0, "GPU": 8.0}
 
 
@@ -83,15 +84,16 @@ def test_every_rank_has_a_bundle_of_its_own(hosts: list[str]) -> None:
 def test_a_rank_on_cpus_shares_its_machine_with_those_of_all_replicas() -> None:
     config = EngineConfig(model="m", threads=8, data_parallel_size=2, replica=1, host_memory=1 << 30)
     asked, place = RankResources(0, 4, 4), RankPlacement(0, "a", 0, 2)
-    sharing, own = ranks_sharing_memory(config, asked, place), rank_config(config, asked, place)
-    assert (sharing, own.threads // sharing, own.device, own.host_memory) == (4, 4, "cpu", None)
+    own, (*_, local, sharing), _, _ = remote_rank_args(config, asked, RankLayout(2), place, TOKEN)
+    assert (local, sharing, own.threads // sharing, own.device, own.host_memory) == (0, 4, 4, "cpu", None)
 
 
 def test_a_rank_on_a_gpu_sees_one_and_has_it_for_itself() -> None:
     config = EngineConfig(model="m", device="cuda", threads=8, data_parallel_size=2, replica=1)
     asked, place = RankResources(1, 0, 4), RankPlacement(1, "a", 1, 2)
-    sharing, own = ranks_sharing_memory(config, asked, place), rank_config(config, asked, place)
-    assert (sharing, own.threads, own.device, own.data_parallel_size, own.replica) == (1, 4, "cuda:0", 1, 0)
+    own, (*_, local, sharing), _, _ = remote_rank_args(config, asked, RankLayout(2), place, TOKEN)
+    assert (local, sharing) == (0, 1)
+    assert (own.threads, own.device, own.data_parallel_size, own.replica) == (4, "cuda:0", 1, 0)
 
 
 def test_an_address_tells_its_interface() -> None:
