@@ -5,7 +5,6 @@ Knows nothing of token ids: messages in, text out. Templates come from the inter
 
 import json
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from datetime import datetime
 from math import inf
 from pathlib import Path
@@ -18,7 +17,8 @@ from jinja2.parser import Parser
 from ..core.errors import InvalidArgument
 from ..core.request import ChatMessage, Conversation
 from .checkpoint_files import read_json
-from .template_sandbox import MAX_PYTHON, MAX_WORK, TemplateLimitExceeded, TemplateSandbox, WorkMeter, metered
+from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
+from .template_work import MAX_WORK, TemplateLimitExceeded, WorkMeter
 
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
 """Names that mean something else to transformers or jinja2, besides those that a template is given."""
@@ -58,7 +58,10 @@ class ChatTemplate:
                 a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
                 continued.
         """
-        turns = [_turn(message) for message in conversation.messages]
+        turns = []
+        for message in conversation.messages:
+            turn = {"role": message.role, "content": message.content}
+            turns.append(turn | {"name": message.name} if message.name else turn)
         if conversation.continue_final_message:
             turns[-1]["content"] += _END
         given = self._tokens | {
@@ -67,7 +70,10 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
-        _refuse_taken(conversation.variables, _RESERVED | given.keys())
+        for name in conversation.variables:
+            if name in _RESERVED or name in given:
+                field = f"chat_template_kwargs.{name}"
+                raise InvalidArgument(f"{field}: the name is reserved", field=field)
         size = sum(len(message.content) for message in conversation.messages)
         try:
             with metered(WorkMeter(MAX_WORK + _EACH * size)):
@@ -85,18 +91,6 @@ class ChatTemplate:
             field = "continue_final_message"
             raise InvalidArgument(f"{field}: {self._name} does not write the last message as it is", field=field)
         return begun if text.startswith(_END, len(begun)) else begun.rstrip()
-
-
-def _refuse_taken(variables: Mapping[str, Any], taken: AbstractSet[str]) -> None:
-    for name in variables:
-        if name in taken:
-            field = f"chat_template_kwargs.{name}"
-            raise InvalidArgument(f"{field}: the name is reserved", field=field)
-
-
-def _turn(message: ChatMessage) -> dict[str, str]:
-    turn = {"role": message.role, "content": message.content}
-    return turn | {"name": message.name} if message.name else turn
 
 
 def read_template(given: str) -> str:

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, never half a character.
+"""Token ids to text, piece by piece, never half a character, and up to a stop string.
 
 After a prompt, the pieces are the text that decoding prompt and ids together would add to the prompt's; all of them
 together equal `decode` of all ids.
@@ -7,7 +7,6 @@ together equal `decode` of all ids.
 import codecs
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from .token_pieces import TokenBytes
 from .tokenizer import Tokenizer
@@ -17,17 +16,9 @@ _CONTEXT = 6
 """Prompt tokens that the first piece is decoded after; enough for any character and its leading space."""
 
 
-class Detokenizer(Protocol):
-    """The text of one growing sequence."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; half a character waits for the next call."""
-
-    def finish(self) -> str:
-        """The rest of the text: bytes that never became a character come out as U+FFFD."""
-
-
-def make_detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), special: bool = False) -> Detokenizer:
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt: Sequence[int] = (), special: bool = False
+) -> "ByteDetokenizer | WindowDetokenizer":
     """The cheapest detokenizer that is right for this tokenizer. `special`: the text has special tokens in it."""
     context, table = prompt[-_CONTEXT:], tokenizer.bytes_with_special if special else tokenizer.bytes
     return WindowDetokenizer(tokenizer, context, special) if table is None else ByteDetokenizer(table, context)
@@ -42,10 +33,12 @@ class ByteDetokenizer:
         self.push(context)
 
     def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; half a character waits for the next call."""
         table = self._table
         return self._decode(b"".join([table[token] for token in ids]))
 
     def finish(self) -> str:
+        """The rest of the text: bytes that never became a character come out as U+FFFD."""
         return self._decode(b"", True)
 
 
@@ -60,7 +53,10 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], special: bool = False) -> None:
         self._decode = partial(tokenizer.decode, special=special)
         self._window = list(context)
-        self._emitted = self._whole_characters()
+        # A prompt may end with half a character, which the first tokens complete.
+        ends = range(len(self._window), 0, -1)
+        whole = (end for end in ends if not self._decode(self._window[:end]).endswith(_INCOMPLETE))
+        self._emitted = next(whole, len(self._window))
 
     def push(self, ids: Sequence[int]) -> str:
         self._window.extend(ids)
@@ -75,12 +71,6 @@ class WindowDetokenizer:
         self._advance()
         return piece
 
-    def _whole_characters(self) -> int:
-        # A prompt may end with half a character, which the first tokens complete.
-        ends = range(len(self._window), 0, -1)
-        whole = (end for end in ends if not self._decode(self._window[:end]).endswith(_INCOMPLETE))
-        return next(whole, len(self._window))
-
     def _pending(self) -> str:
         emitted = self._decode(self._window[: self._emitted])
         return self._decode(self._window)[len(emitted) :]
@@ -88,3 +78,43 @@ class WindowDetokenizer:
     def _advance(self) -> None:
         del self._window[: self._emitted]
         self._emitted = len(self._window)
+
+
+class StopStrings:
+    """Shows a growing text up to the first of several strings, and holds back what may yet become one of them.
+
+    The first is the one that is complete first, of two that end together the longer: so it does not matter how the
+    text was cut into pieces. The string itself is shown only with `include`.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.found: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stops)
+
+    def push(self, piece: str) -> str:
+        """The text that may be shown by now; nothing more once a string was `found`."""
+        if self.found is not None or not self._stops:
+            return "" if self._stops else piece
+        text = self._held + piece
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, begin, self.found = min(found)
+            self._held = ""
+            return text[: end if self._include else begin]
+        places = range(max(0, len(text) - self._longest + 1), len(text))
+        begun = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
+        end = next(begun, len(text))
+        self._held = text[end:]
+        return text[:end]
+
+    def finish(self) -> str:
+        """The rest of the text at its end: what was held back was no stop string."""
+        held, self._held = self._held, ""
+        return held

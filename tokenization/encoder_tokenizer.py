@@ -10,9 +10,7 @@ from typing import NamedTuple
 import tokenizers
 
 from ..core.errors import InvalidArgument
-from .checkpoint_files import read_json
-from .special_tokens import add_declared_tokens, named_special_tokens
-from .tokenizer import read_backend
+from .tokenizer_json import read_tokenizer_json
 
 
 class EncodedText(NamedTuple):
@@ -34,14 +32,8 @@ class EncoderTokenizer:
 
     @classmethod
     def load(cls, directory: Path, length: int, lowercase: bool = False) -> "EncoderTokenizer":
-        """Read a checkpoint directory.
-
-        Raises:
-            NotFound: no tokenizer.json in it.
-            InvalidArgument: a file there cannot be read.
-        """
-        backend = read_backend(directory / "tokenizer.json")
-        add_declared_tokens(backend, read_json(directory / "tokenizer_config.json"), named_special_tokens(directory))
+        """Read a checkpoint directory; raises as `read_tokenizer_json` does."""
+        backend, _ = read_tokenizer_json(directory)
         return cls(backend, length, lowercase)
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[EncodedText]:

@@ -11,6 +11,8 @@ from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+
 
 class GenerationDefaults(NamedTuple):
     """The model's own choices: `eos` tokens end a text; the others stand in for sampling parameters that are None."""
@@ -50,31 +52,15 @@ def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> Generatio
     if eos is None:
         eos = tokenizer.token_id("eos_token")
     try:
-        defaults = _defaults(_ids(eos), generation)
+        ids = tuple(map(int, [eos] if isinstance(eos, int) else eos or ()))
+        given = {name: kind(value) for name, kind in _SAMPLING.items() if (value := generation.get(name)) is not None}
     except (TypeError, ValueError, OverflowError) as error:
         where = f"{file}, or the eos_token_id of config.json"
         raise InvalidArgument(f"{where}: a field has a value of the wrong kind: {error}") from error
-    _check(defaults, file)
-    return defaults
-
-
-def _defaults(eos: tuple[int, ...], generation: dict[str, Any]) -> GenerationDefaults:
-    greedy = {"temperature": 0.0} if generation.get("do_sample") is False else {}
-    numbers = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
-    given = {name: kind(value) for name, kind in numbers.items() if (value := generation.get(name)) is not None}
-    return GenerationDefaults(eos, **(given | greedy))
-
-
-def _check(defaults: GenerationDefaults, file: Path) -> None:
-    """Raises `InvalidArgument` for a default that is not in the range of the request's parameter."""
-    _, *sampling = defaults._fields
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
     try:
-        SamplingParams(**{name: getattr(defaults, name) for name in sampling})
+        SamplingParams(**given)
     except InvalidArgument as error:
         raise InvalidArgument(f"{file}: {error.message}") from None
-
-
-def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(map(int, eos))
+    return GenerationDefaults(ids, **given)

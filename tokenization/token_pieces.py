@@ -4,14 +4,16 @@ A text of many tokens is the detokenizer's business.
 """
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import tokenizers
-from tokenizers import decoders
 
 _HALF = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
+"""Letter -> byte of byte-level vocabularies: printable bytes are Latin-1, all others stand from letter 256 on."""
 
 
 class TokenPiece(NamedTuple):
@@ -36,22 +38,14 @@ class TokenBytes(dict[int, bytes]):
     and for special tokens unless they are `shown`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, shown: bool = False) -> None:
-        super().__init__({} if shown else dict.fromkeys(_special(backend), b""))
+        added = {} if shown else backend.get_added_tokens_decoder()
+        super().__init__({token: b"" for token, each in added.items() if each.special})
         self._backend = backend
 
     def __missing__(self, token: int) -> bytes:
         name = self._backend.id_to_token(token)
         data = self[token] = b"" if name is None else _letters(name)
         return data
-
-
-def token_bytes(backend: tokenizers.Tokenizer, special: bool = False) -> TokenBytes | None:
-    """The table of a byte-level tokenizer; None for all others, whose tokens may depend on their neighbours."""
-    return TokenBytes(backend, special) if isinstance(backend.decoder, decoders.ByteLevel) else None
-
-
-def _special(backend: tokenizers.Tokenizer) -> Iterator[int]:
-    return (token for token, added in backend.get_added_tokens_decoder().items() if added.special)
 
 
 def _raw(name: str) -> bytes:
@@ -67,15 +61,3 @@ def _letters(name: str) -> bytes:
         return bytes([_BYTES[letter] for letter in name])
     except KeyError:
         return name.encode()
-
-
-def _byte_letters() -> dict[str, int]:
-    """Letter -> byte of byte-level vocabularies, which write printable bytes as Latin-1 and all others from letter 256
-    on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    letters = {chr(0x100 + place): byte for place, byte in enumerate(others)}
-    return letters | {chr(byte): byte for byte in printable}
-
-
-_BYTES = _byte_letters()

@@ -4,18 +4,18 @@ Knows nothing of requests or engines; never imports transformers or torch. Threa
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
+from tokenizers import decoders
 
-from ..core.errors import ContextLengthExceeded, InvalidArgument, NotFound
+from ..core.errors import ContextLengthExceeded, InvalidArgument
 from ..core.request import Conversation, Prompt
 from .chat_template import ChatTemplate, find_template, read_template
-from .checkpoint_files import read_json, refuse_lfs_pointer
-from .special_tokens import add_declared_tokens, named_special_tokens
-from .token_pieces import TokenPiece, read_token_piece, token_bytes
+from .token_pieces import TokenBytes, TokenPiece, read_token_piece
+from .tokenizer_json import read_tokenizer_json
 
 _BRIEF = 1024
 """Characters up to which encoding takes less time than letting other threads run."""
@@ -46,10 +46,13 @@ class Tokenizer:
         self._backend = backend
         self._named = named
         self._chat = chat
-        self._given = lru_cache(_TEMPLATES)(self._compiled)
+        compiled = partial(ChatTemplate, tokens=named, whose="the request's", field="chat_template")
+        self._given = lru_cache(_TEMPLATES)(compiled)
         self._pieces: dict[int, TokenPiece] = {}
-        self.bytes = token_bytes(backend)
-        self.bytes_with_special = token_bytes(backend, special=True)
+        self.bytes: TokenBytes | None = None
+        self.bytes_with_special: TokenBytes | None = None
+        if isinstance(backend.decoder, decoders.ByteLevel):
+            self.bytes, self.bytes_with_special = TokenBytes(backend), TokenBytes(backend, shown=True)
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
@@ -59,9 +62,7 @@ class Tokenizer:
             NotFound: no tokenizer.json in it.
             InvalidArgument: a file there cannot be read.
         """
-        backend = read_backend(directory / "tokenizer.json")
-        named = named_special_tokens(directory)
-        add_declared_tokens(backend, read_json(directory / "tokenizer_config.json"), named)
+        backend, named = read_tokenizer_json(directory)
         backend.no_truncation()
         backend.no_padding()
         source = read_template(chat_template) if chat_template else find_template(directory)
@@ -83,8 +84,10 @@ class Tokenizer:
         """
         if not isinstance(prompt, str | Conversation):
             return list(prompt if kept is None else prompt[-kept:])
-        field, text = ("prompt", prompt) if isinstance(prompt, str) else ("messages", self._render(prompt))
-        special = special and isinstance(prompt, str)
+        if isinstance(prompt, str):
+            field, text = "prompt", prompt
+        else:
+            field, text, special = "messages", self._render(prompt), False
         return self._bounded(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -157,9 +160,6 @@ class Tokenizer:
             piece = self._pieces[token] = read_token_piece(self._backend, token)
         return piece
 
-    def _compiled(self, source: str) -> ChatTemplate:
-        return ChatTemplate(source, self._named, "the request's", "chat_template")
-
     def _render(self, conversation: Conversation) -> str:
         chat = self._given(conversation.chat_template) if conversation.chat_template else self._chat
         if chat is None:
@@ -167,14 +167,3 @@ class Tokenizer:
         if not conversation.messages:
             raise InvalidArgument("messages must not be empty", field="messages")
         return chat.render(conversation)
-
-
-def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Raises `NotFound` where there is no such file, and `InvalidArgument` for one that cannot be read."""
-    if not path.is_file():
-        raise NotFound(f"{path.parent} has no tokenizer.json, the only tokenizer format supported")
-    refuse_lfs_pointer(path)
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise InvalidArgument(f"{path} cannot be read: {error}") from error

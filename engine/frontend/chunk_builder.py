@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, SamplingParams, Usage
-from ...tokenization.detokenizer import make_detokenizer
-from ...tokenization.stop_strings import StopStrings
+from ...tokenization.detokenizer import StopStrings, make_detokenizer
 from ...tokenization.tokenizer import Tokenizer
 from .token_stream import TokenDelta
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.tokenization.stop_strings import StopStrings
+from charonia.tokenization.detokenizer import StopStrings
 
 # Two letters and two of more bytes: matches, half matches and overlaps are everywhere.
 TEXTS = st.text(alphabet="ab\u00e9\U0001f98a", max_size=40)

@@ -8,13 +8,8 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import ChatMessage, Conversation
 from charonia.tokenization.chat_template import ChatTemplate
-from charonia.tokenization.template_sandbox import (
-    MAX_SOURCE,
-    TemplateLimitExceeded,
-    TemplateSandbox,
-    WorkMeter,
-    metered,
-)
+from charonia.tokenization.template_sandbox import MAX_SOURCE, TemplateSandbox, metered
+from charonia.tokenization.template_work import TemplateLimitExceeded, WorkMeter
 
 WORK, TURNS = 100_000, 2_000
 TEXT = "ab\tc " * 1000

@@ -1,0 +1,58 @@
+"""Reads tokenizer.json, with the special tokens that a checkpoint's other files declare, as transformers would."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from ..core.errors import InvalidArgument, NotFound
+from .checkpoint_files import read_json, refuse_lfs_pointer
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """A checkpoint's tokenizer, and its special tokens that have a role: a name such as `bos_token` -> the text.
+
+    Raises:
+        NotFound: no tokenizer.json in it.
+        InvalidArgument: a file there cannot be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise NotFound(f"{directory} has no tokenizer.json, the only tokenizer format supported")
+    refuse_lfs_pointer(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidArgument(f"{path} cannot be read: {error}") from error
+    config = read_json(directory / "tokenizer_config.json")
+    files = read_json(directory / "special_tokens_map.json"), config
+    named = {name: _text(file[name]) for file in files for name in _NAMES if file.get(name) is not None}
+    _add_declared_tokens(tokenizer, config, named)
+    return tokenizer, named
+
+
+def _add_declared_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    # `add_bos_token` and its like go unread: beside a tokenizer.json, whose post-processor decides, transformers too
+    # ignores them.
+    by_id = config.get("added_tokens_decoder") or {}
+    declared = [by_id[token_id] for token_id in sorted(by_id, key=int)]
+    tokenizer.add_tokens([_added(token) for token in declared if tokenizer.token_to_id(_text(token)) is None])
+    special = [*named.values()]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = config.get(key) or []
+        special += [_text(token) for token in (tokens.values() if isinstance(tokens, dict) else tokens)]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+
+
+def _added(token: Any) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    flags = {flag: bool(token[flag]) for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in token}
+    return AddedToken(token["content"], special=bool(token.get("special", False)), **flags)
+
+
+def _text(token: Any) -> str:
+    return token if isinstance(token, str) else str(token["content"])
