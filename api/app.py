@@ -24,12 +24,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..core.errors import CharoniaError, NotFound, shutdown_error
 from ..telemetry.shared_state import ServerGateway
 from .api_keys import Keyring
-from .http.auth import AuthMiddleware, RestrictedApiMiddleware
+from .http.access import AuthMiddleware, HttpRules, RestrictedApiMiddleware
 from .http.connection import ClientDisconnected
 from .http.direct import response_started
 from .http.error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path, json_response
 from .http.request_context import RequestContextMiddleware, record_error, with_request_id
-from .http.rules import HttpRules
 from .http.server_endpoints import ServerEndpoints
 from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes

@@ -1,10 +1,13 @@
-"""Metadata of the server and of models as KServe's v2 protocol has them, the same over HTTP and gRPC."""
+"""Metadata and statistics as KServe's v2 protocol and Triton's extensions have them, the same over HTTP and gRPC.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
+"""
+
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..core.model import ModelConfig
+from ..core.gateway import Gateway
+from ..core.statistics import ModelStatistics, StatisticDuration
 from ..core.tensor import TensorSpec
 from .size_limits import MAX_RAW_BYTES
 
@@ -39,16 +42,39 @@ def server_metadata(info: ServerInfo) -> dict[str, Any]:
     return {"name": info.name, "version": info.version, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(config: ModelConfig, versions: Sequence[str]) -> dict[str, Any]:
+def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
+    """The metadata of a version; without one, of the latest, with all versions that are served."""
+    config = gateway.model_config(name, version)
+    batch = [-1] if config.max_batch_size > 0 else []
+
+    def describe(spec: TensorSpec) -> dict[str, Any]:
+        return {"name": spec.name, "datatype": spec.datatype, "shape": [*batch, *spec.dims]}
+
     return {
         "name": config.name,
-        "versions": list(versions),
+        "versions": [version] if version else list(gateway.served_versions(name)),
         "platform": config.platform or config.backend,
-        "inputs": [_tensor_metadata(spec, config) for spec in config.inputs],
-        "outputs": [_tensor_metadata(spec, config) for spec in config.outputs],
+        "inputs": [describe(spec) for spec in config.inputs],
+        "outputs": [describe(spec) for spec in config.outputs],
     }
 
 
-def _tensor_metadata(spec: TensorSpec, config: ModelConfig) -> dict[str, Any]:
-    batch = [-1] if config.max_batch_size > 0 else []
-    return {"name": spec.name, "datatype": spec.datatype, "shape": [*batch, *spec.dims]}
+def model_stats_json(model: ModelStatistics) -> dict[str, Any]:
+    """A member of a response's `model_stats`, but for `explain`, which the extension has no field for."""
+    found = model.statistics
+    return {
+        "name": model.name,
+        "version": model.version,
+        "last_inference": found.last_inference,
+        "inference_count": found.inference_count,
+        "execution_count": found.execution_count,
+        "inference_stats": _times(found.inference),
+        "response_stats": {index: _times(response) for index, response in found.responses.items()},
+        "batch_stats": [_times(batch) for batch in found.batches],
+        "memory_usage": [usage._asdict() for usage in found.memory],
+    }
+
+
+def _times(of: Any) -> dict[str, Any]:
+    """The fields of a named tuple of durations, and maybe numbers."""
+    return {name: asdict(time) if isinstance(time, StatisticDuration) else time for name, time in of._asdict().items()}

@@ -1,4 +1,4 @@
-"""A server's certificate and its key, checked before anything listens. Knows no server."""
+"""Certificates and keys of servers, checked before anything listens. Knows no server."""
 
 import ssl
 from pathlib import Path
@@ -14,25 +14,58 @@ class KeyPair(NamedTuple):
     key: Path
 
 
+class TlsFiles(NamedTuple):
+    """The contents of PEM files. `root`: certificates that may sign a client's; `mutual`: a client must have one."""
+
+    key: bytes
+    certificate: bytes
+    root: bytes | None
+    mutual: bool
+
+
 def parse_key_pair(certificate: Path | None, key: Path | None, prefix: str) -> KeyPair | None:
     """The pair, or None where neither is given; `prefix` of the flags names them in messages.
 
-    Raises:
-        InvalidArgument: one is missing, unreadable, or they do not belong together.
+    Raises `InvalidArgument` if one is missing, unreadable, or they do not belong together.
     """
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
         raise InvalidArgument(f"TLS needs both {prefix}-cert and {prefix}-key")
-    check_key_pair(KeyPair(certificate, key), prefix)
-    return KeyPair(certificate, key)
+    return _checked_pair(certificate, key, prefix)
 
 
-def check_key_pair(pair: KeyPair, prefix: str) -> None:
-    """Raises `InvalidArgument` for files that are not a certificate and its key."""
+def _checked_pair(certificate: Path, key: Path, prefix: str) -> KeyPair:
     try:
         # A password that is needed and not there must be an error, not a question on the terminal.
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*pair, password="")
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, OSError) as error:
         text = f"{prefix}-cert and {prefix}-key are not a certificate and its key: {error}"
         raise InvalidArgument(text) from None
+    return KeyPair(certificate, key)
+
+
+def load_tls_files(certificate: Path | None, key: Path | None, root: Path | None, mutual: bool) -> TlsFiles:
+    """The files of gRPC's flags; raises `InvalidArgument` with the flag of one that is missing, unreadable or wrong."""
+    certificate_bytes, key_bytes = _read(certificate, "--grpc-server-cert"), _read(key, "--grpc-server-key")
+    assert certificate is not None
+    assert key is not None
+    # grpc would only log that it cannot use them, and refuse every client.
+    _checked_pair(certificate, key, "--grpc-server")
+    root_bytes = None
+    if mutual or root is not None:
+        root_bytes = _read(root, "--grpc-root-cert")
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=root)
+        except (ssl.SSLError, OSError) as error:
+            raise InvalidArgument(f"--grpc-root-cert holds no certificate: {error}") from None
+    return TlsFiles(key_bytes, certificate_bytes, root_bytes, mutual)
+
+
+def _read(path: Path | None, flag: str) -> bytes:
+    if path is None:
+        raise InvalidArgument(f"TLS on gRPC needs {flag}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {flag} {path}: {error.strerror}") from None

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..api.api_keys import Keyring, load_keyring
-from ..api.grpc.call_policy import GrpcCallPolicy, build_call_policy
-from ..api.grpc.settings import GrpcSettings, load_tls_files
-from ..api.header_forwarding import HeaderForwarding
-from ..api.http.rules import HttpRules, parse_allowed_origins
-from ..api.restricted_apis import read_restrictions
-from ..api.tls import KeyPair, parse_key_pair
+from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
+from ..api.header_rules import HeaderForwarding, read_restrictions
+from ..api.http.access import HttpRules, parse_allowed_origins
+from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.log_settings import LogControl

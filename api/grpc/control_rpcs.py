@@ -1,72 +1,87 @@
-"""The RPCs of GRPCInferenceService besides inference and metadata: repository, shared memory, statistics, settings.
+"""The RPCs of GRPCInferenceService besides inference: health, metadata, repository, shared memory, settings.
 
-Translates between the messages and the gateway. Each handler takes the gateway and the request, and raises
-`CharoniaError`.
+Translates between the messages and the gateway. Each handler takes the gateway and the request, returns the fields of
+the response as JSON has them, and raises `CharoniaError`.
 """
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
-from tritonclient.grpc import service_pb2 as pb
-
-from ...core.errors import InvalidArgument, Unsupported
+from ...core.errors import InvalidArgument, ServerExiting, Unsupported
 from ...telemetry.log_settings import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ...telemetry.trace_settings import TraceSettingsChange
-from ..model_stats import model_stats_json
-from .response_messages import ProtoMessage, parse_version
+from ..metadata import model_metadata, model_stats_json
+from .request_messages import parse_version, read_parameter
+from .wire_format import ProtoMessage
 
-ControlRpc: TypeAlias = Callable[[ServerGateway, ProtoMessage], Awaitable[ProtoMessage]]
+JsonMessage: TypeAlias = dict[str, Any]
+"""A message as JSON has it."""
 
-_CONFIG = "config"
+ControlRpc: TypeAlias = Callable[[ServerGateway, ProtoMessage], Awaitable[JsonMessage]]
+
 _FILE = "file:"
-_DEPENDENTS = "unload_dependents"
 
 
-async def model_config(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
-    config = gateway.model_config(request.name, parse_version(request.version))
-    return ParseDict({"config": config.raw}, pb.ModelConfigResponse())
+async def server_live(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+    return {"live": True}
 
 
-async def model_statistics(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def server_ready(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+    if gateway.exiting():
+        raise ServerExiting
+    return {"ready": gateway.ready()}
+
+
+async def model_ready(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+    return {"ready": gateway.is_model_ready(request.name, parse_version(request.version))}
+
+
+async def describe_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+    return model_metadata(gateway, request.name, parse_version(request.version))
+
+
+async def model_config(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+    return {"config": gateway.model_config(request.name, parse_version(request.version)).raw}
+
+
+async def model_statistics(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     found = gateway.model_statistics(request.name, parse_version(request.version))
-    return ParseDict({"model_stats": model_stats_json(found)}, pb.ModelStatisticsResponse())
+    return {"model_stats": [model_stats_json(each) for each in found]}
 
 
 # The repository
 
 
-async def repository_index(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def repository_index(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     _refuse_repository(request)
     found = gateway.repository_index(request.ready)
-    models = [{"name": e.name, "version": e.version, "state": str(e.state or ""), "reason": e.reason} for e in found]
-    return pb.RepositoryIndexResponse(models=models)
+    return {"models": [{**entry._asdict(), "state": entry.state or ""} for entry in found]}
 
 
-async def load_model(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def load_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     _refuse_repository(request)
     config, files = None, {}
     for key, parameter in request.parameters.items():
-        if key == _CONFIG:
-            config = _typed(parameter, "string_param", f"load parameter '{key}'")
+        if key == "config":
+            config = read_parameter(parameter, "string_param", f"load parameter '{key}'", key)
         elif key.startswith(_FILE):
-            files[key.removeprefix(_FILE)] = _typed(parameter, "bytes_param", f"load parameter '{key}'")
+            files[key.removeprefix(_FILE)] = read_parameter(parameter, "bytes_param", f"load parameter '{key}'", key)
         else:
             raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
     await gateway.load_model(request.model_name, config, files)
-    return pb.RepositoryModelLoadResponse()
+    return {}
 
 
-async def unload_model(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def unload_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     _refuse_repository(request)
     for key, parameter in request.parameters.items():
-        if key != _DEPENDENTS:
+        if key != "unload_dependents":
             raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
-        _typed(parameter, "bool_param", f"'{key}' parameter")
+        read_parameter(parameter, "bool_param", f"'{key}' parameter", key)
     await gateway.unload_model(request.model_name)
-    return pb.RepositoryModelUnloadResponse()
+    return {}
 
 
 def _refuse_repository(request: ProtoMessage) -> None:
@@ -74,58 +89,49 @@ def _refuse_repository(request: ProtoMessage) -> None:
         raise Unsupported("'repository_name' specification is not supported", field="repository_name")
 
 
-def _typed(parameter: ProtoMessage, kind: str, what: str) -> Any:
-    if parameter.WhichOneof("parameter_choice") != kind:
-        raise InvalidArgument(f"invalid value type for {what}, expected {kind}.")
-    return getattr(parameter, kind)
-
-
 # Shared memory
 
 
-async def system_status(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def system_status(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     found = gateway.shared_state.shared_memory.status(request.name)
-    status = pb.SystemSharedMemoryStatusResponse.RegionStatus
-    regions = {region.name: status(**region._asdict()) for region in found}
-    return pb.SystemSharedMemoryStatusResponse(regions=regions)
+    return {"regions": {region.name: region._asdict() for region in found}}
 
 
-async def system_register(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def system_register(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     gateway.shared_state.shared_memory.register(request.name, request.key, request.offset, request.byte_size)
-    return pb.SystemSharedMemoryRegisterResponse()
+    return {}
 
 
-async def system_unregister(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def system_unregister(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     gateway.shared_state.shared_memory.unregister(request.name)
-    return pb.SystemSharedMemoryUnregisterResponse()
+    return {}
 
 
-async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     gateway.shared_state.shared_memory.status_cuda(request.name)
-    return pb.CudaSharedMemoryStatusResponse()
+    return {}
 
 
-async def cuda_register(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def cuda_register(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     gateway.shared_state.shared_memory.register_cuda(request.name)
-    return pb.CudaSharedMemoryRegisterResponse()
+    return {}
 
 
-async def cuda_unregister(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def cuda_unregister(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     gateway.shared_state.shared_memory.unregister_cuda()
-    return pb.CudaSharedMemoryUnregisterResponse()
+    return {}
 
 
 # Settings
 
 
-async def trace_setting(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def trace_setting(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     if request.model_name and not gateway.is_model_ready(request.model_name):
         raise InvalidArgument(f"Request for unknown model : {request.model_name}", field="model_name")
     change: TraceSettingsChange = {name: tuple(setting.value) for name, setting in request.settings.items()}
     traces = gateway.shared_state.traces
     settings = traces.update(change, request.model_name) if change else traces.settings(request.model_name)
-    texts = {name: {"value": values} for name, values in settings.as_v2_texts().items()}
-    return ParseDict({"settings": texts}, pb.TraceSettingResponse())
+    return {"settings": {name: {"value": values} for name, values in settings.as_v2_texts().items()}}
 
 
 # By name: the field of the message that holds the value, and its type in Triton's error texts.
@@ -139,25 +145,26 @@ _LOG_KINDS = {
 }
 
 
-async def log_settings(gateway: ServerGateway, request: ProtoMessage) -> ProtoMessage:
+async def log_settings(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     logs = gateway.shared_state.logs
-    changed = {name: _log_value(name, value) for name, value in request.settings.items()}
+    changed: dict[str, Any] = {}
+    for name, setting in request.settings.items():
+        if name not in _LOG_KINDS:
+            raise InvalidArgument(f"unknown log setting '{name}'", field=name)
+        kind, called = _LOG_KINDS[name]
+        if setting.WhichOneof("parameter_choice") != kind:
+            raise InvalidArgument(f"expect {called} for '{name}'", field=name)
+        value = getattr(setting, kind)
+        changed[name] = parse_log_format(value) if name == "log_format" else value
     settings = logs.update(replace(logs.settings, **changed)) if changed else logs.settings
-    values = {name: {kind: getattr(settings, name)} for name, (kind, _) in _LOG_KINDS.items()}
-    return ParseDict({"settings": values}, pb.LogSettingsResponse())
-
-
-def _log_value(name: str, value: ProtoMessage) -> Any:
-    if name not in _LOG_KINDS:
-        raise InvalidArgument(f"unknown log setting '{name}'", field=name)
-    kind, called = _LOG_KINDS[name]
-    if value.WhichOneof("parameter_choice") != kind:
-        raise InvalidArgument(f"expect {called} for '{name}'", field=name)
-    given = getattr(value, kind)
-    return parse_log_format(given) if name == "log_format" else given
+    return {"settings": {name: {kind: getattr(settings, name)} for name, (kind, _) in _LOG_KINDS.items()}}
 
 
 CONTROL_RPCS: dict[str, ControlRpc] = {
+    "ServerLive": server_live,
+    "ServerReady": server_ready,
+    "ModelReady": model_ready,
+    "ModelMetadata": describe_model,
     "ModelConfig": model_config,
     "ModelStatistics": model_statistics,
     "RepositoryIndex": repository_index,

@@ -1,24 +1,21 @@
-"""An `InferResponse` becomes a ModelInferResponse; versions and parameters as the protobuf messages have them.
-
-Knows the published protobuf messages; nothing of calls, streams and gateways.
-"""
+"""What a call over gRPC is answered with: ModelInferResponses, and errors as statuses and as messages of a stream."""
 
 import asyncio
-import re
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+import math
 
+import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from ...core.errors import InvalidArgument
+from ...core.errors import CharoniaError, ErrorCode, InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import InferResponse, ParameterValue
 from .. import raw_tensors
-from ..classification import classify
-from ..requested_outputs import RequestedOutput, write_to_shared_memory
+from ..http.error_responses import printable
+from ..infer_call import InferCall
+from .settings import RpcContext
+from .wire_format import ProtoMessage
 
-ProtoMessage: TypeAlias = Any
-"""A protobuf message: the published modules are generated at import and have no types."""
+SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 _LONG = 1 << 14
 """Outputs of more elements are written in another thread."""
@@ -27,86 +24,82 @@ _FINAL = "triton_final_response"
 _LARGEST = 2**31 - 1
 """Bytes that one message of gRPC, and of protobuf, can have."""
 
+_MAX_DETAILS_BYTES = 2000
+"""As much text as fits a client's default limit on metadata, even when each byte has to be percent-encoded."""
 
-def parse_version(version: str) -> str:
-    """A request's version in the gateway's form; empty means the latest.
-
-    Raises:
-        InvalidArgument: the version is no number above zero.
-    """
-    if not version:
-        return ""
-    number = re.match(r"\s*([+-]?\d{1,18})(?!\d)", version, re.ASCII)  # what std::stol takes, almost
-    if number is None:
-        raise InvalidArgument(
-            f"failed to get model version from specified version string '{version}' (details: stol), "
-            "version should be an integral value > 0"
-        )
-    if int(number[1]) <= 0:
-        raise InvalidArgument(f"invalid model version specified '{version}' , version should be an integral value > 0")
-    return str(int(number[1]))
+_STATUS = {
+    ErrorCode.UNKNOWN: grpc.StatusCode.UNKNOWN,
+    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    ErrorCode.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorCode.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorCode.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    ErrorCode.CANCELLED: grpc.StatusCode.CANCELLED,
+    ErrorCode.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+}
 
 
 async def write_response_off_loop(
-    config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, RequestedOutput]
+    config: ModelConfig, call: InferCall, response: InferResponse, final: bool | None = None
 ) -> ProtoMessage:
     """What `write_response` returns, written in another thread where that takes long."""
     if any(tensor.data.size > _LONG for tensor in response.outputs):
-        return await asyncio.to_thread(write_response, config, request_id, response, wanted)
-    return write_response(config, request_id, response, wanted)
+        return await asyncio.to_thread(write_response, config, call, response, final)
+    return write_response(config, call, response, final)
 
 
 def write_response(
-    config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, RequestedOutput]
+    config: ModelConfig, call: InferCall, response: InferResponse, final: bool | None = None
 ) -> ProtoMessage:
-    """The message of one response. Tensors are raw contents, but for outputs in `wanted`, which tells their form.
+    """The message of one response; tensors are raw contents. `final`: whether it is the last of a stream.
 
-    Raises:
-        CharoniaError: an output cannot be returned as it is requested, or the message would be too large.
+    Raises `CharoniaError` if an output cannot be returned as `call` asks for it, or the message would be too large.
     """
-    message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=request_id)
+    message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=call.request.id)
     outputs, contents = message.outputs, message.raw_output_contents
-    for tensor in response.outputs:
-        requested = wanted.get(tensor.name)
-        if requested is not None and requested.classes:
-            tensor = classify(config, tensor, requested.classes)
-        if requested is not None and requested.memory is not None:
-            write_to_shared_memory(tensor, requested.memory)
-            data = b""
-        else:
-            data = raw_tensors.encode(tensor)
+    for output in response.outputs:
+        wanted = call.outputs.get(output.name, call.default_output)
+        tensor = wanted.apply(config, output)
         outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        contents.append(data)
+        contents.append(raw_tensors.encode(tensor) if wanted.memory is None else b"")
     size = sum(map(len, contents))
     if size > _LARGEST:
         raise InvalidArgument(f"Response has byte size {size} which exceeds gRPC's byte size limit {_LARGEST}.")
     if response.parameters:
         for key, value in response.parameters.items():
-            _set_parameter(message.parameters[key], value)
+            setattr(message.parameters[key], _parameter_field(value), value)
+    if final is not None:
+        message.parameters[_FINAL].bool_param = final
     return message
 
 
-def mark_final(message: ProtoMessage, final: bool) -> ProtoMessage:
-    """Set the parameter that tells whether a streamed response is its request's last one; returns the message."""
-    message.parameters[_FINAL].bool_param = final
-    return message
+def _parameter_field(value: ParameterValue) -> str:
+    if isinstance(value, bool):
+        return "bool_param"
+    if isinstance(value, int):
+        return "int64_param" if value < 2**63 else "uint64_param"
+    return "double_param" if isinstance(value, float) else "string_param"
 
 
-def write_stream_error(asked: ProtoMessage, text: str) -> ProtoMessage:
+def write_stream_error(asked: ProtoMessage, error: CharoniaError) -> ProtoMessage:
     """The message that ends one request of a stream with an error."""
     name, version = asked.model_name, asked.model_version
     response = pb.ModelInferResponse(model_name=name, model_version=version, id=asked.id)
-    return pb.ModelStreamInferResponse(error_message=text, infer_response=mark_final(response, True))
+    response.parameters[_FINAL].bool_param = True
+    return pb.ModelStreamInferResponse(error_message=_status_details(error), infer_response=response)
 
 
-def _set_parameter(parameter: ProtoMessage, value: ParameterValue) -> None:
-    if isinstance(value, bool):
-        parameter.bool_param = value
-    elif isinstance(value, int) and value >= 2**63:
-        parameter.uint64_param = value
-    elif isinstance(value, int):
-        parameter.int64_param = value
-    elif isinstance(value, float):
-        parameter.double_param = value
-    else:
-        parameter.string_param = value
+async def abort_call(context: RpcContext, error: CharoniaError) -> None:
+    """End the call with the status of `error`; raises grpc's `AbortError`."""
+    wait = (("retry-after", str(math.ceil(error.retry_after))),) if error.retry_after else ()
+    await context.abort(_STATUS[error.code], _status_details(error), wait)
+
+
+def _status_details(error: CharoniaError) -> str:
+    """The message, shortened where it quotes too much of a request."""
+    # Details that cannot be encoded would leave the client without any answer.
+    text = printable(error.message)
+    encoded = text.encode()
+    return text if len(encoded) <= _MAX_DETAILS_BYTES else encoded[:_MAX_DETAILS_BYTES].decode(errors="ignore") + " ..."

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,15 +14,17 @@ from ...core.errors import ServerExiting, Unavailable
 from ...processes import gc_tuning
 from ...telemetry.shared_state import ServerGateway
 from ..metadata import ServerInfo
-from .call_policy import GrpcCallPolicy
-from .servicer import HealthServicer, InferenceServicer, RpcHandler
-from .settings import GrpcSettings
-from .status import SHUTTING_DOWN
-from .wire_format import bounded_deserializer, deserialize_infer
+from .response_messages import SHUTTING_DOWN
+from .servicer import InferenceServicer
+from .settings import GrpcCallPolicy, GrpcSettings, RpcContext
+from .wire_format import ProtoMessage, check_message_size, deserialize_infer
 
 _LARGEST_MESSAGE = 2**31 - 1
 _MAX_CONTROL_BYTES = 1 << 20
 """Bytes of a request that is neither an inference nor a load with files."""
+
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+"""Responses of grpc.health.v1.Health: an enum in field 1."""
 
 _INFERENCE, _LOAD = ("ModelInfer", "ModelStreamInfer"), "RepositoryModelLoad"
 _COMPRESSION = {
@@ -56,11 +58,7 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Return when it listens.
-
-        Raises:
-            Unavailable: another process took the port.
-        """
+        """Return when it listens; raises `Unavailable` if another process took the port."""
         options = [
             ("grpc.max_send_message_length", _LARGEST_MESSAGE),
             ("grpc.max_receive_message_length", self._info.max_raw_size),
@@ -68,7 +66,7 @@ class GrpcServer:
         ]
         self._server = server = grpc.aio.server(options=options, compression=_COMPRESSION[self._settings.compression])
         servicer = InferenceServicer(self._gateway, self._info, self._closing, self._policy, self._calls)
-        server.add_generic_rpc_handlers((_service(servicer.handlers()), HealthServicer(self._gateway).handler()))
+        server.add_generic_rpc_handlers((_inference_service(servicer), _health_service(self._gateway)))
         try:
             if (tls := self._settings.tls) is None:
                 server.add_insecure_port(self._address)
@@ -93,39 +91,42 @@ class GrpcServer:
             await self._server.stop(_FLUSH_SECONDS)
 
 
-def _service(handlers: Mapping[str, RpcHandler]) -> grpc.GenericRpcHandler:
-    """GRPCInferenceService, as the published messages describe it, answered by `handlers`."""
+def _inference_service(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
+    """GRPCInferenceService, as the published messages describe it."""
     service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-    methods = {method.name: _method(method, handlers[method.name]) for method in service.methods}
+    handlers, methods = servicer.handlers(), {}
+    for method in service.methods:
+        stream = method.client_streaming
+        answer = grpc.stream_stream_rpc_method_handler if stream else grpc.unary_unary_rpc_method_handler
+        write = GetMessageClass(method.output_type).SerializeToString
+        methods[method.name] = answer(handlers[method.name], partial(_deserialize, method), write)
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _method(method: Any, handler: RpcHandler) -> grpc.RpcMethodHandler:
-    read, write = GetMessageClass(method.input_type).FromString, GetMessageClass(method.output_type).SerializeToString
-    if method.name in _INFERENCE:
-        read = deserialize_infer
-    else:
-        read = bounded_deserializer(read, _LARGEST_MESSAGE if method.name == _LOAD else _MAX_CONTROL_BYTES)
-    if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(handler, _deserializer(read, False), write)
-    return grpc.unary_unary_rpc_method_handler(handler, _deserializer(read, True), write)
+def _deserialize(method: Any, data: bytes) -> ProtoMessage | DecodeError:
+    """The request of a call of `method`; memory is given back soon if it is large.
 
-
-def _deserializer(read: Callable[[bytes], Any], unary: bool) -> Callable[[bytes], Any]:
-    """`read`, after which memory is given back if the message was large.
-
-    The handler of a `unary` call gets the `DecodeError` in place of a message that is none: grpc would log a traceback
+    The handler of a unary call gets the `DecodeError` in place of a message that is none: grpc would log a traceback
     and say that the fault is the server's. Streams are read by their handlers, to which it is raised.
     """
-
-    def deserialize(data: bytes) -> Any:
-        if len(data) > gc_tuning.LARGE_REQUEST_BYTES:
-            gc_tuning.release_memory_soon()
-        try:
-            return read(data)
-        except DecodeError as error:
-            if unary:
-                return error
+    if len(data) > gc_tuning.LARGE_REQUEST_BYTES:
+        gc_tuning.release_memory_soon()
+    try:
+        if method.name in _INFERENCE:
+            return deserialize_infer(data)
+        check_message_size(data, _LARGEST_MESSAGE if method.name == _LOAD else _MAX_CONTROL_BYTES)
+        return GetMessageClass(method.input_type).FromString(data)
+    except DecodeError as error:
+        if method.client_streaming:
             raise
+        return error
 
-    return deserialize
+
+def _health_service(gateway: ServerGateway) -> grpc.GenericRpcHandler:
+    """grpc.health.v1.Health, whose Check tells whether the server is ready at the time of the call."""
+
+    async def check(request: bytes, context: RpcContext) -> bytes:
+        return _SERVING if gateway.ready() else _NOT_SERVING
+
+    methods = {"Check": grpc.unary_unary_rpc_method_handler(check)}
+    return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)

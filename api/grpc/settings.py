@@ -1,24 +1,39 @@
-"""The settings of the gRPC endpoint, its TLS files read and checked before any model is loaded.
+"""The settings of the gRPC endpoint, and the rules for its calls: keys, required headers, forwarded metadata.
 
 Free of grpc, which takes its time to import.
 """
 
-import ssl
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
-from ...core.errors import InvalidArgument
-from ..tls import KeyPair, check_key_pair
+from ...core.errors import Unavailable
+from ...core.request_context import RequestContext
+from ..api_keys import ANONYMOUS, Keyring, Tenant
+from ..header_rules import HeaderForwarding, RequiredHeader, read_restrictions
+from ..tls import TlsFiles
 
+RpcContext: TypeAlias = Any
+"""A `grpc.aio.ServicerContext`: grpc ships no types."""
 
-class TlsFiles(NamedTuple):
-    """The contents of PEM files. `root`: certificates that may sign a client's; `mutual`: a client must have one."""
+UNAUTHENTICATED_RPCS = ("ServerLive", "ServerReady", "ModelReady")
+"""RPCs that need no API key."""
 
-    key: bytes
-    certificate: bytes
-    root: bytes | None
-    mutual: bool
+_PREFIX = "triton-grpc-protocol-"
+_SHARED_MEMORY = ("SharedMemoryStatus", "SharedMemoryRegister", "SharedMemoryUnregister")
+_PROTOCOLS = {
+    "health": UNAUTHENTICATED_RPCS,
+    "metadata": ("ServerMetadata", "ModelMetadata"),
+    "inference": ("ModelInfer", "ModelStreamInfer"),
+    "shared-memory": tuple(kind + rpc for kind in ("System", "Cuda") for rpc in _SHARED_MEMORY),
+    "model-config": ("ModelConfig",),
+    "model-repository": ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"),
+    "statistics": ("ModelStatistics",),
+    "trace": ("TraceSetting",),
+    "logging": ("LogSettings",),
+}
+"""The RPCs of each part of v2 that can be restricted."""
 
 
 class GrpcSettings(NamedTuple):
@@ -30,27 +45,57 @@ class GrpcSettings(NamedTuple):
     channel_options: Sequence[tuple[str, int]] = ()
 
 
-def load_tls_files(certificate: Path | None, key: Path | None, root: Path | None, mutual: bool) -> TlsFiles:
-    """Raises `InvalidArgument` for a file that is missing, unreadable or not what it should be, naming its flag."""
-    certificate_bytes, key_bytes = _read(certificate, "--grpc-server-cert"), _read(key, "--grpc-server-key")
-    assert certificate is not None
-    assert key is not None
-    # grpc would only log that it cannot use them, and refuse every client.
-    check_key_pair(KeyPair(certificate, key), "--grpc-server")
-    root_bytes = None
-    if mutual or root is not None:
-        root_bytes = _read(root, "--grpc-root-cert")
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=root)
-        except (ssl.SSLError, OSError) as error:
-            raise InvalidArgument(f"--grpc-root-cert holds no certificate: {error}") from None
-    return TlsFiles(key_bytes, certificate_bytes, root_bytes, mutual)
+def call_metadata(context: RpcContext) -> Sequence[tuple[str, Any]]:
+    """The metadata that the client sent: values are text, or bytes where the name ends in -bin."""
+    return context.invocation_metadata() or ()
 
 
-def _read(path: Path | None, flag: str) -> bytes:
-    if path is None:
-        raise InvalidArgument(f"TLS on gRPC needs {flag}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {flag} {path}: {error.strerror}") from None
+class Caller(NamedTuple):
+    """The client of an inference call: its tenant, its metadata that becomes parameters of requests, and its id for
+    them."""
+
+    tenant: Tenant = ANONYMOUS
+    parameters: Mapping[str, str] = MappingProxyType({})
+    request_id: str = ""
+
+    def note_in(self, context: RequestContext) -> None:
+        """Note the tenant and the id in the context of a request."""
+        context.tenant, context.tenant_weight = self.tenant
+        context.client_id = self.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcCallPolicy:
+    """`required_headers` by the name of the RPC; `forwarding` selects the metadata that models get."""
+
+    keys: Keyring = field(default_factory=Keyring)
+    required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
+    forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
+
+    def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]]) -> Caller:
+        """The client of an inference call; raises as `authorize`, and `InvalidArgument` as the forwarding does."""
+        request_id = str(dict(metadata).get("x-request-id", ""))
+        if not (self.keys or self.required_headers or self.forwarding):
+            return Caller(request_id=request_id)
+        texts = {name: value for name, value in metadata if isinstance(value, str)}
+        return Caller(self.authorize(rpc, texts), self.forwarding.select(texts.items()), request_id)
+
+    def authorize(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
+        """The tenant of a call.
+
+        Raises `Unavailable` without the header that the RPC requires, `Unauthenticated` without a valid API key.
+        """
+        required = self.required_headers.get(rpc)
+        if required is not None and not required.matches(metadata.get(_PREFIX + required.key.lower())):
+            raise Unavailable(f"This protocol is restricted, expecting header '{_PREFIX}{required.key}'")
+        return ANONYMOUS if rpc in UNAUTHENTICATED_RPCS else self.keys.authenticate(metadata.get("authorization"))
+
+
+def build_call_policy(restrictions: Sequence[str], forward_pattern: str, keys: Keyring) -> GrpcCallPolicy:
+    """The policy that --grpc-restricted-protocol and --grpc-header-forward-pattern ask for.
+
+    Raises `InvalidArgument` for a flag that means nothing.
+    """
+    required = read_restrictions(restrictions, "--grpc-restricted-protocol")
+    by_rpc = {rpc: header for name, header in required.items() for rpc in _PROTOCOLS[name]}
+    return GrpcCallPolicy(keys, by_rpc, HeaderForwarding(forward_pattern, "--grpc-header-forward-pattern"))

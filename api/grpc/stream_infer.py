@@ -6,23 +6,22 @@ engine merges, and at last the reading of its requests.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting
+from ...core.gateway import ModelHandle
 from ...core.request import InferResponse
-from ...core.request_context import RequestContext
 from ...telemetry.shared_state import ServerGateway
-from ..deferred_tensors import decode_deferred
 from ..http.error_responses import INTERNAL_SERVER_ERROR
-from .call_policy import Caller
-from .request_messages import parse_infer_message, wants_empty_final
-from .response_messages import ProtoMessage, mark_final, parse_version, write_response_off_loop, write_stream_error
-from .status import SHUTTING_DOWN, RpcContext, call_metadata, client_request_id, status_details
+from .request_messages import parse_infer_message, parse_version, wants_empty_final
+from .response_messages import SHUTTING_DOWN, write_response_off_loop, write_stream_error
+from .settings import Caller, RpcContext, call_metadata
+from .wire_format import ProtoMessage
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +29,6 @@ _MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
 
 RPC_NAME = "ModelStreamInfer"
-
-
-@contextmanager
-def recorded_refusals(gateway: ServerGateway, context: RpcContext) -> Iterator[None]:
-    """Leave a record of a request that the block refuses before it was read."""
-    try:
-        yield
-    except CharoniaError:
-        with gateway.open_request(RPC_NAME, call_metadata(context)):
-            raise
 
 
 class StreamInferCall:
@@ -62,28 +51,18 @@ class StreamInferCall:
     async def run(self) -> None:
         """Return when everything is answered; cancelling this cancels every request.
 
-        Raises:
-            CharoniaError: the status that the call ends with.
+        Raises `CharoniaError`, the status that the call ends with.
         """
         try:
             async with asyncio.TaskGroup() as answering, aclosing(self._requests()) as requests:
                 async for request in requests:
                     await self._free_slots.acquire()
-                    self._start(request, answering)
+                    task = answering.create_task(self._answer(request))
+                    task.add_done_callback(lambda _: self._free_slots.release())
         except ExceptionGroup as errors:
             raise _first(errors) from None
         if self._closing.is_set():
             raise ServerExiting(SHUTTING_DOWN)
-
-    def _start(self, request: ProtoMessage, answering: asyncio.TaskGroup) -> None:
-        in_order = False
-        with suppress(CharoniaError):  # the task finds out by itself, and answers with the error
-            config = self._gateway.model_config(request.model_name, parse_version(request.model_version))
-            in_order = not config.decoupled
-        task = answering.create_task(self._answer(request, self._last_in_order if in_order else None))
-        task.add_done_callback(lambda _: self._free_slots.release())
-        if in_order:
-            self._last_in_order = task
 
     async def _requests(self) -> AsyncGenerator[ProtoMessage, None]:
         closed = asyncio.create_task(self._closing.wait())
@@ -96,58 +75,60 @@ class StreamInferCall:
                     return
                 yield coming.result()
         except DecodeError as error:
-            with recorded_refusals(self._gateway, self._context):
+            with self._gateway.open_request(RPC_NAME, call_metadata(self._context)):
                 raise InvalidArgument(str(error)) from None
         finally:
             for task in (closed, coming):
                 if task is not None:
                     task.cancel()
 
-    async def _answer(self, request: ProtoMessage, after: asyncio.Task[None] | None) -> None:
+    async def _answer(self, message: ProtoMessage) -> None:
+        before: asyncio.Task[None] | None = None
         try:
             with self._gateway.open_request(RPC_NAME, call_metadata(self._context)) as context:
-                context.id, context.client_id = request.id, client_request_id(self._context)
-                context.tenant, context.tenant_weight = self._caller.tenant
-                async with aclosing(_responses(self._gateway, request, self._caller, context)) as responses:
+                self._caller.note_in(context)
+                context.id = message.id
+                model = None
+                if not self._gateway.exiting():
+                    model = self._gateway.acquire(context, message.model_name, parse_version(message.model_version))
+                # Tasks begin in the order of their requests, and none has waited before this.
+                if model is None or not model.config.decoupled:
+                    before, self._last_in_order = self._last_in_order, asyncio.current_task()
+                if model is None:
+                    raise ServerExiting(SHUTTING_DOWN)
+                async with aclosing(self._responses(model, message)) as responses:
                     async for response in responses:
-                        await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
+                        await self._send(pb.ModelStreamInferResponse(infer_response=response), before)
         except CharoniaError as error:
             if self._strict:
                 raise
-            await self._send(write_stream_error(request, status_details(error)), after)
+            await self._send(write_stream_error(message, error), before)
         except Exception:
             log.exception("a request of a stream failed")
-            await self._send(write_stream_error(request, INTERNAL_SERVER_ERROR.message), after)
+            await self._send(write_stream_error(message, INTERNAL_SERVER_ERROR), before)
 
-    async def _send(self, message: ProtoMessage, after: asyncio.Task[None] | None) -> None:
-        if after is not None:
-            await asyncio.wait((after,))
+    async def _responses(self, model: ModelHandle, message: ProtoMessage) -> AsyncGenerator[ProtoMessage, None]:
+        """The responses to one request, each marked whether it is the last."""
+        config, final = model.config, False
+        call = parse_infer_message(message, self._gateway.shared_state.shared_memory, self._caller)
+        if call.deferred:
+            call = await call.decode_deferred(model)
+        async with aclosing(model.infer(call.request)) as responses:
+            async for response in responses:
+                final = response.final or not config.decoupled
+                yield await write_response_off_loop(config, call, response, final)
+        if not final and wants_empty_final(message):
+            yield await write_response_off_loop(config, call, InferResponse(()), True)
+
+    async def _send(self, message: ProtoMessage, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait((before,))
         async with self._writing:
             try:
                 await self._context.write(message)
             except grpc.aio.BaseError:
                 # The client left, and the cancellation of this call is on its way.
                 raise asyncio.CancelledError from None
-
-
-async def _responses(
-    gateway: ServerGateway, message: ProtoMessage, caller: Caller, context: RequestContext
-) -> AsyncGenerator[ProtoMessage, None]:
-    """The responses to one request, each marked whether it is the last."""
-    if gateway.exiting():
-        raise ServerExiting(SHUTTING_DOWN)
-    model = gateway.acquire(context, message.model_name, parse_version(message.model_version))
-    config = model.config
-    request, requested, deferred = parse_infer_message(message, gateway.shared_state.shared_memory, caller)
-    if deferred:
-        request = await decode_deferred(model.validate, request, deferred)
-    final = False
-    async with aclosing(model.infer(request)) as responses:
-        async for response in responses:
-            final = response.final or not config.decoupled
-            yield mark_final(await write_response_off_loop(config, request.id, response, requested), final)
-    if not final and wants_empty_final(message):
-        yield mark_final(await write_response_off_loop(config, request.id, InferResponse(()), requested), True)
 
 
 def _first(error: Exception) -> Exception:

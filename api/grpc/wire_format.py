@@ -4,14 +4,15 @@ Knows protobuf's wire format (https://protobuf.dev/programming-guides/encoding/)
 are tensors; not what they mean.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from .response_messages import ProtoMessage
+ProtoMessage: TypeAlias = Any
+"""A protobuf message: the published modules are generated at import and have no types."""
 
 LARGE_BYTES = 1 << 16
 """Messages, and typed contents in them, of at most so many bytes are decoded at once."""
@@ -55,8 +56,7 @@ class LazyInferRequest:
 def deserialize_infer(data: bytes) -> ProtoMessage:
     """Deserialize a ModelInferRequest, a long one into a `LazyInferRequest`.
 
-    Raises:
-        DecodeError: the bytes are no such message, or have more fields, or more beside tensors, than any request.
+    Raises `DecodeError` if the bytes are no such message, or it has more fields, or more beside tensors, than any has.
     """
     if len(data) <= LARGE_BYTES:
         return pb.ModelInferRequest.FromString(data)
@@ -81,18 +81,13 @@ def deserialize_infer(data: bytes) -> ProtoMessage:
     return LazyInferRequest(pb.ModelInferRequest.FromString(bytes(rest)), raw, contents)
 
 
-def bounded_deserializer(read: Callable[[bytes], ProtoMessage], most: int) -> Callable[[bytes], ProtoMessage]:
-    """The deserializer `read`, which raises `DecodeError` for messages of more than `most` bytes or too many fields."""
-
-    def attempt(data: bytes) -> ProtoMessage:
-        if len(data) > most:
-            raise DecodeError(f"a message of {len(data)} bytes is longer than the {most} there may be")
-        if len(data) > LARGE_BYTES:
-            for _ in _some_fields(memoryview(data)):
-                pass
-        return read(data)
-
-    return attempt
+def check_message_size(data: bytes, most: int) -> None:
+    """Raises `DecodeError` for an encoded message of more than `most` bytes, or too many fields."""
+    if len(data) > most:
+        raise DecodeError(f"a message of {len(data)} bytes is longer than the {most} there may be")
+    if len(data) > LARGE_BYTES:
+        for _ in _some_fields(memoryview(data)):
+            pass
 
 
 def iter_contents(view: memoryview) -> Iterator[ProtoMessage]:

@@ -23,7 +23,7 @@ from ..chunked_json import read_whole_json_object
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
 from ..json_values import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
-from ..model_stats import explanations, model_stats_json
+from ..metadata import model_stats_json
 from .endpoints import model_and_version
 
 _MODEL = "/v2/models/{model}"
@@ -133,9 +133,8 @@ def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:
 
 
 def _statistics(statistics: ModelStatistics) -> JsonObject:
-    [members] = model_stats_json([statistics])
-    reasons = explanations(statistics)
-    return {**members, "explain": reasons} if reasons else members
+    members, reasons = model_stats_json(statistics), statistics.statistics.explain
+    return {**members, "explain": dict(reasons)} if reasons else members
 
 
 def _entry(entry: RepositoryIndexEntry) -> JsonObject:

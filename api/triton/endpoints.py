@@ -20,12 +20,12 @@ from ...core.gateway import ModelHandle
 from ...core.model import ModelConfig, ModelStats
 from ...core.request import InferRequest, InferResponse
 from ...telemetry.shared_state import ServerGateway
-from ..header_forwarding import HeaderForwarding
+from ..header_rules import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, v2_error_body
 from ..http.request_context import context_of, record_error
+from ..infer_call import is_empty_final, read_up_to_two
 from ..metadata import ServerInfo, model_metadata, server_metadata
-from ..single_response import is_empty_final, read_up_to_two
 from .generate import encode_generate_response, generate_body_to_infer_request, is_long, parse_long_generate_body
 from .infer import InferEndpoint
 
@@ -72,9 +72,7 @@ class V2Endpoints:
         return Response(status_code=200 if self._gateway.ready() else 400)
 
     async def metadata(self, request: Request) -> Response:
-        name, version = model_and_version(request)
-        config = self._gateway.model_config(name, version)
-        return json_response(model_metadata(config, (version,) if version else self._gateway.served_versions(name)))
+        return json_response(model_metadata(self._gateway, *model_and_version(request)))
 
     async def model_ready(self, request: Request) -> Response:
         if self._gateway.is_model_ready(*model_and_version(request)):

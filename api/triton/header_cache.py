@@ -10,8 +10,8 @@ import numpy as np
 
 from ...core.request import InferRequest
 from ...core.tensor import NUMPY_TYPES, Tensor
+from ..infer_call import InferCall
 from ..json_values import JsonObject
-from ..requested_outputs import HttpInferRequest
 
 _MAX_HEADERS = 256
 _LONGEST_HEADER = 4096
@@ -36,15 +36,15 @@ class CachedHeader(NamedTuple):
 
     tensors: tuple[_TensorPlace, ...]
     size: int
-    call: HttpInferRequest
+    call: InferCall
 
-    def fill(self, body: bytes, begin: int) -> HttpInferRequest:
+    def fill(self, body: bytes, begin: int) -> InferCall:
         """The request with the tensors of this body, whose header ends at `begin`."""
         request, inputs = self.call.request, {}
         for name, datatype, shape, dtype, elements, offset in self.tensors:
             inputs[name] = Tensor(name, datatype, shape, np.frombuffer(body, dtype, elements, begin + offset))
         filled = InferRequest(request.id, inputs, request.outputs, request.parameters)
-        return HttpInferRequest(filled, self.call.outputs, self.call.default_output)
+        return InferCall(filled, self.call.outputs, self.call.default_output)
 
 
 class HeaderCache:
@@ -56,7 +56,7 @@ class HeaderCache:
     def __len__(self) -> int:
         return len(self._headers)
 
-    def find(self, model: str, body: bytes | bytearray, length: int) -> HttpInferRequest | None:
+    def find(self, model: str, body: bytes | bytearray, length: int) -> InferCall | None:
         """The request that this body is, if one with the same header, `length` bytes long, was remembered."""
         if length > _LONGEST_HEADER or type(body) is not bytes:
             return None
@@ -65,9 +65,7 @@ class HeaderCache:
             return None
         return header.fill(body, length)
 
-    def remember(
-        self, model: str, body: bytes | bytearray, length: int, document: JsonObject, call: HttpInferRequest
-    ) -> None:
+    def remember(self, model: str, body: bytes | bytearray, length: int, document: JsonObject, call: InferCall) -> None:
         """Keep the header of a body that was parsed: `document` is its JSON, `call` the request."""
         if length > _LONGEST_HEADER or not _is_reusable(document, call):
             return
@@ -82,7 +80,7 @@ class HeaderCache:
         self._headers[model, bytes(body[:length])] = CachedHeader(tuple(tensors), len(body) - length, bare)
 
 
-def _is_reusable(document: JsonObject, call: HttpInferRequest) -> bool:
+def _is_reusable(document: JsonObject, call: InferCall) -> bool:
     """Whether the header says all but numbers that lie behind it, and names no id and no shared memory."""
     if call.request.id or any(output.memory is not None for output in call.outputs.values()):
         return False

@@ -19,16 +19,14 @@ from ...core.request import InferResponse
 from ...telemetry.shared_state import ServerGateway
 from .. import size_limits
 from ..chunked_json import PIECE_BYTES
-from ..deferred_tensors import decode_deferred
-from ..header_forwarding import HeaderForwarding
+from ..header_rules import HeaderForwarding
 from ..http import content_encoding
 from ..http.connection import CancelOnDisconnect, offload_if_large, receive_body, refuse_form
 from ..http.direct import send_complete_response
 from ..http.eager import EagerAwaitable
 from ..http.request_context import context_of
+from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
 from ..metadata import ServerInfo
-from ..requested_outputs import HttpInferRequest
-from ..single_response import read_up_to_two, supports_single_response, wants_stream
 from .infer_request import InferRequestReader, parse_long_document
 from .infer_response import encode_infer_response, is_long
 
@@ -73,7 +71,7 @@ class InferEndpoint:
         body = await offload_if_large(encoded.size, content_encoding.compress, encoded.parts, encoding)
         return InferHttpResponse((body,), encoded.header_length, encoding)
 
-    async def _read(self, model: ModelHandle, headers: HeaderMap, request: Request) -> HttpInferRequest:
+    async def _read(self, model: ModelHandle, headers: HeaderMap, request: Request) -> InferCall:
         given = headers.get(b"content-encoding")
         encoding = content_encoding.content_coding(given.decode("latin-1")) if given else ""
         length = _header_length(headers)
@@ -92,7 +90,7 @@ class InferEndpoint:
             document = await parse_long_document(memoryview(body)[:json_size])
         call = self._reader.read(model.config, body, length, document)
         if call.deferred:
-            call = call._replace(request=await decode_deferred(model.validate, call.request, call.deferred))
+            call = await call.decode_deferred(model)
         if forwarded := self._forwarding.parameters(headers):
             parameters = {**call.request.parameters, **forwarded}
             call = call._replace(request=msgspec.structs.replace(call.request, parameters=parameters))

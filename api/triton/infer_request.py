@@ -16,8 +16,9 @@ from ...core.model import ModelConfig
 from ...core.request import InferRequest, ParameterValue
 from ...core.tensor import Tensor, TensorSpec
 from ...processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
-from .. import deferred_tensors, json_tensors, raw_tensors, size_limits
+from .. import infer_call, json_tensors, raw_tensors, size_limits
 from ..chunked_json import PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_json_object
+from ..infer_call import InferCall
 from ..json_values import (
     Buffer,
     JsonObject,
@@ -32,11 +33,11 @@ from ..json_values import (
     parse_json_object,
     required_member,
 )
-from ..requested_outputs import HttpInferRequest, RequestedOutput
+from ..requested_outputs import RequestedOutput
 from .header_cache import HeaderCache
 
 _SOURCES = ("'data'", "'binary_data_size' in 'parameters'", "'shared_memory_region' in 'parameters'")
-_RAW_OUTPUT = RequestedOutput("", binary=True)
+_RAW_OUTPUT = RequestedOutput(binary=True)
 _ONE_SOURCE = f"Input must set only one of the following fields: {', '.join(_SOURCES)}."
 _FLAGS = ("sequence_start", "sequence_end")
 _NUMBERS = ("priority", "timeout")
@@ -57,7 +58,7 @@ class InferRequestReader:
         body: bytes | bytearray,
         header_length: int | None,
         document: JsonObject | None = None,
-    ) -> HttpInferRequest:
+    ) -> InferCall:
         """The request that `body` is.
 
         `header_length`: bytes of the JSON in front of raw tensors; None: all is JSON; 0: nothing is. `document`: that
@@ -72,13 +73,13 @@ class InferRequestReader:
         view = memoryview(body).toreadonly()
         if header_length == 0:
             size_limits.check_raw_size(len(body), self.max_raw_size)
-            return HttpInferRequest(read_raw_binary_request(config, view), {}, _RAW_OUTPUT)
+            return InferCall(read_raw_binary_request(config, view), {}, _RAW_OUTPUT)
         size_limits.check_json_size(len(body), self.max_size)
         return _Reading(config, None, self).call(parse_json_object(view) if document is None else document)
 
     def _mixed(
         self, config: ModelConfig, body: bytes | bytearray, header_length: int, document: JsonObject | None
-    ) -> HttpInferRequest:
+    ) -> InferCall:
         size_limits.check_json_size(header_length, self.max_size)
         view = memoryview(body).toreadonly()
         if document is None:
@@ -115,16 +116,16 @@ class _Reading:
         self._config = config
         self._blob = blob
         self._reader = reader
-        self._deferred: deferred_tensors.DeferredInputs = {}
+        self._deferred: infer_call.DeferredInputs = {}
         self._id = ""
 
-    def call(self, document: JsonObject) -> HttpInferRequest:
+    def call(self, document: JsonObject) -> InferCall:
         self._id = as_request_id(document["id"]) if "id" in document else ""
         binary, parameters = _parameters(document)
         inputs = self._inputs(as_array("inputs", required_member(document, "inputs")))
         outputs = self._outputs(as_array("outputs", document["outputs"])) if "outputs" in document else {}
         request = InferRequest(self._id, inputs, tuple(outputs) or None, parameters)
-        return HttpInferRequest(request, outputs, RequestedOutput("", binary=binary), self._deferred)
+        return InferCall(request, outputs, RequestedOutput(binary=binary), self._deferred)
 
     def _inputs(self, given: list[Any]) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
@@ -153,20 +154,14 @@ class _Reading:
             data = self._next_raw(name, as_unsigned("binary_data_size", parameters["binary_data_size"]))
         else:
             data = self._shared_memory(parameters)
-        if datatype == "BYTES" and len(data) > deferred_tensors.LONG_STRING_BYTES:
-            tensor = deferred_tensors.placeholder_tensor(datatype, shape, place)
-            self._deferred[name] = deferred_tensors.deferred_strings(tensor, data, place)
-            return name, tensor
-        return name, raw_tensors.decode(datatype, shape, data, place)
+        return name, infer_call.raw_input(datatype, shape, data, place, self._deferred)
 
     def _from_json(self, datatype: str, shape: tuple[int, ...], data: Any, place: raw_tensors.InputRef) -> Tensor:
         json_tensors.refuse_binary_only(datatype, place.input)
         count = raw_tensors.element_count(datatype, shape, place)
         size_limits.check_json_tensor_size(place.input, json_tensors.byte_size(datatype, count), self._reader.max_size)
         if type(data) is UnparsedContainer:
-            tensor = deferred_tensors.placeholder_tensor(datatype, shape, place)
-            self._deferred[place.input] = deferred_tensors.deferred_json(tensor, data, place)
-            return tensor
+            return infer_call.long_json_input(datatype, shape, data, place, self._deferred)
         values = json_tensors.flatten(as_array("data", data))
         if datatype not in json_tensors.JSON_DATATYPES:  # no model has such an input, which is said later
             return raw_tensors.decode(datatype, shape, b"", place)
@@ -196,20 +191,20 @@ class _Reading:
             if name in outputs:
                 raise InvalidArgument(f"Duplicate output name '{name}' is not allowed in a request", field=name)
             parameters = as_object("parameters", output["parameters"]) if "parameters" in output else {}
-            outputs[name] = self._output(name, parameters) if parameters else RequestedOutput(name)
+            outputs[name] = self._output(parameters) if parameters else RequestedOutput()
         return outputs
 
-    def _output(self, name: str, parameters: JsonObject) -> RequestedOutput:
+    def _output(self, parameters: JsonObject) -> RequestedOutput:
         binary = as_boolean("binary_data", parameters["binary_data"]) if "binary_data" in parameters else False
         classes = as_unsigned("classification", parameters["classification"]) if "classification" in parameters else 0
         if "classification" in parameters and not classes:
             raise InvalidArgument("Unable to parse 'classification': it must be above 0", field="classification")
         if "shared_memory_region" not in parameters:
-            return RequestedOutput(name, classes, binary=binary)
+            return RequestedOutput(classes, binary=binary)
         for other, there in (("classification", classes), ("binary_data", binary)):
             if there:
                 raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{other}'", field=other)
-        return RequestedOutput(name, memory=self._shared_memory(parameters))
+        return RequestedOutput(memory=self._shared_memory(parameters))
 
     def _shared_memory(self, parameters: JsonObject) -> memoryview:
         """The memory that an input is in, or an output is to be written to."""

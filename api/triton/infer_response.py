@@ -7,8 +7,7 @@ from ...core.model import ModelConfig
 from ...core.request import InferResponse
 from ...core.tensor import Tensor
 from .. import json_tensors, raw_tensors
-from ..classification import classify
-from ..requested_outputs import HttpInferRequest, write_to_shared_memory
+from ..infer_call import InferCall
 
 _COPIED = 1 << 16
 """Bytes of tensors up to which it is cheaper to join them than to send them apart."""
@@ -28,7 +27,7 @@ class EncodedInferResponse(NamedTuple):
         return sum(map(len, self.parts))
 
 
-def is_long(call: HttpInferRequest, response: InferResponse) -> bool:
+def is_long(call: InferCall, response: InferResponse) -> bool:
     """Whether encoding the response takes longer than the event loop should be held."""
     for tensor in response.outputs:
         if tensor.data.size > LONG_OUTPUT_ELEMENTS:
@@ -38,7 +37,7 @@ def is_long(call: HttpInferRequest, response: InferResponse) -> bool:
     return False
 
 
-def encode_infer_response(config: ModelConfig, call: HttpInferRequest, response: InferResponse) -> EncodedInferResponse:
+def encode_infer_response(config: ModelConfig, call: InferCall, response: InferResponse) -> EncodedInferResponse:
     """The body of the response, each output as `call` asks for it.
 
     Raises:
@@ -48,17 +47,15 @@ def encode_infer_response(config: ModelConfig, call: HttpInferRequest, response:
     blobs: list[bytes | memoryview] = []
     strict = True
     for given in response.outputs:
-        _, classes, memory, binary = call.outputs.get(given.name, call.default_output)
-        tensor = classify(config, given, classes) if classes else given
+        wanted = call.outputs.get(given.name, call.default_output)
+        tensor = wanted.apply(config, given)
         members: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         long = None
-        if memory is not None:
-            write_to_shared_memory(tensor, memory)
-        elif binary:
+        if wanted.binary:
             blob = raw_tensors.encode(tensor) if tensor.data.nbytes < _COPIED else raw_tensors.encode_view(tensor)
             blobs.append(blob)
             members["parameters"] = {"binary_data_size": len(blob)}
-        else:
+        elif wanted.memory is None:
             strict = strict and json_tensors.is_strict_json(tensor)
             if tensor.data.size > LONG_OUTPUT_ELEMENTS:
                 long = tensor

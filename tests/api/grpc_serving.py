@@ -11,8 +11,8 @@ from grpc import StatusCode
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
-from charonia.api.grpc.call_policy import build_call_policy
 from charonia.api.grpc.server import GrpcServer
+from charonia.api.grpc.settings import build_call_policy
 from charonia.api.metadata import ServerInfo
 from charonia.cli.options import GrpcOptions
 from charonia.cli.plan import parse_grpc_settings

@@ -12,8 +12,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
-from charonia.api.grpc.call_policy import GrpcCallPolicy, build_call_policy
-from charonia.api.restricted_apis import APIS
+from charonia.api.grpc.settings import Caller, GrpcCallPolicy, build_call_policy
+from charonia.api.header_rules import APIS
 from charonia.core.errors import InvalidArgument
 from charonia.core.request_context import Outcome
 
@@ -91,9 +91,7 @@ async def test_metadata_becomes_parameters(gateway: Any) -> None:
 
 
 def test_nothing_is_read_where_nothing_is_asked_for() -> None:
-    assert GrpcCallPolicy().identify_caller("ModelInfer", None) is GrpcCallPolicy().identify_caller(
-        "ModelStreamInfer", None
-    )  # type: ignore[arg-type]
+    assert GrpcCallPolicy().identify_caller("ModelInfer", [("key", "value")]) == Caller()
 
 
 @asynccontextmanager

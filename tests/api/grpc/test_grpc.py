@@ -9,7 +9,7 @@ import pytest
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
-from charonia.api.grpc.call_policy import Caller
+from charonia.api.grpc.settings import Caller
 from charonia.api.grpc.stream_infer import StreamInferCall
 from charonia.api.metadata import EXTENSIONS
 from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported

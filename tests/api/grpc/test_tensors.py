@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.grpc import response_messages
-from charonia.api.grpc.call_policy import Caller
 from charonia.api.grpc.request_messages import parse_infer_message
 from charonia.api.grpc.response_messages import write_response
+from charonia.api.grpc.settings import Caller
+from charonia.api.infer_call import InferCall
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
@@ -76,9 +77,9 @@ def same(one: Tensor, other: Tensor) -> bool:
 @given(tensors(*NUMPY_TYPES))
 def test_raw_tensors_come_back(tensor: Tensor) -> None:
     described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape}
-    asked, _, _ = read(pb.ModelInferRequest(inputs=[described], raw_input_contents=[raw_bytes(tensor)]))
+    asked = read(pb.ModelInferRequest(inputs=[described], raw_input_contents=[raw_bytes(tensor)])).request
     assert same(asked.inputs["T"], tensor)
-    answer = write_response(MODEL, "", InferResponse((asked.inputs["T"],)), {})
+    answer = write_response(MODEL, InferCall(asked, {}), InferResponse((asked.inputs["T"],)))
     [output] = answer.outputs
     assert (output.name, output.datatype, tuple(output.shape)) == ("T", tensor.datatype, tensor.shape)
     assert list(answer.raw_output_contents) == [raw_bytes(tensor)]
@@ -90,7 +91,7 @@ def test_typed_tensors_come_back(tensor: Tensor) -> None:
         tensor = Tensor("T", tensor.datatype, tensor.shape, np.nan_to_num(tensor.data))
     described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape}
     contents = {FIELDS[tensor.datatype]: tensor.data.ravel().tolist()}
-    asked, _, _ = read(pb.ModelInferRequest(inputs=[described | {"contents": contents}]))
+    asked = read(pb.ModelInferRequest(inputs=[described | {"contents": contents}])).request
     assert same(asked.inputs["T"], tensor)
 
 
@@ -107,7 +108,7 @@ def test_lent_tensors_come_back(shared_memory: str, tensor: Tensor, offset: int)
     call = read(pb.ModelInferRequest(inputs=[described], outputs=[wanted]), regions)
     assert same(call.request.inputs["T"], tensor)
     regions.unregister()  # what is in use stays
-    answer = write_response(MODEL, "", InferResponse((call.request.inputs["T"],)), call.requested)
+    answer = write_response(MODEL, call, InferResponse((call.request.inputs["T"],)))
     assert list(answer.raw_output_contents) == [b""]
     regions.register("out", shared_memory, 2000, 2000)
     assert bytes(regions.view(SharedMemorySlice("out", offset, len(raw)))) == raw
@@ -207,7 +208,7 @@ def test_lent_memory_and_raw_contents_side_by_side(shared_memory: str) -> None:
 
 def answered(tensor: Tensor, wanted: dict[str, Any], regions: SharedMemoryRegistry, config: ModelConfig = MODEL) -> Any:
     call = read(pb.ModelInferRequest(outputs=[{"name": "T", "parameters": wanted}]), regions)
-    return write_response(config, "", InferResponse((tensor,)), call.requested)
+    return write_response(config, call, InferResponse((tensor,)))
 
 
 def test_an_output_too_large_for_its_place(shared_memory: str) -> None:
@@ -236,5 +237,5 @@ def test_classes() -> None:
 def test_a_response_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_messages, "_LARGEST", 7)
     with pytest.raises(InvalidArgument) as caught:
-        write_response(MODEL, "", InferResponse((Tensor.from_values("T", "INT32", [1, 2]),)), {})
+        write_response(MODEL, read(pb.ModelInferRequest()), InferResponse((Tensor.from_values("T", "INT32", [1, 2]),)))
     assert caught.value.message == "Response has byte size 8 which exceeds gRPC's byte size limit 7."

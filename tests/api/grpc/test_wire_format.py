@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
-from charonia.api import deferred_tensors
+from charonia.api import infer_call
 from charonia.api.grpc import wire_format
-from charonia.api.grpc.call_policy import Caller
 from charonia.api.grpc.request_messages import parse_infer_message
-from charonia.api.grpc.wire_format import LazyInferRequest, bounded_deserializer, deserialize_infer, iter_contents
+from charonia.api.grpc.settings import Caller
+from charonia.api.grpc.wire_format import LazyInferRequest, check_message_size, deserialize_infer, iter_contents
 from charonia.processes.client_shared_memory import SharedMemoryRegistry
 
 CONTENTS = {
@@ -34,7 +34,7 @@ CONTENTS = {
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is longer than a few bytes is long."""
     monkeypatch.setattr(wire_format, "LARGE_BYTES", 12)
-    monkeypatch.setattr(deferred_tensors, "LONG_STRING_BYTES", 12)
+    monkeypatch.setattr(infer_call, "LONG_STRING_BYTES", 12)
 
 
 def _both(message: Any) -> tuple[Any, Any]:
@@ -117,4 +117,4 @@ def test_what_is_beside_tensors_is_bounded() -> None:
     with pytest.raises(DecodeError, match="more than 1048576 bytes beside its tensors"):
         deserialize_infer(shape)
     with pytest.raises(DecodeError, match="longer than the 100 there may be"):
-        bounded_deserializer(pb.ModelConfigRequest.FromString, 100)(bytes(101))
+        check_message_size(bytes(101), 100)

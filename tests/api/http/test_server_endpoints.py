@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
-from charonia.api.http.auth import _OPEN
+from charonia.api.header_rules import _API, APIS
+from charonia.api.http.access import _OPEN
 from charonia.api.metadata import ServerInfo
-from charonia.api.restricted_apis import _API, APIS
 from charonia.cli.options import HttpOptions
 from charonia.cli.plan import parse_http_rules
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.api.app import build_app
+from charonia.api.header_rules import APIS
 from charonia.api.metadata import ServerInfo
-from charonia.api.restricted_apis import APIS
 from charonia.api.triton import control
 from charonia.cli.options import HttpOptions
 from charonia.cli.plan import parse_http_rules

@@ -1,0 +1,99 @@
+"""Access to the HTTP endpoints: the rules from flags, and the middleware for API keys and restricted parts of v2."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...core.errors import CharoniaError, InvalidArgument, Unauthenticated
+from ..api_keys import Keyring
+from ..header_rules import HeaderForwarding, RequiredHeader, restricted_api_of
+from ..size_limits import BODY_TIMEOUT
+from .error_responses import error_response, json_response, v2_error_body
+from .request_context import record_error, record_tenant
+
+_OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRules:
+    """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
+    pages that may ask; `body_timeout`: seconds to wait for the next piece of a body."""
+
+    forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
+    required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
+    allowed_origins: tuple[str, ...] = ()
+    body_timeout: float = BODY_TIMEOUT
+
+
+def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
+    """The origins of `--allowed-origins`: each as it is, or several as a JSON list, as vLLM takes them.
+
+    Raises `InvalidArgument` for a text that is no origin, and would never be equal to one that a browser sends.
+    """
+    origins: list[str] = []
+    for text in given:
+        try:
+            listed = json.loads(text) if text.startswith("[") else [text]
+        except ValueError:
+            listed = [text]
+        origins += map(str, listed)
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            message = f"--allowed-origins: '{origin}' is no origin; one is *, or as in https://app.example:8443"
+            raise InvalidArgument(message)
+    return tuple(origins)
+
+
+class AuthMiddleware:
+    """Answers 401 in place of `app` to requests without a key, before anything of a body is read.
+
+    The key's tenant is noted in the request's context. Health needs no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and not _OPEN.fullmatch(scope["path"]):
+            try:
+                shown = _values(scope, b"authorization")
+                if len(shown) > 1:  # a proxy in front may have checked another one
+                    raise InvalidArgument(f"{len(shown)} Authorization headers: send one")
+                record_tenant(scope, self._keys.authenticate(shown[0] if shown else None))
+            except CharoniaError as error:
+                record_error(scope, error)
+                app = error_response(error, scope["path"])
+        await app(scope, receive, send)
+
+
+class RestrictedApiMiddleware:
+    """Answers 403 in place of `app` to requests that lack the header which their API requires.
+
+    `required`: that header, by the name of the API.
+    """
+
+    def __init__(self, app: ASGIApp, required: Mapping[str, RequiredHeader]) -> None:
+        self._app = app
+        self._required = required
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app, header = self._app, None
+        if scope["type"] == "http":
+            header = self._required.get(restricted_api_of(scope["path"]) or "")
+        if header is not None:
+            shown = _values(scope, header.key.lower().encode())
+            if not header.matches(shown[0] if shown else None):
+                error = Unauthenticated(f"This API is restricted, expecting header '{header.key}'")
+                record_error(scope, error)
+                app = json_response(v2_error_body(error), 403)
+        await app(scope, receive, send)
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for each, value in scope["headers"] if each == name]
