@@ -122,6 +122,6 @@ def gather_entries(table: Tensor, *at: NDArray[np.signedinteger[Any]]) -> Tensor
     return table[tuple(to_device(column, table.device) for column in at)]
 
 
-def to_device(column: NDArray[np.signedinteger[Any]], device: torch.device) -> Tensor:
+def to_device(column: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(column))
     return tensor if device.type == "cpu" else tensor.to(device)

@@ -105,7 +105,7 @@ static uint64_t mixed(uint64_t z)
     return z ^ z >> 31;
 }
 
-/* engine/worker/counter_random.py's number, strictly between 0 and 1. */
+/* engine/worker/sampler.py's number, strictly between 0 and 1. */
 static double uniform(const struct choice *c)
 {
     const uint64_t golden = 0x9E3779B97F4A7C15u;

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 
 import numpy as np
 
 from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
-from ...scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan, StepResult
+from ...scheduler.plan import SamplerParams, StepPlan, StepResult
 from .executor import Capacity, ProgressCallback, StepFuture
 
 EMPTY = -1
@@ -24,11 +25,9 @@ SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 <
 
 @dataclass(frozen=True, slots=True)
 class FakeBehaviour:
-    """How the fake behaves. A step takes `step_seconds` and `token_seconds` for each of its tokens.
-
-    `burst` (least, most): tokens that a sampled row gets, drawn from `seed`; more than 1 is like a draft that was
-    right, 0 like a step that sampled in vain.
-    """
+    """A step takes `step_seconds` and `token_seconds` for each of its tokens. `burst` (least, most): tokens that a
+    sampled row gets, drawn from `seed`; more than 1 is like a draft that was right, 0 like a step that sampled in
+    vain."""
 
     step_seconds: float = 0.0
     token_seconds: float = 0.0
@@ -38,8 +37,7 @@ class FakeBehaviour:
 
 @dataclass(slots=True)
 class FakeRow:
-    """An executor's state of a row: token ids, the first `prompt` of them its prompt, how many are computed, its
-    sampling, and its block table."""
+    """A row: token ids, the first `prompt` of them its prompt, how many are computed, its sampling and block table."""
 
     tokens: list[int]
     computed: int
@@ -47,17 +45,11 @@ class FakeRow:
     sampling: SamplerParams
     blocks: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, new: NewSequence) -> "FakeRow":
-        return cls(new.tokens.tolist(), new.computed, new.prompt, new.sampling)
-
 
 class FakeExecutor:
-    """Reports `capacity`, in cache blocks of `block_size` tokens.
-
-    `threaded`: results come from one worker thread, otherwise before `execute` returns. `check_contents`: also keep
-    which token sits in which slot, and verify everything a row attends to.
-    """
+    """Reports `capacity`, in cache blocks of `block_size` tokens. `threaded`: results come from one worker thread,
+    otherwise before `execute` returns. `check_contents`: also keep which token sits in which slot, and verify
+    everything a row attends to."""
 
     def __init__(
         self,
@@ -68,11 +60,8 @@ class FakeExecutor:
         threaded: bool = True,
         check_contents: bool = True,
     ) -> None:
-        self._capacity = capacity
-        self._block_size = block_size
-        self._behaviour = behaviour
-        self._random = Random(behaviour.seed)
-        self._check_contents = check_contents
+        self._capacity, self._block_size, self._check_contents = capacity, block_size, check_contents
+        self._behaviour, self._random = behaviour, Random(behaviour.seed)
         self._worker = ThreadPoolExecutor(1, "fake-executor") if threaded else None
         self._rows: dict[int, FakeRow] = {}
         self._slots = np.full(0, EMPTY, np.int64)
@@ -107,25 +96,22 @@ class FakeExecutor:
     def _step(self, plan: StepPlan) -> StepResult:
         assert self._next_step in (None, plan.step), f"step {plan.step} came instead of {self._next_step}"
         self._next_step = plan.step + 1
-        self._change_rows(plan)
-        result = self._run_rows(plan)
-        pause = self._behaviour.step_seconds + self._behaviour.token_seconds * plan.tokens
-        if pause:
-            time.sleep(pause)
-        return result
-
-    def _change_rows(self, plan: StepPlan) -> None:
         for row in plan.closed.tolist():
             for block in self._rows.pop(row).blocks:
                 self._holders[block] -= 1
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
-            self._rows[new.row] = FakeRow.of(new)
+            self._rows[new.row] = FakeRow(new.tokens.tolist(), new.computed, new.prompt, new.sampling)
         for row, block in plan.appended.tolist():
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
             self._rows[row].blocks.append(block)
             self._holders[block] += 1
+        result = self._run_rows(plan)
+        pause = self._behaviour.step_seconds + self._behaviour.token_seconds * plan.tokens
+        if pause:
+            time.sleep(pause)
+        return result
 
     def _run_rows(self, plan: StepPlan) -> StepResult:
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
@@ -134,19 +120,19 @@ class FakeExecutor:
         ran = list(zip(*(array.tolist() for array in (plan.rows, plan.starts, plan.counts, plan.samples)), strict=True))
         for row, start, count, _ in ran:
             self._compute(self._rows[row], start, count)
-        sampled = [row for row, start, count, samples in ran if samples and self._is_newest(row, start + count)]
-        offsets = [len(self._rows[row].tokens) for row in sampled]
-        drawn = [self._sample(self._rows[row]) for row in sampled]
-        counts = [len(tokens) for tokens in drawn]
-        tokens = [token for tokens in drawn for token in tokens]
-        result = StepResult(plan.step, _ints(sampled), _ints(offsets), _ints(counts), _ints(tokens))
-        logprobs = self._wanted_logprobs(sampled, counts, tokens)
+        ends = {row: len(self._rows[row].tokens) for row, *_ in ran}
+        sampled = [row for row, start, count, samples in ran if samples and start + count == ends[row]]
+        drawn, logprobs = list[list[int]](), list[Logprobs | None]()
+        for row in (self._rows[each] for each in sampled):
+            drawn.append(list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst))))
+            row.tokens.extend(drawn[-1])
+            logprobs += [self._logprobs(token, row.sampling.logprobs) for token in drawn[-1]]
         scored = [each for each, logits in zip(ran, plan.num_logits.tolist(), strict=True) if logits == each[2]]
         scores = [(row, self._scores(self._rows[row], start, count)) for row, start, count, _ in scored]
-        return result._replace(
-            logprobs=logprobs if any(logprobs) else (),
-            prompt_logprobs=[(row, found) for row, found in scores if found is not None],
-        )
+        prompt_logprobs = [(row, found) for row, found in scores if found is not None]
+        columns = sampled, [ends[row] for row in sampled], [len(each) for each in drawn], list(chain(*drawn))
+        rows, offsets, counts, tokens = (np.array(column, np.int32) for column in columns)
+        return StepResult(plan.step, rows, offsets, counts, tokens, logprobs if any(logprobs) else (), prompt_logprobs)
 
     def _compute(self, row: FakeRow, start: int, count: int) -> None:
         """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""
@@ -170,18 +156,6 @@ class FakeExecutor:
         self._slots[slots[start:]] = known[start:]
         assert (self._slots[slots] == known).all(), "a block holds another sequence's tokens"
 
-    def _is_newest(self, row: int, end: int) -> bool:
-        return end == len(self._rows[row].tokens)
-
-    def _sample(self, row: FakeRow) -> list[int]:
-        tokens = list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst)))
-        row.tokens.extend(tokens)
-        return tokens
-
-    def _wanted_logprobs(self, rows: list[int], counts: list[int], tokens: list[int]) -> list[Logprobs | None]:
-        owners = (self._rows[row] for row, count in zip(rows, counts, strict=True) for _ in range(count))
-        return [self._logprobs(token, row.sampling.logprobs) for token, row in zip(tokens, owners, strict=True)]
-
     def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
         """Log-probabilities of the prompt's tokens after the computed ones: -1 for the likeliest, and so on."""
         most, ends = row.sampling.prompt_logprobs, range(start + 1, min(start + count + 1, row.prompt))
@@ -204,7 +178,3 @@ class FakeExecutor:
         for _ in range(count):
             token = (token + 1) % self._capacity.vocab_size
             yield token
-
-
-def _ints(values: list[int]) -> IntArray:
-    return np.array(values, np.int32)

@@ -3,8 +3,10 @@
 Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -15,8 +17,8 @@ from ..attention.backend import AttentionBackend, CacheSpec
 from ..attention.selector import CacheRequirements, capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
-from ..checkpoint.model_spec import DTYPES, DecoderShape
-from ..config import CacheConfig, EngineConfig
+from ..checkpoint.model_spec import DTYPES, DecoderShape, ModelSpec
+from ..config import EngineConfig
 from ..cpu import library
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
@@ -24,10 +26,15 @@ from .device import resolve_device
 from .executor import Capacity
 from .logprobs import LOGITS_PIECE
 from .model_runner import ModelRunner
-from .roofline import measure_roofline
 from .row_states import RowStates
 
 WHOLE_MODEL = Shard()
+
+CACHED = 1 << 26
+"""Weights of fewer bytes may stay in the processor's caches: memory does not bound them."""
+
+_SAMPLE, _READS = 1 << 27, 4
+"""Bytes that are read to measure the memory's speed, and how often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +49,14 @@ class LoadedRank:
 
     def capacity(self, neighbours: int = 1) -> Capacity:
         """Sizes of this rank, and the memory left for its cache when all `neighbours` that share it have loaded."""
-        left = _free_memory(self.context.device, neighbours, self.config)
-        free = left - _working_memory(self.shape, self.config)
+        shape, scheduler = self.shape, self.config.scheduler
+        # A step takes memory beside weights and cache: activations of its tokens, and logits of its rows or of a piece
+        # of a prompt (float32, three times: logits, probabilities, their sums).
+        activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
+        logits = max(scheduler.max_num_seqs, LOGITS_PIECE) * shape.vocab_size * 12
+        free = _free_memory(self.context.device, neighbours, self.config) - activations - logits
         machine = self._machine() if self.context.device.type == "cpu" else ""
-        sizes = self.shape.vocab_size, self.context.max_positions, self.attention.block_bytes
+        sizes = shape.vocab_size, self.context.max_positions, self.attention.block_bytes
         return Capacity(*sizes, max(free, 0), machine)
 
     def _machine(self) -> str:
@@ -74,7 +85,10 @@ def load_rank(
     capable_backends(config.attention, CacheRequirements(context.device, context.dtype, block_size, config.cache.dtype))
     decoder, shape = found.build(context)
     progress(1.0)
-    attention = create_backend(config.attention, _cache(shard.local_shape(shape), config.cache, context))
+    mine = shard.local_shape(shape)
+    sizes = mine.heads, mine.kv_heads, mine.head_dim, block_size
+    spec = CacheSpec(mine.attention, *sizes, context.dtype, context.device, config.cache.dtype)
+    attention = create_backend(config.attention, spec)
     rows = RowStates(context.max_positions, block_size, context.device)
     return LoadedRank(config, context, shape, attention, ModelRunner(decoder, attention, rows, context.device))
 
@@ -95,40 +109,26 @@ def check_rank_config(config: EngineConfig) -> str:
 def _build_context(
     config: EngineConfig, found: CheckpointBuilder, shard: Shard, progress: Callable[[float], None]
 ) -> BuildContext:
-    device, dtype = resolve_device(config.device), _dtype(config.dtype, found.dtype)
-    max_tokens = _max_tokens(config.max_model_len, found)
-    quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
-    return BuildContext(dtype, device, max_tokens, shard, progress, quantized, whole_experts)
-
-
-def _cache(shape: DecoderShape, cache: CacheConfig, context: BuildContext) -> CacheSpec:
-    heads = shape.heads, shape.kv_heads, shape.head_dim
-    return CacheSpec(shape.attention, *heads, cache.block_size, context.dtype, context.device, cache.dtype)
-
-
-def _dtype(name: str, stored: str) -> torch.dtype:
-    name = stored if name == "auto" else name
+    device, name = resolve_device(config.device), found.dtype if config.dtype == "auto" else config.dtype
     if name not in DTYPES:
         raise InvalidArgument(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}", field="dtype")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _quantized(name: str, device: torch.device) -> bool:
-    if name not in ("none", "int8"):
-        raise InvalidArgument(f"quantization must be none or int8, got {name!r}", field="quantization")
-    if name == "int8" and device.type != "cpu":
+    wanted, longest, quantization = config.max_model_len, found.max_position, config.quantization
+    if wanted is not None and not 1 <= wanted <= longest:
+        message = f"max_model_len must be between 1 and the checkpoint's {longest}, got {wanted}"
+        raise InvalidArgument(message, field="max_model_len")
+    if quantization not in ("none", "int8"):
+        raise InvalidArgument(f"quantization must be none or int8, got {quantization!r}", field="quantization")
+    if quantization == "int8" and device.type != "cpu":
         raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
-    return name == "int8"
-
-
-def _max_tokens(wanted: int | None, found: CheckpointBuilder) -> int:
-    own = found.max_position
-    if wanted is not None and not 1 <= wanted <= own:
-        raise InvalidArgument(
-            f"max_model_len must be between 1 and the checkpoint's {own}, got {wanted}", field="max_model_len"
-        )
-    return wanted or found.default_length
+    return BuildContext(
+        getattr(torch, name),
+        device,
+        wanted or found.default_length,
+        shard,
+        progress,
+        quantized=quantization == "int8",
+        whole_experts=config.parallel.whole_experts,
+    )
 
 
 def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:
@@ -142,9 +142,46 @@ def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) ->
     return free // neighbours if granted is None else min(free // neighbours, granted // neighbours - taken)
 
 
-def _working_memory(shape: DecoderShape, config: EngineConfig) -> int:
-    """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows or of a piece of a
-    prompt (float32, three times: logits, probabilities, their sums)."""
-    scheduler = config.scheduler
-    activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
-    return activations + max(scheduler.max_num_seqs, LOGITS_PIECE) * shape.vocab_size * 12
+class Roofline(NamedTuple):
+    """The bound of memory on decoding: on a CPU each token of a lone sequence reads every weight it goes through once.
+    `weights`: bytes read for a token, kept as `kind`; `bandwidth`: bytes a second."""
+
+    weights: int
+    kind: str
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return (
+            f"memory read at {self.bandwidth / 1e9:.0f} GB/s now, {self.weights / 1e6:.0f} MB of {self.kind} weights"
+            f" a token: one sequence decodes at most {self.bandwidth / self.weights:.0f} tokens/s"
+        )
+
+
+def measure_roofline(shape: DecoderShape, kind: torch.dtype) -> Roofline | None:
+    """The bound of a model whose matrices are kept as `kind`; measures the memory, for less than 0.2 s. None where no
+    model of ours computes, or memory is not what bounds it."""
+    weights = token_weights(shape) * kind.itemsize if isinstance(shape, ModelSpec) else 0
+    if weights < CACHED:
+        return None
+    return Roofline(weights, str(kind).removeprefix("torch."), read_bandwidth())
+
+
+def token_weights(spec: ModelSpec) -> int:
+    """Numbers in the matrices that one token goes through; of a mixture, in those of the experts it is routed to."""
+    attention = 2 * spec.hidden_size * (spec.heads + spec.kv_heads) * spec.head_dim
+    dense = 3 * spec.hidden_size * spec.intermediate_size
+    widths = [dense] * spec.layers
+    if spec.experts is not None:
+        sparse = 3 * spec.hidden_size * spec.experts.intermediate_size * spec.experts.per_token
+        widths = [sparse if mixed else dense for mixed in spec.experts.sparse_layers]
+    return spec.layers * attention + sum(widths) + spec.vocab_size * spec.hidden_size
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that torch's threads read from memory, the best of a few times."""
+    sample, seconds = torch.ones(_SAMPLE // 4), []
+    for _ in range(_READS):
+        begin = time.perf_counter()
+        sample.sum()
+        seconds.append(time.perf_counter() - begin)
+    return _SAMPLE / min(seconds)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray, LogitsParams, LongArray
+from ..step_batch import to_device
 
 _ANY = -1
 """Fills `PreparedLogitsParams.bad_word_heads` before words that are shorter than the longest."""
@@ -67,7 +68,7 @@ class _TokenHistory:
         return ((found == self.to(heads)) & there | self.to(heads == _ANY)).all(-1)
 
     def to(self, column: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
+        return to_device(column, self.device)
 
 
 LogitsProcessor: TypeAlias = Callable[[Tensor, Sequence[PreparedLogitsParams], _TokenHistory], None]
@@ -83,7 +84,8 @@ def _add_biases(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _
     owners = np.repeat(np.arange(len(due)), [len(each.ids) for each in due])
     if len(owners):
         values = history.to(np.concatenate([each.values for each in due]))
-        _add(logits, owners, np.concatenate([each.ids for each in due]), values)
+        ids = history.to(np.concatenate([each.ids for each in due]))
+        logits.index_put_((history.to(owners), ids), values, accumulate=True)
 
 
 def _ban_words(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
@@ -93,7 +95,8 @@ def _ban_words(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _T
         return
     begun = history.end_with(owners, _stack([row.bad_word_heads for row in rows if len(row.bad_word_heads)]))
     values = torch.zeros(len(owners), device=history.device).masked_fill_(begun, -torch.inf)
-    _add(logits, owners, np.concatenate([row.bad_word_lasts for row in rows]), values)
+    lasts = history.to(np.concatenate([row.bad_word_lasts for row in rows]))
+    logits.index_put_((history.to(owners), lasts), values, accumulate=True)
 
 
 def _penalise_repetition(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
@@ -111,8 +114,7 @@ def _penalise_repetition(logits: Tensor, rows: Sequence[PreparedLogitsParams], h
 
 def _penalise_output(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """Subtract for each time a token was generated, and once for having been."""
-    asked = [(row.params.presence_penalty, row.params.frequency_penalty) for row in rows]
-    penalties = np.array(asked, np.float32)
+    penalties = np.array([(row.params.presence_penalty, row.params.frequency_penalty) for row in rows], np.float32)
     places = np.flatnonzero((penalties != 0).any(-1))
     if not len(places):
         return
@@ -132,13 +134,7 @@ def _allow_only(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _
             logits[place, ids] = torch.where((kept == -torch.inf).all(), 0.0, kept)
 
 
-PROCESSORS: tuple[LogitsProcessor, ...] = (
-    _add_biases,
-    _ban_words,
-    _penalise_repetition,
-    _penalise_output,
-    _allow_only,
-)
+PROCESSORS: tuple[LogitsProcessor, ...] = (_add_biases, _ban_words, _penalise_repetition, _penalise_output, _allow_only)
 """In the order in which they run. A new parameter of `LogitsParams` is a function in this list."""
 
 
@@ -149,7 +145,7 @@ class LogitsProcessors:
         self._rows: dict[int, PreparedLogitsParams] = {}
 
     def add_row(self, row: int, prompt: int, params: LogitsParams) -> None:
-        """A sequence with that many prompt tokens takes the row."""
+        """Give the row to a sequence with that many prompt tokens."""
         single = [word[0] for word in params.bad_words if len(word) == 1]
         longer = [word for word in params.bad_words if len(word) > 1]
         self._rows[row] = PreparedLogitsParams(
@@ -191,8 +187,3 @@ def _stack(heads: Sequence[LongArray]) -> LongArray:
     width = max((head.shape[1] for head in heads), default=0)
     padded = [np.pad(head, ((0, 0), (width - head.shape[1], 0)), constant_values=_ANY) for head in heads]
     return np.concatenate(padded) if padded else np.zeros((0, 0), np.int64)
-
-
-def _add(logits: Tensor, places: LongArray, ids: NDArray[Any], values: Tensor) -> None:
-    at = (torch.from_numpy(column.astype(np.int64)).to(logits.device) for column in (places, ids))
-    logits.index_put_(tuple(at), values, accumulate=True)

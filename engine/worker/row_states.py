@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, LongArray, NewSequence, SamplerParams, StepPlan
+from ...scheduler.plan import IntArray, LongArray, NewSequence, StepPlan
 from ..step_batch import (
     SAMPLING_COLUMNS,
     SAMPLING_DTYPE,
@@ -22,10 +22,9 @@ from ..step_batch import (
     gather_entries,
     to_device,
 )
-from .counter_random import as_signed64
 from .logits_processors import LogitsProcessors
 from .logprobs import LOGITS_PIECE, PromptSpan, ScoredTokens
-from .sampler import is_greedy
+from .sampler import as_signed64, is_greedy
 
 
 class StepInputs(NamedTuple):
@@ -59,13 +58,13 @@ class StepInputs(NamedTuple):
 
     def samples(self) -> SampledTokens | None:
         """The tokens that a decoder can choose by itself, if there are any."""
-        if not len(self.processed):
-            tokens = np.empty(len(self.rows), np.int32)
-            return SampledTokens(tokens, self.sampling, self.selected) if len(tokens) else None
-        plain = self.unprocessed
-        sampling = None if self.sampling is None else self.sampling[plain]
-        selected = plain if self.selected is None else self.selected[plain]
-        return SampledTokens(np.empty(len(plain), np.int32), sampling, selected) if len(plain) else None
+        sampling, selected = self.sampling, self.selected
+        if len(self.processed):
+            plain = self.unprocessed
+            sampling = None if sampling is None else sampling[plain]
+            selected = plain if selected is None else selected[plain]
+        tokens = np.empty(len(self.rows) - len(self.processed), np.int32)
+        return SampledTokens(tokens, sampling, selected) if len(tokens) else None
 
 
 class RowStates:
@@ -98,7 +97,10 @@ class RowStates:
         for sequence in plan.new:
             self._enter(sequence)
         if len(plan.appended):
-            self._append(plan.appended.astype(np.int64))
+            rows, blocks = plan.appended.astype(np.int64).T
+            places = self._blocks[rows] + _occurrence(rows)
+            self._tables[self._to(rows), self._to(places)] = self._to(blocks)
+            np.add.at(self._blocks, rows, 1)
 
     def has_room_for(self, plan: StepPlan) -> bool:
         """Whether `apply_plan` leaves the tables of token and block ids where they are."""
@@ -153,12 +155,8 @@ class RowStates:
         if logits > LOGITS_PIECE:
             return last[plan.samples], None, ScoredTokens(spans, tokens, self._to(places), None)
         together = np.repeat(last + 1 - plan.num_logits.cumsum(), plan.num_logits) + np.arange(logits)
-        among = np.searchsorted(together, places)
-        return (
-            together,
-            np.searchsorted(together, last[plan.samples]),
-            ScoredTokens(spans, tokens, self._to(places), among),
-        )
+        scored = ScoredTokens(spans, tokens, self._to(places), np.searchsorted(together, places))
+        return together, np.searchsorted(together, last[plan.samples]), scored
 
     def process_logits(self, inputs: StepInputs, logits: Tensor) -> None:
         """Change the float32 `logits` of `inputs.processed` in place, as their rows ask."""
@@ -185,7 +183,8 @@ class RowStates:
         self._blocks[row] = 0
         self._forget(row)
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
-        self._sampling[row] = _sampling_entry(asked)
+        numbers = asked._replace(top_k=max(asked.top_k, 0), seed=as_signed64(asked.seed))
+        self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)  # the position, for now
         if not is_greedy(asked):
             self._drawing.add(row)
         if asked.logits is not None:
@@ -201,20 +200,8 @@ class RowStates:
         self._processors.remove_row(row)
         self._scoring.pop(row, None)
 
-    def _append(self, appended: LongArray) -> None:
-        rows, blocks = appended[:, 0], appended[:, 1]
-        places = self._blocks[rows] + _occurrence(rows)
-        self._tables[self._to(rows), self._to(places)] = self._to(blocks)
-        np.add.at(self._blocks, rows, 1)
-
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
         return to_device(column, self._device)
-
-
-def _sampling_entry(params: SamplerParams) -> tuple[float, ...]:
-    """A row of a SamplingArray, without the position."""
-    params = params._replace(top_k=max(params.top_k, 0), seed=as_signed64(params.seed))
-    return (*(getattr(params, name) for name in SAMPLING_COLUMNS), 0)
 
 
 def _occurrence(rows: LongArray) -> LongArray:

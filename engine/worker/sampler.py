@@ -1,27 +1,26 @@
 """Choosing tokens from logits: greedy, temperature, then top-k, top-p and min-p, every row by its own numbers.
 
 One uniform number a row, never one a logit: on a CPU those would cost more than the model. Knows nothing of
-sequences: a row's number is a function of its seed, choice and position (`counter_random.py`).
+sequences: a row's number is a function of its seed, choice and position.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import SamplerParams
 from ..cpu import library
 from ..cpu.sampling import argmax, sample_tokens
-from ..step_batch import SamplingArray
-from .counter_random import counter_uniform
+from ..step_batch import SamplingArray, to_device
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: ties aside, it cannot choose anything else."""
 
 TOP_CANDIDATES = 256
 """Tokens looked at first for top-k, top-p and min-p; a row that needs more of them is sorted whole."""
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64's constants."""
 
 
 def is_greedy(params: SamplerParams) -> bool:
@@ -36,20 +35,14 @@ def sample(logits: Tensor, sampling: SamplingArray | None) -> Tensor:
     if library.supports(logits.dtype, logits.device):
         return sample_tokens(logits, sampling)
     greedy = (sampling["temperature"] < GREEDY_BELOW) | (sampling["top_k"] == 1)
-    if greedy.all():
-        return argmax(logits)
     filtered = ~greedy & ((sampling["top_k"] > 0) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0))
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    for kind, choose in ((greedy, _greedy), (~greedy & ~filtered, _temperature_only), (filtered, _filtered)):
+    tokens = argmax(logits)
+    for kind, choose in ((~greedy & ~filtered, _temperature_only), (filtered, _filtered)):
         rows = np.flatnonzero(kind)
         if len(rows):
-            at = _to(rows, logits.device)
+            at = to_device(rows, logits.device)
             tokens[at] = choose(logits[at].float(), sampling[rows])
     return tokens
-
-
-def _greedy(logits: Tensor, sampling: SamplingArray) -> Tensor:
-    return argmax(logits)
 
 
 def _temperature_only(logits: Tensor, sampling: SamplingArray) -> Tensor:
@@ -71,7 +64,9 @@ def _filtered(logits: Tensor, sampling: SamplingArray) -> Tensor:
 
 def _sample_among(scaled: Tensor, sampling: SamplingArray, candidates: int) -> tuple[Tensor, Tensor]:
     """A token for each row out of its most likely `candidates`, and whether those were enough to be exact."""
-    top_k, top_p, min_p = (_to(sampling[name], scaled.device).unsqueeze(-1) for name in ("top_k", "top_p", "min_p"))
+    top_k, top_p, min_p = (
+        to_device(sampling[name], scaled.device).unsqueeze(-1) for name in ("top_k", "top_p", "min_p")
+    )
     values, ids = scaled.topk(candidates)
     probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp()
     beyond = torch.arange(candidates, device=scaled.device) >= torch.where(top_k > 0, top_k, scaled.shape[-1])
@@ -91,16 +86,14 @@ def _sample_among(scaled: Tensor, sampling: SamplingArray, candidates: int) -> t
 
 def _scale(logits: Tensor, sampling: SamplingArray) -> Tensor:
     """Logits over temperature, the largest moved to 0 first so that a small temperature cannot overflow."""
-    temperature = _to(sampling["temperature"], logits.device).unsqueeze(-1)
+    temperature = to_device(sampling["temperature"], logits.device).unsqueeze(-1)
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def _invert_cumulative(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The index at which the cumulative sum of `weights` [S, n] reaches the share `uniform` [S] of the whole.
-
-    The first index that reaches a positive share has a weight above 0. Weights that are no numbers (a model that
-    overflows its dtype) still give an index that exists.
-    """
+    """The first index at which the cumulative sum of `weights` [S, n] reaches the share `uniform` [S] of the whole, a
+    positive one: its weight is above 0. Weights that are no numbers (a model that overflows its dtype) still give an
+    index that exists."""
     cumulative = weights.cumsum(-1)
     share = (uniform.unsqueeze(-1) * cumulative[:, -1:]).to(cumulative.dtype)
     share.clamp_(min=torch.finfo(share.dtype).tiny)
@@ -109,8 +102,34 @@ def _invert_cumulative(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def _uniform(sampling: SamplingArray, device: torch.device) -> Tensor:
     """float64 [S] between 0 and 1"""
-    return counter_uniform(*(_to(sampling[name], device) for name in ("seed", "choice", "position")))
+    return counter_uniform(*(to_device(sampling[name], device) for name in ("seed", "choice", "position")))
 
 
-def _to(column: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(column)).to(device)
+def as_signed64(value: int) -> int:
+    """`value` mod 2**64 as the int64 with the same bits."""
+    return ((value + 2**63) % 2**64) - 2**63
+
+
+def counter_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    """float64 [S] strictly between 0 and 1, one for each (seed, choice, position); all int64 [S].
+
+    A function of counters, without generator or state, and so the same on every device: SplitMix64's finaliser (Steele,
+    Lea, Flood: Fast splittable pseudorandom number generators, 2014) over int64 tensors, whose arithmetic wraps as
+    unsigned 64-bit arithmetic does.
+    """
+    state = _mix(seeds + as_signed64(_GOLDEN))
+    state = _mix(state + choices * as_signed64(_GOLDEN))
+    state = _mix(state + positions * as_signed64(_GOLDEN))
+    # 52 bits and a half: exact in float64, and never 0 or 1.
+    return (_shift(state, 12).double() + 0.5) * 2.0**-52
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * as_signed64(_FIRST)
+    z = (z ^ _shift(z, 27)) * as_signed64(_SECOND)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

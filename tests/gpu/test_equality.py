@@ -16,9 +16,8 @@ from charonia.bench.inline_loop import run_to_end
 from charonia.bench.proofs import families
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.step_batch import SAMPLING_DTYPE
-from charonia.engine.worker.counter_random import counter_uniform
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.sampler import sample
+from charonia.engine.worker.sampler import counter_uniform, sample
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import SamplerParams

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import SAMPLING_DTYPE, SamplingArray
-from charonia.engine.worker import counter_random
-from charonia.engine.worker.sampler import sample
+from charonia.engine.worker.sampler import counter_uniform, sample
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
 
@@ -50,9 +49,7 @@ def by_torch(logits: Tensor, chosen: SamplingArray) -> Tensor:
 
 
 def uniform(chosen: SamplingArray) -> Tensor:
-    return counter_random.counter_uniform(
-        *(torch.from_numpy(chosen[name].copy()) for name in ("seed", "choice", "position"))
-    )
+    return counter_uniform(*(torch.from_numpy(chosen[name].copy()) for name in ("seed", "choice", "position")))
 
 
 def distance(logits: Tensor, chosen: SamplingArray) -> float:

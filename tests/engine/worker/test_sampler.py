@@ -9,8 +9,7 @@ import torch
 
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import SAMPLING_DTYPE
-from charonia.engine.worker.counter_random import as_signed64, counter_uniform
-from charonia.engine.worker.sampler import sample
+from charonia.engine.worker.sampler import as_signed64, counter_uniform, sample
 
 DRAWS = 6_000
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import ExpertsSpec
-from charonia.engine.worker.roofline import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
+from charonia.engine.worker.loaded_rank import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 
