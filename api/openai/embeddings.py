@@ -7,7 +7,7 @@ import asyncio
 import base64
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,77 +53,40 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     return_documents: bool | None = None
 
 
-class EmbeddingRequest(NamedTuple):
-    """A parsed body of /v1/embeddings, with either `texts` or token `ids`.
-
-    `dimensions`: how many of each vector's first dimensions to keep, None for all.
-    """
-
-    model: str
-    texts: Sequence[str]
-    ids: Sequence[Sequence[int]]
-    base64: bool
-    dimensions: int | None
-
-
-class RerankRequest(NamedTuple):
-    """A parsed body of /v1/rerank. `top_n`: how many results to return, None for all."""
-
-    id: str
-    model: str
-    query: str
-    documents: Sequence[str]
-    top_n: int | None
-    return_documents: bool
-
-
-def parse_embeddings(body: JsonBody) -> EmbeddingRequest:
-    """Parse a body of /v1/embeddings. Raises `InvalidArgument`, whose `field` names what is wrong."""
-    fields = decode_body(body, EmbeddingsBody, _EMBEDDINGS_NO_OP_VALUES)
-    if fields.encoding_format not in (None, "float", "base64"):
-        message = f"encoding_format must be float or base64, got {fields.encoding_format!r}"
-        raise InvalidArgument(message, field="encoding_format")
-    if fields.dimensions is not None and fields.dimensions < 1:
-        raise InvalidArgument(f"dimensions must be at least 1, got {fields.dimensions}", field="dimensions")
-    texts, ids = _inputs(fields.input)
-    return EmbeddingRequest(fields.model, texts, ids, fields.encoding_format == "base64", fields.dimensions)
-
-
-def parse_rerank(body: JsonBody, request_id: str) -> RerankRequest:
-    """Parse a body of /v1/rerank; the response's id is `rerank-` and `request_id`.
+def parse_embeddings(members: JsonBody) -> EmbeddingsBody:
+    """Parse a body of /v1/embeddings; its `input` becomes a list of texts, or a list of lists of token ids.
 
     Raises:
         InvalidArgument: `field` names what is wrong.
     """
-    fields = decode_body(body, RerankBody, _RERANK_NO_OP_VALUES)
-    if fields.top_n is not None and fields.top_n < 1:
-        raise InvalidArgument(f"top_n must be at least 1, got {fields.top_n}", field="top_n")
-    _check_count("documents", len(fields.documents))
-    documents = [_document(index, each) for index, each in enumerate(fields.documents)]
-    wanted = bool(fields.return_documents)
-    return RerankRequest(f"rerank-{request_id}", fields.model, fields.query, documents, fields.top_n, wanted)
-
-
-def _document(index: int, given: str | dict[str, str]) -> str:
-    if isinstance(given, str):
-        return given
-    if set(given) != {"text"}:
-        message = f"documents[{index}] must be a string, or an object with text alone"
-        raise InvalidArgument(message, field=f"documents[{index}]")
-    return given["text"]
-
-
-def _inputs(given: Any) -> tuple[list[str], list[list[int]]]:
-    """The texts, or else the lists of token ids, of the `input`: one text, texts, token ids or lists of those."""
-    several = [given] if isinstance(given, str) or _is_ids(given) else given
+    body = decode_body(members, EmbeddingsBody, _EMBEDDINGS_NO_OP_VALUES)
+    if body.encoding_format not in (None, "float", "base64"):
+        message = f"encoding_format must be float or base64, got {body.encoding_format!r}"
+        raise InvalidArgument(message, field="encoding_format")
+    if body.dimensions is not None and body.dimensions < 1:
+        raise InvalidArgument(f"dimensions must be at least 1, got {body.dimensions}", field="dimensions")
+    several = [body.input] if isinstance(body.input, str) or _is_ids(body.input) else body.input
     if isinstance(several, list) and several:
         _check_count("input", len(several))
-        if all(isinstance(each, str) and each for each in several):
-            return several, []
-        if all(_is_ids(each) for each in several):
-            return [], several
+        if all(isinstance(each, str) and each for each in several) or all(map(_is_ids, several)):
+            return msgspec.structs.replace(body, input=several)
     message = "input must be a string, a list of strings, a list of token ids or a list of such lists"
     raise InvalidArgument(f"{message}, none of them empty", field="input")
+
+
+def parse_rerank(members: JsonBody) -> RerankBody:
+    """Parse a body of /v1/rerank, whose `documents` all become texts. Raises `InvalidArgument`, naming the field."""
+    body = decode_body(members, RerankBody, _RERANK_NO_OP_VALUES)
+    if body.top_n is not None and body.top_n < 1:
+        raise InvalidArgument(f"top_n must be at least 1, got {body.top_n}", field="top_n")
+    _check_count("documents", len(body.documents))
+    documents: list[str | dict[str, str]] = []
+    for index, document in enumerate(body.documents):
+        if isinstance(document, dict) and set(document) != {"text"}:
+            message = f"documents[{index}] must be a string, or an object with text alone"
+            raise InvalidArgument(message, field=f"documents[{index}]")
+        documents.append(document if isinstance(document, str) else document["text"])
+    return msgspec.structs.replace(body, documents=documents)
 
 
 def _is_ids(given: Any) -> bool:
@@ -134,13 +97,6 @@ def _is_ids(given: Any) -> bool:
 def _check_count(name: str, count: int) -> None:
     if not 1 <= count <= MAX_INPUTS:
         raise InvalidArgument(f"{name} must be 1 to {MAX_INPUTS}, got {count}", field=name)
-
-
-class EncoderResult(NamedTuple):
-    """The output of an encoder: a row of `values` for each text, and how many `tokens` the texts were in all."""
-
-    values: NDArray[np.float32]
-    tokens: int
 
 
 class EncoderRoutes:
@@ -157,28 +113,34 @@ class EncoderRoutes:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        parsed = parse_embeddings(await read_members(request, self._max_input_size))
-        model = self._acquire(request, parsed.model, EMBEDDING, "embeddings", (IDS if parsed.ids else TEXT,))
-        inputs = [{IDS: _ids_tensor(part)} for part in _batches(parsed.ids, model)]
-        inputs += [{TEXT: _text_tensor(TEXT, part)} for part in _batches(parsed.texts, model)]
+        body = parse_embeddings(await read_members(request, self._max_input_size))
+        name, tensor = (IDS, _ids_tensor) if isinstance(body.input[0], list) else (TEXT, _text_tensor)
+        model = self._acquire(request, body.model, EMBEDDING, "embeddings", (name,))
+        inputs = [{name: tensor(name, part)} for part in _batches(body.input, model)]
         async with CancelOnDisconnect(request.receive):
-            result = await _encode(model, inputs, EMBEDDING)
-        body = await offload_if_large(result.values.nbytes, _embeddings_json, parsed, result)
-        return Response(body, media_type="application/json")
+            vectors, tokens = await _encode(model, inputs, EMBEDDING)
+        content = await offload_if_large(vectors.nbytes, _embeddings_json, body, vectors, tokens)
+        return Response(content, media_type="application/json")
 
     async def rerank(self, request: Request) -> Response:
-        members = await read_members(request, self._max_input_size)
-        parsed = parse_rerank(members, request_id_of(request.scope))
-        model = self._acquire(request, parsed.model, SCORE, "scores of documents", (TEXT, PAIR))
+        body = parse_rerank(await read_members(request, self._max_input_size))
+        model = self._acquire(request, body.model, SCORE, "scores of documents", (TEXT, PAIR))
         inputs = [
-            {TEXT: _text_tensor(TEXT, [parsed.query] * len(part)), PAIR: _text_tensor(PAIR, part)}
-            for part in _batches(parsed.documents, model)
+            {TEXT: _text_tensor(TEXT, [body.query] * len(part)), PAIR: _text_tensor(PAIR, part)}
+            for part in _batches(body.documents, model)
         ]
         async with CancelOnDisconnect(request.receive):
-            result = await _encode(model, inputs, SCORE)
-        if (labels := result.values.shape[1]) != 1:
-            raise InvalidArgument(f"model '{parsed.model}' gives {labels} scores to a document, not one", field="model")
-        return json_response(_rerank_body(parsed, result))
+            values, tokens = await _encode(model, inputs, SCORE)
+        if (labels := values.shape[1]) != 1:
+            raise InvalidArgument(f"model '{body.model}' gives {labels} scores to a document, not one", field="model")
+        scores = values[:, 0].astype(float).tolist()
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
+        if body.return_documents:
+            for each in results:
+                each["document"] = {"text": body.documents[each["index"]]}
+        response_id, usage = f"rerank-{request_id_of(request.scope)}", {"total_tokens": tokens}
+        return json_response({"id": response_id, "model": body.model, "results": results, "usage": usage})
 
     def _acquire(self, request: Request, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelHandle:
         with model_field():
@@ -190,8 +152,13 @@ class EncoderRoutes:
         return model
 
 
-async def _encode(model: ModelHandle, inputs: Sequence[dict[str, Tensor]], output: str) -> EncoderResult:
-    """The result of all batches, which run at the same time; the first error ends the others."""
+async def _encode(
+    model: ModelHandle, inputs: Sequence[dict[str, Tensor]], output: str
+) -> tuple[NDArray[np.float32], int]:
+    """A row of values for each text of all batches, and how many tokens the texts were in all.
+
+    The batches run at the same time; the first error ends the others.
+    """
     wanted = (output, COUNT) if any(spec.name == COUNT for spec in model.config.outputs) else (output,)
     requests = [InferRequest(inputs=each, outputs=wanted) for each in inputs]
     try:
@@ -201,7 +168,7 @@ async def _encode(model: ModelHandle, inputs: Sequence[dict[str, Tensor]], outpu
         raise _first(errors) from None
     outputs = [task.result() for task in tasks]
     values = np.concatenate([np.atleast_2d(each[output].data.reshape(each[output].shape)) for each in outputs])
-    return EncoderResult(values, sum(int(each[COUNT].data.sum()) for each in outputs if COUNT in each))
+    return values, sum(int(each[COUNT].data.sum()) for each in outputs if COUNT in each)
 
 
 async def _encode_batch(model: ModelHandle, request: InferRequest) -> dict[str, Tensor]:
@@ -230,57 +197,40 @@ def _text_tensor(name: str, texts: Sequence[str]) -> Tensor:
     return Tensor(name, "BYTES", data.shape, data)
 
 
-def _ids_tensor(rows: Sequence[Sequence[int]]) -> Tensor:
+def _ids_tensor(name: str, rows: Sequence[Sequence[int]]) -> Tensor:
     data = np.full((len(rows), max(map(len, rows))), _PADDING, np.int64)
     for row, ids in zip(data, rows, strict=True):
         row[: len(ids)] = ids
-    return Tensor(IDS, "INT64", data.shape, data)
+    return Tensor(name, "INT64", data.shape, data)
 
 
-def _embeddings_json(parsed: EmbeddingRequest, result: EncoderResult) -> bytes:
+def _embeddings_json(body: EmbeddingsBody, vectors: NDArray[np.float32], tokens: int) -> bytes:
+    """The response with `vectors` [texts, dimensions] as lists of numbers, or as base64 of little-endian floats."""
+    encoded: Iterator[Any]
+    vectors = vectors if body.dimensions is None else _cut(vectors, body.dimensions)
+    if body.encoding_format == "base64":
+        encoded = (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors)
+    else:
+        encoded = (row.astype(float).tolist() for row in vectors)
     # Vector by vector: orjson keeps the interpreter's lock, and all of them together may take it a second.
     data = (
         orjson.dumps({"object": "embedding", "index": index, "embedding": vector})
-        for index, vector in enumerate(encode_vectors(result.values, parsed))
+        for index, vector in enumerate(encoded)
     )
-    usage = {"prompt_tokens": result.tokens, "total_tokens": result.tokens}
-    rest = orjson.dumps({"model": parsed.model, "usage": usage})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    rest = orjson.dumps({"model": body.model, "usage": usage})
     return b'{"object":"list","data":[' + b",".join(data) + b"]," + rest[1:]
 
 
-def _rerank_body(parsed: RerankRequest, result: EncoderResult) -> dict[str, Any]:
-    scores = result.values[:, 0].astype(float).tolist()
-    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: parsed.top_n]
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
-    if parsed.return_documents:
-        for each in results:
-            each["document"] = {"text": parsed.documents[each["index"]]}
-    return {"id": parsed.id, "model": parsed.model, "results": results, "usage": {"total_tokens": result.tokens}}
-
-
-def encode_vectors(values: NDArray[np.float32], asked: EmbeddingRequest) -> Iterator[Any]:
-    """Each row of `values` [texts, dimensions] as a list of numbers, or as the base64 of its little-endian floats.
-
-    Vectors cut to fewer dimensions are scaled to length 1 again.
-
-    Raises:
-        InvalidArgument: more dimensions are asked for than there are.
-    """
-    if asked.dimensions is not None:
-        values = _cut(values, asked.dimensions)
-    if not asked.base64:
-        return (row.astype(float).tolist() for row in values)
-    return (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in values)
-
-
-def _cut(values: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    whole = values.shape[1]
+def _cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
+    """Fewer dimensions, and length 1 again."""
+    whole = vectors.shape[1]
     if dimensions > whole:
         message = f"dimensions must be at most {whole} for this model, got {dimensions}"
         raise InvalidArgument(message, field="dimensions")
     if dimensions == whole:
-        return values
-    cut = values[:, :dimensions]
+        return vectors
+    cut = vectors[:, :dimensions]
     lengths = np.linalg.norm(cut, axis=1, keepdims=True)
     made: NDArray[np.float32] = (cut / np.maximum(lengths, np.finfo(np.float32).tiny)).astype(np.float32)
     return made

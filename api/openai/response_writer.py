@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 import orjson
@@ -26,27 +26,9 @@ _TEXT = orjson.dumps(_PLAIN.text)
 """That text as it stands in the JSON of an event."""
 
 
-class ApiFormat(Protocol):
-    """The parts of a response that completions and chat write differently."""
-
-    object: str
-    chunk_object: str
-
-    def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject: ...
-
-    def first_delta(self, index: int) -> JsonObject | None:
-        """The choice of an event that goes out before the first text, if the format has one."""
-
-    def delta(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject: ...
-
-    def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
-        """The `logprobs` of a choice. `offset`: characters that the tokens before wrote."""
-
-    def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
-        """Add to a response `body` what it says of its choices' prompts: `prompts[i]` of choice i, as `name`."""
-
-
 class CompletionFormat:
+    """The parts of a response that completions and chat write differently, as completions do."""
+
     object = "text_completion"
     chunk_object = "text_completion"
 
@@ -54,20 +36,33 @@ class CompletionFormat:
         return {"text": chunk.text, "index": index, "logprobs": logprobs, **_end(chunk)}
 
     def first_delta(self, index: int) -> JsonObject | None:
+        """The choice of an event that goes out before the first text, if the format has one."""
         return None
 
     delta = choice
 
     def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
+        """Columns over the tokens of an echoed prompt, if any, and those generated. `offset`: characters that the
+        tokens before wrote."""
         prompt = chunk.prompt_logprobs if spec.echo else ()
-        return completion_logprobs(prompt, chunk.logprobs, offset, spec.logprobs or 0)
+        given = [*(each.given for each in prompt), *chunk.logprobs]
+        texts = [*(each.text for each in prompt), *(each.text for each in chunk.logprobs)]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if each is None else each.logprob for each in given],
+            "top_logprobs": [None if each is None else _by_text(each, spec.logprobs or 0) for each in given],
+            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
+        }
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
+        """Add to a response `body` what it says of its choices' prompts: `prompts[i]` of choice i, as `name`."""
         for choice, prompt in zip(body["choices"], prompts, strict=True):
             choice[name] = prompt
 
 
 class ChatFormat:
+    """The same parts, as chat writes them."""
+
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -84,10 +79,15 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
     def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
-        return chat_logprobs(chunk.logprobs)
+        """An entry for each token."""
+        content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in chunk.logprobs]
+        return {"content": content, "refusal": None}
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         body[name] = prompts[0]
+
+
+ApiFormat: TypeAlias = CompletionFormat | ChatFormat
 
 
 def _end(chunk: GenerateChunk) -> JsonObject:
@@ -120,7 +120,7 @@ class OpenAIResponseWriter:
             answer if answer is first else msgspec.structs.replace(answer, prompt_logprobs=first.prompt_logprobs)
             for answer, first in zip(answers, firsts, strict=True)
         ]
-        shown = select_best(complete, self._spec.best_of, self._spec.n)
+        shown = _select_best(complete, self._spec.best_of, self._spec.n)
         choices = [
             self._with_ids(self._format.choice(index, answer, self._logprobs(index, answer)), answer)
             for index, answer in enumerate(shown)
@@ -128,7 +128,7 @@ class OpenAIResponseWriter:
         body = {**self._head, "object": self._format.object, "choices": choices, "usage": self._total()}
         if (most := self._spec.prompt_logprobs) is not None:
             self._format.show_prompts(
-                body, "prompt_logprobs", [prompt_logprobs(answer.prompt_logprobs, most) for answer in shown]
+                body, "prompt_logprobs", [_prompt_logprobs(answer.prompt_logprobs, most) for answer in shown]
             )
         if self._spec.return_token_ids:
             self._format.show_prompts(body, "prompt_token_ids", [answer.prompt_ids for answer in shown])
@@ -141,12 +141,8 @@ class OpenAIResponseWriter:
             self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)
             begin, prompt_ids = self._event([opening], prompt_ids), ()
         self._usage[index] = chunk.usage
-        if (
-            chunk.finish_reason
-            or chunk.logprobs
-            or chunk.prompt_logprobs
-            or (self._details and (chunk.text or chunk.token_ids))
-        ):
+        changes = self._details and (chunk.text or chunk.token_ids)
+        if chunk.finish_reason or chunk.logprobs or chunk.prompt_logprobs or changes:
             choice = self._format.delta(index, chunk, self._logprobs(index, chunk))
             return begin + self._event([self._with_ids(choice, chunk)], prompt_ids)
         return begin + self._plain(index, chunk.text) if chunk.text else begin
@@ -195,48 +191,25 @@ class OpenAIResponseWriter:
         }
 
 
-def completion_logprobs(
-    prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offset: int, most: int
-) -> JsonObject:
-    """The `logprobs` of a completion: columns over the tokens of an echoed prompt, if any, and those generated.
-
-    `offset`: characters that the tokens before wrote; `most`: likeliest tokens beside each.
-    """
-    given = [*(each.given for each in prompt), *tokens]
-    texts = [*(each.text for each in prompt), *(each.text for each in tokens)]
-    return {
-        "tokens": texts,
-        "token_logprobs": [None if each is None else each.logprob for each in given],
-        "top_logprobs": [None if each is None else _by_text(each, most) for each in given],
-        "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
-    }
-
-
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> JsonObject:
-    """The `logprobs` of a chat message: an entry for each token."""
-    content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
-    return {"content": content, "refusal": None}
-
-
-def prompt_logprobs(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
+def _prompt_logprobs(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
     """vLLM's `prompt_logprobs`: for each token an object by token id, the prompt's own token first, then the `most`
     likeliest; None for the first token of all."""
     return [None if each.given is None else _by_id(each.given, each.rank, most) for each in prompt]
 
 
-def select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
+def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
     """The `kept` answers with the highest mean logprob of each prompt's `choices` answers, the highest first.
 
     Where all are kept they stay in their order.
     """
+
+    def mean_logprob(answer: GenerateChunk) -> float:
+        return sum(each.logprob for each in answer.logprobs) / max(len(answer.logprobs), 1)
+
     if kept == choices:
         return list(answers)
     groups = (answers[at : at + choices] for at in range(0, len(answers), choices))
-    return [answer for group in groups for answer in sorted(group, key=_per_token, reverse=True)[:kept]]
-
-
-def _per_token(answer: GenerateChunk) -> float:
-    return sum(each.logprob for each in answer.logprobs) / max(len(answer.logprobs), 1)
+    return [answer for group in groups for answer in sorted(group, key=mean_logprob, reverse=True)[:kept]]
 
 
 def _entry(token: TokenLogprob) -> JsonObject:

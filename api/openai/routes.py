@@ -3,8 +3,10 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -13,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError
-from ...core.gateway import Gateway
+from ...core.gateway import Gateway, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
@@ -21,7 +23,6 @@ from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
 from .json_body import JsonBody, model_field, read_members
-from .merged_streams import merge_streams
 from .request_parsing import ParsedCompletion, parse_chat, parse_completion
 from .response_writer import (
     ApiFormat,
@@ -31,6 +32,8 @@ from .response_writer import (
     model_card,
     system_fingerprint,
 )
+
+T = TypeVar("T")
 
 _DONE = sse_event(b"[DONE]")
 
@@ -112,3 +115,38 @@ class SingleStreamEvents(CompletionEvents):
 class MergedStreamEvents(CompletionEvents):
     def encode_item(self, item: tuple[int, GenerateChunk]) -> bytes:
         return self._writer.chunk_event(*item)
+
+
+async def merge_streams(streams: Sequence[ResponseStream[T]]) -> AsyncGenerator[tuple[int, T], None]:
+    """The items of all streams in the order of their arrival, each with its stream's index.
+
+    The first error of a stream is raised here and ends all of them. Closing the generator cancels the tasks that read
+    the streams, which closes these.
+    """
+    queue: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(len(streams))
+
+    async def forward(index: int, stream: ResponseStream[T]) -> None:
+        end = None
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put((index, item, None))
+        except Exception as error:
+            end = error
+        await queue.put((index, None, end))
+
+    tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            index, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
