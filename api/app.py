@@ -21,19 +21,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.errors import CharoniaError, NotFound, shutdown_error
+from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shutdown_error
+from ..core.gateway import Gateway
 from ..telemetry.shared_state import ServerGateway
 from .api_keys import Keyring
 from .http.access import AuthMiddleware, HttpRules, RestrictedApiMiddleware
 from .http.connection import ClientDisconnected
-from .http.direct import response_started
 from .http.error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path, json_response
 from .http.request_context import RequestContextMiddleware, record_error, with_request_id
-from .http.server_endpoints import ServerEndpoints
+from .http.request_cycle import response_started
 from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes
 from .openai.routes import OpenAIRoutes
 from .openai.tokenize_routes import TokenizeRoutes
+from .prometheus import metrics_response
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
 from .triton.shared_memory import SharedMemoryEndpoints
@@ -51,6 +52,15 @@ _EXPOSED_HEADERS = ("endpoint-load-metrics", "inference-header-content-length", 
 
 _CLIENT_LEFT = 499
 """The status that nginx logs for a client that disconnected; no client receives it."""
+
+_ENDPOINTS = {
+    "health": "/health, /v2/health/live, /v2/health/ready",
+    "models": "/v1/models, POST /v2/repository/index",
+    "openai": "/v1/completions, /v1/chat/completions, /v1/embeddings, /v1/rerank",
+    "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
+    "tokens": "/tokenize, /detokenize",
+    "metrics": "/metrics",
+}
 
 
 def build_app(
@@ -95,10 +105,42 @@ def all_routes(
         *OpenAIRoutes(gateway, info).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
         *TokenizeRoutes(gateway, info.max_input_size).routes(),
-        *ServerEndpoints(gateway, info, metrics).routes(),
+        *_server_routes(gateway, info, metrics),
     ]
     for route in routes:
         route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")
+    return routes
+
+
+def _server_routes(gateway: Gateway, info: ServerInfo, registry: CollectorRegistry | None) -> list[Route]:
+    """The server's health, version, metrics and list of endpoints, where clients of vLLM look for them."""
+
+    async def index(request: Request) -> Response:
+        server = {"name": info.name, "server": "charonia", "version": info.version}
+        docs = "docs/clients.md of charonia's repository, or `charonia serve --help` for the flags"
+        return json_response({**server, "endpoints": _ENDPOINTS, "docs": docs})
+
+    async def health(request: Request) -> Response:
+        """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness is 400."""
+        if not gateway.ready():
+            raise ServerExiting if gateway.exiting() else NotReady("the server is not ready")
+        return Response()
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": info.version})
+
+    routes = [
+        Route("/", index, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
+    ]
+    if registry is not None:
+
+        async def metrics(request: Request) -> Response:
+            return metrics_response(registry)
+
+        routes.append(Route("/metrics", metrics, methods=["GET"]))
     return routes
 
 

@@ -19,9 +19,9 @@ from ...core.gateway import ResponseStream
 from ...processes import gc_tuning
 from ..size_limits import check_json_size
 from .content_encoding import content_coding, decompress
-from .direct import take_complete_body
 from .error_responses import INTERNAL_SERVER_ERROR
 from .request_context import record_error
+from .request_cycle import take_complete_body
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.request_context import RequestContext
 from ..api_keys import Tenant
-from .direct import add_response_header
 from .error_responses import is_openai_path
+from .request_cycle import add_response_header
 
 _ENDPOINTS = {
     "/v1/completions": "completions",

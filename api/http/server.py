@@ -1,20 +1,73 @@
 """An ASGI application on a socket, served by uvicorn until it is stopped. Knows nothing of endpoints and models."""
 
 import asyncio
+import inspect
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from ...core.cancellation import wait_for_first
-from ...core.errors import ServerExiting
+from ...core.errors import ServerExiting, Unsupported
 from ..size_limits import BODY_TIMEOUT
 from ..tls import KeyPair
-from .uvicorn_protocol import HttpProtocol, HttpServerState, UvicornServer, check_uvicorn
+from .request_cycle import HttpServerState
+from .uvicorn_protocol import HttpProtocol
 
 _FLUSH_SECONDS = 2
 """Time for responses that are written to reach their clients at the very end."""
+
+_OVERRIDDEN: dict[type, str] = {
+    RequestResponseCycle: "run_asgi send receive scope transport flow access_log message_event on_response keep_alive "
+    "body more_body disconnected response_started response_complete chunked_encoding expected_content_length",
+    HttpToolsProtocol: "connection_made connection_lost data_received eof_received shutdown on_message_begin on_url "
+    "on_header on_headers_complete on_body on_message_complete on_response_complete timeout_keep_alive_handler "
+    "_start_asgi_task _unset_keepalive_if_required _should_upgrade config app loop logger access_logger parser server "
+    "timeout_keep_alive timeout_keep_alive_task server_state tasks transport flow client scheme pipeline headers cycle",
+    ServerState: "total_requests tasks default_headers",
+    uvicorn.Server: "serve startup capture_signals server_state should_exit",
+}
+"""Methods of uvicorn's classes, and attributes that their constructors set, that are overridden or used here."""
+
+_CYCLE_ARGUMENTS = (
+    "scope transport flow logger access_logger access_log default_headers message_event expect_100_continue keep_alive "
+    "on_response"
+)
+
+
+def check_uvicorn() -> None:
+    """Raises `Unsupported`, with the names that are missing, if the installed uvicorn is not one that we can extend."""
+    missing = []
+    for kind, names in _OVERRIDDEN.items():
+        there = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]
+        missing += [f"{kind.__name__}.{name}" for name in names.split() if name not in there]
+    if list(inspect.signature(RequestResponseCycle).parameters) != _CYCLE_ARGUMENTS.split():
+        missing.append("the constructor of RequestResponseCycle")
+    if missing:
+        text = f"uvicorn {uvicorn.__version__} cannot be used, it lacks or has changed: {', '.join(missing)}"
+        raise Unsupported(f"{text} (install a version that charonia's requirements name)")
+
+
+class UvicornServer(uvicorn.Server):
+    """uvicorn's server, which tells when it listens, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config, state: HttpServerState) -> None:
+        super().__init__(config)
+        self.server_state = state
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class HttpServer:
@@ -22,9 +75,7 @@ class HttpServer:
 
     `access_log`: uvicorn writes a line for each request while its logger wants it. `tls`: encrypt with this pair.
     `body_timeout`: seconds to wait for the next piece of a request's body, after which reading it raises `BodyTimeout`.
-
-    Raises:
-        Unsupported: the installed uvicorn is not one that this server can use.
+    Raises `Unsupported` as `check_uvicorn`.
     """
 
     def __init__(
@@ -48,7 +99,7 @@ class HttpServer:
             ssl_certfile=None if tls is None else tls.certificate,
             ssl_keyfile=None if tls is None else tls.key,
         )
-        logging.getLogger("uvicorn.error").addFilter(_QUIET_CANCEL)
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         self._server = UvicornServer(config, HttpServerState(body_timeout, access_log))
         self._socket = sock
         self._serving: asyncio.Task[None] | None = None
@@ -74,11 +125,6 @@ class HttpServer:
         await self._serving
 
 
-class _QuietCancel(logging.Filter):
-    """Drops uvicorn's traceback for a request that was cancelled on purpose, at a forced stop."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
-_QUIET_CANCEL = _QuietCancel()
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """A log filter: drops uvicorn's traceback for a request that was cancelled on purpose, at a forced stop."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

@@ -22,9 +22,9 @@ from ..chunked_json import PIECE_BYTES
 from ..header_rules import HeaderForwarding
 from ..http import content_encoding
 from ..http.connection import CancelOnDisconnect, offload_if_large, receive_body, refuse_form
-from ..http.direct import send_complete_response
 from ..http.eager import EagerAwaitable
 from ..http.request_context import context_of
+from ..http.request_cycle import send_complete_response
 from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
 from ..metadata import ServerInfo
 from .infer_request import InferRequestReader, parse_long_document

@@ -10,9 +10,15 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from charonia.api.http.direct import add_response_header, send_complete_response, take_complete_body
 from charonia.api.http.error_responses import BodyTimeout, error_response
-from charonia.api.http.uvicorn_protocol import HttpProtocol, HttpServerState, check_uvicorn
+from charonia.api.http.request_cycle import (
+    HttpServerState,
+    add_response_header,
+    send_complete_response,
+    take_complete_body,
+)
+from charonia.api.http.server import check_uvicorn
+from charonia.api.http.uvicorn_protocol import HttpProtocol
 from charonia.core.errors import Unsupported
 
 HEAD = b"x-one: 1\r\ncontent-length: 4\r\n"

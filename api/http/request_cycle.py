@@ -1,0 +1,251 @@
+"""One HTTP request and its response, by uvicorn's cycle of both, and the way past ASGI's messages for what is complete.
+
+A body that has come whole and a response that is made whole need no messages: the cycle is the extension
+`charonia.direct` of the scope, which other servers do not have. Middleware needs not know of it: where `send` or
+`receive` was replaced, the way is closed; `add_response_header` keeps it open.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from ..size_limits import BODY_TIMEOUT
+from .error_responses import BodyTimeout
+from .request_head import parse_target
+
+_EXTENSION = "charonia.direct"
+_ACCESS_LOG = logging.getLogger("uvicorn.access")
+_JOINED_BYTES = 1 << 16
+"""Responses up to this size are copied into one piece, larger ones are written apart."""
+
+_MOST_WAITING = 16
+"""Responses that wait for each other: the first for as long as it takes to make the others."""
+
+
+class WriteCoalescer:
+    """The last response of each connection of an event loop, until the turn of the loop ends.
+
+    A write that wakes the process of its reader costs several times as much as one that finds it awake, and between
+    responses that are written as they are made it falls asleep again.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Transport, bytes] = {}
+        self._turn: asyncio.Handle | None = None
+
+    def __contains__(self, transport: asyncio.Transport) -> bool:
+        return transport in self._waiting
+
+    def write_soon(self, transport: asyncio.Transport, response: bytes) -> None:
+        """Write `response` when the turn ends. Whatever else writes to the transport, or closes it, flushes before."""
+        if transport in self._waiting:
+            self.flush()
+        self._waiting[transport] = response
+        if len(self._waiting) >= _MOST_WAITING:
+            self.flush()
+        elif self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
+
+    def flush(self) -> None:
+        """Write every response that waits."""
+        waiting, self._waiting = self._waiting, {}
+        for transport, response in waiting.items():
+            if not transport.is_closing():
+                transport.write(response)
+
+    def _end_turn(self) -> None:
+        self._turn = None
+        self.flush()
+
+
+class HttpServerState(ServerState):
+    """The state that the connections of a server share.
+
+    `body_timeout`: seconds to wait for the next piece of a body. `access_log`: write one while its logger is on.
+    """
+
+    _joined_headers: object = None
+    _ok = b""
+
+    def __init__(self, body_timeout: float = BODY_TIMEOUT, access_log: bool = True) -> None:
+        super().__init__()
+        self.coalescer = WriteCoalescer()
+        self.body_timeout = body_timeout
+        self._access_log = access_log
+
+    @property
+    def access_log(self) -> bool:
+        """Whether the access log is wanted now: its logger may be switched while a connection lives."""
+        return self._access_log and _ACCESS_LOG.isEnabledFor(logging.INFO)
+
+    def ok_head(self) -> bytes:
+        """The status line of 200 and the headers of every response: uvicorn replaces their list each second."""
+        if self._joined_headers is not self.default_headers:
+            self._joined_headers = self.default_headers
+            self._ok = b"HTTP/1.1 200 OK\r\n" + b"".join([b"%b: %b\r\n" % header for header in self.default_headers])
+        return self._ok
+
+
+class Http11Cycle(RequestResponseCycle):
+    """One request of HTTP/1.1 and its response.
+
+    `direct_send`: what stands for the cycle's own `send`, None for that itself; `direct_headers`: lines that it adds.
+    Responses are sent as messages while there is an access log, and while the client has not read earlier ones.
+    """
+
+    direct_send: Send | None = None
+    direct_headers = b""
+    _body_halted = False
+
+    def __init__(self, connection: HttpToolsProtocol, state: HttpServerState, version: str) -> None:
+        target = parse_target(connection.url)
+        scope: Any = {
+            "type": "http",
+            "asgi": {"version": connection.config.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "method": connection.parser.get_method().decode("ascii"),
+            "scheme": connection.scheme or "http",
+            "path": target.path,
+            "raw_path": target.raw_path,
+            "query_string": target.query,
+            "root_path": "",
+            "headers": connection.headers,
+            "server": connection.server,
+            "client": connection.client,
+            "state": {},
+            "extensions": {_EXTENSION: self},
+        }
+        super().__init__(
+            scope,
+            connection.transport,
+            connection.flow,
+            connection.logger,
+            connection.access_logger,
+            state.access_log,
+            state.default_headers,
+            asyncio.Event(),
+            connection.expect_100_continue,
+            version != "1.0" and connection.parser.should_keep_alive(),
+            connection.on_response_complete,
+        )
+        self._state, self._loop = state, connection.loop
+
+    async def receive(self) -> Any:
+        """ASGI's `receive`. Raises `BodyTimeout` if nothing comes of a body for too long."""
+        if not self.more_body or self.response_complete:
+            return await super().receive()
+        timer = self._loop.call_later(self._state.body_timeout, self._halt_body)
+        try:
+            message: Any = await super().receive()
+        finally:
+            timer.cancel()
+        # What came in the same moment came in time.
+        if self._body_halted and message.get("more_body") and not message["body"]:
+            raise BodyTimeout(self._state.body_timeout)
+        self._body_halted = False
+        return message
+
+    def _halt_body(self) -> None:
+        self._body_halted = True
+        self.message_event.set()
+
+    def take_complete_body(self) -> bytes | None:
+        """The body, if all of it has come; it is not received then."""
+        if self.more_body or self.disconnected:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        return body
+
+    def send_complete_response(self, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+        """Send a response of status 200; False if messages have to do it."""
+        if self.access_log or self.flow.write_paused:
+            return False
+        if self.disconnected:
+            return True
+        self.response_started = self.response_complete = True
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        pieces = (self._state.ok_head(), head, self.direct_headers, end, *parts)
+        if self.keep_alive and sum(map(len, pieces)) < _JOINED_BYTES:
+            self._state.coalescer.write_soon(self.transport, b"".join(pieces))
+        else:
+            self._state.coalescer.flush()
+            self.transport.writelines(pieces)
+            if not self.keep_alive:
+                self.transport.close()
+        self.message_event.set()
+        self.on_response()
+        return True
+
+    def sends_by(self, send: Send) -> bool:
+        """Whether `send` is this cycle's, and nothing between the two would change a message."""
+        return send == self.send if self.direct_send is None else send is self.direct_send
+
+    def release(self, _: object = None) -> None:
+        """Break the reference cycles of a request that has ended."""
+        self.scope.pop("extensions", None)
+        self.direct_send = None
+
+
+class Http10Cycle(Http11Cycle):
+    """A request of HTTP/1.0, which has no chunks: a body of unknown length ends where its connection does."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            self.chunked_encoding = None if self._has_length else False
+        elif not self._has_length:
+            self.expected_content_length = len(message["body"])  # uvicorn compares
+        await super().send(message)
+
+
+# For applications and middleware
+
+
+def _cycle_of(scope: Scope) -> Http11Cycle | None:
+    extensions = scope.get("extensions")
+    cycle: Http11Cycle | None = extensions.get(_EXTENSION) if extensions else None
+    return cycle
+
+
+def take_complete_body(scope: Scope, receive: Receive) -> bytes | None:
+    """The request's body, if all of it has come and `receive` would give it unchanged; it is not received then."""
+    cycle = _cycle_of(scope)
+    return None if cycle is None or receive != cycle.receive else cycle.take_complete_body()
+
+
+def send_complete_response(scope: Scope, send: Send, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+    """Send a whole response of status 200: the lines of its headers, content-length among them, and its body.
+
+    False: nothing was sent, as `send` would change it, or the access log or a slow reader wants messages.
+    """
+    cycle = _cycle_of(scope)
+    return cycle is not None and cycle.sends_by(send) and cycle.send_complete_response(head, parts)
+
+
+def add_response_header(scope: Scope, send: Send, name: bytes, value: bytes) -> Send:
+    """A `send` that adds a header to the response, and to one that is sent past it."""
+
+    # No coroutine of its own: it would cost every frame of every stream.
+    def send_with_header(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (name, value)]
+        return send(message)
+
+    cycle = _cycle_of(scope)
+    if cycle is not None and cycle.sends_by(send):
+        cycle.direct_send = send_with_header
+        cycle.direct_headers += b"%b: %b\r\n" % (name, value)
+    return send_with_header
+
+
+def response_started(scope: Scope) -> bool:
+    """The status of the response may be on its way; True only where the protocol tells."""
+    cycle = _cycle_of(scope)
+    return cycle is not None and cycle.response_started
