@@ -88,9 +88,9 @@ class ChildProcess:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
 
-    def close(self, patience: float = 0.0) -> int:
-        """Wait for the end, kill the process after `patience` seconds, free its descriptors; returns the exit code."""
-        exit_code = self.wait(patience)
+    def close(self, timeout: float = 0.0) -> int:
+        """Wait for the end, kill the process after `timeout` seconds, free its descriptors; returns the exit code."""
+        exit_code = self.wait(timeout)
         while exit_code is None:
             self.kill()
             exit_code = self.wait(_KILL_RETRY_SECONDS)
@@ -103,7 +103,7 @@ class ChildProcess:
             if self._exit_code is None:
                 try:
                     reaped, status = os.waitpid(self.pid, os.WNOHANG)
-                except ChildProcessError:  # somebody waits for all processes, or the system is told to
+                except ChildProcessError:  # another part waits for all processes, or the system is told to
                     self._exit_code = _UNKNOWN_EXIT_CODE
                 else:
                     self._exit_code = os.waitstatus_to_exitcode(status) if reaped else None
@@ -153,7 +153,7 @@ def run_target(name: str, parent: int, file: IO[bytes]) -> None:
     """In the child: run what `python_child` of the process `parent` wrote into `file`."""
     ignore_stop_signals()
     set_process_name(name)
-    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), name="parent", daemon=True).start()
     with file:
         target, arguments = pickle.load(file)
     target(*arguments)
@@ -167,7 +167,7 @@ def on_parent_death(cleanup: Callable[[], None]) -> None:
     _cleanups.append(cleanup)
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     try:
         process = os.pidfd_open(parent)
     except (AttributeError, OSError):
@@ -197,3 +197,20 @@ def set_process_name(name: str) -> None:
 def print_traceback(error: BaseException) -> None:
     """Write the error's traceback to stderr, without waiting for ever where that is a pipe that nothing reads."""
     write_stderr("".join(traceback.format_exception(error))).join(_STDERR_SECONDS)
+
+
+class RestartBackoff:
+    """The delay before a process that was lost is started again: `first` seconds, doubled with each loss up to
+    `longest`, and `first` again after a process that worked for at least `stable` seconds."""
+
+    def __init__(self, first: float, longest: float, stable: float) -> None:
+        self._first, self._longest, self._stable = first, longest, stable
+        self._delay = 0.0
+
+    def next_delay(self, worked: float = 0.0) -> float:
+        """Seconds to wait now; the lost process `worked` for so many seconds, 0 if it did not even start."""
+        if worked >= self._stable or not self._delay:
+            self._delay = self._first
+        else:
+            self._delay = min(self._longest, 2.0 * self._delay)
+        return self._delay

@@ -1,7 +1,8 @@
 """System shared memory that clients made and lend: tensors come from it and go into it without crossing a socket.
 
-v2's section 7 in code. Knows nothing of tensors and protocols: names in, bytes out. The regions are the clients' own;
-nothing is created or removed here.
+Knows nothing of tensors and protocols: names in, bytes out. The regions are the clients' own; nothing is created or
+removed here. Source:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md.
 """
 
 import mmap
@@ -11,12 +12,10 @@ from typing import NamedTuple
 
 import posix_ipc
 
-from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
+from ..core.errors import AlreadyExists, Internal, InvalidArgument, NotFound, Unsupported
 
 _RESERVED = "triton_python_backend_shm_region_"
 _MAX_OFFSET = 2**64 - 1
-_DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-_NO_CUDA = "failed to register CUDA shared memory region: '{}', GPUs not supported"
 
 
 class SharedMemoryRegion(NamedTuple):
@@ -37,10 +36,10 @@ class SharedMemorySlice(NamedTuple):
 
 
 class SharedMemoryRegistry:
-    """Every registered region. Without `allowed` none can be; asking what there is always works.
+    """Every registered region. Without `allowed` none can be registered; `status` always works.
 
-    A region that is taken back stays mapped, and in the status, while somebody holds a view of it, and no longer: the
-    mapping is the view's base, and goes with the last of them.
+    A region that is taken back stays mapped, and in the status, while a view of it is held, and no longer: the mapping
+    is the view's base, and goes with the last of them.
     """
 
     def __init__(self, allowed: bool = False) -> None:
@@ -107,12 +106,13 @@ class SharedMemoryRegistry:
             raise InvalidArgument(message, field=region.name)
         return memoryview(memory)[region.offset + span.offset : region.offset + end]
 
-    # Memory of GPUs, which nobody can lend: v2 asks for it all the same.
+    # Memory of GPUs cannot be lent; v2 has its calls all the same.
 
     def register_cuda(self, name: str) -> None:
         """Raises `Unsupported` or `InvalidArgument`: it is not served."""
         self._check_allowed()
-        raise InvalidArgument(_NO_CUDA.format(name), field="name")
+        message = f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+        raise InvalidArgument(message, field="name")
 
     def unregister_cuda(self) -> None:
         """Raises `Unsupported` where no region can be registered; there is none to take back."""
@@ -129,32 +129,22 @@ class SharedMemoryRegistry:
 
     def _check_allowed(self) -> None:
         if not self._allowed:
-            raise Unsupported(_DISABLED)
+            message = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+            raise Unsupported(message)
 
 
 def _map_region(region: SharedMemoryRegion) -> mmap.mmap:
-    descriptor = _open_object(region.key)
-    try:
-        end = region.offset + region.byte_size
-        if region.offset < 0 or region.byte_size <= 0 or end > os.fstat(descriptor).st_size:
-            message = f"failed to register shared memory region '{region.name}': invalid args"
-            raise InvalidArgument(message, field=region.name)
-        return mmap.mmap(descriptor, end)
-    except OSError:
-        raise _cannot_open(region.key) from None
-    finally:
-        os.close(descriptor)
-
-
-def _open_object(key: str) -> int:
     try:
         # The library takes the process down with it when a name cannot be encoded, or has a null character.
-        name = "" if "\0" in key else os.fsencode(key).decode()
-        descriptor: int = posix_ipc.SharedMemory(name).fd
+        key = "" if "\0" in region.key else os.fsencode(region.key).decode()
+        descriptor: int = posix_ipc.SharedMemory(key).fd
+        try:
+            end = region.offset + region.byte_size
+            if region.offset < 0 or region.byte_size <= 0 or end > os.fstat(descriptor).st_size:
+                message = f"failed to register shared memory region '{region.name}': invalid args"
+                raise InvalidArgument(message, field=region.name)
+            return mmap.mmap(descriptor, end)
+        finally:
+            os.close(descriptor)
     except (posix_ipc.Error, ValueError, OSError):
-        raise _cannot_open(key) from None
-    return descriptor
-
-
-def _cannot_open(key: str) -> CharoniaError:
-    return Internal(f"Unable to open shared memory region: '{key}'", field="key")
+        raise Internal(f"Unable to open shared memory region: '{region.key}'", field="key") from None

@@ -1,4 +1,4 @@
-"""Memory in processes that serve: what lasts is not looked at again and again, what was large is given back.
+"""Memory in processes that serve: objects that last are left alone, large blocks are given back.
 
 Nearly everything is freed as its last reference goes; Python's cycle collector is for cycles, which stay rare while
 serving, and each of its rounds walks over what it could not free before. What is freed the C library keeps for later:
@@ -6,21 +6,22 @@ after a large request that is most of what the process holds.
 """
 
 import asyncio
-import ctypes
 import gc
 
+from .host import release_free_memory
+
 _THRESHOLDS = (20_000, 50, 100)
-"""Objects that a young generation may gain before it is looked at, and how many rounds of it the older ones wait."""
+"""Objects that a young generation may gain before it is collected, and the rounds of it that older ones wait."""
 
 
 def freeze_after_startup() -> None:
-    """From now on it serves: leave alone what there is, and look less often."""
+    """Called when a process begins to serve: leave its objects alone, and collect less often."""
     gc.set_threshold(*_THRESHOLDS)
     collect_and_freeze()
 
 
 def collect_and_freeze() -> None:
-    """Free every cycle that nothing holds, those among what was left alone too."""
+    """Free every unreachable cycle, those among frozen objects too."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -30,13 +31,13 @@ LARGE_REQUEST_BYTES = 1 << 20
 """Bytes of a request after which memory is given back."""
 
 _RELEASE_DELAYS = (2.0, 7.0)
-"""Seconds after the first large request since the last time; it may take a while."""
+"""Seconds after the first large request since the last release; it may take a while."""
 
 _scheduled_releases: set[float] = set()
 
 
 def release_memory_soon() -> None:
-    """A large request came: what it leaves free goes back to the system before long. For the event loop's thread."""
+    """Return to the system, before long, the memory that a large request leaves free. For the event loop's thread."""
     for moment in _RELEASE_DELAYS:
         if moment not in _scheduled_releases:
             _scheduled_releases.add(moment)
@@ -45,6 +46,4 @@ def release_memory_soon() -> None:
 
 def _release(moment: float) -> None:
     _scheduled_releases.discard(moment)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        asyncio.get_running_loop().run_in_executor(None, trim, 0)
+    asyncio.get_running_loop().run_in_executor(None, release_free_memory)

@@ -9,19 +9,18 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 _PREFIX = "charonia-scratch-"
 _SCRATCH_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
 
 
-class ScratchDirectory(AbstractContextManager[Path]):
+class ScratchDirectory:
     """A new directory at `path`, for this user alone; `close`, or the end of the block, removes it and all in it."""
 
     def __init__(self) -> None:
-        # Until it is locked it has a name that nobody sweeps.
+        # Until it is locked it has a name that is not swept up.
         made = tempfile.mkdtemp(prefix=f".{_PREFIX}")
         self._lock = _lock_directory(made)
         self.path = Path(made).with_name(os.path.basename(made).removeprefix("."))
@@ -36,33 +35,24 @@ class ScratchDirectory(AbstractContextManager[Path]):
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def remove_abandoned_scratch() -> int:
-    """Remove the scratch directories of this user whose processes are gone; how many there were."""
+    """Remove the scratch directories of this user whose processes are gone; returns their number."""
     swept = 0
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            if _SCRATCH_NAME.fullmatch(entry.name) and _abandoned(entry):
-                shutil.rmtree(entry.path, ignore_errors=True)
-                swept += 1
+            with suppress(OSError):  # it may be gone by now
+                if not _SCRATCH_NAME.fullmatch(entry.name) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                    continue
+                lock = _lock_directory(entry.path)
+                if lock is not None:
+                    os.close(lock)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    swept += 1
     return swept
-
-
-def _abandoned(entry: "os.DirEntry[str]") -> bool:
-    try:
-        if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
-            return False
-    except OSError:  # it is gone by now
-        return False
-    lock = _lock_directory(entry.path)
-    if lock is not None:
-        os.close(lock)
-    return lock is not None
 
 
 def _lock_directory(directory: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Files that cannot be written for a while: said on stderr once, and what was lost when they can be again."""
+"""Writes to stderr without waiting for it, and the outages of files, told there once."""
 
 import os
 from threading import Thread
@@ -29,10 +29,10 @@ class FileOutage:
             write_stderr(f"charonia: cannot write {self._things} to {file}: {reason}\n")
         self._file = file
 
-    def report_recovery(self, lost: int, patience: float = 0) -> None:
-        """The file can be written again, or nothing more is to come; says nothing where there was no outage.
-        `patience`: seconds to wait for a pipe to be read."""
+    def report_recovery(self, lost: int, timeout: float = 0) -> None:
+        """The file can be written again, or nothing more is to come; silent where there was no outage.
+        `timeout`: seconds to wait for a pipe to be read."""
         if self._file:
             text = f"charonia: {lost} {self._things} are lost: {self._file} could not be written\n"
-            write_stderr(text).join(patience)
+            write_stderr(text).join(timeout)
         self._file = ""

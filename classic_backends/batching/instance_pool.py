@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from ...core.cancellation import wait_for_first
-from ...processes.restart_backoff import RestartBackoff
+from ...processes.child_process import RestartBackoff
 from ..instance_groups import InstanceSlot
 from ..runtime import Runtime
 from .instance import Instance

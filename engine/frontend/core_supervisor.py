@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
+from ...processes.child_process import RestartBackoff
 from ...processes.log_forwarding import LogRecordMessage
-from ...processes.restart_backoff import RestartBackoff
 from ..config import EngineConfig
 from ..core.messages import (
     CoreFailed,

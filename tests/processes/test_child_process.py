@@ -20,7 +20,7 @@ from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.frontend.core_process import CoreProcess
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.local_ranks import LocalRanks
-from charonia.processes.child_process import ChildProcess, python_child
+from charonia.processes.child_process import ChildProcess, RestartBackoff, python_child
 from charonia.processes.shared_arena import SharedArena
 
 BROKEN = """
@@ -208,3 +208,14 @@ def test_they_come_and_go_in_several_threads_beside_others_that_start_processes(
             sys.setswitchinterval(interval)
         for each in reaping:
             each.result(60)
+
+
+def test_each_loss_doubles_the_delay_up_to_the_longest() -> None:
+    backoff = RestartBackoff(0.5, 30.0, stable=5.0)
+    assert [backoff.next_delay() for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert [backoff.next_delay(4.9), backoff.next_delay(5.0), backoff.next_delay(1.0)] == [30.0, 0.5, 1.0]
+
+
+def test_it_never_ends() -> None:
+    backoff = RestartBackoff(0.1, 30.0, stable=5.0)
+    assert [backoff.next_delay() for _ in range(5000)][-1] == 30.0
