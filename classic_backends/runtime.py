@@ -3,13 +3,14 @@
 Knows nothing of requests, batching and threads.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
+from ..core.errors import Internal
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
@@ -76,6 +77,14 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """Free everything; the last call."""
+
+
+def only_response(responses: Iterable[Arrays]) -> Arrays:
+    """The outputs of a model that is not decoupled. Raises `Internal` unless there is one response."""
+    outputs = list(responses)
+    if len(outputs) != 1:
+        raise Internal(f"expected a single response, got {len(outputs)}")
+    return outputs[0]
 
 
 class RuntimeLoader(Protocol):

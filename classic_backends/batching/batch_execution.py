@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, Internal
 from ...core.request import InferRequest, InferResponse
-from ..runtime import Arrays, Runtime
+from ..runtime import Arrays, Runtime, only_response
 from ..signature import ModelSignature
 from .inference_job import InferenceJob
 from .ragged_batches import RaggedConfig, split_flat_output
@@ -71,7 +71,7 @@ def execute_batch(
         jobs = jobs if layout.sequences is None else layout.sequences.arrange_rows(jobs)
         inputs = gather_inputs(layout, jobs)
         marks.append(perf_counter_ns())
-        outputs = _only_response(runtime.execute(inputs, _output_names(layout, jobs)))
+        outputs = only_response(runtime.execute(inputs, _output_names(layout, jobs)))
         marks.append(perf_counter_ns())
         responses = split_outputs(layout, jobs, outputs)
     except BaseException as error:  # a model may do anything, even exit: its thread goes on
@@ -85,7 +85,7 @@ def execute_single(runtime: Runtime, layout: BatchLayout, request: InferRequest,
     try:
         inputs = signature.to_arrays(request)
         marks.append(perf_counter_ns())
-        outputs = _only_response(runtime.execute(inputs, signature.outputs if requested is None else requested))
+        outputs = only_response(runtime.execute(inputs, signature.outputs if requested is None else requested))
         marks.append(perf_counter_ns())
         responses = (InferResponse(signature.to_tensors(outputs, requested), final=True),)
     except BaseException as error:
@@ -168,13 +168,6 @@ def _output_names(layout: BatchLayout, jobs: Sequence[InferenceJob]) -> Sequence
         names = tuple(name for name in names if name in requested)
     states = () if layout.sequences is None else layout.sequences.state_outputs
     return (*names, *(name for name in states if name not in names))
-
-
-def _only_response(responses: Any) -> Arrays:
-    outputs: list[Arrays] = list(responses)
-    if len(outputs) != 1:
-        raise Internal(f"expected a single response, got {len(outputs)}")
-    return outputs[0]
 
 
 def _timing(marks: Sequence[int]) -> ExecutionTiming:

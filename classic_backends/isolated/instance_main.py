@@ -8,17 +8,16 @@ import logging
 import os
 from collections.abc import Generator
 from contextlib import suppress
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple, cast
 
 import msgspec
 
-from ...core.errors import Internal
 from ...core.model import ModelConfig, RawConfig
 from ...processes.log_forwarding import LogForwarder, MessageWriter
-from ..runtime import InstancePlacement, Runtime, RuntimeLoader
+from ..runtime import InstancePlacement, Runtime, RuntimeLoader, only_response
 from .instance_messages import (
     AbandonOutputs,
     ConfigCompleted,
@@ -27,10 +26,10 @@ from .instance_messages import (
     InstanceLoaded,
     OutputsEnded,
     OutputsMade,
+    TensorArena,
     ToInstance,
     failure_message,
 )
-from .tensor_arena import TensorArena
 
 OPENMP_SPINS = 5000
 """Rounds for which a thread of OpenMP waits before it sleeps, some 0.1 ms: with fewer, a small model alone gets slower,
@@ -40,38 +39,28 @@ NICENESS = 5
 """A third of the weight of an engine core, where both want the same core."""
 
 
-class LoaderRef(NamedTuple):
-    """A backend's `RuntimeLoader` by the name of its module and its name in it, so that a child can import it."""
-
-    module: str
-    name: str
-
-    def load_reference(self) -> RuntimeLoader:
-        return cast(RuntimeLoader, getattr(import_module(self.module), self.name))
-
-
 class InstanceTask(NamedTuple):
-    """The model that an instance loads: the loader, and the arguments of `RuntimeLoader.load`."""
+    """The model that an instance loads: its loader, see `resolve_loader`, and the arguments of `RuntimeLoader.load`."""
 
-    loader: LoaderRef
+    loader: str
     directory: Path
     config: ModelConfig
     placement: InstancePlacement
     parameters: dict[str, str]
 
 
-class InstanceArenas(NamedTuple):
-    """Shared memory of one instance: the server writes `inputs`, the instance `outputs`."""
-
-    inputs: TensorArena
-    outputs: TensorArena
+def resolve_loader(name: str) -> RuntimeLoader:
+    """A backend's own loader by its module and its name in it, such as `package.module:LOADER`."""
+    return cast(RuntimeLoader, resolve_name(name))
 
 
-def instance_main(connection: Connection, arenas: InstanceArenas, task: InstanceTask) -> None:
-    """Load a runtime, and execute until the server closes the connection."""
+def instance_main(connection: Connection, inputs: TensorArena, outputs: TensorArena, task: InstanceTask) -> None:
+    """Load a runtime, and execute until the server closes the connection. The server writes `inputs`, the instance
+    `outputs`."""
     writer = _set_up_process(connection)
     try:
-        runtime = task.loader.load_reference().load(task.directory, task.config, task.placement, task.parameters)
+        loader = resolve_loader(task.loader)
+        runtime = loader.load(task.directory, task.config, task.placement, task.parameters)
     except BaseException as error:
         return writer.send(failure_message(error))
     writer.send(InstanceLoaded(runtime.traits.ragged))
@@ -80,7 +69,7 @@ def instance_main(connection: Connection, arenas: InstanceArenas, task: Instance
         while True:
             batch = decode(connection.recv_bytes())
             assert isinstance(batch, ExecuteBatch), batch
-            messages = _execute(runtime, arenas, batch, task.config.decoupled)
+            messages = _execute(runtime, inputs, outputs, batch, task.config.decoupled)
             for message in messages:
                 writer.send(message)
                 more = isinstance(message, OutputsMade) and not message.last
@@ -91,38 +80,35 @@ def instance_main(connection: Connection, arenas: InstanceArenas, task: Instance
 
 
 def completion_main(
-    connection: Connection, loader: LoaderRef, directory: Path, config: RawConfig, parameters: dict[str, str]
+    connection: Connection, loader: str, directory: Path, config: RawConfig, parameters: dict[str, str]
 ) -> None:
     """Complete a model's config, send it, and end."""
     writer = _set_up_process(connection)
     try:
-        completed = loader.load_reference().complete(directory, config, parameters)
+        completed = resolve_loader(loader).complete(directory, config, parameters)
     except BaseException as error:
         return writer.send(failure_message(error))
     return writer.send(ConfigCompleted(json.dumps(completed).encode()))
 
 
 def _execute(
-    runtime: Runtime, arenas: InstanceArenas, batch: ExecuteBatch, decoupled: bool
+    runtime: Runtime, inputs: TensorArena, outputs: TensorArena, batch: ExecuteBatch, decoupled: bool
 ) -> Generator[FromInstance, None, None]:
     """The messages that answer a batch. A `decoupled` runtime makes any number of outputs, any other exactly one.
     Closing the generator closes the runtime's own."""
     try:
-        outputs = runtime.execute(arenas.inputs.unpack(batch.inputs, copy=False), batch.wanted)
+        responses = runtime.execute(inputs.unpack(batch.inputs, copy=False), batch.wanted)
         if not decoupled:
-            responses = list(outputs)
-            if len(responses) != 1:
-                raise Internal(f"expected a single response, got {len(responses)}")
-            yield OutputsMade(arenas.outputs.pack(responses[0]), last=True)
+            yield OutputsMade(outputs.pack(only_response(responses)), last=True)
             return
         try:
-            for each in outputs:
-                yield OutputsMade(arenas.outputs.pack(each), last=False)
+            for each in responses:
+                yield OutputsMade(outputs.pack(each), last=False)
             yield OutputsEnded()
         finally:
-            if hasattr(outputs, "close"):
+            if hasattr(responses, "close"):
                 with suppress(Exception):  # what is abandoned has nothing more to say
-                    outputs.close()
+                    responses.close()
     except GeneratorExit:
         raise
     except BaseException as error:

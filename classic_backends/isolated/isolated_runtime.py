@@ -6,18 +6,26 @@ the server itself. Tensors cross in shared memory, with one small message each w
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import select
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import chain
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...processes.child_process import python_child
+from ...processes.log_forwarding import LogRecordMessage
 from ..backend_parameters import read_choice
 from ..config_completion import declares_tensors
 from ..instance_groups import read_instance_slots, with_one_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
-from .instance_main import InstanceArenas, InstanceTask, LoaderRef, completion_main, instance_main
+from .instance_main import InstanceTask, completion_main, instance_main, resolve_loader
 from .instance_messages import (
     AbandonOutputs,
     ConfigCompleted,
@@ -27,10 +35,9 @@ from .instance_messages import (
     InstanceLoaded,
     OutputsMade,
     ResumeOutputs,
+    TensorArena,
     ToInstance,
 )
-from .instance_process import InstanceProcess, ProcessLost
-from .tensor_arena import TensorArena
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +45,18 @@ EXECUTION_PARAMETER = "EXECUTION"
 ISOLATED: Literal["isolated"] = "isolated"
 THREAD: Literal["thread"] = "thread"
 
+_LEAVE_SECONDS = 5.0
+"""How long a process may take to close its model, before it is killed."""
+
 
 class IsolatableLoader(NamedTuple):
     """A backend's `RuntimeLoader`, in a child process or in this one, as the parameter says or else `default`.
 
-    `library_bytes`: memory that a process takes with the libraries it imports. `completes_in_process`: completing a
-    config imports them too, which the server must not.
+    `loader`: of the backend, see `resolve_loader`. `library_bytes`: memory that a process takes with the libraries it
+    imports. `completes_in_process`: completing a config imports them too, which the server must not.
     """
 
-    loader: LoaderRef
+    loader: str
     default: Literal["isolated", "thread"] = THREAD
     library_bytes: int = 32 << 20
     completes_in_process: bool = False
@@ -62,15 +72,15 @@ class IsolatableLoader(NamedTuple):
         isolated, own = self._read(parameters)
         if isolated:
             return IsolatedRuntime(InstanceTask(self.loader, directory, config, place, own))
-        return self.loader.load_reference().load(directory, config, place, own)
+        return resolve_loader(self.loader).load(directory, config, place, own)
 
     def uses_gpus(self) -> bool:
-        return self.loader.load_reference().uses_gpus()
+        return resolve_loader(self.loader).uses_gpus()
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """The memory that the backend's own loader needs, and for each process the libraries that it imports."""
         isolated, own = self._read(parameters)
-        loader = self.loader.load_reference()
+        loader = resolve_loader(self.loader)
         if not isolated:
             return loader.needs(directory, raw, own)
         places = [slot.placement for slot in read_instance_slots("", raw)]
@@ -81,8 +91,14 @@ class IsolatableLoader(NamedTuple):
         """Complete the config as the backend's own loader does, in a child process where `load` would use one."""
         isolated, own = self._read(parameters)
         if not (isolated and self.completes_in_process):
-            return self.loader.load_reference().complete(directory, raw, own)
-        return raw if declares_tensors(raw) else _complete_in_process(self.loader, directory, raw, own)
+            return resolve_loader(self.loader).complete(directory, raw, own)
+        if declares_tensors(raw):
+            return raw
+        with closing(InstanceProcess(completion_main, self.loader, directory, raw, own)) as process:
+            message = _first_message(process, f"the process that reads {directory}")
+        assert isinstance(message, ConfigCompleted)
+        completed: RawConfig = json.loads(message.config)
+        return completed
 
     def _read(self, parameters: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
         """Whether a child process is chosen, and the parameters that are the backend's."""
@@ -90,20 +106,51 @@ class IsolatableLoader(NamedTuple):
         return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != EXECUTION_PARAMETER}
 
 
-def _complete_in_process(
-    loader: LoaderRef, directory: Path, config: RawConfig, parameters: dict[str, str]
-) -> RawConfig:
-    process = InstanceProcess(completion_main, loader, directory, config, parameters)
-    try:
-        message = _first_message(process, f"the process that reads {directory}")
-    finally:
-        process.close()
-    assert isinstance(message, ConfigCompleted)
-    completed: RawConfig = json.loads(message.config)
-    return completed
+class IsolatedRuntime:
+    """The runtime of one instance, in its child process. If that ends by itself, the execution fails with `Internal`,
+    and the runtime is of no more use, as `RuntimeTraits.process` tells."""
+
+    def __init__(self, task: InstanceTask) -> None:
+        self._name = task.placement.name
+        with ExitStack() as resources:
+            self._inputs = resources.enter_context(closing(TensorArena()))
+            self._outputs = resources.enter_context(closing(TensorArena()))
+            process = InstanceProcess(instance_main, self._inputs, self._outputs, task)
+            self._process = resources.enter_context(closing(process))
+            loaded = _first_message(process, f"the process of instance '{self._name}'")
+            self._resources = resources.pop_all()
+        assert isinstance(loaded, InstanceLoaded)
+        self.traits = RuntimeTraits(ragged=loaded.ragged, process=process, interrupt=process.kill)
+
+    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+        made = self._ask(ExecuteBatch(self._inputs.pack(inputs), tuple(wanted)))
+        try:
+            while made is not None:
+                # The arena is the next outputs' too.
+                yield self._outputs.unpack(made.outputs, copy=True)
+                made = None if made.last else self._ask(ResumeOutputs())
+        except GeneratorExit:
+            if made is not None and not made.last:
+                self._ask(AbandonOutputs())
+            raise
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _ask(self, message: ToInstance) -> OutputsMade | None:
+        """The outputs that answer a message; None if there are no more."""
+        failed = f"Failed to process the request(s) for model instance '{self._name}', message: "
+        try:
+            self._process.send(message)
+            answer = self._process.receive()
+        except ProcessLost as loss:
+            raise Internal(f"{failed}its process {loss}") from None
+        if isinstance(answer, InstanceFailed):
+            raise _to_error(answer, f"instance '{self._name}'", failed + answer.message)
+        return answer if isinstance(answer, OutputsMade) else None
 
 
-def _first_message(process: InstanceProcess, name: str) -> FromInstance:
+def _first_message(process: "InstanceProcess", name: str) -> FromInstance:
     """The first message of a child, its log apart. Raises the failure that it reports, or `Internal` if it ended."""
     try:
         message = process.receive()
@@ -122,69 +169,93 @@ def _to_error(failure: InstanceFailed, name: str, message: str) -> CharoniaError
     return Internal(message)
 
 
-class IsolatedRuntime:
-    """The runtime of one instance, in its child process. If that ends by itself, the execution fails with `Internal`,
-    and the runtime is of no more use, as `RuntimeTraits.process` tells."""
+class ProcessLost(Exception):
+    """The process has ended: `ended unexpectedly: <how>`, or `was ended: <why>` where `kill` did it."""
 
-    def __init__(self, task: InstanceTask) -> None:
-        self._name = task.placement.name
-        self._arenas = InstanceArenas(TensorArena(), TensorArena())
-        try:
-            self._process = InstanceProcess(instance_main, self._arenas, task)
-        except BaseException:
-            self._close_arenas()
-            raise
-        try:
-            loaded = _first_message(self._process, f"the process of instance '{self._name}'")
-        except BaseException:
-            self.close()
-            raise
-        assert isinstance(loaded, InstanceLoaded)
-        self.traits = RuntimeTraits(ragged=loaded.ragged, process=self._process, interrupt=self._process.kill)
 
-    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        made = self._ask(ExecuteBatch(self._arenas.inputs.pack(inputs), tuple(wanted)))
+class InstanceProcess:
+    """The server's end of a child process that runs `target(connection, *arguments)`. `send` and `receive` belong to
+    one thread. A process that is lost is replaced by a new `InstanceProcess`.
+
+    `pid`; `sentinel`: a descriptor that becomes readable when the process has ended; `lost`: its end was noticed.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder[FromInstance](FromInstance).decode
+        self._connection, theirs = Pipe()
+        self.lost = False
+        self._kill_reason = ""
         try:
-            while made is not None:
-                # The arena is the next outputs' too.
-                yield self._arenas.outputs.unpack(made.outputs, copy=True)
-                made = None if made.last else self._ask(ResumeOutputs())
-        except GeneratorExit:
-            if made is not None and not made.last:
-                self._ask(AbandonOutputs())
+            self._process = python_child("charonia-model", target, theirs, *arguments)
+        except BaseException:
+            self._connection.close()
             raise
+        finally:
+            theirs.close()
+        self.pid, self.sentinel = self._process.pid, self._process.sentinel
+        self._poll = select.poll()
+        for descriptor in (self._connection.fileno(), self.sentinel):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def send(self, message: ToInstance) -> None:
+        """Raises `ProcessLost`."""
+        try:
+            self._connection.send_bytes(self._encode(message))
+        except OSError:
+            raise self._loss() from None
+
+    def receive(self) -> FromInstance:
+        """The next message; records of the process's log go to ours. Raises `ProcessLost`."""
+        while True:
+            # Processes that the model started may hold the connection open: its end alone would not be noticed.
+            ready = {descriptor for descriptor, _ in self._poll.poll()}
+            if self._connection.fileno() not in ready:
+                raise self._loss()
+            try:
+                message: FromInstance = self._decode(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                raise self._loss() from None
+            if not isinstance(message, LogRecordMessage):
+                return message
+            message.log_here()
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, from any thread; `ProcessLost` tells the reason."""
+        self._kill_reason = reason
+        self._process.kill()
 
     def close(self) -> None:
-        self._process.close()
-        self._close_arenas()
+        """Let the process end by itself, or else kill it; it is gone afterwards."""
+        self._connection.close()
+        self._process.close(_LEAVE_SECONDS)
 
-    def _ask(self, message: ToInstance) -> OutputsMade | None:
-        """The outputs that answer a message; None if there are no more."""
-        try:
-            self._process.send(message)
-            answer = self._process.receive()
-        except ProcessLost as loss:
-            raise Internal(self._failure_text(f"its process {loss}")) from None
-        if isinstance(answer, InstanceFailed):
-            raise _to_error(answer, f"instance '{self._name}'", self._failure_text(answer.message))
-        return answer if isinstance(answer, OutputsMade) else None
-
-    def _failure_text(self, message: str) -> str:
-        """Triton's words for a failure of the model's own."""
-        return f"Failed to process the request(s) for model instance '{self._name}', message: {message}"
-
-    def _close_arenas(self) -> None:
-        for arena in self._arenas:
-            arena.close()
+    def _loss(self) -> ProcessLost:
+        self.lost = True
+        exit_code = self._process.wait(_LEAVE_SECONDS)
+        if self._kill_reason:
+            return ProcessLost(f"was ended: {self._kill_reason}")
+        if exit_code is None:
+            how = "it hung up"
+        elif exit_code >= 0:
+            how = f"it exited with {exit_code}"
+        elif -exit_code in set(signal.Signals):
+            how = f"it was ended by {signal.Signals(-exit_code).name}"
+        else:
+            how = f"it was ended by signal {-exit_code}"
+        return ProcessLost(f"ended unexpectedly: {how}")
 
 
 PYTORCH = IsolatableLoader(
-    LoaderRef("charonia.classic_backends.torch.torch_backend", "PYTORCH"),
+    "charonia.classic_backends.torch.torch_backend:PYTORCH",
     ISOLATED,
     library_bytes=145 << 20,
     completes_in_process=True,
 )
 ENCODER = IsolatableLoader(
-    LoaderRef("charonia.classic_backends.encoder.encoder_backend", "ENCODER"), ISOLATED, library_bytes=250 << 20
+    "charonia.classic_backends.encoder.encoder_backend:ENCODER", ISOLATED, library_bytes=250 << 20
 )
-ONNX = IsolatableLoader(LoaderRef("charonia.classic_backends.onnx.onnx_backend", "ONNX"), completes_in_process=True)
+ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)

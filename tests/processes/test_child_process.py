@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.classic_backends.isolated.instance_process import InstanceProcess, ProcessLost
+from charonia.classic_backends.isolated.isolated_runtime import InstanceProcess, ProcessLost
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.frontend.core_process import CoreProcess
 from charonia.engine.parallel.layout import RankLayout

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from charonia.classic_backends.batching import instance, instance_pool
 from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT
-from charonia.classic_backends.isolated.instance_main import NICENESS, OPENMP_SPINS, InstanceTask, LoaderRef
+from charonia.classic_backends.isolated.instance_main import NICENESS, OPENMP_SPINS, InstanceTask
+from charonia.classic_backends.isolated.instance_messages import TensorArena
 from charonia.classic_backends.isolated.isolated_runtime import (
     EXECUTION_PARAMETER,
     ISOLATED,
     IsolatableLoader,
     IsolatedRuntime,
 )
-from charonia.classic_backends.isolated.tensor_arena import TensorArena
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import InstancePlacement
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
@@ -37,7 +37,7 @@ from charonia.core.tensor import Tensor, TensorSpec
 from ...waiting import until
 from ..asking import answers
 
-ORIGIN = LoaderRef("isolated_subject", "SUBJECT")
+ORIGIN = "isolated_subject:SUBJECT"
 LOADER = IsolatableLoader(ORIGIN, ISOLATED, completes_in_process=True)
 
 
