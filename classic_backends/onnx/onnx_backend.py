@@ -21,7 +21,6 @@ from .session_plan import KNOWN_PARAMETERS, read_session_plan
 
 if TYPE_CHECKING:
     from .onnx_session import Session
-    from .onnx_values import RunSession
 
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
@@ -39,14 +38,14 @@ class OnnxLoader:
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
         _require_onnxruntime()
-        from .onnx_session import describe_session, open_session
+        from .onnx_session import open_session
 
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         plan = read_session_plan(config.raw, placement, parameters)
         session = open_session(_model_file(directory, config.raw), plan)
         self._completed = None
-        check_config_matches(config, describe_session(session))
-        return OnnxRuntime(session, config)
+        check_config_matches(config, session.tensors)
+        return OnnxRuntime(session)
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         file = _model_file(directory, raw)
@@ -56,12 +55,12 @@ class OnnxLoader:
         if declares_tensors(raw):
             return raw
         _require_onnxruntime()
-        from .onnx_session import describe_session, open_session
+        from .onnx_session import open_session
 
         self._completed = None
         plan = read_session_plan(raw, read_instance_slots("", raw)[0].placement, parameters)
         self._completed = open_session(_model_file(directory, raw), plan)
-        return complete_config(raw, describe_session(self._completed), parameters)
+        return complete_config(raw, self._completed.tensors, parameters)
 
     def uses_gpus(self) -> bool:
         _require_onnxruntime()
@@ -91,12 +90,9 @@ def _model_file(directory: Path, raw: RawConfig) -> Path:
 class OnnxRuntime:
     """One instance: a session that it shares with the others until it is closed."""
 
-    def __init__(self, session: "Session", config: ModelConfig) -> None:
-        from .onnx_values import session_runner
-
+    def __init__(self, session: "Session") -> None:
         self._session: Session | None = session
         self._options = session.run_options()
-        self._run: RunSession | None = session_runner(session.session, self._options, config.inputs, config.outputs)
         self._interrupted = ""
 
     @property
@@ -104,11 +100,11 @@ class OnnxRuntime:
         return RuntimeTraits(ragged=True, interrupt=self._interrupt)
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        assert self._run is not None
+        assert self._session is not None
         if self._interrupted:
             self._interrupted, self._options.terminate = "", False
         try:
-            outputs = self._run(inputs, output_names)
+            outputs = self._session.run(inputs, output_names, self._options)
         except CharoniaError:
             raise
         except Exception as error:
@@ -119,7 +115,7 @@ class OnnxRuntime:
         self._interrupted, self._options.terminate = f"onnx runtime error: the run was ended: {reason}", True
 
     def close(self) -> None:
-        self._session = self._run = None
+        self._session = None
         release_free_memory()
 
 

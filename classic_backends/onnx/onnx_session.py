@@ -4,34 +4,29 @@ Instances run one session at the same time: its weights are in memory once, and 
 for each instance. Imported only where an ONNX model is loaded.
 """
 
+import ctypes
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
+import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...core.tensor import NUMPY_TYPES
 from ...processes.host import map_large_blocks_separately
 from ..config_completion import FoundModel, FoundTensor
+from ..runtime import Arrays
 from .session_plan import SessionPlan
 
-_DATATYPES = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint16": "UINT16",
-    "uint32": "UINT32",
-    "uint64": "UINT64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "float": "FP32",
-    "double": "FP64",
-    "string": "BYTES",
-    "bfloat16": "BF16",
-}
+_DATATYPES = {np.dtype(dtype).name: datatype for datatype, dtype in NUMPY_TYPES.items()}
+_DATATYPES |= {"uint16": "UINT16", "float": "FP32", "double": "FP64", "string": "BYTES", "bfloat16": "BF16"}
+
+_BFLOAT16 = 16
+"""onnx.TensorProto.BFLOAT16"""
 
 _Key: TypeAlias = tuple[tuple[object, ...], SessionPlan]
 
@@ -41,7 +36,13 @@ _has_global_pool = False
 
 
 class Session:
-    """One loaded model, which several threads may run at once."""
+    """One loaded model, which several threads may run at once. `tensors`: those that its file declares; an output that
+    is no tensor is left out.
+
+    Raises:
+        InvalidArgument: it cannot be loaded.
+        Unsupported: onnxruntime was built without what the plan needs, or an input is no tensor.
+    """
 
     def __init__(self, file: Path, plan: SessionPlan) -> None:
         available = onnxruntime.get_available_providers()
@@ -52,10 +53,14 @@ class Session:
         options = _session_options(plan)
         providers: Any = [(name, dict(settings)) for name, settings in plan.providers]
         try:
-            self.session = onnxruntime.InferenceSession(str(file), options, providers=providers)
+            self._session = onnxruntime.InferenceSession(str(file), options, providers=providers)
         except Exception as error:  # onnxruntime has a class for each of its codes
             raise InvalidArgument(f"onnxruntime cannot load {file}: {error}") from error
         self._shrink_arenas = plan.shrink_arenas
+        self.tensors = _find_tensors(self._session)
+        found = (*self.tensors.inputs, *self.tensors.outputs)
+        self._texts = {each.name for each in found if each.datatype == "BYTES"}
+        self._bfloat16 = {each.name for each in found if each.datatype == "BF16"}
 
     def run_options(self) -> Any:
         """The options of one instance's runs; `terminate` in them ends the current run before its next operator."""
@@ -64,15 +69,29 @@ class Session:
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", self._shrink_arenas)
         return options
 
+    def run(self, inputs: Arrays, output_names: Sequence[str], options: Any) -> Sequence[NDArray[Any]]:
+        """The outputs in the order of their names. Strings, which are text to onnxruntime, and BF16, which numpy does
+        not have, are converted."""
+        if self._texts:
+            inputs = {name: _decode(name, array) if name in self._texts else array for name, array in inputs.items()}
+        outputs: Sequence[NDArray[Any]]
+        if self._bfloat16:
+            values = {name: _to_value(array, name in self._bfloat16) for name, array in inputs.items()}
+            made = self._session.run_with_ort_values(list(output_names), values, options)
+            outputs = [_to_array(value) for value in made]
+        else:
+            outputs = self._session.run(output_names, inputs, options)
+        if self._texts:
+            outputs = [
+                _objects((item.encode() for item in array.flat), array.shape) if name in self._texts else array
+                for name, array in zip(output_names, outputs, strict=True)
+            ]
+        return outputs
+
 
 def open_session(file: Path, plan: SessionPlan) -> Session:
-    """The session of this file with this plan: an open one if the file has not changed, or a new one.
-
-    Raises:
-        NotFound: there is no such file.
-        InvalidArgument: it cannot be loaded.
-        Unsupported: onnxruntime was built without what the plan needs.
-    """
+    """The session of this file with this plan: an open one if the file has not changed, or a new one. Raises as
+    `Session`, and `NotFound`."""
     if not file.is_file():
         raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
     # Weights may lie beside the file.
@@ -87,19 +106,13 @@ def open_session(file: Path, plan: SessionPlan) -> Session:
         return session
 
 
-def describe_session(session: Session) -> FoundModel:
-    """The tensors that the file declares; an output that is no tensor is left out.
-
-    Raises:
-        Unsupported: an input is no tensor.
-    """
-    inputs, outputs = session.session.get_inputs(), session.session.get_outputs()
-    for each in inputs:
+def _find_tensors(session: Any) -> FoundModel:
+    for each in session.get_inputs():
         if not _datatype(each):
             raise Unsupported(f"input '{each.name}' of the model is a {each.type}, which no client could send")
-    with_defaults = session.session.get_overridable_initializers()
-    found = (*(_found(each) for each in inputs), *(_found(each, optional=True) for each in with_defaults))
-    return FoundModel(found, tuple(_found(each) for each in outputs if _datatype(each)))
+    inputs = [_found(each) for each in session.get_inputs()]
+    inputs += [_found(each, optional=True) for each in session.get_overridable_initializers()]
+    return FoundModel(tuple(inputs), tuple(_found(each) for each in session.get_outputs() if _datatype(each)))
 
 
 def _found(node: Any, optional: bool = False) -> FoundTensor:
@@ -112,7 +125,34 @@ def _datatype(node: Any) -> str:
     return _DATATYPES.get(node.type.removeprefix("tensor(").removesuffix(")"), "")
 
 
+def _to_value(array: NDArray[Any], bfloat16: bool) -> Any:
+    whole = np.ascontiguousarray(array)
+    make: Any = onnxruntime.OrtValue
+    return make.ortvalue_from_numpy_with_onnx_type(whole, _BFLOAT16) if bfloat16 else make.ortvalue_from_numpy(whole)
+
+
+def _to_array(value: Any) -> NDArray[Any]:
+    if value.element_type() != _BFLOAT16:
+        return value.numpy()  # type: ignore[no-any-return]
+    shape = tuple(value.shape())
+    bits = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
+    return np.frombuffer(bits, np.uint16).reshape(shape)
+
+
+def _decode(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    try:
+        return _objects((item.decode() for item in array.flat), array.shape)
+    except UnicodeDecodeError as error:
+        message = f"input '{name}' of an ONNX model must be UTF-8: {error}"
+        raise InvalidArgument(message, field=name) from None
+
+
+def _objects(items: Iterable[object], shape: tuple[int, ...]) -> NDArray[Any]:
+    return np.array(list(items), dtype=object).reshape(shape)
+
+
 def _session_options(plan: SessionPlan) -> Any:
+    global _has_global_pool
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, plan.optimization_level)
     options.execution_mode = getattr(onnxruntime.ExecutionMode, plan.execution_mode)
@@ -121,25 +161,17 @@ def _session_options(plan: SessionPlan) -> Any:
     options.log_severity_level = 3
     for name, value in plan.config_entries:
         options.add_session_config_entry(name, value)
-    if plan.global_thread_pool:
-        _make_global_pool(plan)
+    if plan.global_thread_pool and not _has_global_pool:
+        # The threads that all models share are made once, by the first one, before anything else.
+        try:
+            onnxruntime.set_global_thread_pool_sizes(plan.intra_op_threads, plan.inter_op_threads)
+        except Exception as error:
+            message = f"a global thread pool must be wanted by all ONNX models, as with --backend-config: {error}"
+            raise InvalidArgument(message, field="enable-global-threadpool") from error
+        _has_global_pool = True
     if _has_global_pool:  # then onnxruntime takes no other threads
         options.use_per_session_threads = False
     else:
         options.intra_op_num_threads = plan.intra_op_threads
         options.inter_op_num_threads = plan.inter_op_threads
     return options
-
-
-def _make_global_pool(plan: SessionPlan) -> None:
-    """Set the threads that all models share: by the first one, since onnxruntime makes them once, before anything
-    else."""
-    global _has_global_pool
-    if _has_global_pool:
-        return
-    try:
-        onnxruntime.set_global_thread_pool_sizes(plan.intra_op_threads, plan.inter_op_threads)
-    except Exception as error:
-        message = f"a global thread pool must be wanted by all ONNX models, as with --backend-config: {error}"
-        raise InvalidArgument(message, field="enable-global-threadpool") from error
-    _has_global_pool = True

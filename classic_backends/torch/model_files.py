@@ -5,33 +5,25 @@ Imported only where such a model is loaded.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import numpy as np
 import torch
 
 from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...core.tensor import NUMPY_TYPES
 from ...processes.host import map_large_blocks_separately
 from ..config_completion import FoundModel, FoundTensor
 
-_DATATYPES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.uint16: "UINT16",
-    torch.uint32: "UINT32",
-    torch.uint64: "UINT64",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-    torch.bfloat16: "BF16",
-}
+_DATATYPES: dict[torch.dtype, str] = {
+    getattr(torch, np.dtype(dtype).name): datatype
+    for datatype, dtype in NUMPY_TYPES.items()
+    if datatype not in ("BF16", "BYTES")
+} | {torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
