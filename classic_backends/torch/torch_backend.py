@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from ...core.errors import Internal, InvalidArgument, Unsupported
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.tensor import TensorSpec
 from ...processes.host import torch_has_cuda
 from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
-from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors
+from ..config_completion import FoundModel, check_config_matches, complete_config, declares_tensors
 from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 
@@ -47,16 +48,6 @@ class InferenceModes(NamedTuple):
     clean_cache: bool = False
 
 
-class ForwardCall(NamedTuple):
-    """How `forward` is called: the positions of the config's inputs among its arguments and of the config's outputs
-    among its results, the device, and the modes."""
-
-    argument_positions: tuple[int, ...]
-    result_positions: tuple[int, ...]
-    device: str
-    modes: InferenceModes
-
-
 class TorchLoader:
     """Loads `model.pt` or `model.pt2`, or the `default_model_filename`."""
 
@@ -74,11 +65,12 @@ class TorchLoader:
         device = {"KIND_MODEL": None, "KIND_GPU": f"cuda:{placement.device}"}.get(placement.kind, "cpu")
         opened = open_model_file(_model_file(directory, config.raw), device)
         arguments = argument_positions(config.name, [spec.name for spec in config.inputs], opened.argument_names)
-        results = result_positions(config.name, [spec.name for spec in config.outputs])
-        call = ForwardCall(arguments, results, device or "cpu", modes)
+        results = indexed_positions(config.name, "output", [spec.name for spec in config.outputs])
         if opened.tensors is not None:
-            check_config_matches(config, _with_config_names(opened.tensors, config, call))
-        return TorchRuntime(opened, config, call)
+            check_config_matches(config, _with_config_names(opened.tensors, config, arguments, results))
+        inputs = [spec for _, spec in sorted(zip(arguments, config.inputs, strict=True), key=lambda each: each[0])]
+        outputs = dict(zip((spec.name for spec in config.outputs), results, strict=True))
+        return TorchRuntime(opened, inputs, outputs, device or "cpu", modes)
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
@@ -137,7 +129,7 @@ def argument_positions(model: str, names: Sequence[str], arguments: Sequence[str
     """
     if arguments and set(names) <= set(arguments):
         return tuple(arguments.index(name) for name in names)
-    positions = _indexed_positions(model, "input", names)
+    positions = indexed_positions(model, "input", names)
     in_order = sorted(positions) == list(range(len(positions)))
     if not in_order or (arguments and len(positions) > len(arguments)):
         count = f", which has {len(arguments)}" if arguments else ""
@@ -146,13 +138,9 @@ def argument_positions(model: str, names: Sequence[str], arguments: Sequence[str
     return positions
 
 
-def result_positions(model: str, names: Sequence[str]) -> tuple[int, ...]:
-    """The position of the result of each output, by the same conventions; an output may lack a result until it is
-    computed."""
-    return _indexed_positions(model, "output", names)
-
-
-def _indexed_positions(model: str, side: str, names: Sequence[str]) -> tuple[int, ...]:
+def indexed_positions(model: str, side: str, names: Sequence[str]) -> tuple[int, ...]:
+    """The positions that names such as INPUT__0 or OUTPUT__0 tell, or else the names' own. Raises `InvalidArgument`
+    where two are the same."""
     found = [_INDEXED_NAME.fullmatch(name) for name in names]
     positions = tuple(int(each[1]) for each in found if each) if all(found) else tuple(range(len(names)))
     if len(set(positions)) != len(positions):
@@ -160,44 +148,55 @@ def _indexed_positions(model: str, side: str, names: Sequence[str]) -> tuple[int
     return positions
 
 
-def _with_config_names(found: FoundModel, config: ModelConfig, call: ForwardCall) -> FoundModel:
-    """The tensors of a model's file under the names that the config gives them."""
+def _with_config_names(
+    found: FoundModel, config: ModelConfig, arguments: Sequence[int], results: Sequence[int]
+) -> FoundModel:
+    """The tensors of a model's file under the names that the config gives them; one that the config does not have gets
+    a name that no config can have."""
     if len(config.inputs) != len(found.inputs):
         message = f"configuration expects {len(config.inputs)} inputs, model provides {len(found.inputs)}"
         raise InvalidArgument(f"unable to load model '{config.name}': {message}", field="input")
-    inputs = [spec.name for spec in config.inputs]
-    outputs = [spec.name for spec in config.outputs]
-    return FoundModel(
-        _renamed(found.inputs, inputs, call.argument_positions), _renamed(found.outputs, outputs, call.result_positions)
-    )
-
-
-def _renamed(found: Sequence[FoundTensor], names: Sequence[str], positions: Sequence[int]) -> tuple[FoundTensor, ...]:
-    """A tensor that the config does not have gets a name that no config can have."""
-    named = dict(zip(positions, names, strict=True))
-    return tuple(each._replace(name=named.get(position, f"#{position}")) for position, each in enumerate(found))
+    renamed = []
+    for tensors, specs, positions in (
+        (found.inputs, config.inputs, arguments),
+        (found.outputs, config.outputs, results),
+    ):
+        names = dict(zip(positions, (spec.name for spec in specs), strict=True))
+        renamed.append(tuple(each._replace(name=names.get(at, f"#{at}")) for at, each in enumerate(tensors)))
+    return FoundModel(*renamed)
 
 
 class TorchRuntime:
-    """One instance, with weights of its own."""
+    """One instance, with weights of its own. `inputs`: in the order of forward's arguments; `result_positions`: of each
+    output among forward's results."""
 
-    def __init__(self, opened: "OpenedModel", config: ModelConfig, call: ForwardCall) -> None:
+    def __init__(
+        self,
+        opened: "OpenedModel",
+        inputs: Sequence[TensorSpec],
+        result_positions: Mapping[str, int],
+        device: str,
+        modes: InferenceModes,
+    ) -> None:
         self._opened: OpenedModel | None = opened
-        self._call = call
-        order = sorted(zip(call.argument_positions, config.inputs, strict=True), key=lambda each: each[0])
-        self._inputs = tuple(spec for _, spec in order)
-        self._result_positions = {
-            spec.name: position for position, spec in zip(call.result_positions, config.outputs, strict=True)
-        }
+        self._inputs = inputs
+        self._result_positions = result_positions
+        self._device = device
+        self._modes = modes
         self.traits = RuntimeTraits()
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        with _enter_modes(self._call.modes):
-            results = self._forward(inputs)
-        yield {name: _to_array(_result(results, name, self._result_positions[name])) for name in output_names}
-        if self._call.modes.clean_cache:
-            import torch
+        import torch
 
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode() if self._modes.inference_mode else torch.no_grad())
+            if not self._modes.optimized_execution:
+                stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
+            if not self._modes.cudnn:
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            results = self._forward(inputs)
+        yield {name: _result_array(results, name, self._result_positions[name]) for name in output_names}
+        if self._modes.clean_cache:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -211,23 +210,11 @@ class TorchRuntime:
         missing = [spec.name for spec in self._inputs if spec.name not in inputs]
         if missing:
             raise InvalidArgument(f"input '{missing[0]}' of a PyTorch model cannot be left out", field=missing[0])
-        given = [_to_tensor(inputs[spec.name], spec.datatype).to(self._call.device) for spec in self._inputs]
+        given = [_to_tensor(inputs[spec.name], spec.datatype).to(self._device) for spec in self._inputs]
         names = self._opened.argument_names or [""] * len(given)
         keywords = self._opened.keyword_names
         named = {name: value for name, value in zip(names, given, strict=False) if name in keywords}
         return self._opened.module(*given[: len(given) - len(named)], **named)
-
-
-def _enter_modes(modes: InferenceModes) -> ExitStack:
-    import torch
-
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode() if modes.inference_mode else torch.no_grad())
-        if not modes.optimized_execution:
-            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
-        if not modes.cudnn:
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        return stack.pop_all()
 
 
 def _to_tensor(array: NDArray[Any], datatype: str) -> "torch.Tensor":
@@ -238,21 +225,18 @@ def _to_tensor(array: NDArray[Any], datatype: str) -> "torch.Tensor":
     return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor
 
 
-def _result(results: Any, name: str, position: int) -> Any:
-    if isinstance(results, Mapping):
-        by_name: Mapping[str, Any] = results
-        if name not in by_name:
-            raise Internal(f"the model made no output '{name}', but {', '.join(map(str, by_name))}")
-        return by_name[name]
-    several = results if isinstance(results, (tuple, list)) else (results,)
-    if position >= len(several):
-        raise Internal(f"the model made {len(several)} outputs, and none in the place {position} of '{name}'")
-    return several[position]
-
-
-def _to_array(value: Any) -> NDArray[Any]:
+def _result_array(results: Any, name: str, position: int) -> NDArray[Any]:
     import torch
 
+    if isinstance(results, Mapping):
+        if name not in results:
+            raise Internal(f"the model made no output '{name}', but {', '.join(map(str, results))}")
+        value = results[name]
+    else:
+        several = results if isinstance(results, (tuple, list)) else (results,)
+        if position >= len(several):
+            raise Internal(f"the model made {len(several)} outputs, and none in the place {position} of '{name}'")
+        value = several[position]
     if not isinstance(value, torch.Tensor):
         raise Internal(f"the model made a {type(value).__name__} where a tensor was expected")
     here = value.detach().cpu()

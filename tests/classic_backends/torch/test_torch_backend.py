@@ -15,8 +15,8 @@ from charonia.classic_backends.torch.torch_backend import (
     PYTORCH,
     InferenceModes,
     argument_positions,
+    indexed_positions,
     read_inference_modes,
-    result_positions,
 )
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
@@ -232,7 +232,7 @@ def test_inputs_without_an_argument_are_refused(names: list[str]) -> None:
 
 
 def test_outputs_may_leave_out_results() -> None:
-    assert result_positions("model", ["OUTPUT__2", "OUTPUT__0"]) == (2, 0)
+    assert indexed_positions("model", "output", ["OUTPUT__2", "OUTPUT__0"]) == (2, 0)
 
 
 def test_files_that_are_not_there_or_no_models(version: Path, described: Describe) -> None:
