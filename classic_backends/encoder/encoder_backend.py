@@ -60,9 +60,8 @@ class EncoderLoader:
         check_config_matches(config, encoder_tensors(files))
         device = f"cuda:{placement.device}" if placement.kind == "KIND_GPU" else "cpu"
         tokenizer = EncoderTokenizer.load(files.directory, files.tokenization.max_tokens, files.tokenization.lowercase)
-        reader = EncoderInputReader(files, tokenizer)
         encoder = CrossEncoder(files, device) if isinstance(files, CrossEncoderFiles) else Embedder(files, device)
-        return EncoderRuntime(encoder, reader, max_batch_tokens)
+        return EncoderRuntime(encoder, files, tokenizer, max_batch_tokens)
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
@@ -87,17 +86,42 @@ def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
     return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
 
 
-class EncoderInputReader:
-    """Reads the inputs of requests: texts, pairs of texts, or ids. `output`: the name of the encoder's output."""
+class EncoderRuntime:
+    """One instance, with weights of its own. Its requests have texts, pairs of texts, or ids."""
 
-    def __init__(self, files: EmbedderFiles | CrossEncoderFiles, tokenizer: EncoderTokenizer) -> None:
+    def __init__(
+        self,
+        encoder: "Encoder",
+        files: EmbedderFiles | CrossEncoderFiles,
+        tokenizer: EncoderTokenizer,
+        max_batch_tokens: int,
+    ) -> None:
+        self._encoder: Encoder | None = encoder
         self._tokenizer = tokenizer
         self._max_tokens = files.tokenization.max_tokens
         self._prompt = files.tokenization.prompt
         self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
-        self.output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
+        self._output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
+        self._max_batch_tokens = max_batch_tokens
+        self.traits = RuntimeTraits()
 
-    def read_tokens(self, inputs: Arrays) -> list[EncodedText]:
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        assert self._encoder is not None
+        texts = self._read_tokens(inputs)
+        vectors: dict[int, NDArray[np.float32]] = {}
+        for indices in batch_by_length([len(each.ids) for each in texts], self._max_batch_tokens):
+            encoded = self._encoder.encode([texts[index] for index in indices])
+            vectors.update(zip(indices, encoded, strict=True))
+        counts = np.array([[len(text.ids)] for text in texts], np.int32)
+        yield {self._output: np.stack([vectors[index] for index in range(len(texts))]), COUNT: counts}
+
+    def close(self) -> None:
+        from ..torch.torch_process import release_torch_memory
+
+        self._encoder = None
+        release_torch_memory()
+
+    def _read_tokens(self, inputs: Arrays) -> list[EncodedText]:
         """Raises `InvalidArgument` for neither texts nor ids, both of them, or wrong ids."""
         if (TEXT in inputs) == (IDS in inputs):
             raise InvalidArgument(f"give either {TEXT} or {IDS}", field=TEXT)
@@ -111,7 +135,7 @@ class EncoderInputReader:
         if not 0 < len(ids) <= self._max_tokens:
             message = f"{IDS} must be 1 to {self._max_tokens} tokens for this model, got {len(ids)}"
             raise InvalidArgument(message, field=IDS)
-        wrong = [each for each in (*ids, *row[len(ids) :]) if not -1 <= each < self._vocabulary_size]
+        wrong = [each for each in row if not -1 <= each < self._vocabulary_size]
         if wrong or any(each != -1 for each in row[len(ids) :]):
             message = f"{IDS} must be between 0 and {self._vocabulary_size - 1}, filled up with -1"
             raise InvalidArgument(f"{message}, got {(wrong or row)[0]}", field=IDS)
@@ -121,36 +145,6 @@ class EncoderInputReader:
 def _decoded(array: NDArray[Any]) -> list[str]:
     """U+FFFD stands for bytes that are not UTF-8, rather than an error: other requests share the batch."""
     return [text.decode(errors="replace") for text in array.ravel()]
-
-
-class EncoderRuntime:
-    """One instance, with weights of its own."""
-
-    def __init__(self, encoder: "Encoder", reader: EncoderInputReader, max_batch_tokens: int) -> None:
-        self._encoder: Encoder | None = encoder
-        self._reader = reader
-        self._max_batch_tokens = max_batch_tokens
-        self.traits = RuntimeTraits()
-
-    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        texts = self._reader.read_tokens(inputs)
-        counts = np.array([[len(text.ids)] for text in texts], np.int32)
-        yield {self._reader.output: self._encode(texts), COUNT: counts}
-
-    def close(self) -> None:
-        from ..torch.torch_process import release_torch_memory
-
-        self._encoder = None
-        release_torch_memory()
-
-    def _encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        """[texts, size]"""
-        assert self._encoder is not None
-        vectors: dict[int, NDArray[np.float32]] = {}
-        for indices in batch_by_length([len(each.ids) for each in texts], self._max_batch_tokens):
-            encoded = self._encoder.encode([texts[index] for index in indices])
-            vectors.update(zip(indices, encoded, strict=True))
-        return np.stack([vectors[index] for index in range(len(texts))])
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

@@ -106,7 +106,11 @@ def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
 
 
 def _read_embedder(directory: Path) -> EmbedderFiles:
-    steps = [(str(each["type"]).rpartition(".")[2], directory / each["path"]) for each in _read_modules(directory)]
+    try:
+        modules = sorted(orjson.loads((directory / "modules.json").read_bytes()), key=lambda each: int(each["idx"]))
+    except (ValueError, LookupError, TypeError) as error:
+        raise InvalidArgument(f"{directory / 'modules.json'} is no list of modules: {error}") from error
+    steps = [(str(each["type"]).rpartition(".")[2], directory / each["path"]) for each in modules]
     kinds = [kind for kind, _ in steps]
     dense = tuple(_read_dense(path) for kind, path in steps if kind == "Dense")
     if kinds not in (["Transformer", "Pooling", *["Dense"] * len(dense), *tail] for tail in ([], ["Normalize"])):
@@ -121,15 +125,6 @@ def _read_embedder(directory: Path) -> EmbedderFiles:
     return EmbedderFiles(
         transformer, tokenization, _read_pooling(pooling, steps[1][1]), dense, "Normalize" in kinds, size
     )
-
-
-def _read_modules(directory: Path) -> list[dict[str, Any]]:
-    file = directory / "modules.json"
-    try:
-        modules = orjson.loads(file.read_bytes())
-        return sorted(modules, key=lambda each: int(each["idx"]))
-    except (ValueError, LookupError, TypeError) as error:
-        raise InvalidArgument(f"{file} is no list of modules: {error}") from error
 
 
 def _read_pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
