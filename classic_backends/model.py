@@ -21,13 +21,11 @@ from .batching.batch_execution import BatchLayout, execute_batch, execute_decoup
 from .batching.batching_config import NS_PER_US, read_batching_config
 from .batching.dispatcher import Dispatcher
 from .batching.dynamic_batcher import CloseReason, DynamicBatcher
-from .batching.inference_job import InferenceJob
 from .batching.instance_pool import EXECUTION_TIMEOUT, InstancePool
 from .batching.model_metrics import FailureReason, LatencyMetrics, ModelMetrics, first_response_bounds
+from .batching.queued_request import InferenceJob, QueuedRequest, ResponseChannel, ResponseOrderer, SingleResponseStream
 from .batching.ragged_batches import read_ragged_config
-from .batching.request_queue import QueuedRequest
 from .batching.response_router import ResponseRouter
-from .batching.response_sinks import ResponseChannel, ResponseOrderer, SingleResponseStream
 from .instance_groups import InstanceSlot, read_instance_slots
 from .runtime import Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
@@ -73,7 +71,7 @@ class ClassicModel:
         self._slots = read_instance_slots(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = ModelMetrics(latencies)
-        self._orderer = ResponseOrderer()
+        self._orderer = ResponseOrderer() if self._batching.preserve_ordering else None
         self._pool = InstancePool(self._load_runtime, execution_timeout)
         self._dispatcher: Dispatcher | SequenceScheduler | None = None
         self._inline_runtime: Runtime | None = None
@@ -158,28 +156,26 @@ class ClassicModel:
         return result.responses[0]
 
     async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
-        channel = ResponseChannel(decoupled=False)
-        queued, timer = self._submit(request, channel, context)
+        queued, timer = self._submit(request, context)
         try:
-            response = await channel.next_response()
+            response = await queued.channel.next_response()
         finally:
-            self._finish(queued, channel, timer)
+            self._finish(queued, timer)
         assert response is not None
         return response
 
     async def _infer_decoupled(
         self, request: InferRequest, context: RequestContext
     ) -> AsyncGenerator[InferResponse, None]:
-        channel = ResponseChannel(decoupled=True)
-        queued, timer = self._submit(request, channel, context)
+        queued, timer = self._submit(request, context)
         try:
-            while (response := await channel.next_response()) is not None:
+            while (response := await queued.channel.next_response()) is not None:
                 yield response
         finally:
-            self._finish(queued, channel, timer)
+            self._finish(queued, timer)
 
     def _submit(
-        self, request: InferRequest, channel: ResponseChannel, context: RequestContext
+        self, request: InferRequest, context: RequestContext
     ) -> tuple[QueuedRequest, asyncio.TimerHandle | None]:
         """Queue a request. The timer is for a request whose own timeout may run out while it is executed."""
         size = self._signature.batch_size(request)
@@ -188,24 +184,23 @@ class ClassicModel:
             job.sequence_flags = self._sequences.read_flags(request, size)
         queued = QueuedRequest(
             job,
-            channel,
+            ResponseChannel(self._config.decoupled),
             context,
             request.id,
             size,
             self._signature.batch_key(request) if self._batching.combine_requests else None,
             timeout_ns=_read_count(request, "timeout") * NS_PER_US,
             priority=_read_count(request, "priority"),
-            unread_slots=channel.unread_slots,
         )
         try:
             if self._dispatcher is None:
                 raise Unavailable(f"model '{self._config.name}' is not loaded")
-            if self._batching.preserve_ordering:
-                queued.sink = self._orderer.add_request(channel)
+            if self._orderer is not None:
+                self._orderer.add(queued.channel)
             self._dispatcher.submit(queued)
         except CharoniaError:
             self._metrics.record_failure(FailureReason.REJECTED, 0)
-            queued.sink.end()
+            queued.channel.end()
             raise
         if queued.answer_deadline is None:
             return queued, None
@@ -213,14 +208,14 @@ class ClassicModel:
         return queued, asyncio.get_running_loop().call_later(seconds, self._time_out, queued)
 
     def _time_out(self, queued: QueuedRequest) -> None:
-        if not queued.sink.ended:
+        if not queued.channel.ended:
             self._give_up(queued, FailureReason.REJECTED, RequestTimeout())
 
-    def _finish(self, queued: QueuedRequest, channel: ResponseChannel, timer: asyncio.TimerHandle | None) -> None:
+    def _finish(self, queued: QueuedRequest, timer: asyncio.TimerHandle | None) -> None:
         """Called when the reader has all responses, or left."""
         if timer is not None:
             timer.cancel()
-        if not channel.ended:
+        if not queued.channel.ended:
             self._give_up(queued, FailureReason.CANCELED)
 
     def _give_up(self, queued: QueuedRequest, reason: FailureReason, error: Exception | None = None) -> None:
@@ -229,7 +224,7 @@ class ClassicModel:
         queued.give_up()
         if self._dispatcher is not None:
             self._dispatcher.cancel_request(queued)
-        queued.sink.end(error)
+        queued.channel.end(error)
 
     def _load_runtime(self, slot: InstanceSlot) -> Runtime:
         """Called in the thread of the instance."""

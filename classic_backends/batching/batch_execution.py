@@ -16,7 +16,7 @@ from ...core.errors import CharoniaError, Internal
 from ...core.request import InferRequest, InferResponse
 from ..runtime import Arrays, Runtime, only_response
 from ..signature import ModelSignature
-from .inference_job import InferenceJob
+from .queued_request import InferenceJob
 from .ragged_batches import RaggedConfig, split_flat_output
 
 log = logging.getLogger(__name__)

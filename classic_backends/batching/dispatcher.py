@@ -14,7 +14,7 @@ from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable,
 from .batch_execution import BatchLayout, ExecutionResult, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, RequestBatch
 from .instance import Instance
-from .request_queue import QueuedRequest
+from .queued_request import QueuedRequest
 
 
 class BatchResult(NamedTuple):
@@ -217,8 +217,8 @@ class Dispatcher:
         try:
             for result in results:
                 instance.execution_timer.stop()
-                if request.unread_slots is not None:
-                    request.unread_slots.acquire()
+                if request.channel.unread_slots is not None:
+                    request.channel.unread_slots.acquire()
                 if request.given_up:
                     break
                 self._call_in_loop(self._listener.on_stream_response, BatchResult(batch, started_at, result))

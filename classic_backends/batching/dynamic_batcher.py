@@ -10,7 +10,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from .batching_config import BatchingConfig
-from .request_queue import QueuedRequest, RequestQueue
+from .queued_request import QueuedRequest
+from .request_queue import RequestQueue
 
 
 class CloseReason(StrEnum):

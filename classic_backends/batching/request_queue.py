@@ -3,53 +3,18 @@
 Pure bookkeeping over times (nanoseconds) that its caller gives; one caller at a time. Knows nothing of batches.
 """
 
-import threading
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 
-from ...core.request_context import RequestContext
 from .batching_config import BatchingConfig
-from .inference_job import InferenceJob
-from .response_sinks import ResponseSink
+from .queued_request import QueuedRequest
 
 _STALE_DEADLINES = 64
 """Deadlines of requests that left which are kept before they are swept up."""
-
-
-@dataclass(slots=True, eq=False)
-class QueuedRequest:
-    """A job on its way through the queue and back to its reader.
-
-    `batch_size`: its items in a batch, at least 1; only requests with equal `batch_key` share a batch. `priority` and
-    `timeout_ns` as the request asked, 0 for neither. `unread_slots`: a decoupled model takes one for each response, the
-    reader gives it back. `given_up`: the reader left or was told an error; set by the event loop, read by the
-    instance's thread. The queue sets the fields from `arrived_at` on.
-    """
-
-    job: InferenceJob
-    sink: ResponseSink
-    context: RequestContext
-    request_id: str = ""
-    batch_size: int = 1
-    batch_key: Hashable = None
-    priority: int = 0
-    timeout_ns: int = 0
-    unread_slots: threading.Semaphore | None = None
-    given_up: bool = False
-    arrived_at: int = 0
-    level: int = 0
-    queue_deadline: int | None = None
-    answer_deadline: int | None = None
-    queued: bool = False
-
-    def give_up(self) -> None:
-        self.given_up = True
-        if self.unread_slots is not None:
-            self.unread_slots.release()
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Gives responses to the sinks of their requests, and records them in the model's metrics."""
+"""Gives responses to the channels of their requests, and records them in the model's metrics."""
 
 import time
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .batch_execution import NO_TIMING, ExecutionTiming
 from .dispatcher import BatchResult
 from .dynamic_batcher import RequestBatch
 from .model_metrics import FailureReason, ModelMetrics
-from .request_queue import QueuedRequest
+from .queued_request import QueuedRequest
 
 _REJECTION_REASONS = {ErrorCode.UNAVAILABLE: FailureReason.REJECTED, ErrorCode.CANCELLED: FailureReason.CANCELED}
 
@@ -48,8 +48,8 @@ class ResponseRouter:
                 self._fail(request, result.error, FailureReason.BACKEND)
                 continue
             self._metrics.record_success(request.batch_size, now - arrived_at, started_at - arrived_at, result.timing)
-            request.sink.put(result.responses[index])
-            request.sink.end()
+            request.channel.put(result.responses[index])
+            request.channel.end()
 
     def on_stream_response(self, done: BatchResult) -> None:
         [request], (responses, timing, error) = done.batch.requests, done.result
@@ -70,7 +70,7 @@ class ResponseRouter:
             sums.success.add(timing.infer + timing.output)
             stream.timing = ExecutionTiming(*map(sum, zip(stream.timing, timing, strict=True)))
             request.context.execution = ExecutionTimes(request.arrived_at, done.started_at, stream.timing)
-            request.sink.put(responses[0])
+            request.channel.put(responses[0])
 
     def on_stream_end(self, batch: RequestBatch, started_at: int) -> None:
         [request] = batch.requests
@@ -82,7 +82,7 @@ class ResponseRouter:
         latency = time.monotonic_ns() - request.arrived_at
         self._metrics.record_execution(self._recorded_size(batch), stream.timing, batch.close_reason, 1)
         self._metrics.record_success(request.batch_size, latency, started_at - request.arrived_at, stream.timing)
-        request.sink.end()
+        request.channel.end()
 
     def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
         code = error.code if isinstance(error, CharoniaError) else ErrorCode.INTERNAL
@@ -90,7 +90,7 @@ class ResponseRouter:
 
     def _fail(self, request: QueuedRequest, error: Exception, reason: FailureReason) -> None:
         self._metrics.record_failure(reason, time.monotonic_ns() - request.arrived_at)
-        request.sink.end(error)
+        request.channel.end(error)
 
     def _recorded_size(self, batch: RequestBatch) -> int:
         """Triton records a model without batches under the size 1."""

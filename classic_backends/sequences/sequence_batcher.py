@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..batching.dynamic_batcher import BatchDecision, DynamicBatcher
-from ..batching.inference_job import SequenceContext
-from ..batching.request_queue import QueuedRequest
+from ..batching.queued_request import QueuedRequest, SequenceContext
 from .sequence_config import SequenceConfig
 from .stateful_batch import state_shapes
 

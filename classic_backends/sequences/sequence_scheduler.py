@@ -19,7 +19,7 @@ from ..batching.dispatcher import (
 )
 from ..batching.dynamic_batcher import RequestBatch
 from ..batching.instance import Instance
-from ..batching.request_queue import QueuedRequest
+from ..batching.queued_request import QueuedRequest
 from .sequence_batcher import SequenceBatcher
 from .sequence_config import SequenceConfig
 from .sequence_table import OpenSequence, SequenceTable

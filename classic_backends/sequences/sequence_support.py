@@ -13,7 +13,7 @@ from ...core.errors import InvalidArgument, request_id_prefix
 from ...core.model import ModelConfig
 from ...core.request import InferRequest
 from ...core.tensor import Tensor
-from ..batching.inference_job import InferenceJob, SequenceContext, SequenceFlags, SequenceId
+from ..batching.queued_request import InferenceJob, SequenceContext, SequenceFlags, SequenceId
 from .sequence_config import SequenceConfig, read_sequence_config
 from .sequence_tensors import ControlKind, ControlTensor, with_sequence_tensors
 from .stateful_batch import StatefulLayout

@@ -14,9 +14,8 @@ from itertools import count
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ..batching.inference_job import SequenceContext, SequenceId
 from ..batching.instance import Instance
-from ..batching.request_queue import QueuedRequest
+from ..batching.queued_request import QueuedRequest, SequenceContext, SequenceId
 from .sequence_config import SlotRules
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import Internal
 from ...core.tensor import NUMPY_TYPES, zero_array
-from ..batching.inference_job import InferenceJob, SequenceFlags
+from ..batching.queued_request import InferenceJob, SequenceFlags
 from ..runtime import Arrays
 from .sequence_tensors import ControlKind, ControlTensor, StateTensor
 

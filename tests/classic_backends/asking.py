@@ -5,8 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from charonia.classic_backends.batching.inference_job import InferenceJob
-from charonia.classic_backends.batching.request_queue import QueuedRequest
+from charonia.classic_backends.batching.queued_request import InferenceJob, QueuedRequest
 from charonia.classic_backends.model import ClassicModel
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
@@ -34,10 +33,11 @@ async def answers(
         return [response async for response in responses]
 
 
-class NullSink:
-    """The sink of a request whose responses nobody reads."""
+class UnreadChannel:
+    """The channel of a request whose responses nobody reads."""
 
     ended = False
+    unread_slots = None
 
     def put(self, response: InferResponse) -> None:
         pass
@@ -47,7 +47,7 @@ class NullSink:
 
 
 def queued_request(name: str = "", job: InferenceJob | None = None, **fields: Any) -> QueuedRequest:
-    return QueuedRequest(job or InferenceJob({}), NullSink(), RequestContext("test"), name, **fields)
+    return QueuedRequest(job or InferenceJob({}), UnreadChannel(), RequestContext("test"), name, **fields)
 
 
 def waiting(model: ClassicModel) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.batching.batching_config import BatchingConfig
-from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceFlags
+from charonia.classic_backends.batching.queued_request import InferenceJob, SequenceFlags
 from charonia.classic_backends.config_completion import sequence_tensor_names
 from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
 from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported

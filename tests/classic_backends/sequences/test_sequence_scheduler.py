@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 
 from charonia.classic_backends.batching.batch_execution import BatchLayout
 from charonia.classic_backends.batching.dynamic_batcher import CloseReason, RequestBatch
-from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceContext, SequenceFlags
 from charonia.classic_backends.batching.model_metrics import ModelMetrics
-from charonia.classic_backends.batching.request_queue import QueuedRequest
+from charonia.classic_backends.batching.queued_request import (
+    InferenceJob,
+    QueuedRequest,
+    SequenceContext,
+    SequenceFlags,
+)
 from charonia.classic_backends.batching.response_router import ResponseRouter
 from charonia.classic_backends.sequences.sequence_batcher import SequenceBatcher
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
@@ -72,6 +76,7 @@ class Asked:
     error: Exception | None = None
     ends: int = 0
     left: bool = False
+    unread_slots: None = None
 
     def put(self, response: InferResponse) -> None:
         [made] = response.outputs

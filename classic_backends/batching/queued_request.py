@@ -1,0 +1,182 @@
+"""One request of a classic model: its tensors, its sequence, and the channel that brings its responses to its reader.
+
+Channels belong to the event loop's thread.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, TypeAlias
+
+from numpy.typing import NDArray
+
+from ...core.request import InferResponse
+from ...core.request_context import RequestContext
+
+_MAX_UNREAD = 256
+
+SequenceId: TypeAlias = int | str
+
+
+class SequenceFlags(NamedTuple):
+    """The parameters of a request that place it in its sequence. `start`: it is the first; `end`: it is the last."""
+
+    id: SequenceId
+    start: bool = False
+    end: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SequenceContext:
+    """One open sequence, as its instance sees it.
+
+    `row`: its row in the batches of a model with fixed rows, set before its first request is handed over. `states`:
+    state tensors that its last request left, by the input that takes them next; only the instance's thread touches
+    them while a request of the sequence runs.
+    """
+
+    id: SequenceId
+    row: int = 0
+    states: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class InferenceJob:
+    """The inputs of one request in the model's shapes, and its requested outputs (None: all).
+
+    For stateful models, `sequence_flags` as the request gave them, and `sequence` once it is known; without it, the job
+    is an idle row of a batch.
+    """
+
+    inputs: Mapping[str, NDArray[Any]]
+    requested_outputs: Sequence[str] | None = None
+    sequence_flags: SequenceFlags | None = None
+    sequence: SequenceContext | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Its items in a batch, at least 1."""
+        return len(next(iter(self.inputs.values()))) if self.inputs else 1
+
+
+class ResponseChannel:
+    """The responses of one request, which a task reads one by one. `ended`: no more of them come, though the reader may
+    not have read all.
+
+    `unread_slots`: a decoupled model takes one for each response, the reader gives it back; an instance that finds none
+    waits. `held`: earlier requests of its `orderer`, if it has one, have not ended, so nothing can be read yet.
+    """
+
+    def __init__(self, decoupled: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.unread_slots = threading.Semaphore(_MAX_UNREAD) if decoupled else None
+        self._responses: deque[InferResponse] = deque()
+        self.ended = self.held = False
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self.orderer: ResponseOrderer | None = None
+
+    def put(self, response: InferResponse) -> None:
+        self._responses.append(response)
+        self.wake_reader()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.ended, self._error = True, error
+        self.wake_reader()
+        if self.orderer is not None:
+            self.orderer.release()
+
+    async def next_response(self) -> InferResponse | None:
+        """The next response; None after the last. Raises the error that ended the stream."""
+        while self.held or not self._responses:
+            if self.ended and not self.held:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._reader = self._loop.create_future()
+            await self._reader
+        if self.unread_slots is not None:
+            self.unread_slots.release()
+        return self._responses.popleft()
+
+    def wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class ResponseOrderer:
+    """Keeps the responses of a model with `preserve_ordering` in the order of its requests, whichever instance was
+    faster."""
+
+    def __init__(self) -> None:
+        self._channels: deque[ResponseChannel] = deque()
+
+    def add(self, channel: ResponseChannel) -> None:
+        """Hold a new request's responses until all earlier requests have ended."""
+        channel.orderer, channel.held = self, True
+        self._channels.append(channel)
+        self.release()
+
+    def release(self) -> None:
+        """Let the first request be read and, where it has ended, those behind it."""
+        while self._channels:
+            first = self._channels[0]
+            first.held = False
+            first.wake_reader()
+            if not first.ended:
+                return
+            self._channels.popleft()
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """A job on its way through the queue and back to its reader.
+
+    `batch_size`: its items in a batch, at least 1; only requests with equal `batch_key` share a batch. `priority` and
+    `timeout_ns` as the request asked, 0 for neither. `given_up`: the reader left or was told an error; set by the event
+    loop, read by the instance's thread. The queue sets the fields from `arrived_at` on.
+    """
+
+    job: InferenceJob
+    channel: ResponseChannel
+    context: RequestContext
+    request_id: str = ""
+    batch_size: int = 1
+    batch_key: Hashable = None
+    priority: int = 0
+    timeout_ns: int = 0
+    given_up: bool = False
+    arrived_at: int = 0
+    level: int = 0
+    queue_deadline: int | None = None
+    answer_deadline: int | None = None
+    queued: bool = False
+
+    def give_up(self) -> None:
+        self.given_up = True
+        if self.channel.unread_slots is not None:
+            self.channel.unread_slots.release()
+
+
+class SingleResponseStream:
+    """The stream of one response, which `make` computes when it is asked for. An async generator would cost as much
+    again as a small execution."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, InferResponse]]) -> None:
+        self._make: Callable[[], Coroutine[Any, Any, InferResponse]] | None = make
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        make, self._make = self._make, None
+        if make is None:
+            raise StopAsyncIteration
+        return await make()
+
+    async def aclose(self) -> None:
+        self._make = None
