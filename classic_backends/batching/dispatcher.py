@@ -8,12 +8,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
 from .batch_execution import BatchLayout, ExecutionResult, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, RequestBatch
-from .instance import Instance
+from .instance import Instance, call_in_loop
 from .queued_request import QueuedRequest
 
 
@@ -102,7 +104,7 @@ class Dispatcher:
     """
 
     def __init__(self, queue: BatchQueue, layout: BatchLayout, listener: DispatchListener, decoupled: bool) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._call_in_loop = partial(call_in_loop, asyncio.get_running_loop())
         self._layout = layout
         self._listener = listener
         self._decoupled = decoupled
@@ -204,17 +206,13 @@ class Dispatcher:
 
     def execute_batch(self, instance: Instance, batch: RequestBatch) -> None:
         started_at = time.monotonic_ns()
-        if self._decoupled:
-            self._stream_responses(instance, batch, started_at)
+        if not self._decoupled:
+            jobs = [request.job for request in batch.requests]
+            result = execute_batch(instance.runtime, self._layout, jobs, instance.name)
+            self._call_in_loop(self._listener.on_batch_done, BatchResult(batch, started_at, result))
             return
-        jobs = [request.job for request in batch.requests]
-        result = execute_batch(instance.runtime, self._layout, jobs, instance.name)
-        self._call_in_loop(self._listener.on_batch_done, BatchResult(batch, started_at, result))
-
-    def _stream_responses(self, instance: Instance, batch: RequestBatch, started_at: int) -> None:
         [request] = batch.requests
-        results = execute_decoupled(instance.runtime, self._layout, request.job, instance.name)
-        try:
+        with closing(execute_decoupled(instance.runtime, self._layout, request.job, instance.name)) as results:
             for result in results:
                 instance.execution_timer.stop()
                 if request.channel.unread_slots is not None:
@@ -223,8 +221,6 @@ class Dispatcher:
                     break
                 self._call_in_loop(self._listener.on_stream_response, BatchResult(batch, started_at, result))
                 instance.execution_timer.start()
-        finally:
-            results.close()
         self._call_in_loop(self._listener.on_stream_end, batch, started_at)
 
     def next_batch(self, instance: Instance) -> RequestBatch | None:
@@ -244,12 +240,6 @@ class Dispatcher:
         if needs_another:
             self._call_in_loop(self._wake_instances)
         return decision.batch
-
-    def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            return  # the event loop is closed, and every reader with it
 
 
 def stopping_error(request: QueuedRequest) -> ServerExiting:

@@ -56,16 +56,6 @@ class _Delay(NamedTuple):
     size: int
 
 
-class _Candidate(NamedTuple):
-    """The requests that fit in one batch now: all of them, or the first `preferred_count`. `closed_by`: why the next
-    request does not fit."""
-
-    requests: list[QueuedRequest]
-    size: int
-    preferred_count: int
-    closed_by: CloseReason | None
-
-
 class DynamicBatcher:
     """The queue of one model and the batches made from it; a `dispatcher.BatchQueue`.
 
@@ -136,31 +126,13 @@ class DynamicBatcher:
         return waiting
 
     def _next_batch(self, now: int) -> RequestBatch | None:
+        """The batch that leaves now; None, and `_delay` is set, if the requests should wait for more."""
         if not self._config.combine_requests:
             first = next(iter(self._queue), None)
             return None if first is None else RequestBatch([first], CloseReason.ALONE)
-        candidate = self._candidate()
-        return self._close_or_delay(candidate, now) if candidate.requests else None
-
-    def _candidate(self) -> _Candidate:
-        chosen: list[QueuedRequest] = []
-        size = preferred = 0
-        for request in self._queue:
-            if chosen:
-                if size + request.batch_size > self._target_size and not preferred:
-                    preferred = len(chosen)
-                if size + request.batch_size > self._config.max_batch_size:
-                    return _Candidate(chosen, size, preferred, CloseReason.FULL)
-                if request.batch_key != chosen[0].batch_key:
-                    return _Candidate(chosen, size, preferred, CloseReason.DIFFERS)
-            chosen.append(request)
-            size += request.batch_size
-            if size in self._config.preferred_sizes:
-                preferred = len(chosen)
-        return _Candidate(chosen, size, preferred, None)
-
-    def _close_or_delay(self, candidate: _Candidate, now: int) -> RequestBatch | None:
-        requests, size, preferred, closed_by = candidate
+        requests, size, preferred, closed_by = self._fitting_requests()
+        if not requests:
+            return None
         delay, sizes = self._config.max_delay_ns, self._config.preferred_sizes
         oldest = min(request.arrived_at for request in requests)
         exceeded = 0 < delay <= now - oldest
@@ -179,6 +151,25 @@ class DynamicBatcher:
         next_size = sizes[larger] if larger < len(sizes) else self._target_size
         self._delay = _Delay(until, requests[0].batch_key, next_size)
         return None
+
+    def _fitting_requests(self) -> tuple[list[QueuedRequest], int, int, CloseReason | None]:
+        """The requests that fit in one batch now, their size, how many of them have a preferred size together (0: none),
+        and why the next request does not fit, if there is one."""
+        chosen: list[QueuedRequest] = []
+        size = preferred = 0
+        for request in self._queue:
+            if chosen:
+                if size + request.batch_size > self._target_size and not preferred:
+                    preferred = len(chosen)
+                if size + request.batch_size > self._config.max_batch_size:
+                    return chosen, size, preferred, CloseReason.FULL
+                if request.batch_key != chosen[0].batch_key:
+                    return chosen, size, preferred, CloseReason.DIFFERS
+            chosen.append(request)
+            size += request.batch_size
+            if size in self._config.preferred_sizes:
+                preferred = len(chosen)
+        return chosen, size, preferred, None
 
     def check_integrity(self) -> None:
         """Raises `AssertionError`."""

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from statistics import median
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import Protocol
 
+from ...processes.child_process import RestartBackoff
+from ..instance_groups import InstanceSlot
 from ..runtime import Runtime, RuntimeProcess
 from .dynamic_batcher import RequestBatch
 
@@ -90,22 +92,30 @@ class WorkSource(Protocol):
 
 
 class Instance:
-    """`name` is the thread's and stands in messages. `process`: the runtime's, if it has one of its own.
-    `current_batch` is read by the event loop."""
+    """The instance of a slot, whose name is its thread's and stands in messages. `process`: the runtime's, if it has
+    one of its own. `current_batch` is read by the event loop.
 
-    def __init__(self, name: str, load: Callable[[], Runtime]) -> None:
-        self.name = name
+    For its pool: `backoff`: of the slot; `started_at`: of `time.monotonic`; `overdue_logged`: the log has that its
+    execution is overdue; `timed_out`: its execution was interrupted, or cannot be.
+    """
+
+    def __init__(self, slot: InstanceSlot, load: Callable[[InstanceSlot], Runtime], backoff: RestartBackoff) -> None:
+        self.slot = slot
+        self.name = slot.placement.name
+        self.backoff = backoff
+        self.started_at = monotonic()
+        self.overdue_logged = self.timed_out = False
+        self.runtime: Runtime
+        self.process: RuntimeProcess | None = None
+        self.execution_timer = ExecutionTimer()
+        self.current_batch: RequestBatch | None = None
         self._load = load
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
         self._ended = asyncio.Event()
         self._inbox: SimpleQueue[WorkSource | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._interrupt: Callable[[str], None] | None = None
-        self.runtime: Runtime
-        self.process: RuntimeProcess | None = None
-        self.execution_timer = ExecutionTimer()
-        self.current_batch: RequestBatch | None = None
 
     async def start(self) -> None:
         """Return when the runtime is loaded; raises the error of its load."""
@@ -122,22 +132,23 @@ class Instance:
         """Whether its runtime's process has ended by itself: it takes no more batches."""
         return self.process is not None and self.process.lost
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether no reader waits any more for what it executes."""
+        batch = self.current_batch
+        return batch is not None and all(request.given_up for request in batch.requests)
+
     async def stop(self, abandoned: bool = False) -> None:
         """Return when the runtime is closed. The current batch is finished first, unless that takes too long or it is
-        `abandoned`: no reader waits for it."""
+        `abandoned`."""
         self._inbox.put(None)
         if not abandoned:
-            if await self._ends_within(_CLOSE_SECONDS):
+            if await is_set_within(self._ended, _CLOSE_SECONDS):
                 return
             log.error("instance '%s' still executes after %g s", self.name, _CLOSE_SECONDS)
         self.interrupt("the model was unloaded")
-        if not await self._ends_within(_INTERRUPT_SECONDS):
+        if not await is_set_within(self._ended, _INTERRUPT_SECONDS):
             log.error("instance '%s' cannot be ended: its thread is left to itself", self.name)
-
-    async def _ends_within(self, seconds: float) -> bool:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), seconds)
-        return self._ended.is_set()
 
     def interrupt(self, reason: str) -> bool:
         """Make the current execution fail for that reason; from any thread. False: the runtime cannot be
@@ -148,40 +159,42 @@ class Instance:
 
     def _run(self) -> None:
         try:
-            runtime = self._load()
+            runtime = self._load(self.slot)
         except BaseException as error:
-            self._call_in_loop(self._set_load_error, error)
+            call_in_loop(self._loop, self._set_loaded, None, error)
         else:
-            self._call_in_loop(self._set_loaded, runtime)
-            self._execute_batches()
+            call_in_loop(self._loop, self._set_loaded, runtime)
+            while (source := self._inbox.get()) is not None:
+                while (batch := source.next_batch(self)) is not None:
+                    self.current_batch = batch
+                    self.execution_timer.start()
+                    source.execute_batch(self, batch)
+                    self.execution_timer.stop()
+                    batch = self.current_batch = None  # frees the batch before the instance waits
             try:
                 runtime.close()
             except BaseException:
                 log.exception("instance '%s' did not close", self.name)
-        self._call_in_loop(self._ended.set)
+        call_in_loop(self._loop, self._ended.set)
 
-    def _execute_batches(self) -> None:
-        while (source := self._inbox.get()) is not None:
-            while (batch := source.next_batch(self)) is not None:
-                self.current_batch = batch
-                self.execution_timer.start()
-                source.execute_batch(self, batch)
-                self.execution_timer.stop()
-                batch = self.current_batch = None  # frees the batch before the instance waits
-
-    def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            log.debug("instance '%s' outlived its event loop", self.name)
-
-    def _set_loaded(self, runtime: Runtime) -> None:
-        if not self._loaded.done():
+    def _set_loaded(self, runtime: Runtime | None, error: BaseException | None = None) -> None:
+        if self._loaded.done():
+            return
+        if runtime is not None:
             self._loaded.set_result(runtime)
-
-    def _set_load_error(self, error: BaseException) -> None:
-        # A future refuses StopIteration, and an event loop ends at BaseExceptions.
-        if not isinstance(error, Exception) or isinstance(error, StopIteration):
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        if not self._loaded.done():
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             self._loaded.set_exception(error)
+        else:  # a future refuses StopIteration, and an event loop ends at BaseExceptions
+            self._loaded.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
+    """Call in the event loop's thread; nothing happens where that is closed, and every reader with it."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *arguments)
+
+
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()

@@ -263,11 +263,11 @@ async def test_time_runs_out_while_it_is_executed(decoupled: bool) -> None:
 async def test_a_model_whose_execution_does_not_end_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(check_interval=0.01))
+    monkeypatch.setattr(instance_pool, "CHECK_INTERVAL", 0.01)
     runtime, now = Gated(), [0]
     async with serving(runtime, config({}, parameters={"execution_timeout_secs": "40"})) as model:
-        [member] = model._pool._members
-        member.instance.execution_timer._clock = lambda: now[0]
+        [only] = model._pool._instances
+        only.execution_timer._clock = lambda: now[0]
         [hanging] = await held_up(model, runtime)
         now[0] += 30 * 10**9
         assert model.stats().ready

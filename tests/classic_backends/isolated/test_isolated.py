@@ -345,7 +345,7 @@ def restarts(model: ClassicModel) -> list[float]:
 async def test_a_crash_fails_its_requests_and_the_next_ones_wait_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(first_retry=0.3))
+    monkeypatch.setattr(instance_pool, "RESTART_DELAYS", (0.3, 30.0, 5.0))
     async with serving(tmp_path) as model:
         assert model.stats().ready
         with pytest.raises(Internal, match="its process ended unexpectedly: it was ended by SIGSEGV"):
@@ -385,7 +385,7 @@ async def test_it_tries_again_until_the_model_loads(tmp_path: Path, caplog: pyte
 
 
 async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(first_retry=3600))
+    monkeypatch.setattr(instance_pool, "RESTART_DELAYS", (3600.0, 3600.0, 5.0))
     async with serving(tmp_path) as model:
         os.kill(processes(tmp_path)[0], signal.SIGKILL)
         await until(lambda: not model.stats().ready)
@@ -416,11 +416,11 @@ async def test_unloading_does_not_wait_for_another_one_that_hangs_as_it_loads(
 async def test_an_execution_that_takes_too_long_is_ended_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(check_interval=0.01))
+    monkeypatch.setattr(instance_pool, "CHECK_INTERVAL", 0.01)
     model, now = ClassicModel(model_config(parameters={EXECUTION_TIMEOUT: "60"}), LOADER, tmp_path), [0]
     await model.load()
-    [member] = model._pool._members
-    member.instance.execution_timer._clock = lambda: now[0]
+    [only] = model._pool._instances
+    only.execution_timer._clock = lambda: now[0]
     hanging = asyncio.create_task(asked(model, "hang"))
     await until((tmp_path / "hangs").exists)
     now[0] += 61 * 10**9
