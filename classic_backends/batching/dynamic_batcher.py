@@ -153,7 +153,7 @@ class DynamicBatcher:
         return None
 
     def _fitting_requests(self) -> tuple[list[QueuedRequest], int, int, CloseReason | None]:
-        """The requests that fit in one batch now, their size, how many of them have a preferred size together (0: none),
+        """The requests that fit in one batch now, their size, the number of them that have a preferred size (0: none),
         and why the next request does not fit, if there is one."""
         chosen: list[QueuedRequest] = []
         size = preferred = 0
