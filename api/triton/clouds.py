@@ -52,9 +52,9 @@ def sagemaker_endpoint(port: int, environment: Mapping[str, str]) -> CloudEndpoi
     Raises:
         InvalidArgument: it does not; the message names the variable.
     """
-    model = _said(environment, "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME", "--allow-sagemaker")
-    ping = _one_of(environment, "SAGEMAKER_TRITON_PING_MODE", ("ready", "live"))
-    kind = _one_of(environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", _KINDS)
+    model = _variable(environment, "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME", "--allow-sagemaker")
+    ping = _choice(environment, "SAGEMAKER_TRITON_PING_MODE", ("ready", "live"))
+    kind = _choice(environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", _KINDS)
     targets = {
         "/ping": V2Target("GET", f"/v2/health/{ping}"),
         "/invocations": V2Target("POST", f"/v2/models/{model}/{kind}"),
@@ -75,22 +75,26 @@ def vertex_ai_endpoint(port: int | None, model: str, environment: Mapping[str, s
     Raises:
         InvalidArgument: it does not; the message names the variable.
     """
-    health = _said(environment, "AIP_HEALTH_ROUTE", "--allow-vertex-ai")
-    predict = _said(environment, "AIP_PREDICT_ROUTE", "--allow-vertex-ai")
+    health = _variable(environment, "AIP_HEALTH_ROUTE", "--allow-vertex-ai")
+    predict = _variable(environment, "AIP_PREDICT_ROUTE", "--allow-vertex-ai")
 
     def read(scope: Scope, models: ListModels) -> V2Target:
         if scope["path"] != predict:
             return _found({health: V2Target("GET", "/v2/health/ready")}, scope)
-        redirect = dict(scope["headers"]).get(_REDIRECT, b"").decode("latin-1")
+        headers = dict(scope["headers"])
+        redirect = headers.get(_REDIRECT, b"").decode("latin-1")
         if redirect:
-            return _redirected(f"/{redirect.lstrip('/')}", scope)
+            path = f"/{redirect.lstrip('/')}"
+            # Vertex AI posts everything: a request without a body that is no action of v2 is a GET.
+            empty = headers.get(b"content-length", b"0") == b"0"
+            return V2Target("GET" if empty and not _POSTED.search(path) else scope["method"], path)
         return _found({predict: V2Target("POST", f"/v2/models/{model or _only(models())}/infer")}, scope)
 
     if port is None:
-        said = environment.get("AIP_HTTP_PORT") or "8080"
-        if not said.isdecimal() or int(said) > 65535:
-            raise InvalidArgument(f"the environment variable AIP_HTTP_PORT must be a port, got '{said}'")
-        port = int(said)
+        number = environment.get("AIP_HTTP_PORT") or "8080"
+        if not number.isdecimal() or int(number) > 65535:
+            raise InvalidArgument(f"the environment variable AIP_HTTP_PORT must be a port, got '{number}'")
+        port = int(number)
     media = b"application/vnd.vertex-ai-triton.binary+json;json-header-size="
     return CloudEndpoint("Vertex AI", "--vertex-ai-port", port, media, read)
 
@@ -102,29 +106,23 @@ def _found(targets: Mapping[str, V2Target], scope: Scope) -> V2Target:
     return found
 
 
-def _redirected(path: str, scope: Scope) -> V2Target:
-    """Vertex AI posts everything: a request without a body that is no action of v2 is a GET."""
-    empty = dict(scope["headers"]).get(b"content-length", b"0") == b"0"
-    return V2Target("GET" if empty and not _POSTED.search(path) else scope["method"], path)
-
-
 def _only(models: list[str]) -> str:
     if len(models) != 1:
         raise InvalidArgument(f"there are {len(models)} models: --vertex-ai-default-model does not say which is asked")
     return models[0]
 
 
-def _said(environment: Mapping[str, str], name: str, flag: str) -> str:
+def _variable(environment: Mapping[str, str], name: str, flag: str) -> str:
     if not environment.get(name):
         raise InvalidArgument(f"{flag} needs the environment variable {name}")
     return environment[name]
 
 
-def _one_of(environment: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
-    said = environment.get(name) or choices[0]
-    if said not in choices:
-        raise InvalidArgument(f"the environment variable {name} must be one of {', '.join(choices)}, got '{said}'")
-    return said
+def _choice(environment: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    value = environment.get(name) or choices[0]
+    if value not in choices:
+        raise InvalidArgument(f"the environment variable {name} must be one of {', '.join(choices)}, got '{value}'")
+    return value
 
 
 class CloudMiddleware:
@@ -141,25 +139,18 @@ class CloudMiddleware:
         except CharoniaError as error:
             await error_response(error, "/v2")(scope, receive, send)
             return
+        # Clouds have the length of the JSON in front of raw tensors in the media type.
+        binary, headers = self._cloud.binary_media_type, list(scope["headers"])
+        media = dict(headers).get(_TYPE, b"").replace(b" ", b"")
+        if media.startswith(binary):
+            headers.append((_LENGTH, media.removeprefix(binary)))
 
         async def send_translated(message: Message) -> None:
-            await send(self._response(message))
+            headers = dict(message.get("headers", ()))
+            if message["type"] == "http.response.start" and _LENGTH in headers:
+                headers[_TYPE] = binary + headers.pop(_LENGTH)
+                message = {**message, "headers": list(headers.items())}
+            await send(message)
 
         path = {"method": target.method, "path": target.path, "raw_path": target.path.encode(), "query_string": b""}
-        await self._app({**scope, **path, "headers": self._headers(scope)}, receive, send_translated)
-
-    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """The request's, with the length of the JSON in front of raw tensors, which clouds have in the media type."""
-        headers: list[tuple[bytes, bytes]] = list(scope["headers"])
-        media = dict(headers).get(_TYPE, b"").replace(b" ", b"")
-        if media.startswith(self._cloud.binary_media_type):
-            headers.append((_LENGTH, media.removeprefix(self._cloud.binary_media_type)))
-        return headers
-
-    def _response(self, message: Message) -> Message:
-        """The message, with that length of the response in its media type."""
-        headers = dict(message.get("headers", ()))
-        if message["type"] != "http.response.start" or _LENGTH not in headers:
-            return message
-        headers[_TYPE] = self._cloud.binary_media_type + headers.pop(_LENGTH)
-        return {**message, "headers": list(headers.items())}
+        await self._app({**scope, **path, "headers": headers}, receive, send_translated)

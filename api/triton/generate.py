@@ -18,13 +18,14 @@ from .. import json_tensors
 from ..chunked_json import MAX_IDS, PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_long_json
 from ..json_values import Buffer, as_parameter, as_request_id, as_string, malformed_json, unreadable_json
 
-JsonPairs = list[tuple[str, Any]]
-"""The members of a JSON object in their order, repeated keys included."""
-
 _SAMPLING = "sampling_parameters"
 
 
-async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig) -> "bytes | JsonObjectPairs":
+class JsonObjectPairs(list[tuple[str, Any]]):
+    """The members of a JSON object in their order, repeated keys included; a type of its own, unlike a JSON array's."""
+
+
+async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig) -> bytes | JsonObjectPairs:
     """The members of a long body, inputs of numbers as numpy arrays; a short body as it is.
 
     Raises:
@@ -37,14 +38,13 @@ async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig)
         raise malformed_json("the body must be a JSON object")
     specs = {spec.name: spec for spec in config.inputs}
     members = JsonObjectPairs()
-    for key, value in await found.pairs(_pairs, values):
+    for key, value in await found.pairs(_load, values):
         if key == "parameters" and isinstance(value, UnparsedContainer) and value.is_object:
-            nested = await value.pairs(_pairs, values)
-            members.append(
-                (key, JsonObjectPairs([(name, await _opened(specs.get(name), each)) for name, each in nested]))
-            )
+            nested = await value.pairs(_load, values)
+            opened = JsonObjectPairs([(name, await _opened(specs.get(name), each)) for name, each in nested])
         else:
-            members.append((key, await _opened(specs.get(key), value)))
+            opened = await _opened(specs.get(key), value)
+        members.append((key, opened))
     return members
 
 
@@ -60,7 +60,7 @@ async def _opened(spec: TensorSpec | None, value: Any) -> Any:
     return np.concatenate(pieces)
 
 
-def generate_body_to_infer_request(body: "bytes | JsonObjectPairs", config: ModelConfig, stream: bool) -> InferRequest:
+def generate_body_to_infer_request(body: bytes | JsonObjectPairs, config: ModelConfig, stream: bool) -> InferRequest:
     """Translate a generate body for the model that `config` describes; `stream` fills an absent `stream` input.
 
     Raises:
@@ -68,13 +68,14 @@ def generate_body_to_infer_request(body: "bytes | JsonObjectPairs", config: Mode
     """
     mapping = _Mapping(config)
     try:
-        for key, value in _members(_load(body) if isinstance(body, bytes) and body else body or JsonObjectPairs()):
+        members = _load(body) if isinstance(body, bytes) and body else body or JsonObjectPairs()
+        if not isinstance(members, JsonObjectPairs):
+            raise malformed_json("the body must be a JSON object")
+        for key, value in members:
             mapping.take(key, value)
-        mapping.default_stream(stream)
-        mapping.move_lists()
+        return mapping.build_request(stream)
     except RecursionError as error:
         raise unreadable_json(error) from None
-    return InferRequest(mapping.id, mapping.tensors, None, mapping.parameters)
 
 
 def encode_generate_response(config: ModelConfig, request_id: str, response: InferResponse) -> bytes:
@@ -112,26 +113,12 @@ def _plain(tensor: Tensor) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-class JsonObjectPairs(JsonPairs):
-    """A JSON object, told apart from a JSON array."""
-
-
-def _load(body: bytes, offset: int = 0) -> Any:
+def _load(body: Buffer, offset: int = 0) -> Any:
     # The standard library's parser, because it shows repeated keys and reads NaN, as Triton's does.
     try:
-        return json.loads(body.decode(), object_pairs_hook=JsonObjectPairs)
+        return json.loads(bytes(body).decode(), object_pairs_hook=JsonObjectPairs)
     except (ValueError, RecursionError) as error:
         raise unreadable_json(error, offset) from None
-
-
-def _pairs(text: Buffer, offset: int) -> Any:
-    return _load(bytes(text), offset)
-
-
-def _members(document: Any) -> JsonPairs:
-    if not isinstance(document, JsonObjectPairs):
-        raise malformed_json("the body must be a JSON object")
-    return document
 
 
 def _as_json(key: str, value: Any) -> Any:
@@ -146,61 +133,59 @@ class _Mapping:
     """Sorts the members of a body into tensors and parameters."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+        self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.inputs}
         self._lists: dict[str, list[Any]] = {}
-        self.id = ""
-        self.tensors: dict[str, Tensor] = {}
-        self.parameters: dict[str, ParameterValue] = {}
+        self._id = ""
+        self._tensors: dict[str, Tensor] = {}
+        self._parameters: dict[str, ParameterValue] = {}
 
     def take(self, key: str, value: Any) -> None:
         """Add a top-level member: `parameters` is flattened; `id` is the request's id and a parameter as well."""
-        if key == "parameters":
-            return self._take_nested(value)
         if key == "id":
-            self.id = as_request_id(value)
-        return self._take_member(key, value)
-
-    def _take_nested(self, value: Any) -> None:
+            self._id = as_request_id(value)
+        if key != "parameters":
+            return self._take_member(key, value)
         if "parameters" in self._specs:
             raise InvalidArgument("Keyword 'parameters' for nested schema also given as input tensor name")
         if not isinstance(value, JsonObjectPairs):
             raise InvalidArgument("Expected JSON object for keyword: 'parameters'", field="parameters")
         try:
-            for key, member in value:
-                self._take_member(key, member)
+            for name, member in value:
+                self._take_member(name, member)
         except InvalidArgument as error:
             message = f"Converting keyword: 'parameters': {error.message}"
             raise InvalidArgument(message, field=error.field) from None
 
     def _take_member(self, key: str, value: Any) -> None:
         as_string(key, key)
-        if key in self.tensors:
+        if key in self._tensors:
             raise InvalidArgument(f"input '{key}' already exists in request", field=key)
         if key in self._specs:
-            self.tensors[key] = _tensor(self._specs[key], value, self._config.max_batch_size > 0)
+            self._tensors[key] = _tensor(self._specs[key], value, self._batched)
         elif type(value) is list and self._has(_SAMPLING, "BYTES"):
             self._lists[key] = _as_json(key, value)
         else:
-            self.parameters[key] = as_parameter(key, value)
+            self._parameters[key] = as_parameter(key, value)
 
     def _has(self, name: str, datatype: str) -> bool:
         spec = self._specs.get(name)
         return spec is not None and spec.datatype == datatype
 
-    def default_stream(self, stream: bool) -> None:
-        if self._has("stream", "BOOL") and "stream" not in self.tensors:
-            self.tensors["stream"] = _tensor(self._specs["stream"], stream, self._config.max_batch_size > 0)
+    def build_request(self, stream: bool) -> InferRequest:
+        """The request of the members taken; `stream` fills an absent `stream` input.
 
-    def move_lists(self) -> None:
-        """Move lists, which v2 parameters cannot be, and scalars with them as JSON into the input made for them."""
-        if not self._lists:
-            return
-        sampling: dict[str, Any] = {key: value for key, value in self.parameters.items() if key != "id"}
-        sampling |= self._lists
-        if _SAMPLING in self.tensors:
-            sampling |= _sampling_object(self.tensors[_SAMPLING])
-        self.tensors[_SAMPLING] = _tensor(self._specs[_SAMPLING], json.dumps(sampling), False)
+        Lists, which v2 parameters cannot be, go with scalars as JSON into the input that is made for them.
+        """
+        if self._has("stream", "BOOL") and "stream" not in self._tensors:
+            self._tensors["stream"] = _tensor(self._specs["stream"], stream, self._batched)
+        if self._lists:
+            sampling: dict[str, Any] = {key: value for key, value in self._parameters.items() if key != "id"}
+            sampling |= self._lists
+            if _SAMPLING in self._tensors:
+                sampling |= _sampling_object(self._tensors[_SAMPLING])
+            self._tensors[_SAMPLING] = _tensor(self._specs[_SAMPLING], json.dumps(sampling), False)
+        return InferRequest(self._id, self._tensors, None, self._parameters)
 
 
 def _sampling_object(tensor: Tensor) -> Mapping[str, Any]:
@@ -214,21 +199,18 @@ def _sampling_object(tensor: Tensor) -> Mapping[str, Any]:
 
 
 def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
+    """The input of a value, whose innermost free dimension takes what the fixed ones leave; other free ones are 1."""
     json_tensors.refuse_binary_only(spec.datatype, spec.name)
     if isinstance(value, np.ndarray):
         data = value
     else:
         data = json_tensors.to_array(spec.datatype, value if type(value) is list else [value], spec.name)
-    shape = _shape(spec, len(data), (-1, *spec.dims) if batched else spec.dims)
-    return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))
-
-
-def _shape(spec: TensorSpec, count: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of `count` elements: the innermost free dim takes what remains, other free ones are 1."""
+    dims = (-1, *spec.dims) if batched else spec.dims
     free = [axis for axis, dim in enumerate(dims) if dim < 0]
     fixed = math.prod(dim for dim in dims if dim >= 0)
-    rest, odd = divmod(count, fixed) if fixed else (0, count)
+    rest, odd = divmod(len(data), fixed) if fixed else (0, len(data))
     if odd or (not free and rest != 1):
         message = f"The schema can not convert input '{spec.name}' to tensor with proper shape"
         raise InvalidArgument(message, field=spec.name)
-    return tuple(dim if dim >= 0 else rest if axis == free[-1] else 1 for axis, dim in enumerate(dims))
+    shape = tuple(dim if dim >= 0 else rest if axis == free[-1] else 1 for axis, dim in enumerate(dims))
+    return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))

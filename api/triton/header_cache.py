@@ -31,27 +31,19 @@ class _TensorPlace(NamedTuple):
     offset: int
 
 
-class CachedHeader(NamedTuple):
+class _CachedHeader(NamedTuple):
     """A request without its tensors, which are `size` bytes behind the header."""
 
     tensors: tuple[_TensorPlace, ...]
     size: int
     call: InferCall
 
-    def fill(self, body: bytes, begin: int) -> InferCall:
-        """The request with the tensors of this body, whose header ends at `begin`."""
-        request, inputs = self.call.request, {}
-        for name, datatype, shape, dtype, elements, offset in self.tensors:
-            inputs[name] = Tensor(name, datatype, shape, np.frombuffer(body, dtype, elements, begin + offset))
-        filled = InferRequest(request.id, inputs, request.outputs, request.parameters)
-        return InferCall(filled, self.call.outputs, self.call.default_output)
-
 
 class HeaderCache:
     """The latest headers, by model and text."""
 
     def __init__(self) -> None:
-        self._headers: dict[tuple[str, bytes], CachedHeader] = {}
+        self._headers: dict[tuple[str, bytes], _CachedHeader] = {}
 
     def __len__(self) -> int:
         return len(self._headers)
@@ -63,27 +55,32 @@ class HeaderCache:
         header = self._headers.get((model, body[:length]))
         if header is None or len(body) - length != header.size:
             return None
-        return header.fill(body, length)
+        request, inputs = header.call.request, {}
+        for name, datatype, shape, dtype, elements, offset in header.tensors:
+            inputs[name] = Tensor(name, datatype, shape, np.frombuffer(body, dtype, elements, length + offset))
+        filled = InferRequest(request.id, inputs, request.outputs, request.parameters)
+        return InferCall(filled, header.call.outputs, header.call.default_output)
 
     def remember(self, model: str, body: bytes | bytearray, length: int, document: JsonObject, call: InferCall) -> None:
-        """Keep the header of a body that was parsed: `document` is its JSON, `call` the request."""
-        if length > _LONGEST_HEADER or not _is_reusable(document, call):
+        """Keep the header of a body that was parsed: `document` is its JSON, `call` the request.
+
+        Only one that says all but numbers that lie behind it, and names no id and no shared memory.
+        """
+        inputs = call.request.inputs.values()
+        if (
+            length > _LONGEST_HEADER
+            or call.request.id
+            or any(output.memory is not None for output in call.outputs.values())
+            or any("binary_data_size" not in each.get("parameters", ()) for each in document["inputs"])
+            or any(tensor.datatype not in _DTYPES or not tensor.data.size for tensor in inputs)
+        ):
             return
         if len(self._headers) >= _MAX_HEADERS:
             del self._headers[next(iter(self._headers))]
         tensors, offset = [], 0
-        for tensor in call.request.inputs.values():
+        for tensor in inputs:
             dtype, elements = _DTYPES[tensor.datatype], tensor.data.size
             tensors.append(_TensorPlace(tensor.name, tensor.datatype, tensor.shape, dtype, elements, offset))
             offset += tensor.data.nbytes
         bare = call._replace(request=msgspec.structs.replace(call.request, inputs={}))
-        self._headers[model, bytes(body[:length])] = CachedHeader(tuple(tensors), len(body) - length, bare)
-
-
-def _is_reusable(document: JsonObject, call: InferCall) -> bool:
-    """Whether the header says all but numbers that lie behind it, and names no id and no shared memory."""
-    if call.request.id or any(output.memory is not None for output in call.outputs.values()):
-        return False
-    raw = all("binary_data_size" in each.get("parameters", ()) for each in document["inputs"])
-    inputs = call.request.inputs
-    return raw and all(tensor.datatype in _DTYPES and tensor.data.size for tensor in inputs.values())
+        self._headers[model, bytes(body[:length])] = _CachedHeader(tuple(tensors), len(body) - length, bare)

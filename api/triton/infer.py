@@ -64,8 +64,8 @@ class InferEndpoint:
             encoded = await asyncio.to_thread(encode_infer_response, config, call, response)
         else:
             encoded = encode_infer_response(config, call, response)
-        accepted = headers.get(b"accept-encoding")
-        encoding = content_encoding.negotiate_encoding(accepted.decode("latin-1")) if accepted else ""
+        accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
+        encoding = content_encoding.negotiate_encoding(accepted) if accepted else ""
         if not encoding:
             return InferHttpResponse(encoded.parts, encoded.header_length)
         body = await offload_if_large(encoded.size, content_encoding.compress, encoded.parts, encoding)
@@ -127,7 +127,11 @@ class InferHttpResponse:
 
     def __init__(self, parts: Sequence[bytes | memoryview], header_length: int | None, encoding: str = "") -> None:
         self._parts = parts
-        self._head = _head(sum(map(len, parts)), header_length, encoding)
+        kind = b"content-type: application/json\r\n"
+        if header_length is not None:
+            kind = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % header_length
+        coded = b"content-encoding: %b\r\n" % encoding.encode() if encoding else b""
+        self._head = b"%b%bcontent-length: %d\r\n" % (kind, coded, sum(map(len, parts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if send_complete_response(scope, send, self._head, self._parts):
@@ -137,12 +141,3 @@ class InferHttpResponse:
         last = len(self._parts) - 1
         for number, part in enumerate(self._parts):
             await send({"type": "http.response.body", "body": part, "more_body": number < last})
-
-
-def _head(size: int, header_length: int | None, encoding: str) -> bytes:
-    """The headers, as they are sent."""
-    coded = b"content-encoding: %b\r\n" % encoding.encode() if encoding else b""
-    if header_length is None:
-        return b"content-type: application/json\r\n%bcontent-length: %d\r\n" % (coded, size)
-    kind = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % header_length
-    return b"%b%bcontent-length: %d\r\n" % (kind, coded, size)

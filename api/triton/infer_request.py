@@ -14,7 +14,7 @@ import msgspec
 from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, ParameterValue
-from ...core.tensor import Tensor, TensorSpec
+from ...core.tensor import Tensor
 from ...processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from .. import infer_call, json_tensors, raw_tensors, size_limits
 from ..chunked_json import PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_json_object
@@ -69,23 +69,19 @@ class InferRequestReader:
         """
         if header_length:
             known = self.headers.find(config.name, body, header_length)
-            return known or self._mixed(config, body, header_length, document)
+            if known is not None:
+                return known
         view = memoryview(body).toreadonly()
         if header_length == 0:
             size_limits.check_raw_size(len(body), self.max_raw_size)
-            return InferCall(read_raw_binary_request(config, view), {}, _RAW_OUTPUT)
-        size_limits.check_json_size(len(body), self.max_size)
-        return _Reading(config, None, self).call(parse_json_object(view) if document is None else document)
-
-    def _mixed(
-        self, config: ModelConfig, body: bytes | bytearray, header_length: int, document: JsonObject | None
-    ) -> InferCall:
-        size_limits.check_json_size(header_length, self.max_size)
-        view = memoryview(body).toreadonly()
+            return InferCall(_read_raw_request(config, view), {}, _RAW_OUTPUT)
+        json_size = header_length or len(body)
+        size_limits.check_json_size(json_size, self.max_size)
         if document is None:
-            document = parse_json_object(view[:header_length])
-        call = _Reading(config, view[header_length:], self).call(document)
-        self.headers.remember(config.name, body, header_length, document, call)
+            document = parse_json_object(view[:json_size])
+        call = _Reading(config, view[json_size:] if header_length else None, self).call(document)
+        if header_length:
+            self.headers.remember(config.name, body, header_length, document, call)
         return call
 
 
@@ -120,10 +116,12 @@ class _Reading:
         self._id = ""
 
     def call(self, document: JsonObject) -> InferCall:
-        self._id = as_request_id(document["id"]) if "id" in document else ""
-        binary, parameters = _parameters(document)
+        self._id = as_request_id(document.get("id", ""))
+        given = as_object("parameters", document.get("parameters", {}))
+        binary = as_boolean("binary_data_output", given.get("binary_data_output", False))
+        parameters = {key: _parameter(key, value) for key, value in given.items() if key != "binary_data_output"}
         inputs = self._inputs(as_array("inputs", required_member(document, "inputs")))
-        outputs = self._outputs(as_array("outputs", document["outputs"])) if "outputs" in document else {}
+        outputs = self._outputs(as_array("outputs", document.get("outputs", [])))
         request = InferRequest(self._id, inputs, tuple(outputs) or None, parameters)
         return InferCall(request, outputs, RequestedOutput(binary=binary), self._deferred)
 
@@ -145,7 +143,7 @@ class _Reading:
         for dim in shape:
             if type(dim) is not int:
                 as_signed("shape", dim)
-        parameters = as_object("parameters", given["parameters"]) if "parameters" in given else {}
+        parameters = as_object("parameters", given.get("parameters", {}))
         _check_one_source(name, given, parameters)
         place = raw_tensors.InputRef(self._id, self._config.name, name)
         if "data" in given:
@@ -190,21 +188,20 @@ class _Reading:
             name = as_string("name", required_member(output, "name"))
             if name in outputs:
                 raise InvalidArgument(f"Duplicate output name '{name}' is not allowed in a request", field=name)
-            parameters = as_object("parameters", output["parameters"]) if "parameters" in output else {}
-            outputs[name] = self._output(parameters) if parameters else RequestedOutput()
+            parameters = as_object("parameters", output.get("parameters", {}))
+            binary = as_boolean("binary_data", parameters.get("binary_data", False))
+            classes = as_unsigned("classification", parameters.get("classification", 0))
+            if "classification" in parameters and not classes:
+                raise InvalidArgument("Unable to parse 'classification': it must be above 0", field="classification")
+            memory = None
+            if "shared_memory_region" in parameters:
+                for other, there in (("classification", classes), ("binary_data", binary)):
+                    if there:
+                        message = f"Output can't set both 'shared_memory_region' and '{other}'"
+                        raise InvalidArgument(message, field=other)
+                memory = self._shared_memory(parameters)
+            outputs[name] = RequestedOutput(classes, memory, binary)
         return outputs
-
-    def _output(self, parameters: JsonObject) -> RequestedOutput:
-        binary = as_boolean("binary_data", parameters["binary_data"]) if "binary_data" in parameters else False
-        classes = as_unsigned("classification", parameters["classification"]) if "classification" in parameters else 0
-        if "classification" in parameters and not classes:
-            raise InvalidArgument("Unable to parse 'classification': it must be above 0", field="classification")
-        if "shared_memory_region" not in parameters:
-            return RequestedOutput(classes, binary=binary)
-        for other, there in (("classification", classes), ("binary_data", binary)):
-            if there:
-                raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{other}'", field=other)
-        return RequestedOutput(memory=self._shared_memory(parameters))
 
     def _shared_memory(self, parameters: JsonObject) -> memoryview:
         """The memory that an input is in, or an output is to be written to."""
@@ -223,15 +220,6 @@ def _check_one_source(name: str, given: JsonObject, parameters: JsonObject) -> N
     raise InvalidArgument(f"{_ONE_SOURCE} {said}", field=name)
 
 
-def _parameters(document: JsonObject) -> tuple[bool, dict[str, ParameterValue]]:
-    """Whether outputs that the request does not name are binary, and the parameters of the model."""
-    if "parameters" not in document:
-        return False, {}
-    given = as_object("parameters", document["parameters"])
-    binary = as_boolean("binary_data_output", given["binary_data_output"]) if "binary_data_output" in given else False
-    return binary, {key: _parameter(key, value) for key, value in given.items() if key != "binary_data_output"}
-
-
 def _parameter(key: str, value: Any) -> ParameterValue:
     if key.startswith("triton_"):
         raise InvalidArgument(
@@ -247,8 +235,9 @@ def _parameter(key: str, value: Any) -> ParameterValue:
     return as_parameter(as_string("parameters", key), value)
 
 
-def read_raw_binary_request(config: ModelConfig, body: memoryview) -> InferRequest:
-    """A request that is nothing but the one input of its model, a view of the body.
+def _read_raw_request(config: ModelConfig, body: memoryview) -> InferRequest:
+    """A request that is nothing but the one input of its model, a view of the body: the number of bytes says its one
+    free dimension; text is one element.
 
     Raises:
         InvalidArgument: the model has several inputs, or not this one.
@@ -258,14 +247,6 @@ def read_raw_binary_request(config: ModelConfig, body: memoryview) -> InferReque
         raise raw_tensors.InputRef("", config.name, "").error(f"Raw request must only have 1 input (found 1) {text}")
     [spec] = config.inputs
     place = raw_tensors.InputRef("", config.name, spec.name)
-    tensor = _raw_input(spec, body, place)
-    if config.max_batch_size > 0:
-        tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
-    return InferRequest(inputs={spec.name: tensor})
-
-
-def _raw_input(spec: TensorSpec, body: memoryview, place: raw_tensors.InputRef) -> Tensor:
-    """The body as the tensor of `spec`: the number of bytes says its one free dimension; text is one element."""
     free = spec.dims.count(-1)
     if free > 1:
         text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
@@ -274,7 +255,11 @@ def _raw_input(spec: TensorSpec, body: memoryview, place: raw_tensors.InputRef) 
     if spec.datatype == "BYTES":
         if free or count != 1:
             raise place.error(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        return Tensor(spec.name, "BYTES", spec.dims, raw_tensors.string_array([bytes(body)], 1, place))
-    row = json_tensors.byte_size(spec.datatype, count)
-    shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
-    return raw_tensors.decode(spec.datatype, shape, body, place)
+        tensor = Tensor(spec.name, "BYTES", spec.dims, raw_tensors.string_array([bytes(body)], 1, place))
+    else:
+        row = json_tensors.byte_size(spec.datatype, count)
+        shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
+        tensor = raw_tensors.decode(spec.datatype, shape, body, place)
+    if config.max_batch_size > 0:
+        tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
+    return InferRequest(inputs={spec.name: tensor})

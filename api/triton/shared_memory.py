@@ -5,7 +5,6 @@ kept behind the gateway.
 """
 
 import base64
-import binascii
 from typing import Any
 
 from starlette.requests import Request
@@ -68,7 +67,11 @@ class SharedMemoryEndpoints:
 
     async def cuda_register(self, request: Request) -> Response:
         document = await self._document(request)
-        _check_handle(as_object("raw_handle", _required(document, "raw_handle")))
+        handle = as_object("raw_handle", _required(document, "raw_handle"))
+        try:
+            base64.b64decode(as_string("b64", _required(handle, "b64")), validate=True)
+        except ValueError:
+            raise InvalidArgument("'b64' of 'raw_handle' is not base64", field="raw_handle") from None
         as_unsigned("byte_size", _required(document, "byte_size"))
         self._regions.register_cuda(_named(request))
         return Response()
@@ -91,10 +94,3 @@ def _required(document: JsonObject, key: str) -> Any:
     if key not in document:
         raise InvalidArgument(f"Shared memory register request has no '{key}' field", field=key)
     return document[key]
-
-
-def _check_handle(handle: JsonObject) -> None:
-    try:
-        base64.b64decode(as_string("b64", _required(handle, "b64")), validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidArgument("'b64' of 'raw_handle' is not base64", field="raw_handle") from None
