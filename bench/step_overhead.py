@@ -167,7 +167,7 @@ def measure(case: StepCase, parted: bool) -> dict[str, float]:
     with _wire() as wire:
         outbox = ClockedOutbox(partial(_timed, clock, wire.send) if parted else wire.send, clock, case)
         outbox.stop = lambda: core.inbox.accept(Shutdown())
-        core.run(outbox)
+        core.run(outbox.send)
     executor.close()
     return clock.medians(case.steps)
 

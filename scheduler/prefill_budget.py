@@ -110,26 +110,23 @@ class PrefillLane:
 
     def __init__(self, cost: StepTimeModel, tokens: int, seconds: float) -> None:
         self._cost = cost
-        self._tokens = tokens
+        self.tokens = tokens
         self._seconds = seconds
         self._used = False
 
     @property
     def has_room(self) -> bool:
         """Whether there is room for a chunk worth the name."""
-        return self._tokens > 0 and (not self._used or self._affordable(0) >= MIN_CHUNK_TOKENS)
+        return self.tokens > 0 and (not self._used or self._affordable(0) >= MIN_CHUNK_TOKENS)
 
     def grant_tokens(self, missing: int, context: int, most: int) -> int:
         """Take tokens, from 1 to `most`, for a prompt that lacks `missing` after `context`. There must be room."""
         affordable = max(self._affordable(context), 1 if self._used else MIN_CHUNK_TOKENS)
-        tokens = min(missing, most, self._tokens, affordable)
+        tokens = min(missing, most, self.tokens, affordable)
         self._used = True
-        self._tokens -= tokens
+        self.tokens -= tokens
         self._seconds -= self._cost.prompt_seconds(tokens, context) if self._seconds < inf else 0.0
         return tokens
-
-    def set_tokens_left(self, tokens: int) -> None:
-        self._tokens = tokens
 
     def _affordable(self, context: int) -> int:
         return _MANY_TOKENS if self._seconds == inf else self._cost.prompt_tokens_within(self._seconds, context)

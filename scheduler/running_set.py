@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from .waiting_queue import WaitingQueue
 
 BoolArray = NDArray[np.bool_]
 
-_UNLIMITED = 1 << 30
+UNLIMITED = 1 << 30
 
 
 class InFlightStep(NamedTuple):
@@ -28,6 +29,15 @@ class InFlightStep(NamedTuple):
     scheduled_ends: IntArray
     sampled_rows: list[int]
     work: StepWork
+
+
+@dataclass(slots=True)
+class SchedulerTotals:
+    """Sequences preempted, prompt tokens looked up in the prefix cache, and found there."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class RunningSet:
@@ -54,8 +64,8 @@ class RunningSet:
     come to every running row.
 
     `closed_rows`: rows freed since the last plan. `started`: (key, prompt tokens found in the prefix cache) of
-    sequences first admitted since the last updates. `preemptions`, `prefix_queries` and `prefix_hits`: sequences
-    preempted, prompt tokens looked up in the prefix cache, and found there.
+    sequences first admitted since the last updates. `blocked`: the sequence that was last found not to fit, and the
+    blocks that were to be had then.
     """
 
     def __init__(self, size: int, cache: KVCacheManager, waiting: WaitingQueue, max_in_flight: int) -> None:
@@ -71,14 +81,10 @@ class RunningSet:
         self.capacity = _counter(size)  # tokens its blocks hold
         self.reserved_tokens = _counter(size)  # tokens its admission counted on
         self.max_in_flight = _counter(size)  # plans in flight that may have the row
-        self.tenant_slot = _counter(size)
-        self.running = _flag(size)  # holds a sequence, and is not releasing
-        self.ended = _flag(size)  # releasing for good: takes no further token
-        self.long_prompt = _flag(size)
-        self.seniority = np.zeros(size, np.int64)
-        self.arrival_number = np.zeros(size, np.int64)
-        self.announced_blocks = [0] * size  # blocks the executor has been told of
+        self.running = np.zeros(size, np.bool_)  # holds a sequence, and is not releasing
+        self.ended = np.zeros(size, np.bool_)  # releasing for good: takes no further token
         self.keys = [0] * size
+        self.ages = [(0, 0)] * size  # (seniority, arrival number), the lowest the most senior
         self.stops: list[frozenset[int]] = [frozenset()] * size
         self.outputs: list[list[int]] = [[] for _ in range(size)]  # each is its sequence's own list
         self.sequences: dict[int, Sequence] = {}
@@ -86,11 +92,12 @@ class RunningSet:
         self.in_flight: deque[InFlightStep] = deque()
         self.prefilling, self.awaiting_results, self.releasing = (set[int]() for _ in range(3))
         self.capped, self.scoring = set[int](), set[int]()
-        self.min_remaining = _UNLIMITED
+        self.min_remaining = UNLIMITED
+        self.blocked: tuple[Sequence | None, int] = None, 0
         self._free = list(range(size))  # a heap
         self.closed_rows: list[int] = []
         self.started: list[tuple[int, int]] = []
-        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.totals = SchedulerTotals()
 
     @property
     def num_free(self) -> int:
@@ -103,10 +110,7 @@ class RunningSet:
 
     def by_seniority(self, rows: IntArray | LongArray) -> list[int]:
         """The rows, the most senior first."""
-        if not len(rows):
-            return []
-        ordered: list[int] = rows[np.lexsort((self.arrival_number[rows], self.seniority[rows]))].tolist()
-        return ordered
+        return sorted(rows.tolist(), key=self.ages.__getitem__)
 
     def reserved_blocks(self) -> int:
         """Blocks that running rows were promised at admission and have not taken yet."""
@@ -119,19 +123,17 @@ class RunningSet:
         """Take the sequence out of the waiting queue and give it a row; what its table shares is computed."""
         self.waiting.pop(sequence)
         row = sequence.row = heappop(self._free)
+        request, cached = sequence.request, table.cached
         self.sequences[row], self.tables[row] = sequence, table
-        self.keys[row], self.stops[row] = sequence.key, sequence.request.stop_token_ids
-        self.outputs[row] = sequence.outputs
+        self.keys[row], self.stops[row], self.outputs[row] = request.key, request.stop_token_ids, sequence.outputs
+        self.ages[row] = sequence.seniority, sequence.arrival_number
         self.known[row] = self.expected[row] = sequence.known
         self.token_limit[row], self.decode_limit[row] = sequence.token_limit, 0
-        self.scheduled[row] = self.computed[row] = self.capacity[row] = table.cached
-        self.next_commit_at[row] = table.cached + self.cache.block_size
-        self.reserved_tokens[row], self.tenant_slot[row] = reserved_tokens, sequence.tenant_slot
-        self.announced_blocks[row] = 0
-        self.max_in_flight[row] = min(sequence.request.max_in_flight or self._most_in_flight, self._most_in_flight)
-        self.seniority[row], self.arrival_number[row] = sequence.seniority, sequence.arrival_number
-        self.running[row] = True
-        self.ended[row] = self.long_prompt[row] = False
+        self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
+        self.next_commit_at[row] = cached + self.cache.block_size
+        self.reserved_tokens[row] = reserved_tokens
+        self.max_in_flight[row] = min(request.max_in_flight or self._most_in_flight, self._most_in_flight)
+        self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
         if self.max_in_flight[row] < self._most_in_flight:
             self.capped.add(row)
@@ -141,19 +143,10 @@ class RunningSet:
         if not sequence.admitted:
             sequence.admitted = True
             looks_up = self.cache.prefix_caching and not sequence.lacks_prompt_logprobs
-            self.prefix_queries += len(sequence.request.prompt) if looks_up else 0
-            self.prefix_hits += table.cached
-            self.started.append((sequence.key, table.cached))
+            self.totals.prefix_queries += len(request.prompt) if looks_up else 0
+            self.totals.prefix_hits += cached
+            self.started.append((request.key, cached))
         return row
-
-    def preemption_victim(self) -> int:
-        """The youngest running row of the lowest class."""
-        return self.by_seniority(np.flatnonzero(self.running))[-1]
-
-    def preempt(self, row: int) -> None:
-        """Let the row's sequence make way for others; it waits again as soon as nothing of it is in flight."""
-        self.preemptions += 1
-        self.remove(row)
 
     def remove(self, row: int) -> None:
         """End a row's stay: it is released at once, or when the last plan in flight that has it is applied."""
@@ -206,11 +199,6 @@ class RunningSet:
             self.awaiting_results.remove(row)
             self.scheduled[row] = self.computed[row]
             self.decode_limit[row] = self.token_limit[row] - 1 if self.running[row] else 0
-
-    def measure_min_remaining(self) -> None:
-        """Recompute `min_remaining`, leaving out rows whose last token came."""
-        room = (self.token_limit - self.known)[self.running]
-        self.min_remaining = int(room[room > 0].min(initial=_UNLIMITED))
 
     # Steps in flight
 
@@ -266,7 +254,3 @@ class RunningSet:
 
 def _counter(size: int) -> IntArray:
     return np.zeros(size, np.int32)
-
-
-def _flag(size: int) -> BoolArray:
-    return np.zeros(size, np.bool_)

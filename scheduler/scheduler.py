@@ -6,15 +6,16 @@ clocks or text: time is counted in steps, and the seconds that a step took are t
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from itertools import compress
+
+import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
-from .plan import StepPlan, StepResult, StepUpdates
+from .plan import IntArray, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
-from .result_processing import process_result
-from .running_set import RunningSet
+from .running_set import UNLIMITED, InFlightStep, RunningSet, SchedulerTotals
 from .sequence import Sequence, SequenceRequest
 from .step_packer import StepPacker
 from .waiting_queue import Fairness, WaitingQueue
@@ -24,14 +25,6 @@ PRIORITY_CLASSES = 1 << 16
 
 _CREDIT_STEPS = 16
 """A tenant that asks for less than its share may save as much as so many full steps compute."""
-
-
-class SchedulerTotals(NamedTuple):
-    """Sequences preempted, prompt tokens looked up in the prefix cache, and found there."""
-
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
 
 
 class Scheduler:
@@ -48,7 +41,6 @@ class Scheduler:
         self._prefill = PrefillBudget(None if config.target_step_ms is None else config.target_step_ms / 1e3)
         self._waiting = WaitingQueue(self._fairness, self._has_long_prompt)
         self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight)
-        self._packer = StepPacker(config, self._rows, self._fairness, self._prefill)
         self._live: dict[int, Sequence] = {}
         self._step = 0
         self._arrivals = 0
@@ -60,11 +52,10 @@ class Scheduler:
     @property
     def totals(self) -> SchedulerTotals:
         """Counted since the last `reset_totals`."""
-        rows = self._rows
-        return SchedulerTotals(rows.preemptions, rows.prefix_queries, rows.prefix_hits)
+        return self._rows.totals
 
     def reset_totals(self) -> None:
-        self._rows.preemptions = self._rows.prefix_queries = self._rows.prefix_hits = 0
+        self._rows.totals = SchedulerTotals()
 
     def reset_step_times(self) -> None:
         """Forget the times of steps so far: they say nothing of those to come."""
@@ -119,25 +110,27 @@ class Scheduler:
         Blocks in use by plans in flight are free when the last of those is applied.
         """
         for key in keys:
-            sequence = self._live.get(key)
-            if sequence is None:
-                continue
-            if sequence.row is not None:
-                self._end(sequence.row)
-            else:
-                del self._live[key]
-                self._waiting.remove(sequence)
-                self._fairness.sequence_ended(sequence.tenant_slot)
+            if key in self._live:
+                self._end(key)
         self._rows.started = [(key, cached) for key, cached in self._rows.started if key in self._live]
+
+    def _end(self, key: int) -> None:
+        sequence = self._live.pop(key)
+        self._fairness.sequence_ended(sequence.tenant_slot)
+        if sequence.row is None:
+            self._waiting.remove(sequence)
+        else:
+            self._rows.ended[sequence.row] = True
+            self._rows.remove(sequence.row)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None: nothing can run now, or `ahead` plans are already under way."""
         if self.in_flight > self.config.ahead:
             return None
-        launched = self._packer.pack(self._step).finish_plan(self._step)
-        if launched is None:
+        packed = StepPacker(self.config, self._rows, self._fairness, self._prefill, self._step).pack()
+        if packed is None:
             return None
-        plan, flight = launched
+        plan, flight = packed
         self._rows.in_flight.append(flight)
         self._prefill.note_launched(flight.work)
         self._step += 1
@@ -155,31 +148,15 @@ class Scheduler:
         flight = rows.in_flight.popleft()
         if seconds:
             self._prefill.observe_step(flight.work, seconds)
-        processed = process_result(rows, flight, result)
-        self._fairness.charge_outputs(rows.tenant_slot, processed.rows, processed.counts)
+        updates = _process_result(rows, flight, result)
+        if not self._fairness.single_tenant and updates.keys:
+            slots = [self._live[key].tenant_slot for key in updates.keys]
+            self._fairness.charge_outputs(slots, updates.counts)
         self._commit_full_blocks()
-        keys, started = rows.keys, rows.started
-        rows.started = []
-        updates = StepUpdates(
-            [keys[row] for row in processed.rows],
-            processed.counts,
-            processed.tokens,
-            started,
-            [(keys[row], reason) for row, reason in processed.finished],
-            processed.logprobs,
-            [(keys[row], fresh) for row, fresh in processed.prompt_logprobs] if processed.prompt_logprobs else (),
-        )
-        for row, _ in processed.finished:
-            self._end(row)
+        for key, _ in updates.finished:
+            self._end(key)
         rows.release_settled()
         return updates
-
-    def _end(self, row: int) -> None:
-        sequence = self._rows.sequences[row]
-        del self._live[sequence.key]
-        self._fairness.sequence_ended(sequence.tenant_slot)
-        self._rows.ended[row] = True
-        self._rows.remove(row)
 
     def _commit_full_blocks(self) -> None:
         """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""
@@ -208,7 +185,85 @@ class Scheduler:
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
         assert all(self._cache.being_computed(block_hash) for block_hash in self._waiting.awaited_hashes)
         assert self.config.admission == "optimistic" or rows.reserved_blocks() <= self._cache.free_blocks
-        waiting = [sequence.key for sequence in self._waiting]
-        placed = [sequence.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
+        waiting = [sequence.request.key for sequence in self._waiting]
+        placed = [sequence.request.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
         assert sorted(waiting + placed) == sorted(self._live), "a live sequence neither waits nor has a row, or both"
         assert len(self._waiting) == len(waiting)
+
+
+def _process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) -> StepUpdates:
+    """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new.
+
+    Raises:
+        RuntimeError: the result does not continue what is known.
+    """
+    places, kept = result.rows.astype(np.intp), result.counts
+    known = rows.known[places]
+    # Lists are compared in a third of the time that numpy takes for two arrays.
+    if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[places]].any():
+        raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
+    ran, counts, tokens = result.rows.tolist(), result.counts.tolist(), result.tokens.tolist()
+    one_each = len(tokens) == len(ran) and 0 not in counts
+    owners = ran if one_each else result.rows.repeat(result.counts).tolist()  # the row of each token
+    logprobs, keys, stops, outputs = result.logprobs, rows.keys, rows.stops, rows.outputs
+    stop_tokens = [at for at, (row, token) in enumerate(zip(owners, tokens, strict=True)) if token in stops[row]]
+    finished: list[tuple[int, str]] = []
+    rows.min_remaining -= max(counts, default=0)
+    may_end = rows.min_remaining <= 0
+    if may_end or stop_tokens or rows.releasing or 0 in counts:
+        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens)
+        keeps = [at < limit for limit, count in zip(kept.tolist(), counts, strict=True) for at in range(count)]
+        owners, tokens, logprobs = (list(compress(column, keeps)) for column in (owners, tokens, logprobs))
+        ran, counts = list(compress(ran, kept)), [count for count in kept.tolist() if count]
+    rows.known[places] = known + kept
+    if may_end:  # the least that is still to come to a row, but to those whose last token came
+        remaining = (rows.token_limit - rows.known)[rows.running]
+        rows.min_remaining = int(remaining[remaining > 0].min(initial=UNLIMITED))
+    for row, token in zip(owners, tokens, strict=True):
+        outputs[row].append(token)
+    if rows.awaiting_results or owners != flight.sampled_rows:
+        _reconcile(rows, flight, result, kept)
+    else:
+        rows.computed[flight.rows] = flight.scheduled_ends
+    started, rows.started = rows.started, []
+    live = [(row, scores) for row, scores in result.prompt_logprobs if not rows.ended[row]]
+    scored = [(keys[row], rows.sequences[row].take_prompt_logprobs(scores)) for row, scores in live]
+    fresh = [each for each in scored if each[1]]
+    return StepUpdates([keys[row] for row in ran], counts, tokens, started, finished, logprobs, fresh)
+
+
+def _truncate_at_ends(
+    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int]
+) -> tuple[IntArray, list[tuple[int, str]]]:
+    """How many tokens of each result row count; and (key, reason) of sequences that end with them, stopped ones first.
+    `stop_tokens`: which tokens of the result are stop tokens of their rows."""
+    room: IntArray = rows.token_limit[result.rows] - known
+    room[rows.ended[result.rows]] = 0
+    kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
+    stopped = set[int]()
+    for index in stop_tokens:
+        place = int(np.searchsorted(ends, index, "right"))
+        length = index - int(ends[place] - result.counts[place]) + 1
+        if length <= kept[place]:
+            kept[place] = length
+            stopped.add(place)
+    full = [place for place in ((kept == room) & (kept > 0)).nonzero()[0].tolist() if place not in stopped]
+    finished = [*((place, "stop") for place in sorted(stopped)), *((place, "length") for place in full)]
+    return kept, [(rows.keys[result.rows[place]], reason) for place, reason in finished]
+
+
+def _reconcile(rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray) -> None:
+    """Move the counters of all rows that ran, where not all brought what later plans count on.
+
+    Plans made ahead expect one token a sample. A row that got another number waits until all of them are back, and
+    continues from what is computed: less than planned where tokens did not come (a rejected draft, say), and in any
+    case without the newest known token, which has to run, again if it brought no successor.
+    """
+    ran, surplus = flight.rows, np.zeros(rows.size, np.int32)
+    surplus[result.rows] = kept
+    surplus[flight.sampled_rows] -= 1
+    rows.expected[ran] += surplus[ran]
+    rows.computed[ran] = np.minimum(flight.scheduled_ends, rows.known[ran] - 1)
+    for row in ran[surplus[ran] != 0].tolist():
+        rows.await_results(row)
+    rows.resume_settled()

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
 from ..kvcache.manager import KVCacheManager
@@ -46,16 +44,13 @@ class SequenceRequest:
             raise InvalidArgument("the prompt is empty", field="prompt")
         if new < 0:
             raise InvalidArgument(f"max_tokens must be at least 0, got {new}", field="max_tokens")
+        asked = f"{prompt} prompt tokens and {new} new ones exceed"
         if prompt + new > max_model_len:
-            raise InvalidArgument(
-                f"{prompt} prompt tokens and {new} new ones exceed the model's {max_model_len}",
-                field="max_tokens" if prompt < max_model_len else "prompt",
-            )
+            field = "max_tokens" if prompt < max_model_len else "prompt"
+            raise InvalidArgument(f"{asked} the model's {max_model_len}", field=field)
         if cache.blocks_for(prompt + max(new, 1) - 1) > cache.blocks:
-            raise InvalidArgument(
-                f"{prompt} prompt tokens and {new} new ones exceed the cache's {cache.blocks * cache.block_size}",
-                field="max_tokens" if cache.blocks_for(prompt) <= cache.blocks else "prompt",
-            )
+            field = "max_tokens" if cache.blocks_for(prompt) <= cache.blocks else "prompt"
+            raise InvalidArgument(f"{asked} the cache's {cache.blocks * cache.block_size}", field=field)
 
 
 @dataclass(eq=False, slots=True)
@@ -86,10 +81,6 @@ class Sequence:
         self.prompt_logprobs_done = 1 if wanted else len(self.request.prompt)
 
     @property
-    def key(self) -> int:
-        return self.request.key
-
-    @property
     def known(self) -> int:
         """Tokens the host knows: prompt and outputs."""
         return len(self.request.prompt) + len(self.outputs)
@@ -109,12 +100,6 @@ class Sequence:
         run."""
         return self.prompt_logprobs_done if self.lacks_prompt_logprobs else self.known
 
-    @property
-    def sampling(self) -> SamplerParams:
-        """The request's, without prompt log-probabilities when it has them all."""
-        asked = self.request.sampling
-        return asked if self.lacks_prompt_logprobs else asked._replace(prompt_logprobs=None)
-
     def take_prompt_logprobs(self, computed: PromptLogprobs) -> PromptLogprobs:
         """Take in `computed` and return the part that is new: after a preemption some come again.
 
@@ -126,9 +111,6 @@ class Sequence:
             raise RuntimeError(f"log-probabilities from position {computed.start} on, where {done} is next")
         self.prompt_logprobs_done = max(done, computed.end)
         return computed.from_position(min(done, computed.end))
-
-    def known_tokens(self) -> IntArray:
-        return np.concatenate([self.request.prompt, np.array(self.outputs, np.int32)])
 
     def token_window(self, start: int, end: int) -> list[int]:
         """Known tokens from position `start` up to but not including `end`."""

@@ -15,99 +15,13 @@ from .plan import IntArray, LongArray, NewSequence, StepPlan
 from .prefill_budget import PrefillBudget, PrefillLane, StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
-from .waiting_queue import Fairness
+from .waiting_queue import Fairness, queue_order
 
 MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: the cost of a step itself would be paid twice."""
 
 _NO_ROWS: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
-
-
-class StepBuilder:
-    """A step plan in the making; takes no blocks and decides nothing.
-
-    `counts` [rows]: tokens each row computes in this step, 0 for those outside; at first those of decoding rows.
-    `budget_left`: tokens not spent. `work`: everything it computes so far. `grown_rows`: rows whose tables grew.
-    `short_of_blocks`: a row lacks blocks, so no sequence is admitted; and `admitted_rows` left enough blocks for the
-    others, so they are never preempted in the same step.
-    """
-
-    def __init__(self, running: RunningSet, counts: IntArray, budget: int) -> None:
-        self._running = running
-        self.counts = counts
-        # Few numbers are summed sooner as Python's: cold, one sum of numpy's takes 20 microseconds.
-        decoding = counts.nonzero()[0]
-        given, starts = counts[decoding].tolist(), running.scheduled[decoding].tolist()
-        tokens = sum(given)
-        self.work = StepWork(tokens, sum(map(mul, given, starts)))
-        self.budget_left = budget - tokens
-        self.grown_rows: list[int] = []
-        self.admitted_rows: list[int] = []
-        self.short_of_blocks = False
-
-    def add_prompt_chunk(self, row: int, count: int) -> None:
-        self.counts[row] = count
-        self._spend(row, count)
-
-    def remove_row(self, row: int) -> None:
-        """Leave the row out of this step after all."""
-        self._spend(row, -int(self.counts[row]))
-        self.counts[row] = 0
-
-    def _spend(self, row: int, count: int) -> None:
-        start, (decoding, context, tokens, attended) = int(self._running.scheduled[row]), self.work
-        if row in self._running.prefilling:
-            self.work = StepWork(decoding, context, tokens + count, attended + count * (start + abs(count) // 2))
-        else:
-            self.work = StepWork(decoding + count, context + count * start, tokens, attended)
-        self.budget_left -= count
-
-    def finish_plan(self, step: int) -> tuple[StepPlan, InFlightStep] | None:
-        """Write the step into the rows' counters; None when nothing runs (closed rows then ride with a plan that
-        does)."""
-        chosen = self.counts.nonzero()[0]
-        if not len(chosen):
-            return None
-        rows, counts = self._running, self.counts[chosen]
-        starts, expected = rows.scheduled[chosen], rows.expected[chosen]
-        ends = starts + counts
-        samples: BoolArray = ends == expected
-        logits = self._num_logits(chosen, starts, counts, samples)
-        new, appended = tuple([self._new_sequence(row) for row in self.admitted_rows]), self._appended()
-        rows.scheduled[chosen], rows.expected[chosen] = ends, expected + samples
-        sampled = list(compress(chosen.tolist(), samples.tolist()))
-        for row in rows.prefilling.intersection(sampled) if rows.prefilling else ():
-            rows.start_decoding(row)
-        closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else _NO_ROWS
-        rows.closed_rows.clear()
-        plan = StepPlan(step, chosen.astype(np.int32), starts, counts, samples, logits, appended, new, closed)
-        return plan, InFlightStep(step, chosen, ends, sampled, self.work)
-
-    def _num_logits(self, chosen: LongArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> IntArray:
-        """One place for each sample; all places of a chunk that is followed by prompt tokens to be scored."""
-        logits = samples.astype(np.int32)
-        for row in self._running.scoring:
-            if self.counts[row]:
-                at = int(np.searchsorted(chosen, row))
-                if starts[at] < len(self._running.sequences[row].request.prompt) - 1:
-                    logits[at] = counts[at]
-        return logits
-
-    def _new_sequence(self, row: int) -> NewSequence:
-        sequence, computed = self._running.sequences[row], int(self._running.scheduled[row])
-        prompt = len(sequence.request.prompt)
-        return NewSequence(row, sequence.known_tokens(), computed, sequence.sampling, prompt)
-
-    def _appended(self) -> IntArray:
-        """[A, 2] (row, block) of the blocks the executor has not been told of."""
-        pairs: list[tuple[int, int]] = []
-        for row in self.grown_rows:
-            if self.counts[row]:
-                fresh = self._running.tables[row].blocks[self._running.announced_blocks[row] :]
-                self._running.announced_blocks[row] += len(fresh)
-                pairs.extend((row, block) for block in fresh)
-        return np.array(pairs, np.int32) if pairs else _NO_PAIRS
 
 
 class PendingPrefill(NamedTuple):
@@ -119,151 +33,203 @@ class PendingPrefill(NamedTuple):
     arrival_number: int
     row: int
     missing_tokens: int
+    sequence: Sequence
 
 
 class StepPacker:
-    """Fills step builders; admits and preempts as it must."""
+    """Step number `step` in the making; admits and preempts as it must.
+
+    `counts` [rows]: tokens each row computes in this step, 0 for those outside. `budget_left`: tokens not spent.
+    `work`: everything it computes so far. `appended`: (row, block) pairs that the executor has not been told of.
+    `short_of_blocks`: a row lacks blocks, so no sequence is admitted; and `admitted_rows` left enough blocks for the
+    others, so they are never preempted in the same step.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, running: RunningSet, fairness: Fairness, prefill: PrefillBudget
+        self, config: SchedulerConfig, rows: RunningSet, fairness: Fairness, prefill: PrefillBudget, step: int
     ) -> None:
-        self._config = config
-        self._max_in_flight = config.max_in_flight
-        self._groups = config.ahead + 1 if self._max_in_flight == 1 else 1
-        self._rows, self._cache, self._waiting = running, running.cache, running.waiting
-        self._fairness = fairness
-        self._prefill = prefill
-        self._blocked: tuple[Sequence | None, int] = None, 0
-        self._now = 0
+        self._config, self._rows, self._fairness, self._prefill, self._step = config, rows, fairness, prefill, step
+        self._cache, self._waiting = rows.cache, rows.waiting
+        self._counts = rows.decode_gaps()
+        self._budget_left = config.max_num_batched_tokens
+        self._work = StepWork()
+        self._appended: list[tuple[int, int]] = []
+        self._admitted_rows: list[int] = []
+        self._short_of_blocks = False
 
-    def pack(self, step: int) -> StepBuilder:
-        """Choose what step `step` computes."""
-        self._now = step
-        rows, budget, counts = self._rows, self._config.max_num_batched_tokens, self._decoding_counts()
-        builder = StepBuilder(rows, counts, budget)
-        if builder.budget_left < 0:  # never with one token each: the senior rows go first
-            decoding = np.array(rows.by_seniority(counts.nonzero()[0]))
-            wanted = counts[decoding]
-            counts[decoding] = np.clip(budget - np.cumsum(wanted) + wanted, 0, wanted)
-            builder = StepBuilder(rows, counts, budget)
-        for row in rows.by_seniority((rows.scheduled + builder.counts > rows.capacity).nonzero()[0]):
-            self._grow(builder, row)
-        decoding_work = builder.work
-        if (rows.prefilling or self._waiting.has_runnable) and not self._prefill.is_decode_probe(decoding_work):
-            self._add_prompts(builder, decoding_work)
-        return builder
+    def pack(self) -> tuple[StepPlan, InFlightStep] | None:
+        """Choose what the step computes; None when nothing runs (closed rows then ride with a plan that does)."""
+        self._choose_decoding_rows()
+        waits = self._rows.prefilling or self._waiting.has_runnable
+        if waits and not self._prefill.is_decode_probe(self._work):
+            self._add_prompts()
+        chosen = self._counts.nonzero()[0]
+        return self._finish_plan(chosen) if len(chosen) else None
 
-    def _decoding_counts(self) -> IntArray:
-        """[rows] tokens that decoding rows compute.
+    def _finish_plan(self, chosen: LongArray) -> tuple[StepPlan, InFlightStep]:
+        """Write the step into the rows' counters."""
+        rows, counts = self._rows, self._counts[chosen]
+        starts, expected = rows.scheduled[chosen], rows.expected[chosen]
+        ends = starts + counts
+        samples: BoolArray = ends == expected
+        num_logits = samples.astype(np.int32)
+        for row in rows.scoring:  # all places of a chunk that is followed by prompt tokens to be scored
+            if self._counts[row] and rows.scheduled[row] < len(rows.sequences[row].request.prompt) - 1:
+                num_logits[np.searchsorted(chosen, row)] = self._counts[row]
+        new = tuple([self._new_sequence(row) for row in self._admitted_rows])
+        rows.scheduled[chosen], rows.expected[chosen] = ends, expected + samples
+        sampled = list(compress(chosen.tolist(), samples.tolist()))
+        for row in rows.prefilling.intersection(sampled) if rows.prefilling else ():
+            rows.start_decoding(row)
+        pairs = [pair for pair in self._appended if self._counts[pair[0]]]
+        appended = np.array(pairs, np.int32) if pairs else _NO_PAIRS
+        closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else _NO_ROWS
+        rows.closed_rows.clear()
+        plan_rows = chosen.astype(np.int32)
+        plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed)
+        return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
+
+    def _new_sequence(self, row: int) -> NewSequence:
+        sequence = self._rows.sequences[row]
+        prompt, sampling = sequence.request.prompt, sequence.request.sampling
+        if not sequence.lacks_prompt_logprobs:
+            sampling = sampling._replace(prompt_logprobs=None)
+        known = np.concatenate([prompt, np.array(sequence.outputs, np.int32)])
+        return NewSequence(row, known, int(self._rows.scheduled[row]), sampling, len(prompt))
+
+    # Decoding rows
+
+    def _choose_decoding_rows(self) -> None:
+        """Leave out rows that may not be in another plan, or that the budget does not suffice for; give the others
+        blocks.
 
         In a pipeline a row waits for its own last result while plans of other rows may be under way. A plan then takes
         its share of all decoding rows: were they together, they would wait together, for one stage after the other.
         """
-        counts = self._rows.decode_gaps()
+        rows, counts = self._rows, self._counts
         full = self._full_rows()
         if full is not None:
             counts[full] = 0
-        if self._groups > 1:
-            rows = counts.nonzero()[0]
-            decoding = self._rows.num_running - len(self._rows.prefilling)
-            share = max(-(-decoding // self._groups), MIN_PIPELINE_GROUP)
-            if len(rows) > share:
-                counts[self._rows.by_seniority(rows)[share:]] = 0
-        return counts
+        decoding = counts.nonzero()[0]
+        if self._config.max_in_flight == 1 and self._config.ahead:
+            decoders, groups = rows.num_running - len(rows.prefilling), self._config.ahead + 1
+            share = max(-(-decoders // groups), MIN_PIPELINE_GROUP)
+            if len(decoding) > share:
+                counts[rows.by_seniority(decoding)[share:]] = 0
+                decoding = counts.nonzero()[0]
+        # Few numbers are summed sooner as Python's: cold, one sum of numpy's takes 20 microseconds.
+        given = counts[decoding].tolist()
+        if sum(given) > self._budget_left:  # never with one token each: the senior rows go first
+            decoding = np.array(rows.by_seniority(decoding))
+            wanted = counts[decoding]
+            counts[decoding] = np.clip(self._budget_left - np.cumsum(wanted) + wanted, 0, wanted)
+            given = counts[decoding].tolist()
+        tokens = sum(given)
+        self._budget_left -= tokens
+        self._work = StepWork(tokens, sum(map(mul, given, rows.scheduled[decoding].tolist())))
+        for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
+            self._grow(row)
 
     def _full_rows(self) -> BoolArray | None:
         """[rows] whether a row is in as many plans in flight as it may be in; None where none can be."""
         rows = self._rows
-        if not rows.in_flight or (len(rows.in_flight) < self._max_in_flight and not rows.capped):
+        if not rows.in_flight or (len(rows.in_flight) < self._config.max_in_flight and not rows.capped):
             return None
         full: BoolArray = rows.steps_in_flight() >= rows.max_in_flight
         return full
 
     # Prompts
 
-    def _add_prompts(self, builder: StepBuilder, decoding: StepWork) -> None:
+    def _add_prompts(self) -> None:
         """Spend the rest of the budget on prompts, short ones first; but half of it is for long ones, if there are any
         and they can use it."""
         short, long = self._half_computed()
-        if not long and self._waiting.peek(self._now, long=True) is None:
-            self._fill(builder, self._prefill.short_prompt_lane(decoding, builder.budget_left), short, long=False)
+        decoding, budget = self._work, self._budget_left
+        if not long and self._waiting.peek(self._step, long=True) is None:
+            self._fill(self._prefill.short_prompt_lane(decoding, budget), short, long=False)
             return
-        lane = self._prefill.short_prompt_lane(decoding, (builder.budget_left + self._now % 2) // 2)
-        self._fill(builder, lane, short, long=False)
-        self._fill(
-            builder, self._prefill.long_prompt_lane(decoding, builder.work, builder.budget_left), long, long=True
-        )
-        lane.set_tokens_left(builder.budget_left)
-        self._fill(builder, lane, short, long=False)
+        lane = self._prefill.short_prompt_lane(decoding, (budget + self._step % 2) // 2)
+        self._fill(lane, short, long=False)
+        self._fill(self._prefill.long_prompt_lane(decoding, self._work, self._budget_left), long, long=True)
+        lane.tokens = self._budget_left
+        self._fill(lane, short, long=False)
 
     def _half_computed(self) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
         """Prefilling rows, those of short prompts and those of long ones; the next one to go on is the last."""
-        rows, prefilling = self._rows, np.array(sorted(self._rows.prefilling), np.int64)
-        full = self._full_rows()
-        if full is not None:
-            prefilling = prefilling[~full[prefilling]]
-        missing = rows.known[prefilling] - rows.scheduled[prefilling]
-        ranks = rows.seniority[prefilling] + missing // self._config.rank_step_tokens
-        keys = self._fairness.fair_share_keys(rows.tenant_slot[prefilling], rows.seniority[prefilling], self._now)
-        columns = (*keys, ranks, rows.arrival_number[prefilling], prefilling, missing)
-        found = map(PendingPrefill._make, zip(*(column.tolist() for column in columns), strict=True))
+        rows, full = self._rows, self._full_rows()
+        prefilling = [row for row in rows.prefilling if full is None or not full[row]]
+        several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides
+        found: list[PendingPrefill] = []
+        for row in prefilling:
+            sequence, missing = rows.sequences[row], int(rows.known[row] - rows.scheduled[row])
+            key = self._fairness.fair_share_key(sequence, self._step) if several else (0, 0.0)
+            rank = sequence.seniority + missing // self._config.rank_step_tokens
+            found.append(PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
+        found.sort(reverse=True)
         lanes: tuple[list[PendingPrefill], list[PendingPrefill]] = [], []
-        for pending in sorted(found, reverse=True):
-            lanes[bool(rows.long_prompt[pending.row])].append(pending)
+        for pending in found:
+            lanes[pending.sequence.long_prompt].append(pending)
         return lanes
 
-    def _fill(self, builder: StepBuilder, lane: PrefillLane, pending: list[PendingPrefill], long: bool) -> None:
+    def _fill(self, lane: PrefillLane, pending: list[PendingPrefill], long: bool) -> None:
         """Spend a lane's part of the step: of one tenant's prompts by rank, of several tenants' on the one of the most
         urgent class that was served least."""
-        while builder.budget_left and lane.has_room:
-            waiting = self._admissible(builder, long)
+        while self._budget_left and lane.has_room:
+            waiting = self._admissible(long)
             if pending and (waiting is None or self._precedes(pending[-1], waiting)):
                 first = pending.pop()
-                self._add_chunk(builder, lane, first.row, first.missing_tokens)
+                if self._rows.running[first.row]:  # it may have been preempted a moment ago
+                    self._add_chunk(lane, first.row, first.missing_tokens)
             elif waiting is None:
                 return
             else:
-                self._admit(builder, lane, waiting)
+                self._admit(lane, waiting)
 
     def _precedes(self, pending: PendingPrefill, waiting: Sequence) -> bool:
-        slot, seniority = int(self._rows.tenant_slot[pending.row]), int(self._rows.seniority[pending.row])
-        if slot != waiting.tenant_slot and not self._waiting.is_rank_only_turn:
-            mine = self._fairness.fair_share_key(slot, seniority, self._now)
-            other = self._fairness.fair_share_key(waiting.tenant_slot, waiting.seniority, self._now)
+        if pending.sequence.tenant_slot != waiting.tenant_slot and not self._waiting.is_rank_only_turn:
+            mine = self._fairness.fair_share_key(pending.sequence, self._step)
+            other = self._fairness.fair_share_key(waiting, self._step)
             if mine != other:
                 return mine < other
-        return (pending.rank, pending.arrival_number) < (waiting.rank, waiting.arrival_number)
+        return (pending.rank, pending.arrival_number) < queue_order(waiting)
 
-    def _add_chunk(self, builder: StepBuilder, lane: PrefillLane, row: int, missing: int) -> None:
-        if self._rows.running[row]:  # it may have been preempted a moment ago
-            tokens = lane.grant_tokens(missing, int(self._rows.scheduled[row]), builder.budget_left)
-            builder.add_prompt_chunk(row, tokens)
-            self._grow(builder, row)
-            self._fairness.charge_prompt(int(self._rows.tenant_slot[row]), int(builder.counts[row]))
+    def _add_chunk(self, lane: PrefillLane, row: int, missing: int) -> None:
+        slot = self._rows.sequences[row].tenant_slot
+        self._set_count(row, lane.grant_tokens(missing, int(self._rows.scheduled[row]), self._budget_left))
+        self._grow(row)
+        self._fairness.charge_prompt(slot, int(self._counts[row]))
+
+    def _set_count(self, row: int, count: int) -> None:
+        """Let the row compute a chunk, or leave it out of the step after all."""
+        change, start = count - int(self._counts[row]), int(self._rows.scheduled[row])
+        decoding, context, tokens, attended = self._work
+        if row in self._rows.prefilling:
+            self._work = StepWork(decoding, context, tokens + change, attended + change * (start + abs(change) // 2))
+        else:
+            self._work = StepWork(decoding + change, context + change * start, tokens, attended)
+        self._budget_left -= change
+        self._counts[row] = count
 
     # Admission
 
-    def _admissible(self, builder: StepBuilder, long: bool) -> Sequence | None:
+    def _admissible(self, long: bool) -> Sequence | None:
         """The sequence of a lane to be admitted next, unless rows or blocks are short. No sequence overtakes one that
         waits for blocks, and the last row is for the next of all."""
-        if builder.short_of_blocks or not self._rows.num_free:
+        if self._short_of_blocks or not self._rows.num_free:
             return None
-        first, next_of_all = self._waiting.peek(self._now, long), self._waiting.peek(self._now)
-        if first is None or next_of_all is None or self._still_blocked(next_of_all) or self._still_blocked(first):
+        first, next_of_all = self._waiting.peek(self._step, long), self._waiting.peek(self._step)
+        if first is None or (first is not next_of_all and self._rows.num_free == 1):
             return None
-        return first if first is next_of_all or self._rows.num_free > 1 else None
-
-    def _still_blocked(self, sequence: Sequence) -> bool:
-        """Whether the sequence did not fit last time, and no more blocks are to be had than then."""
-        blocked, available = self._blocked
-        return sequence is blocked and self._cache.free_blocks - self._spare_blocks() <= available
+        blocked, available = self._rows.blocked
+        still_blocked = blocked in (first, next_of_all) and self._cache.free_blocks - self._spare_blocks() <= available
+        return None if still_blocked else first
 
     def _spare_blocks(self) -> int:
         """Blocks that a new sequence must leave: those promised to others, and optimistically one for each to grow."""
         reserved = self._rows.reserved_blocks()
         return reserved if self._config.admission == "no_evict" else reserved + self._rows.num_running
 
-    def _admit(self, builder: StepBuilder, lane: PrefillLane, sequence: Sequence) -> None:
+    def _admit(self, lane: PrefillLane, sequence: Sequence) -> None:
         """Give the sequence a row and its first chunk; or park it until a block it can share is computed; or note that
         it does not fit, whereupon none is admissible until more blocks are free."""
         awaited = self._cache.awaits(sequence.hashes, sequence.shareable_tokens)
@@ -275,39 +241,41 @@ class StepPacker:
         reserved = sequence.token_limit - 1 if self._config.admission == "no_evict" else sequence.known
         if not self._cache.room_for(table, reserved, spare):
             self._cache.close(table)
-            self._blocked = (sequence, free - spare)
+            self._rows.blocked = (sequence, free - spare)
             return
         row, missing = self._rows.admit(sequence, table, reserved), sequence.known - table.cached
-        self._rows.long_prompt[row] = self._prefill.is_long_prompt(missing, table.cached)
-        builder.admitted_rows.append(row)
-        builder.grown_rows.append(row)
-        self._add_chunk(builder, lane, row, missing)
+        sequence.long_prompt = self._prefill.is_long_prompt(missing, table.cached)
+        self._admitted_rows.append(row)
+        self._appended.extend((row, block) for block in table.blocks)
+        self._add_chunk(lane, row, missing)
 
     # Blocks
 
-    def _grow(self, builder: StepBuilder, row: int) -> None:
+    def _grow(self, row: int) -> None:
         """Let the row's table hold all that the step computes, at the cost of its juniors; or leave the row out."""
-        if not builder.counts[row]:
+        if not self._counts[row]:
             return
-        table, end = self._rows.tables[row], int(self._rows.scheduled[row] + builder.counts[row])
-        missing = self._cache.blocks_for(end) - len(table.blocks)
+        table, end = self._rows.tables[row], int(self._rows.scheduled[row] + self._counts[row])
+        held = len(table.blocks)
+        missing = self._cache.blocks_for(end) - held
         if missing <= 0:
             return
         while not self._cache.extend(table, end):
-            if not self._make_room(builder, row, missing):
-                builder.remove_row(row)
+            if not self._make_room(row, missing):
+                self._set_count(row, 0)
                 return
         self._rows.capacity[row] = len(table.blocks) * self._cache.block_size
-        builder.grown_rows.append(row)
+        self._appended.extend((row, block) for block in table.blocks[held:])
 
-    def _make_room(self, builder: StepBuilder, row: int, missing: int) -> bool:
-        """Preempt one sequence for `missing` blocks. False: the row itself was it, or blocks come back only when
-        plans in flight are applied."""
-        builder.short_of_blocks = True
+    def _make_room(self, row: int, missing: int) -> bool:
+        """Preempt the youngest running row of the lowest class for `missing` blocks. False: the row itself was it, or
+        blocks come back only when plans in flight are applied."""
+        self._short_of_blocks = True
         returning = sum(len(self._rows.tables[leaver].blocks) for leaver in self._rows.releasing)
         if returning + self._cache.free_blocks >= missing:
             return False
-        victim = self._rows.preemption_victim()
-        builder.remove_row(victim)
-        self._rows.preempt(victim)
+        victim = self._rows.by_seniority(np.flatnonzero(self._rows.running))[-1]
+        self._set_count(victim, 0)
+        self._rows.totals.preemptions += 1
+        self._rows.remove(victim)
         return victim != row and victim not in self._rows.sequences

@@ -2,12 +2,11 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .plan import IntArray, LongArray
+from .plan import LongArray
 from .sequence import Sequence
 
 RANK_ONLY_INTERVAL = 8
@@ -36,11 +35,11 @@ class Fairness:
         self._ageing_steps = ageing_steps
         self._credit = credit
         self._slots: dict[str, int] = {}
+        self._live: list[int] = []
         self._last_service = 0.0  # of the last tenant in the queue, when it became empty
         self.service = np.zeros(_FIRST_SLOTS)
         self._weights = np.ones(_FIRST_SLOTS)
-        self._live = [0] * _FIRST_SLOTS
-        self._seniority = np.full(_FIRST_SLOTS, _NOT_WAITING)  # of the first in each line
+        self._seniority = np.full(_FIRST_SLOTS, _NOT_WAITING)  # of the first of each tenant's waiting sequences
         self._ranks = np.full(_FIRST_SLOTS, _NOT_WAITING)
 
     @property
@@ -51,16 +50,15 @@ class Fairness:
     def slot_of(self, tenant: str, weight: float) -> int:
         """The tenant's number; the latest weight holds."""
         slot = self._slots.setdefault(tenant, len(self._slots))
+        if slot == len(self._live):
+            self._live.append(0)
         if slot == len(self.service):
             self.service = np.concatenate([self.service, np.zeros(slot)])
             self._weights = np.concatenate([self._weights, np.ones(slot)])
-            self._live += [0] * slot
             self._seniority = np.concatenate([self._seniority, np.full(slot, _NOT_WAITING)])
             self._ranks = np.concatenate([self._ranks, np.full(slot, _NOT_WAITING)])
         self._weights[slot] = weight
         return slot
-
-    # Service
 
     def sequence_arrived(self, slot: int) -> None:
         """Count a sequence that is about to be enqueued.
@@ -85,49 +83,33 @@ class Fairness:
         if not self.single_tenant:
             self.service[slot] += tokens / self._weights[slot]
 
-    def charge_outputs(self, slots: IntArray, rows: list[int], counts: list[int]) -> None:
-        """Count `counts[i]` tokens generated for the tenant `slots[rows[i]]`; one may appear several times."""
-        if not self.single_tenant and rows:
-            tokens = np.bincount(slots[rows], weights=counts, minlength=len(self.service))
-            self.service += OUTPUT_WEIGHT * tokens / self._weights
+    def charge_outputs(self, slots: list[int], counts: list[int]) -> None:
+        """Count `counts[i]` tokens generated for the tenant `slots[i]`; one may appear several times."""
+        tokens = np.bincount(slots, weights=counts, minlength=len(self.service))
+        self.service += OUTPUT_WEIGHT * tokens / self._weights
 
-    # Turns
+    def set_head(self, slot: int, head: Sequence | None) -> None:
+        """The tenant's first waiting sequence is now this one."""
+        if head is not None:
+            self._seniority[slot], self._ranks[slot] = head.seniority, head.rank
+        else:
+            self._seniority[slot] = self._ranks[slot] = _NOT_WAITING
+            self._last_service = float(self.service[slot])
 
-    def set_head(self, slot: int, seniority: int, rank: int) -> None:
-        """The tenant's first waiting sequence is of this seniority and rank."""
-        self._seniority[slot], self._ranks[slot] = seniority, rank
-
-    def clear_head(self, slot: int) -> None:
-        """The tenant has no waiting sequence any more."""
-        self._seniority[slot] = self._ranks[slot] = _NOT_WAITING
-        self._last_service = float(self.service[slot])
-
-    def least_served(self, now: int, among: list[int] | None = None) -> list[int]:
-        """Waiting tenants, or those `among` them, that are next at step `now`: several where they were served alike."""
-        classes = self._classes(_only(among, self._seniority), now)
+    def next_tenants(self, now: int, by_rank: bool, among: list[int] | None = None) -> list[int]:
+        """Waiting tenants, or those `among` them, that are next at step `now`: those served least, or those whose first
+        sequence has the lowest rank. Several where they are alike."""
+        if by_rank:
+            ranks = _only(among, self._ranks)
+            return np.flatnonzero(ranks == ranks.min()).tolist()
+        classes = np.maximum(0, -((now - _only(among, self._seniority)) // self._ageing_steps))
         service = np.where(classes == classes.min(), self.service, np.inf)
-        slots: list[int] = np.flatnonzero(service == service.min()).tolist()
-        return slots
+        return np.flatnonzero(service == service.min()).tolist()
 
-    def lowest_ranked(self, among: list[int] | None = None) -> list[int]:
-        """Waiting tenants, or those `among` them, whose first sequence has the lowest rank of all."""
-        ranks = _only(among, self._ranks)
-        slots: list[int] = np.flatnonzero(ranks == ranks.min()).tolist()
-        return slots
-
-    def fair_share_key(self, slot: int, seniority: int, now: int) -> tuple[int, float]:
-        """(class, service), which decide between two tenants, the lower first."""
-        return max(0, -((now - seniority) // self._ageing_steps)), float(self.service[slot])
-
-    def fair_share_keys(self, slots: IntArray, seniority: LongArray, now: int) -> tuple[LongArray, NDArray[np.float64]]:
-        """The keys of several sequences; zero where all are one tenant's, whose own order decides then."""
-        if (slots == slots[:1]).all():
-            return np.zeros(len(slots), np.int64), np.zeros(len(slots))
-        return self._classes(seniority, now), self.service[slots]
-
-    def _classes(self, seniority: LongArray, now: int) -> LongArray:
-        classes: LongArray = np.maximum(0, -((now - seniority) // self._ageing_steps))
-        return classes
+    def fair_share_key(self, sequence: Sequence, now: int) -> tuple[int, float]:
+        """(class, service), which decide between sequences of two tenants, the lower first."""
+        urgency = max(0, -((now - sequence.seniority) // self._ageing_steps))
+        return urgency, float(self.service[sequence.tenant_slot])
 
 
 def _only(slots: list[int] | None, values: LongArray) -> LongArray:
@@ -139,16 +121,8 @@ def _only(slots: list[int] | None, values: LongArray) -> LongArray:
     return kept
 
 
-class _QueueEntry(NamedTuple):
-    """Entries are in order of rank, then of arrival numbers, which are distinct."""
-
-    rank: int
-    arrival_number: int
-    sequence: Sequence
-
-
-_TenantQueues: TypeAlias = dict[int, list[_QueueEntry]]
-"""The line of each tenant's slot; none is empty."""
+_Lane: TypeAlias = dict[int, list[Sequence]]
+"""The waiting sequences of each tenant's slot, in order; none is empty."""
 
 
 class WaitingQueue:
@@ -159,7 +133,7 @@ class WaitingQueue:
     def __init__(self, fairness: Fairness, is_long: Callable[[Sequence], bool] = lambda _: False) -> None:
         self._fairness = fairness
         self._is_long = is_long
-        self._lanes: tuple[_TenantQueues, _TenantQueues] = {}, {}
+        self._lanes: tuple[_Lane, _Lane] = {}, {}
         self._num_enqueued = 0
         self._num_admitted = 0
         self._parked: dict[bytes, list[Sequence]] = {}
@@ -170,11 +144,9 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Every sequence, parked ones last."""
-        for lane in self._lanes:
+        for lane in (*self._lanes, self._parked):
             for line in lane.values():
-                yield from (entry.sequence for entry in line)
-        for group in self._parked.values():
-            yield from group
+                yield from line
 
     @property
     def has_runnable(self) -> bool:
@@ -192,24 +164,22 @@ class WaitingQueue:
 
     def peek(self, now: int, long: bool | None = None) -> Sequence | None:
         """The next sequence at step `now`: of all, or of the lane of long prompts or of short ones."""
-        lanes = (
-            [lane for lane in self._lanes if lane] if long is None else [self._lanes[long]] * bool(self._lanes[long])
-        )
+        lanes = [lane for lane in (self._lanes if long is None else (self._lanes[long],)) if lane]
         if not lanes:
             return None
         slots = list(lanes[0] if len(lanes) == 1 else lanes[0].keys() | lanes[1].keys())
         if len(slots) > 1:
             among = slots if len(lanes) == 1 and all(self._lanes) else None
-            rank_only = self.is_rank_only_turn
-            slots = self._fairness.lowest_ranked(among) if rank_only else self._fairness.least_served(now, among)
-        return min(lane[slot][0] for lane in lanes for slot in slots if slot in lane).sequence
+            slots = self._fairness.next_tenants(now, self.is_rank_only_turn, among)
+        heads = [lane[slot][0] for lane in lanes for slot in slots if slot in lane]
+        return min(heads, key=queue_order)
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.long_prompt = self._is_long(sequence)
         line = self._lanes[sequence.long_prompt].setdefault(sequence.tenant_slot, [])
-        insort(line, _QueueEntry(sequence.rank, sequence.arrival_number, sequence))
+        insort(line, sequence, key=queue_order)
         self._num_enqueued += 1
-        self._show_head(sequence.tenant_slot)
+        self._update_head(sequence.tenant_slot)
 
     def pop(self, sequence: Sequence) -> None:
         """Remove a sequence that is admitted."""
@@ -228,13 +198,13 @@ class WaitingQueue:
             return
         lane, slot = self._lanes[sequence.long_prompt], sequence.tenant_slot
         line = lane[slot]
-        place = bisect_left(line, (sequence.rank, sequence.arrival_number))
-        assert line[place].sequence is sequence
+        place = bisect_left(line, queue_order(sequence), key=queue_order)
+        assert line[place] is sequence
         del line[place]
         if not line:
             del lane[slot]
         self._num_enqueued -= 1
-        self._show_head(slot)
+        self._update_head(slot)
 
     def park_until_computed(self, sequence: Sequence, awaited: bytes) -> None:
         """Leave the sequence out until the block of this hash is settled."""
@@ -253,11 +223,11 @@ class WaitingQueue:
                 self._num_parked -= 1
                 self.enqueue(sequence)
 
-    def _show_head(self, slot: int) -> None:
-        """Tell `Fairness` the first of a tenant's line."""
+    def _update_head(self, slot: int) -> None:
         heads = [lane[slot][0] for lane in self._lanes if slot in lane]
-        if heads:
-            first = min(heads).sequence
-            self._fairness.set_head(slot, first.seniority, first.rank)
-        else:
-            self._fairness.clear_head(slot)
+        self._fairness.set_head(slot, min(heads, key=queue_order, default=None))
+
+
+def queue_order(sequence: Sequence) -> tuple[int, int]:
+    """The lowest is first; no two have the same."""
+    return sequence.rank, sequence.arrival_number

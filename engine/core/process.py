@@ -62,7 +62,7 @@ def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
         executor.watch(core.inbox.fail)
         sockets.listen(core.inbox.accept)
         sockets.send(ready)
-        core.run(sockets)
+        core.run(sockets.send)
     finally:
         executor.close()
 

@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.plan import SamplerParams, StepUpdates
+from ...scheduler.plan import SamplerParams, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceRequest
 from ..worker.executor import Executor, StepFuture
@@ -42,19 +42,11 @@ _WARM_UP_KEY = -1
 _NO_UPDATES = StepUpdates([], [], [], [], [])
 
 
-class MessageSink(Protocol):
-    """Takes the loop's messages to the frontend."""
-
-    def send(self, message: FromCore) -> None:
-        """Never waits for the reader."""
-
-
 class LaunchedStep(NamedTuple):
-    """A step on its way, the tokens and sequences it computes, and when it was launched (`time.perf_counter`)."""
+    """A step on its way, and when it was launched (`time.perf_counter`)."""
 
+    plan: StepPlan
     future: StepFuture
-    tokens: int
-    sequences: int
     launched_at: float
 
 
@@ -109,27 +101,33 @@ class EngineCore:
             found += (each for each in self._land().logprobs if each is not None)
         return found
 
-    def run(self, sink: MessageSink) -> None:
-        """Turn until a Shutdown comes. An error of the executor, or told to the inbox, ends the loop too."""
+    def run(self, send: Callable[[FromCore], None]) -> None:
+        """Turn until a Shutdown comes; `send` takes messages to the frontend and never waits for the reader. An error
+        of the executor, or told to the inbox, ends the loop too."""
         while not self._stopping:
-            self._receive(sink)
-            expired = self._expire()
+            self._receive(send)
+            expired = self._deadlines.pop_expired(self._clock())
+            self._scheduler.abort(expired)
             began = time.perf_counter()
             self._launch()
             if self._launched:
-                landing = self._launched[0]
+                plan = self._launched[0].plan
                 updates = self._land()
-                stats = StepStats(time.perf_counter() - began, landing.tokens, landing.sequences)
+                stats = StepStats(time.perf_counter() - began, plan.tokens, len(plan.rows))
                 last = self._step_seconds or stats.seconds
                 self._step_seconds = last + _LAST_STEP_WEIGHT * (stats.seconds - last)
             else:
                 updates, stats = _NO_UPDATES, NO_STEP
-            sink.send(self._message(updates, expired, stats))
+            send(self._message(updates, expired, stats))
 
-    # Receive
-
-    def _receive(self, sink: MessageSink) -> None:
-        for item in self.inbox.take_all(self._scheduler.has_work, self._check_integrity_once):
+    def _receive(self, send: Callable[[FromCore], None]) -> None:
+        """Take what has come. An idle loop also looks for leaks, once after each busy time."""
+        busy = self._scheduler.has_work
+        items = self.inbox.take_all(busy)
+        if not (busy or items or self._integrity_checked):
+            self._scheduler.check_integrity()
+            self._integrity_checked = True
+        for item in items:
             match item:
                 case NewRequest(request, deadline):
                     try:
@@ -139,7 +137,7 @@ class EngineCore:
                     except InvalidArgument as error:
                         field = error.field or ""
                         message = error.message if field in error.message else f"{field}: {error.message}"
-                        sink.send(RequestRejected(request.key, message, field))
+                        send(RequestRejected(request.key, message, field))
                 case AbortRequests(keys):
                     self._scheduler.abort(keys)
                     for key in keys:
@@ -149,26 +147,11 @@ class EngineCore:
                 case BaseException():
                     raise item
 
-    def _check_integrity_once(self) -> None:
-        """Look for leaks once after each busy time, when the loop is idle for long enough to afford it."""
-        if not self._integrity_checked:
-            self._scheduler.check_integrity()
-            self._integrity_checked = True
-
-    def _expire(self) -> list[int]:
-        """End every sequence whose deadline has passed; their keys."""
-        expired = self._deadlines.pop_expired(self._clock()) if self._deadlines else []
-        self._scheduler.abort(expired)
-        return expired
-
-    # Schedule and execute, apply
-
     def _launch(self) -> None:
         """Execute everything that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
             launched_at = time.perf_counter()
-            future = self._executor.execute(plan)
-            self._launched.append(LaunchedStep(future, plan.tokens, len(plan.rows), launched_at))
+            self._launched.append(LaunchedStep(plan, self._executor.execute(plan), launched_at))
             self._integrity_checked = False
 
     def _land(self) -> StepUpdates:
@@ -182,11 +165,9 @@ class EngineCore:
             self._deadlines.discard(key)
         return updates
 
-    # Send
-
     def _message(self, updates: StepUpdates, expired: list[int], stats: StepStats) -> RequestUpdates:
         """The updates, with the end of sequences whose deadline had passed before the step."""
-        scheduler = self._scheduler
+        scheduler, totals = self._scheduler, self._scheduler.totals
         return RequestUpdates(
             self._step,
             updates.keys,
@@ -196,7 +177,7 @@ class EngineCore:
             updates.finished + [(key, "timeout") for key in expired],
             EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds),
             stats,
-            CoreTotals(*scheduler.totals),
+            CoreTotals(totals.preemptions, totals.prefix_queries, totals.prefix_hits),
             list(updates.logprobs),
             list(updates.prompt_logprobs),
         )

@@ -129,7 +129,7 @@ class TrtllmClient:
     def _begin_next(self) -> None:
         """Hand over the requests whose turn it is, while there is room."""
         while self._runtime is not None and (sequence := self._queue.pop_next()) is not None:
-            request = self._requests[sequence.key]
+            request = self._requests[sequence.request.key]
             request.stream.ticket.release(started=True)
             request.task = asyncio.create_task(self._carry(request, self._runtime))
 

@@ -12,7 +12,7 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import Sequence, SequenceRequest
 from charonia.scheduler.waiting_queue import OUTPUT_WEIGHT, RANK_ONLY_INTERVAL, Fairness
 
 
@@ -23,6 +23,12 @@ def trial(*, rows: int = 1, budget: int = 8, ageing: int = 100) -> SchedulerTria
 
 def arrivals(trial: SchedulerTrial, tenant: int, count: int, priority: int = 0) -> list[int]:
     return [trial.arrive(family=0, prompt=4, new=4, tenant=tenant, priority=priority) for _ in range(count)]
+
+
+def head(rank: int = 0) -> Sequence:
+    """A tenant's first waiting sequence."""
+    request = SequenceRequest(key=rank, prompt=np.zeros(1, np.int32), max_tokens=1)
+    return Sequence(request, arrival_number=rank, seniority=0, rank=rank, hashes=[])
 
 
 def test_tenants_of_equal_weight_take_turns() -> None:
@@ -55,11 +61,11 @@ def test_an_urgent_class_goes_before_any_service() -> None:
 def test_time_that_was_not_used_is_no_credit() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
     busy, idle = fairness.slot_of("busy", 1.0), fairness.slot_of("idle", 1.0)
-    fairness.set_head(busy, 0, 0)
+    fairness.set_head(busy, head())
     fairness.charge_prompt(busy, 500)
     fairness.sequence_arrived(idle)
     assert fairness.service[idle] == 500
-    fairness.clear_head(busy)
+    fairness.set_head(busy, None)
     late = fairness.slot_of("late", 1.0)
     fairness.sequence_arrived(late)
     assert fairness.service[late] == 500, "as much as the last one who had somebody in line"
@@ -68,7 +74,7 @@ def test_time_that_was_not_used_is_no_credit() -> None:
 def test_a_little_credit_may_be_saved() -> None:
     fairness = Fairness(ageing_steps=10, credit=64)
     busy, idle = fairness.slot_of("busy", 1.0), fairness.slot_of("idle", 1.0)
-    fairness.set_head(busy, 0, 0)
+    fairness.set_head(busy, head())
     fairness.sequence_arrived(idle)
     fairness.charge_prompt(busy, 50)
     fairness.sequence_arrived(idle)
@@ -85,9 +91,9 @@ def test_a_little_credit_may_be_saved() -> None:
 def test_a_tenant_in_line_is_not_lifted() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
     one, two = fairness.slot_of("one", 1.0), fairness.slot_of("two", 1.0)
-    fairness.set_head(one, 0, 0)
+    fairness.set_head(one, head())
     fairness.charge_prompt(two, 500)
-    fairness.set_head(two, 0, 0)
+    fairness.set_head(two, head())
     fairness.sequence_arrived(one)
     assert fairness.service[one] == 0
 
@@ -96,7 +102,7 @@ def test_prompts_and_outputs_are_charged_by_weight() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
     one, two = fairness.slot_of("one", 1.0), fairness.slot_of("two", 4.0)
     fairness.charge_prompt(two, 100)
-    fairness.charge_outputs(np.array([two, one], np.int32), [1, 0, 1], [1, 2, 3])
+    fairness.charge_outputs([one, two, one], [1, 2, 3])
     assert fairness.service[[one, two]].tolist() == [OUTPUT_WEIGHT * 4, 25 + OUTPUT_WEIGHT * 2 / 4]
 
 
@@ -104,10 +110,10 @@ def test_more_tenants_than_slots() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
     slots = [fairness.slot_of(f"tenant {number}", 1.0) for number in range(100)]
     for slot in slots:
-        fairness.set_head(slot, 0, slot)
+        fairness.set_head(slot, head(slot))
         fairness.charge_prompt(slot, 1000 - slot)
-    assert fairness.least_served(0) == [99]
-    assert fairness.lowest_ranked() == [0]
+    assert fairness.next_tenants(0, by_rank=False) == [99]
+    assert fairness.next_tenants(0, by_rank=True) == [0]
 
 
 def test_a_half_computed_prompt_gives_way_to_who_was_served_less() -> None:

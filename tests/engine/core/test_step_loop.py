@@ -99,7 +99,7 @@ class Running:
 
     def _run(self) -> None:
         try:
-            self.core.run(self.outbox)
+            self.core.run(self.outbox.send)
         except RuntimeError as error:
             self.error = error
 

@@ -26,7 +26,7 @@ def drain(line: AdmissionQueue) -> list[int]:
     """Keys in the order in which they go, one at a time."""
     keys = []
     while (sequence := line.pop_next()) is not None:
-        keys.append(sequence.key)
+        keys.append(sequence.request.key)
         line.release(sequence)
         line.check_integrity()
     return keys
@@ -39,10 +39,10 @@ def test_no_more_than_there_are_places() -> None:
     first, second = line.pop_next(), line.pop_next()
     assert first is not None
     assert second is not None
-    assert (first.key, second.key, line.pop_next(), line.running, len(line)) == (0, 1, None, 2, 2)
+    assert (first.request.key, second.request.key, line.pop_next(), line.running, len(line)) == (0, 1, None, 2, 2)
     line.release(first)
     assert (third := line.pop_next()) is not None
-    assert (third.key, line.running, len(line)) == (2, 2, 1)
+    assert (third.request.key, line.running, len(line)) == (2, 2, 1)
 
 
 def test_classes_come_first_and_waiting_helps() -> None:
@@ -81,7 +81,7 @@ def test_nobody_is_lost(steps: list[tuple[int, int, str]]) -> None:
             sequence = line.pop_next()
             assert (sequence is not None) == could
             if sequence is not None:
-                running[sequence.key] = inside.pop(sequence.key)
+                running[sequence.request.key] = inside.pop(sequence.request.key)
         elif verb == 2 and (inside or running):
             group = running if running and priority % 2 else inside or running
             line.release(group.pop(next(iter(group))))
