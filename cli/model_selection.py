@@ -13,7 +13,7 @@ from ..repository.catalog import RepositoryCatalog
 from ..repository.config_defaults import CHECKPOINT_BACKENDS, canonical_backend
 from ..repository.gateway import InProcessGateway
 from ..repository.memory_budget import MemoryBudget
-from ..repository.model_control import ExplicitModelControl
+from ..repository.model_control import ModelControl
 from ..repository.model_source import ModelSource, checkpoint_source, is_repository
 from ..repository.response_cache import parse_cache_config
 from ..repository.watcher import RepositoryWatcher
@@ -40,7 +40,7 @@ class ModelSelection:
     def create_watcher(self, gateway: InProcessGateway) -> RepositoryWatcher:
         """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
         if self.options.model_control_mode == "explicit":
-            gateway.model_control = ExplicitModelControl(self.catalog, gateway.registry, gateway.lifecycle)
+            gateway.model_control = ModelControl(self.catalog, gateway.registry, gateway.lifecycle)
         return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle)
 
     async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:

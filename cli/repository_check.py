@@ -11,10 +11,10 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument
 from ..repository.builder import BackendSettings, ModelBuilder
 from ..repository.catalog import RepositoryCatalog
+from ..repository.config_validation import ignored_field_message, ignored_fields
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, is_checkpoint, with_config_position
-from ..repository.unsupported_fields import ignored_field_message, ignored_fields
 from .options import ConfigOptions
 
 
@@ -49,10 +49,10 @@ def _check_model(source: ModelSource, builder: ModelBuilder) -> Iterator[str]:
     notes, made = [], []
     for version in source.versions:
         try:
-            recipe = builder.prepare(source, version)
-            made.append(recipe.make(ignore_progress).config.raw)
-            notes.append(recipe.examine())
-            recipe.release()
+            factory = builder.prepare(source, version)
+            made.append(factory.build(ignore_progress).config.raw)
+            notes.append(factory.examine())
+            factory.reservation.release()
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
     for path in ignored_fields(source.config, made=made):

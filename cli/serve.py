@@ -103,7 +103,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
         finally:
             loading.cancel()
             gateway.begin_exit()
-            await gateway.unload_all()
+            await gateway.lifecycle.close()
 
 
 def _end_listeners(
@@ -140,5 +140,5 @@ async def _shut_down(gateway: InProcessGateway, servers: "FrontendServers", stop
     """Refuse new requests, wait for running ones, `timeout` seconds or until a second signal, and close the servers."""
     gateway.begin_exit()
     log.info("shutting down: up to %g s for running requests; another signal forces", timeout)
-    await wait_for_first(gateway.wait_drained(), stop.force_requested.wait(), timeout=timeout)
-    await servers.stop(force=gateway.requests_in_flight > 0)
+    await wait_for_first(gateway.in_flight.wait_drained(), stop.force_requested.wait(), timeout=timeout)
+    await servers.stop(force=gateway.in_flight.count > 0)

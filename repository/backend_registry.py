@@ -1,7 +1,7 @@
-"""The table of backends: which module of ours serves the models of which backend name.
+"""The table of backends: the module that serves the models of each backend name.
 
-The only place that knows them; a module is imported when a model of its backend is built. Other
-packages of ours are seen through the protocols below alone.
+No other module knows them; a module is imported when a model of its backend is built, and seen through the protocols
+below alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
-from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
+from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds that it took once it is done, detail."""
@@ -34,21 +34,17 @@ class TextModelBuilder(Protocol):
     ) -> Model: ...
 
 
-class MemoryEstimator(Protocol):
-    """The least that a model takes of each memory. `gpus`: numbers of the GPUs that are here. Raises as the builder."""
+MemoryEstimator: TypeAlias = Callable[[str, Mapping[str, str], Sequence[int]], Sequence[MemoryNeed]]
+"""The least that the model of a path and parameters takes of each memory; the numbers are those of the GPUs here.
+Raises as the builder does."""
 
-    def __call__(self, path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> Sequence[MemoryNeed]: ...
-
-
-class CheckpointExaminer(Protocol):
-    """Reads a model's files as its load does, and returns what only the load will find out. Raises as the load does."""
-
-    def __call__(self, path: str, parameters: Mapping[str, str]) -> str: ...
+CheckpointExaminer: TypeAlias = Callable[[str, Mapping[str, str]], str]
+"""Reads a model's files as its load does, and returns what only the load will find out. Raises as the load does."""
 
 
 class TextBackend(NamedTuple):
     """A backend whose models make their own configs. With `estimate_memory`, its models take all the memory that they
-    are granted; with `examine`, more can be said of a model that is not loaded."""
+    are granted; with `examine`, a model can be checked without loading it."""
 
     build: TextModelBuilder
     estimate_memory: MemoryEstimator | None = None
@@ -58,26 +54,17 @@ class TextBackend(NamedTuple):
 class ClassicRuntimeLoader(Protocol):
     """The part of `classic_backends.runtime.RuntimeLoader` that builds configs and counts memory."""
 
-    def complete(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> Mapping[str, Any]: ...
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig: ...
 
     def uses_gpus(self) -> bool: ...
 
-    def needs(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> Sequence[MemoryNeed]: ...
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> Sequence[MemoryNeed]: ...
 
 
-class ClassicModelBuilder(Protocol):
-    """`classic_backends.model.ClassicModel`."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        loader: ClassicRuntimeLoader,
-        directory: Path,
-        parameters: Mapping[str, str] | None = None,
-        samples: ModelSamples = ...,
-        quantiles: Sequence[float] = (),
-    ) -> MeasuredModel: ...
-
+ClassicModelBuilder: TypeAlias = Callable[
+    [ModelConfig, ClassicRuntimeLoader, Path, Mapping[str, str], ModelSamples, Sequence[float]], MeasuredModel
+]
+"""`classic_backends.model.ClassicModel`."""
 
 TEXT_BACKENDS = {
     "charonia": ("engine.build", "language_model", "memory_needed", "examine"),

@@ -3,34 +3,38 @@
 Loads nothing. Knows backends only through backend_registry.py.
 """
 
+import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import MemoryNeed, Model, ModelConfig, ModelSamples
+from ..core.tensor import TensorSpec
 from ..telemetry.gpus import usable_gpus
 from .backend_registry import (
     OnProgress,
+    TextBackend,
     check_backend,
     classic_model_builder,
     classic_runtime_loader,
     text_backend,
 )
-from .cached_model import CachedModel
 from .config_defaults import enable_default_batching, fill_defaults
-from .config_io import ConfigMessage, config_from_json, config_to_json
-from .config_validation import validate_config, validate_written_config
-from .memory_budget import MemoryBudget
-from .model_config import to_model_config, with_config_defaults
-from .model_files import read_model_samples, validate_warmup_requests
+from .config_io import ConfigMessage, config_from_json, config_to_json, v2_datatype
+from .config_validation import (
+    is_response_cache_enabled,
+    refuse_unsupported_fields,
+    validate_config,
+    validate_written_config,
+)
+from .memory_budget import MemoryBudget, MemoryReservation
+from .model_files import read_label_files, read_model_samples, validate_warmup_requests
 from .model_source import ModelSource, VersionSource, with_config_position
-from .response_cache import ResponseCache
-from .unsupported_fields import is_response_cache_enabled, refuse_unsupported_fields
+from .response_cache import CachedModel, ResponseCache
 
 _DEFAULT_BATCH_KEY = "default-max-batch-size"
-_DEFAULT_SETTINGS = {_DEFAULT_BATCH_KEY: "4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class BackendSettings:
 
     @classmethod
     def parse(cls, flags: Sequence[str]) -> "BackendSettings":
-        """Read `<backend>,<key>=<value>` or `<key>=<value>`, one for each flag.
+        """Parse flags of the form `<backend>,<key>=<value>` or `<key>=<value>`.
 
         Raises:
             InvalidArgument: a flag has another form.
@@ -60,21 +64,16 @@ class BackendSettings:
         return cls(settings)
 
     def for_backend(self, backend: str) -> dict[str, str]:
-        return {**_DEFAULT_SETTINGS, **self.settings.get("", {}), **self.settings.get(backend, {})}
+        return {_DEFAULT_BATCH_KEY: "4", **self.settings.get("", {}), **self.settings.get(backend, {})}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFactory:
-    """The steps from a prepared source to a loaded model, and back.
+    """Builds the model of one prepared version, whose memory is reserved. `examine` reads the version's files without
+    loading them: `CheckpointExaminer`."""
 
-    `make` builds the model; `describe` completes its config once it is loaded, when `on_loaded` is called; `release` is
-    called when it is unloaded, or did not load. `examine` reads its files without loading it: `CheckpointExaminer`.
-    """
-
-    make: Callable[[OnProgress], Model]
-    describe: Callable[[ModelConfig], ModelConfig]
-    on_loaded: Callable[[Model], None] = lambda model: None
-    release: Callable[[], None] = lambda: None
+    build: Callable[[OnProgress], Model]
+    reservation: MemoryReservation
     examine: Callable[[], str] = lambda: ""
 
 
@@ -105,80 +104,111 @@ class ModelBuilder:
             check_backend(source.name, source.backend)
             refuse_unsupported_fields(source.config)
             validate_written_config(source.config)
-            return self._prepare_text_model(source, version, sharers) or self._prepare_classic_model(source, version)
+            backend = text_backend(source.backend)
+            if backend is None:
+                return self._prepare_classic_model(source, version)
+            return self._prepare_text_model(backend, source, version, sharers)
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
 
-    def _prepare_text_model(self, source: ModelSource, version: VersionSource, sharers: int) -> ModelFactory | None:
-        backend = text_backend(source.backend)
-        if backend is None:
-            return None
+    def _prepare_text_model(
+        self, backend: TextBackend, source: ModelSource, version: VersionSource, sharers: int
+    ) -> ModelFactory:
         parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
-        needed: Sequence[MemoryNeed] = ()
+        needs: Sequence[MemoryNeed] = ()
         granted: dict[str, int] = {}
         if backend.estimate_memory is not None:
-            needed = backend.estimate_memory(version.path, parameters, usable_gpus())
-            granted = self._memory_grant(needed, sharers)
-        reservation = self.budget.reserve(source.name, version.number, needed)
-        reservation.grant(granted.get("memory", 0))
-        build = backend.build
-        return ModelFactory(
-            lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress, **granted),
-            lambda config: with_config_defaults(config, source.config),
-            reservation.finish_loading,
-            reservation.release,
-            partial(backend.examine, version.path, parameters) if backend.examine is not None else lambda: "",
-        )
+            needs = backend.estimate_memory(version.path, parameters, usable_gpus())
+            granted = self.budget.grant(needs, sharers)
+        reservation = self.budget.reserve(source.name, version.number, needs, granted.get("memory", 0))
 
-    def _memory_grant(self, needed: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
-        """The memory that a model needs and its share of the rest of the host's; all that is left of its GPUs'."""
-        stated, left = sum(share.size for share in needed if share.gpu is None), self.budget.host.available
-        granted = {"memory": stated + max(0, left - stated) // sharers}
-        on_each = self.budget.available_on([share.gpu for share in needed if share.gpu is not None])
-        return granted if on_each is None else {**granted, "gpu_memory": on_each}
+        def build(on_progress: OnProgress) -> Model:
+            return backend.build(source.name, version.number, version.path, parameters, on_progress, **granted)
+
+        def examine() -> str:
+            return "" if backend.examine is None else backend.examine(version.path, parameters)
+
+        return ModelFactory(build, reservation, examine)
 
     def _prepare_classic_model(self, source: ModelSource, version: VersionSource) -> ModelFactory:
-        # Before anything reads the model, as completing its config does.
-        parameters = {**self.backends.for_backend(source.backend), **source.parameters}
-        placed = config_from_json(config_to_json(source.config))
-        self._normalise(placed, source.backend)
-        loader, directory = classic_runtime_loader(source.backend), Path(version.path)
-        needed = loader.needs(directory, config_to_json(placed), parameters)
-        reservation = self.budget.reserve(source.name, version.number, needed)
+        settings, directory = self.backends.for_backend(source.backend), Path(version.path)
+        loader, builder = classic_runtime_loader(source.backend), classic_model_builder()
+        # Memory is reserved before anything reads the model, as completing its config does.
+        placed = copy.deepcopy(source.config)
+        self._fill_defaults(placed)
+        needs = loader.needs(directory, config_to_json(placed), {**settings, **source.parameters})
+        reservation = self.budget.reserve(source.name, version.number, needs)
         try:
             whole = self.complete_config(source, version)
-            config = to_model_config(whole, version.number, source.directory)
+            config = _to_model_config(whole, version.number, source.directory)
             samples = ModelSamples() if source.directory is None else read_model_samples(whole, source.directory)
             validate_warmup_requests(config, samples.warmup_requests)
-            builder = classic_model_builder()
         except BaseException:
             reservation.release()
             raise
 
-        def make(_: OnProgress) -> Model:
-            backend_settings = self.backends.for_backend(source.backend)
-            model = builder(config, loader, directory, backend_settings, samples, self.quantiles)
+        def build(_: OnProgress) -> Model:
+            model = builder(config, loader, directory, settings, samples, self.quantiles)
             if self.cache is None or not is_response_cache_enabled(whole):
                 return model
             return CachedModel(model, self.cache, self.quantiles)
 
-        return ModelFactory(make, lambda config: config, reservation.finish_loading, reservation.release)
+        return ModelFactory(build, reservation)
 
     def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
-        """The config of one version, completed, normalised and checked."""
-        whole = config_from_json(config_to_json(source.config))
+        """The config of one version of a classic model, completed, with its defaults, and validated."""
+        whole = copy.deepcopy(source.config)
         if self.auto_complete:
             parameters = {**self.backends.for_backend(source.backend), **source.parameters}
-            fields = classic_runtime_loader(source.backend).complete(
-                Path(version.path), config_to_json(whole), parameters
-            )
-            size_given = whole.max_batch_size > 0
-            whole = config_from_json(fields)
-            enable_default_batching(whole, size_given)
-        self._normalise(whole, source.backend)
+            loader = classic_runtime_loader(source.backend)
+            whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
+            enable_default_batching(whole, size_given=source.config.max_batch_size > 0)
+        self._fill_defaults(whole)
         validate_config(whole, usable_gpus())
         return whole
 
-    def _normalise(self, config: ConfigMessage, backend: str) -> None:
+    def _fill_defaults(self, config: ConfigMessage) -> None:
         gpus = usable_gpus()
-        fill_defaults(config, gpus, bool(gpus) and classic_runtime_loader(backend).uses_gpus())
+        fill_defaults(config, gpus, bool(gpus) and classic_runtime_loader(config.backend).uses_gpus())
+
+
+def _to_model_config(config: ConfigMessage, version: str, directory: Path | None) -> ModelConfig:
+    """The model config of a completed config message; label files are read from the model's `directory`.
+
+    Raises:
+        InvalidArgument: a label file cannot be read.
+    """
+    return ModelConfig(
+        config.name,
+        version,
+        config.backend or config.platform,
+        platform=config.platform,
+        max_batch_size=config.max_batch_size,
+        decoupled=config.model_transaction_policy.decoupled,
+        inputs=tuple(
+            TensorSpec(each.name, v2_datatype(each), tuple(each.dims), each.optional) for each in config.input
+        ),
+        outputs=tuple(TensorSpec(each.name, v2_datatype(each), tuple(each.dims)) for each in config.output),
+        parameters={key: config.parameters[key].string_value for key in sorted(config.parameters)},
+        created=int(time.time()),
+        raw=config_to_json(config),
+        labels={} if directory is None else read_label_files(config, directory),
+    )
+
+
+def with_config_defaults(model: ModelConfig, config: ConfigMessage) -> ModelConfig:
+    """The config of a loaded model. One that it made itself is completed by the config as written, and its own wins."""
+    if model.raw:
+        return model
+    whole = copy.deepcopy(config)
+    whole.name, whole.backend, whole.max_batch_size = model.name, model.backend, model.max_batch_size
+    whole.model_transaction_policy.decoupled = model.decoupled
+    for specs, tensors in ((model.inputs, whole.input), (model.outputs, whole.output)):
+        del tensors[:]
+        for spec in specs:
+            data_type = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
+            tensor = tensors.add(name=spec.name, data_type=data_type, dims=spec.dims)
+            if spec.optional:
+                tensor.optional = True
+    fill_defaults(whole, ())
+    return replace(model, raw=config_to_json(whole))

@@ -2,7 +2,7 @@
 
 See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md.
 
-Changes the message in place. Refuses only a config without a backend; config_validation.py checks the rest.
+Changes the message in place. Refuses only a config without a backend; config_validation.py checks the others.
 """
 
 import json
@@ -14,7 +14,7 @@ from .config_io import ConfigMessage
 
 
 class TritonBackend(NamedTuple):
-    """One of Triton's own backends: what models of it are called, and their files."""
+    """One of Triton's own backends, with the platform and the model file that go with it."""
 
     backend: str
     platform: str
@@ -40,17 +40,15 @@ CHECKPOINT_BACKENDS = (*LANGUAGE_MODEL_BACKENDS, ENCODER_BACKEND)
 ENSEMBLE_PLATFORM = "ensemble"
 
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
-"""Microseconds."""
-
 _ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 
-def fill_backend(config: ConfigMessage, directory: Path | None) -> None:
-    """`backend`, `platform` and `default_model_filename`, as far as they say each other; else what the files of the
-    version's `directory` or the model's name say.
+def fill_backend(config: ConfigMessage, directory: Path) -> None:
+    """Fill in `backend`, `platform` and `default_model_filename`: by each other, else by the files of the version's
+    `directory`, else by the model's name.
 
     Raises:
-        InvalidArgument: backend and platform contradict each other, or nothing tells them.
+        InvalidArgument: backend and platform contradict each other, or nothing tells the backend.
     """
     config.backend = canonical_backend(config.backend)
     if not config.backend and not config.platform:
@@ -68,30 +66,30 @@ def fill_backend(config: ConfigMessage, directory: Path | None) -> None:
 
 
 def canonical_backend(backend: str) -> str:
-    """A backend's name as we write it."""
+    """The name of a backend that may be given by an alias."""
     return _ALIASES.get(backend, backend)
 
 
 def detect_checkpoint_backend(directory: Path) -> str:
-    """What serves a checkpoint: encoders are published with modules.json, or classify sequences."""
+    """The backend of a checkpoint: encoders are published with modules.json, or classify sequences."""
     if (directory / "modules.json").is_file():
         return ENCODER_BACKEND
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         architectures = [str(each) for each in config.get("architectures") or ()]
     except (ValueError, AttributeError, TypeError, OSError):
-        return LANGUAGE_MODEL_BACKEND  # which says what is wrong with it
+        return LANGUAGE_MODEL_BACKEND  # its load reports the problem
     classifies = any(each.endswith("ForSequenceClassification") for each in architectures)
     return ENCODER_BACKEND if classifies else LANGUAGE_MODEL_BACKEND
 
 
-def _detect_backend(config: ConfigMessage, directory: Path | None) -> None:
-    if directory is not None and ((directory / "config.json").is_file() or (directory / "modules.json").is_file()):
+def _detect_backend(config: ConfigMessage, directory: Path) -> None:
+    if (directory / "config.json").is_file() or (directory / "modules.json").is_file():
         config.backend = detect_checkpoint_backend(directory)
         return
-    for framework in TRITON_BACKENDS if directory is not None else ():
-        if directory is not None and (directory / framework.filename).exists():
-            config.backend, config.platform = framework.backend, framework.platform
+    for each in TRITON_BACKENDS:
+        if (directory / each.filename).exists():
+            config.backend, config.platform = each.backend, each.platform
             return
     _, dot, config.backend = config.name.rpartition(".")
     if not dot or not config.backend:
@@ -105,7 +103,7 @@ def _detect_backend(config: ConfigMessage, directory: Path | None) -> None:
 def _pair_backend_and_platform(config: ConfigMessage) -> None:
     own = [each for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
     if not config.backend:
-        # A platform nobody knows is what older configs call a backend.
+        # Older configs call the backend a platform.
         config.backend = own[0].backend if own else config.platform
         return
     theirs = [each for each in TRITON_BACKENDS if each.backend == config.backend]
@@ -116,59 +114,49 @@ def _pair_backend_and_platform(config: ConfigMessage) -> None:
         raise InvalidArgument(message, field="platform")
 
 
-def _default_filename(config: ConfigMessage, directory: Path | None) -> str:
+def _default_filename(config: ConfigMessage, directory: Path) -> str:
     files = [each.filename for each in TRITON_BACKENDS if each.backend == config.backend]
     same = [each.filename for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
-    there = [file for file in files if directory is not None and (directory / file).exists()]
-    if same and (same[0] in there or not there):
+    present = [file for file in files if (directory / file).exists()]
+    if same and (same[0] in present or not present):
         return same[0]
-    return (there or files or [f"model.{config.backend}"])[0]
+    return (present or files or [f"model.{config.backend}"])[0]
 
 
 def fill_defaults(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool = True) -> None:
-    """Everything else that has a default. `gpus`: those that are here; `uses_gpus`: the backend can."""
+    """Fill in all other defaults. `gpus`: those of this machine; `uses_gpus`: the backend can use them."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
     if config.platform == ENSEMBLE_PLATFORM:
         return
-    _fill_batching(config)
+    sequences = config.sequence_batching
+    if config.HasField("sequence_batching"):
+        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _DEFAULT_SEQUENCE_IDLE_US
+    for message, field in ((config, "dynamic_batching"), (sequences, "oldest")):
+        batcher = getattr(message, field)
+        if message.HasField(field) and config.max_batch_size > 0 and not batcher.preferred_batch_size:
+            batcher.preferred_batch_size.append(config.max_batch_size)
     for buffer in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
         buffer.enable = buffer.enable or not buffer.ListFields()
-    _fill_instance_groups(config, gpus, uses_gpus)
+    _fill_instance_groups(config, gpus if uses_gpus else (), gpus)
 
 
 def enable_default_batching(config: ConfigMessage, size_given: bool) -> None:
-    """A model whose batch size the server found out batches dynamically, unless its config chose a scheduler."""
+    """Batch dynamically if the server found out the batch size, unless the config chose a scheduler."""
     if not size_given and config.max_batch_size > 1 and not config.WhichOneof("scheduling_choice"):
         config.dynamic_batching.SetInParent()
 
 
-def _fill_batching(config: ConfigMessage) -> None:
-    sequences = config.sequence_batching
-    if config.HasField("sequence_batching"):
-        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _DEFAULT_SEQUENCE_IDLE_US
-    batchers = ((config, "dynamic_batching"), (sequences, "oldest"))
-    for batcher in [getattr(message, field) for message, field in batchers if message.HasField(field)]:
-        if config.max_batch_size > 0 and not batcher.preferred_batch_size:
-            batcher.preferred_batch_size.append(config.max_batch_size)
-
-
-def _fill_instance_groups(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool) -> None:
+def _fill_instance_groups(config: ConfigMessage, usable: tuple[int, ...], gpus: tuple[int, ...]) -> None:
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for number, group in enumerate(config.instance_group):
         group.name = group.name or f"{config.name}_{number}"
-        if group.kind == group.KIND_AUTO:
-            group.kind = _instance_kind(config, group, gpus if uses_gpus else ())
+        if group.kind == group.KIND_AUTO and config.backend in LANGUAGE_MODEL_BACKENDS:
+            group.kind = group.KIND_MODEL
+        elif group.kind == group.KIND_AUTO:  # a GPU wherever there is one that the backend can use, as Triton
+            group.kind = group.KIND_GPU if usable and set(group.gpus) <= set(usable) else group.KIND_CPU
         if group.kind == group.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
         if not group.count:
             group.count = 2 if group.kind == group.KIND_CPU and config.backend == "onnxruntime" else 1
-
-
-def _instance_kind(config: ConfigMessage, group: ConfigMessage, gpus: tuple[int, ...]) -> int:
-    """A GPU wherever there is one that the backend can use, as Triton."""
-    if config.backend in LANGUAGE_MODEL_BACKENDS:
-        return int(group.KIND_MODEL)
-    there = bool(gpus) and set(group.gpus) <= set(gpus)
-    return int(group.KIND_GPU if there else group.KIND_CPU)

@@ -1,6 +1,6 @@
-"""A model's config as people write it and as the protocols show it: text, YAML or JSON; the message; plain JSON.
+"""A model's config as text, YAML or JSON in a file, as a message, and as the plain JSON that protocols show.
 
-The message is the published `ModelConfig` of tritonclient. Knows its form, and nothing of what its fields mean.
+The message is the published `ModelConfig` of tritonclient. Knows nothing of what its fields mean.
 """
 
 import json
@@ -14,7 +14,9 @@ import numpy as np
 from ..core.errors import InvalidArgument
 
 CONFIG_FILE_NAMES = ("config.pbtxt", "config.yaml", "config.yml", "config.json")
-"""Names that a model's config may have; of these it has one."""
+"""File names of a model's config; a model has one of them."""
+
+_FORMATS = {".pbtxt": "text proto", ".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
 
 ConfigMessage: TypeAlias = Any
 """An `inference.ModelConfig` message; protobuf's modules have no types."""
@@ -48,33 +50,44 @@ def parse_config_file(file: Path) -> ConfigMessage:
     Raises:
         InvalidArgument: it cannot be read; the message names file, line and field.
     """
+    from google.protobuf import text_format  # type: ignore[import-untyped]
+
+    failed = f"failed to read {_FORMATS[file.suffix]} from {file}"
     try:
         text = file.read_text()
-    except (UnicodeDecodeError, OSError) as error:
-        raise InvalidArgument(f"failed to read {_format_name(file)} from {file}: {error}") from None
-    if file.suffix == ".pbtxt":
-        return _parse_text(text, file)
-    fields = _yaml(text, file) if file.suffix in (".yaml", ".yml") else _json(text, file)
+        if file.suffix == ".pbtxt":
+            return text_format.Parse(text, new_config())
+        raw = json.loads(text) if file.suffix == ".json" else _parse_yaml(text, failed)
+    except text_format.ParseError as error:
+        raise InvalidArgument(f"{failed}:{error}") from None
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"{failed}:{error.lineno}:{error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError, OSError) as error:  # an impossible date, endless digits or brackets
+        raise InvalidArgument(f"{failed}: {error}") from None
     try:
-        return config_from_json(fields)
+        return config_from_json(raw)
     except InvalidArgument as error:
         line = line_of(text, error.field or "")
-        where = f":{line}" if line else ""
-        raise InvalidArgument(f"failed to read {_format_name(file)} from {file}{where}: {error.message}") from None
+        raise InvalidArgument(f"{failed}{f':{line}' if line else ''}: {error.message}") from None
+
+
+def _parse_yaml(text: str, failed: str) -> Any:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
+        raise InvalidArgument(f"{failed}{where}: {getattr(error, 'problem', None) or error}") from None
 
 
 def parse_config_override(text: str) -> ConfigMessage:
-    """Read the `config` of a load request.
-
-    Raises:
-        InvalidArgument: it is no config.
-    """
+    """Parse the `config` of a load request. Raises `InvalidArgument` if it is none."""
     try:
         return config_from_json(json.loads(text))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, InvalidArgument) as error:
         raise InvalidArgument(f"Invalid config override: {error}", field="config") from None
-    except InvalidArgument as error:
-        raise InvalidArgument(f"Invalid config override: {error.message}", field="config") from None
 
 
 def config_from_json(fields: Any) -> ConfigMessage:
@@ -83,7 +96,7 @@ def config_from_json(fields: Any) -> ConfigMessage:
     Raises:
         InvalidArgument: a field is unknown or wrong; `field` names it where that can be told.
     """
-    from google.protobuf import json_format  # type: ignore[import-untyped]
+    from google.protobuf import json_format
 
     if fields is None:
         return new_config()
@@ -97,65 +110,8 @@ def config_from_json(fields: Any) -> ConfigMessage:
         raise InvalidArgument(f"a field has a value of the wrong kind: {error}") from None
 
 
-def config_to_json(message: Any) -> dict[str, Any]:
-    """The message in protobuf's JSON mapping as Triton shows it: names and order of the .proto, values at their
-    defaults too, messages only where they are set, 64-bit integers as numbers."""
-    return {
-        field.name: _field_to_json(message, field) for field in message.DESCRIPTOR.fields if _is_shown(message, field)
-    }
-
-
-def line_of(text: str, path: str) -> int:
-    """The line of a field, 0 if it is not found. `path`: words apart by dots, of which each is looked for after the one
-    before, as far as they are found."""
-    position, found = 0, 0
-    for word in path.split(".") if path else ():
-        match = re.compile(rf"\b{re.escape(word)}\b").search(text, position)
-        if match is None:
-            break
-        position = match.end()
-        found = text.count("\n", 0, match.start()) + 1
-    return found
-
-
-def _format_name(file: Path) -> str:
-    return {".pbtxt": "text proto", ".json": "JSON"}.get(file.suffix, "YAML")
-
-
-def _parse_text(text: str, file: Path) -> ConfigMessage:
-    from google.protobuf import text_format
-
-    try:
-        return text_format.Parse(text, new_config())
-    except text_format.ParseError as error:
-        raise InvalidArgument(f"failed to read text proto from {file}:{error}") from None
-
-
-def _yaml(text: str, file: Path) -> Any:
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
-        reason = getattr(error, "problem", None) or error
-        raise InvalidArgument(f"failed to read YAML from {file}{where}: {reason}") from None
-    except (ValueError, RecursionError) as error:  # a date that is none, a number without end, no end of brackets
-        raise InvalidArgument(f"failed to read YAML from {file}: {error}") from None
-
-
-def _json(text: str, file: Path) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidArgument(f"failed to read JSON from {file}:{error.lineno}:{error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"failed to read JSON from {file}: {error}") from None
-
-
 def _parse_error(text: str) -> InvalidArgument:
-    """What protobuf's parser complains of, and the field: from the outermost to the one that is wrong."""
+    """The complaint of protobuf's parser, and the path of the field that is wrong."""
     path = re.findall(r"Failed to parse (\w+) field: ", text)
     reason = re.sub(r"Failed to parse \w+ field: |\s*Available Fields.*|\.+$", "", text, flags=re.DOTALL)
     unknown = re.search(r'no field named "([^"]+)"', reason)
@@ -163,12 +119,14 @@ def _parse_error(text: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}" if field else reason, field=field or None)
 
 
-def _is_shown(message: Any, field: Any) -> bool:
-    return not field.has_presence or message.HasField(field.name)
+def config_to_json(message: ConfigMessage) -> dict[str, Any]:
+    """The message in protobuf's JSON mapping as Triton shows it: names and order of the .proto, values at their
+    defaults too, messages only where they are set, 64-bit integers as numbers."""
+    shown = [field for field in message.DESCRIPTOR.fields if not field.has_presence or message.HasField(field.name)]
+    return {field.name: _field_to_json(getattr(message, field.name), field) for field in shown}
 
 
-def _field_to_json(message: Any, field: Any) -> Any:
-    value = getattr(message, field.name)
+def _field_to_json(value: Any, field: Any) -> Any:
     if not field.is_repeated:
         return _scalar_to_json(value, field)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -186,6 +144,19 @@ def _scalar_to_json(value: Any, field: Any) -> Any:
     if field.type == field.TYPE_FLOAT:
         return float(str(np.float32(value)))  # the shortest decimal that is this number
     return value
+
+
+def line_of(text: str, path: str) -> int:
+    """The line of a field, 0 if it is not found. Each of the words that dots separate in `path` is searched after the
+    one before, as far as they are found."""
+    position, found = 0, 0
+    for word in path.split(".") if path else ():
+        match = re.compile(rf"\b{re.escape(word)}\b").search(text, position)
+        if match is None:
+            break
+        position = match.end()
+        found = text.count("\n", 0, match.start()) + 1
+    return found
 
 
 def v2_datatype(message: Any) -> str:

@@ -1,45 +1,117 @@
-"""Validation of a completed config, with Triton's messages.
+"""Validation of a config, with Triton's messages, and the fields that have no effect here: refused or logged.
 
 See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md.
 
-Knows nothing of files and of what a backend can do.
+Knows nothing of files and of how a backend computes; parameters are each backend's own business.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, Unsupported
+from ..core.model import RawConfig
+from .config_defaults import LANGUAGE_MODEL_BACKENDS
 from .config_io import ConfigMessage
 
 _MAX_INSTANCES = 1024
-"""Each has a thread or a process of its own, and is given work by going through all of them."""
+"""Each has a thread or a process of its own, and work is assigned by going through all of them."""
 
 _METRIC_TAG = re.compile(r"[a-zA-Z0-9_]+")
-"""What makes a label's name after a `_`: Prometheus takes none of the metrics where one of them has another."""
+"""What makes a label's name after a `_`: with any other, Prometheus would reject all metrics."""
+
+_REFUSED = {
+    "model_repository_agents": "repository agents are not run",
+    "model_operations": "operator libraries are not loaded",
+}
+"""Fields that change a model's answers, with the reason why they are refused."""
+
+_DECOUPLED_BACKENDS = ("repeat", "square")
+"""Backends of classic models that may make several responses to a request."""
+
+_DECOUPLED = "model_transaction_policy.decoupled"
+_IGNORED = ("runtime", "cc_model_filenames")
+_IGNORED_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
+_ONNX_OPTIMIZATION = ("graph", "execution_accelerators")
+_IGNORED_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
+_IGNORED_STATE = ("use_same_buffer_for_input_output", "use_growable_memory")
+_IGNORED_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
+_CLASSIC_ONLY = (
+    "max_batch_size",
+    "input",
+    "output",
+    "batch_input",
+    "batch_output",
+    "optimization",
+    "dynamic_batching",
+    "instance_group",
+    "model_warmup",
+    "model_transaction_policy",
+    "default_model_filename",
+    "model_metrics",
+)
 
 
-def validate_config(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
-    """Raises `InvalidArgument` for the first rule that is broken; `field` says where. `gpus`: there are here."""
-    _require(bool(config.name), "name", "model configuration must specify 'name'")
-    _require(
-        bool(config.backend or config.platform),
-        "backend",
-        f"must specify 'platform' or 'backend' for {config.name}",
-    )
-    _require(
-        config.max_batch_size >= 0, "max_batch_size", f"'max_batch_size' must be non-negative value for {config.name}"
-    )
-    _check_versions(config)
-    _check_tensors(config, "input", config.input)
-    _check_tensors(config, "output", config.output)
-    _check_batching(config)
-    _check_batch_tensors(config)
-    _check_instances(config, gpus)
+def refuse_unsupported_fields(config: ConfigMessage) -> None:
+    """Raises `Unsupported` for a field that changes answers and is not served."""
+    for field, reason in _REFUSED.items():
+        if config.HasField(field):
+            raise Unsupported(f"model '{config.name}' has {field}: {reason} here", field=field)
+    if config.backend in LANGUAGE_MODEL_BACKENDS and config.HasField("sequence_batching"):
+        message = f"model '{config.name}' has sequence_batching: language models keep no sequences between requests"
+        raise Unsupported(message, field="sequence_batching")
+
+
+def is_response_cache_enabled(config: ConfigMessage) -> bool:
+    """Whether the model's responses are to be cached, and may be: one for each request, the same at any time."""
+    cacheable = not config.model_transaction_policy.decoupled and not config.HasField("sequence_batching")
+    return bool(config.response_cache.enable) and cacheable and config.backend not in LANGUAGE_MODEL_BACKENDS
+
+
+def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[RawConfig] = ()) -> Iterator[str]:
+    """Paths of the fields of a written config that have no effect. `caching`: the server has a response cache. `made`:
+    the completed configs of its versions, as far as there are any."""
+    yield from _fields_set(config, _IGNORED)
+    if config.response_cache.enable and not (caching and is_response_cache_enabled(config)):
+        yield "response_cache"
+    if config.backend in LANGUAGE_MODEL_BACKENDS:
+        yield from _fields_set(config, _CLASSIC_ONLY)
+        return
+    if config.model_transaction_policy.decoupled and config.backend not in _DECOUPLED_BACKENDS:
+        yield _DECOUPLED
+    onnx = config.backend == "onnxruntime"
+    optimization = _IGNORED_OPTIMIZATION if onnx else (*_IGNORED_OPTIMIZATION, *_ONNX_OPTIMIZATION)
+    yield from _fields_set(config.optimization, optimization, "optimization.")
+    if onnx:
+        kinds = {group["kind"] for raw in made for group in raw.get("instance_group", ())}
+        accelerators = config.optimization.execution_accelerators
+        if accelerators.gpu_execution_accelerator and kinds and "KIND_GPU" not in kinds:
+            yield "optimization.execution_accelerators.gpu_execution_accelerator"
+        if accelerators.cpu_execution_accelerator and kinds == {"KIND_GPU"}:
+            yield "optimization.execution_accelerators.cpu_execution_accelerator"
+    for group in config.instance_group:
+        yield from _fields_set(group, _IGNORED_GROUP, "instance_group.")
+    for state in config.sequence_batching.state:
+        yield from _fields_set(state, _IGNORED_STATE, "sequence_batching.state.")
+    for side, tensors in (("input", config.input), ("output", config.output)):
+        for tensor in tensors:
+            yield from _fields_set(tensor, _IGNORED_TENSOR, f"{side}.{tensor.name}.")
+
+
+def _fields_set(message: ConfigMessage, fields: Sequence[str], prefix: str = "") -> list[str]:
+    present = {field.name for field, _ in message.ListFields()}
+    return [prefix + field for field in fields if field in present]
+
+
+def ignored_field_message(path: str) -> str:
+    """The message about a field that `ignored_fields` found."""
+    if path == _DECOUPLED:
+        return f"{path} makes no more of this backend's one response to a request; it may be asked for by streams alone"
+    return f"{path} has no effect here"
 
 
 def validate_written_config(config: ConfigMessage) -> None:
-    """The rules that hold before anything reads the model's file or counts its instances: the config is as written.
+    """Check the rules for a config as it is written: they hold before the model's file is read and instances counted.
 
     A link in the version's directory may lead anywhere: whoever can make it can copy the file there, too.
 
@@ -59,45 +131,54 @@ def validate_written_config(config: ConfigMessage) -> None:
         _require(_METRIC_TAG.fullmatch(tag) is not None, "metric_tags", message)
 
 
+def validate_config(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
+    """Check a completed config, for a machine with these `gpus`.
+
+    Raises:
+        InvalidArgument: a rule is broken; `field` says which.
+    """
+    name, policy = config.name, config.version_policy
+    _require(bool(name), "name", "model configuration must specify 'name'")
+    _require(bool(config.backend or config.platform), "backend", f"must specify 'platform' or 'backend' for {name}")
+    message = f"'max_batch_size' must be non-negative value for {name}"
+    _require(config.max_batch_size >= 0, "max_batch_size", message)
+    if policy.HasField("latest"):
+        message = f"'num_versions' must be at least 1 for {name}"
+        _require(policy.latest.num_versions >= 1, "version_policy.num_versions", message)
+    if policy.HasField("specific"):
+        versions = policy.specific.versions
+        message = f"'versions' of the version policy must be 1 or more numbers of at least 1 for {name}"
+        _require(bool(versions) and min(versions) >= 1, "version_policy.versions", message)
+    _check_tensors(config, "input", config.input)
+    _check_tensors(config, "output", config.output)
+    if config.HasField("dynamic_batching"):
+        _check_batching(config)
+    _check_batch_tensors(config)
+    _check_instances(config, gpus)
+
+
 def _require(holds: bool, field: str, message: str) -> None:
     if not holds:
         raise InvalidArgument(message, field=field)
-
-
-def _check_versions(config: ConfigMessage) -> None:
-    policy = config.version_policy
-    kind = policy.WhichOneof("policy_choice")
-    if kind == "latest":
-        message = f"'num_versions' must be at least 1 for {config.name}"
-        _require(policy.latest.num_versions >= 1, "version_policy.num_versions", message)
-    if kind == "specific":
-        message = f"'versions' of the version policy must be 1 or more numbers of at least 1 for {config.name}"
-        versions = policy.specific.versions
-        _require(bool(versions) and min(versions) >= 1, "version_policy.versions", message)
 
 
 def _check_tensors(config: ConfigMessage, side: str, tensors: Iterable[ConfigMessage]) -> None:
     seen: set[str] = set()
     for tensor in tensors:
         _require(bool(tensor.name), f"{side}.name", f"model {side} must specify 'name' for {config.name}")
-        where = f"{side}.{tensor.name}"
+        where, of = f"{side}.{tensor.name}", f"for {config.name}, '{tensor.name}'"
         message = f"model {side} '{tensor.name}' is there twice for {config.name}"
         _require(tensor.name not in seen, where, message)
         seen.add(tensor.name)
         message = f"model {side} must specify 'data_type' for {config.name}: '{tensor.name}' does not"
         _require(tensor.data_type != 0, f"{where}.data_type", message)
-        _check_shape(config, side, tensor)
-
-
-def _check_shape(config: ConfigMessage, side: str, tensor: ConfigMessage) -> None:
-    where, of = f"{side}.{tensor.name}", f"for {config.name}, '{tensor.name}'"
-    _require(bool(tensor.dims), f"{where}.dims", f"model {side} must specify 'dims' {of}")
-    message = f"model {side} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {of}"
-    _require(all(dim >= 1 or dim == -1 for dim in tensor.dims), f"{where}.dims", message)
-    if side == "input" and tensor.format in (1, 2):
-        _require(len(tensor.dims) == 3, f"{where}.dims", f"model input NHWC/NCHW require 3 dims {of}")
-    if tensor.HasField("reshape"):
-        _check_reshape(config, side, tensor, of)
+        _require(bool(tensor.dims), f"{where}.dims", f"model {side} must specify 'dims' {of}")
+        message = f"model {side} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {of}"
+        _require(all(dim >= 1 or dim == -1 for dim in tensor.dims), f"{where}.dims", message)
+        if side == "input" and tensor.format in (tensor.FORMAT_NHWC, tensor.FORMAT_NCHW):
+            _require(len(tensor.dims) == 3, f"{where}.dims", f"model input NHWC/NCHW require 3 dims {of}")
+        if tensor.HasField("reshape"):
+            _check_reshape(config, side, tensor, of)
 
 
 def _check_reshape(config: ConfigMessage, side: str, tensor: ConfigMessage, of: str) -> None:
@@ -113,7 +194,7 @@ def _check_reshape(config: ConfigMessage, side: str, tensor: ConfigMessage, of: 
 
 
 def _sizes_between_free_dims(dims: Iterable[int]) -> list[int]:
-    """Elements between one free dimension and the next: each stretch has to keep its own."""
+    """Elements between one free dimension and the next: a reshape keeps each of these sizes."""
     sizes = [1]
     for dim in dims:
         if dim == -1:
@@ -124,46 +205,34 @@ def _sizes_between_free_dims(dims: Iterable[int]) -> list[int]:
 
 
 def _check_batching(config: ConfigMessage) -> None:
-    if not config.HasField("dynamic_batching"):
-        return
-    batching, name = config.dynamic_batching, config.name
+    batching, levels, name = config.dynamic_batching, config.dynamic_batching.priority_levels, config.name
     field = "dynamic_batching.preferred_batch_size"
     for size in batching.preferred_batch_size:
         _require(size > 0, field, f"dynamic batching preferred size must be positive for {name}")
         message = f"dynamic batching preferred size must be <= max batch size for {name}"
         _require(size <= config.max_batch_size, field, message)
-    _check_priorities(config)
+    if levels:
+        message = f"default priority level must be in range [1, {levels}] for {name}"
+        holds = 0 < batching.default_priority_level <= levels
+        _require(holds, "dynamic_batching.default_priority_level", message)
+    for level in batching.priority_queue_policy:
+        message = f"priority queue policy must have priority level in range [1, {levels}] for {name}, got {level}"
+        _require(0 < level <= levels, "dynamic_batching.priority_queue_policy", message)
     if batching.preserve_ordering:
         message = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
-        _require(batching.priority_levels <= 1, "dynamic_batching.priority_levels", message)
+        _require(levels <= 1, "dynamic_batching.priority_levels", message)
         policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
         message = f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"
         _require(not any(policy.timeout_action == policy.DELAY for policy in policies), "timeout_action", message)
 
 
-def _check_priorities(config: ConfigMessage) -> None:
-    batching, levels = config.dynamic_batching, config.dynamic_batching.priority_levels
-    if levels:
-        message = f"default priority level must be in range [1, {levels}] for {config.name}"
-        holds = 0 < batching.default_priority_level <= levels
-        _require(holds, "dynamic_batching.default_priority_level", message)
-    for level in batching.priority_queue_policy:
-        message = (
-            f"priority queue policy must have priority level in range [1, {levels}] for {config.name}, got {level}"
-        )
-        _require(0 < level <= levels, "dynamic_batching.priority_queue_policy", message)
-
-
 def _check_batch_tensors(config: ConfigMessage) -> None:
     inputs = {tensor.name for tensor in config.input}
-    for field, helpers in (("batch_input", config.batch_input), ("batch_output", config.batch_output)):
-        for helper in helpers:
-            _require(
-                bool(helper.target_name),
-                f"{field}.target_name",
-                f"{field} must specify 'target_name' for {config.name}",
-            )
-            missing = [source for source in helper.source_input if source not in inputs]
+    for field, tensors in (("batch_input", config.batch_input), ("batch_output", config.batch_output)):
+        for tensor in tensors:
+            message = f"{field} must specify 'target_name' for {config.name}"
+            _require(bool(tensor.target_name), f"{field}.target_name", message)
+            missing = [source for source in tensor.source_input if source not in inputs]
             message = f"{field} of {config.name} has source input '{', '.join(missing)}', which is no input"
             _require(not missing, f"{field}.source_input", message)
 
@@ -178,6 +247,5 @@ def _check_instances(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
             message = f"{of} specifies invalid or unsupported gpu id {absent[:1]}; there are {list(gpus)}"
             _require(not absent, "instance_group.gpus", message)
         else:
-            kind = group.Kind.Name(group.kind)
-            message = f"{of} has kind {kind} but specifies one or more GPUs"
+            message = f"{of} has kind {group.Kind.Name(group.kind)} but specifies one or more GPUs"
             _require(not group.gpus, "instance_group.gpus", message)

@@ -1,33 +1,123 @@
-"""The gateway in process: endpoints and models live in one event loop.
+"""The gateway in process, and the handles that requests have of models: all live in one event loop.
 
 Knows nothing of protocols, and of models only the contract.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import cast
 
-from ..core.errors import ServerExiting
-from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry
+from ..core.errors import InvalidArgument, ServerExiting, Unavailable
+from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream
 from ..core.metrics import Measurement
-from ..core.model import Model, ModelConfig
+from ..core.model import ModelConfig, ModelStats, TextModel
+from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ..core.request_context import Headers, RequestContext, RequestEnd
 from ..core.statistics import ModelStatistics
 from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
+from ..telemetry.request_trace import request_trace, trace_tensors
 from ..telemetry.shared_state import SharedState
 from .builder import ModelBuilder
-from .lifecycle import LoadFailure, ModelLifecycle
-from .model_control import ModelControl, NoModelControl
-from .model_entry import InFlightCounter
-from .model_handle import LoadedModelHandle
-from .model_registry import ModelRegistry
+from .lifecycle import ModelLifecycle
+from .model_control import ModelControl
+from .model_registry import InFlightCounter, LoadedModel, ModelRegistry
+from .request_validation import validate_request
+
+
+class LoadedModelHandle:
+    """A loaded model in use by the request of `context`, at whose end it is released: `core.gateway.ModelHandle`.
+
+    The model's counter has the request from the beginning, so that the model outlives it; the gateway's from the first
+    time that the model is asked something.
+    """
+
+    __slots__ = ("_context", "_gateway", "_loaded", "_started", "config")
+
+    def __init__(self, gateway: "InProcessGateway", loaded: LoadedModel, context: RequestContext) -> None:
+        self.config = loaded.config
+        self._gateway = gateway
+        self._loaded = loaded
+        self._context = context
+        self._started = False
+        loaded.in_flight.increment()
+        context.on_end(self._release)
+
+    def stats(self) -> ModelStats:
+        return self._loaded.model.stats()
+
+    def validate(self, request: InferRequest) -> None:
+        validate_request(self.config, request)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        loaded, context = self._loaded, self._context
+        if request.id:
+            context.id = request.id
+        self._start()
+        validate_request(loaded.config, request)
+        responses = loaded.model.infer(request, context)
+        trace = request_trace(context, self._gateway.shared_state.traces)
+        responses = trace_tensors(trace, request.inputs.values(), responses)
+        if loaded.text is not None:  # its sequences record how the request ended
+            return cast("ResponseStream[InferResponse]", responses)
+        return _finish_when_answered(responses, context)
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        self._context.id = request.id
+        # Models promise an AsyncIterator and write generators; only those can be closed.
+        return cast("ResponseStream[GenerateChunk]", self._text_model().generate(request, self._context))
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        tokens = await self._text_model().tokenize(request)
+        self._context.finish()
+        return tokens
+
+    async def detokenize(self, ids: list[int]) -> str:
+        text = await self._text_model().detokenize(ids)
+        self._context.finish()
+        return text
+
+    def _text_model(self) -> TextModel:
+        self._start()
+        if self._loaded.text is None:
+            raise InvalidArgument(f"model '{self.config.name}' does not generate text", field="model")
+        return self._loaded.text
+
+    def _start(self) -> None:
+        if self._gateway.exiting():
+            raise ServerExiting
+        if not self._started:
+            self._started = True
+            self._gateway.in_flight.increment()
+
+    def _release(self, context: RequestContext) -> None:
+        if self._loaded.measured is not None and not context.counted:
+            context.counted = True
+            self._loaded.measured.count(context)
+        self._loaded.in_flight.decrement()
+        if self._started:
+            self._gateway.in_flight.decrement()
+
+
+async def _finish_when_answered(
+    responses: AsyncIterator[InferResponse], context: RequestContext
+) -> AsyncGenerator[InferResponse, None]:
+    """The responses as they are; the request is answered with the final one, or at their end."""
+    async with aclosing(cast("ResponseStream[InferResponse]", responses)) as stream:
+        async for response in stream:
+            if response.final:
+                context.finish()
+            yield response
+    context.finish()
 
 
 class InProcessGateway:
     """The models of the server, and the requests to them.
 
     With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
-    `healthy`. Each of `end_listeners` is called with the context of every request that ended.
+    `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
+    mode explicit; `in_flight` counts the requests that are being answered.
     """
 
     def __init__(
@@ -35,20 +125,20 @@ class InProcessGateway:
         strict: bool = True,
         healthy: Callable[[], bool] = lambda: True,
         end_listeners: Sequence[Callable[[RequestContext], None]] = (log_request,),
-        commons: SharedState | None = None,
+        shared_state: SharedState | None = None,
         builder: ModelBuilder | None = None,
     ) -> None:
-        self.shared_state = commons or SharedState()
-        self.registry = ModelRegistry()
         builder = builder or ModelBuilder()
+        self.shared_state = shared_state or SharedState()
+        self.registry = ModelRegistry()
         self.lifecycle = ModelLifecycle(self.registry, builder)
-        self.model_control: ModelControl = NoModelControl()
+        self.model_control: ModelControl | None = None
+        self.in_flight = InFlightCounter()
         self._strict = strict
         self._healthy = healthy
         self._end_listeners = end_listeners
         self._budget = builder.budget
         self._ended_without_model: Counter[RequestEnd] = Counter()
-        self._in_flight = InFlightCounter()
         self._exiting = False
 
     # For endpoints
@@ -75,26 +165,29 @@ class InProcessGateway:
 
     def served_versions(self, name: str) -> tuple[str, ...]:
         self.registry.find_loaded(name)
-        return tuple(version.number for version in self.registry.entries[name].loaded_versions)
+        return tuple(self.registry.entries[name].loaded_versions)
 
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         return self.registry.statistics(name, version)
 
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
-        known = self.registry.index()
-        names = {entry.name for entry in known}
-        whole = [
-            *known,
-            *(RepositoryIndexEntry(name) for name in self.model_control.loadable_models() if name not in names),
-        ]
-        return [entry for entry in whole if not ready_only or entry.state is ModelState.READY]
+        known = [shown for entry in self.registry.entries.values() for shown in entry.index()]
+        loadable = [] if self.model_control is None else self.model_control.loadable_models()
+        known += [RepositoryIndexEntry(name) for name in loadable if name not in self.registry.entries]
+        return [entry for entry in known if not ready_only or entry.state is ModelState.READY]
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
-        self._refuse_when_exiting()
-        await self.model_control.load(name, config, files)
+        if self._exiting:
+            raise ServerExiting
+        await self._explicit_control().load(name, config, files)
 
     async def unload_model(self, name: str) -> None:
-        await self.model_control.unload(name)
+        await self._explicit_control().unload(name)
+
+    def _explicit_control(self) -> ModelControl:
+        if self.model_control is None:
+            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+        return self.model_control
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         context = RequestContext(endpoint, headers)
@@ -102,61 +195,37 @@ class InProcessGateway:
         return context
 
     def acquire(self, context: RequestContext, name: str, version: str = "") -> LoadedModelHandle:
-        loaded = self.registry.find_loaded(name, version, context)
-        return LoadedModelHandle(loaded, context, self._in_flight, self.exiting, self.shared_state.traces)
-
-    # For the composition root
-
-    async def load_built_model(self, name: str, version: str, build: Callable[[], Model]) -> Exception | None:
-        """Serve a model that is made by hand; what goes wrong is this model's trouble alone, and is returned."""
-        try:
-            await self.lifecycle.serve_built_model(name, version, build)
-        except LoadFailure as failure:
-            return failure.cause
-        return None
-
-    def measurements(self) -> Iterator[Measurement]:
-        """What there is to know of each model at a scrape, and of requests that were for none."""
-        yield Measurement({}, tuple(ended_readings(self._ended_without_model)))
-        yield from self.registry.measurements()
-        for held in self._budget.measurements():
-            yield held._replace(labels=self.registry.labels(held.labels["model"], held.labels["version"]))
-
-    def begin_exit(self) -> None:
-        """Refuse what is new from here on, and the loads and unloads that clients wait for."""
-        self._exiting = True
-        self.lifecycle.cancel_client_changes()
-
-    @property
-    def requests_in_flight(self) -> int:
-        """Requests that are being answered."""
-        return self._in_flight.count
-
-    async def wait_drained(self) -> None:
-        """Return when no request runs."""
-        await self._in_flight.wait_drained()
-
-    async def unload_all(self) -> None:
-        """Unload every model, whatever one of them says."""
-        await self.lifecycle.close()
+        return LoadedModelHandle(self, self.registry.find_loaded(name, version, context), context)
 
     def _on_request_end(self, context: RequestContext) -> None:
+        """Count a request that held no model, and call the listeners.
+
+        It counts with the version it was for, or the latest, if that counts; not by any name that a client makes up,
+        which would be a series forever.
+        """
         if not context.counted:
-            self._count_request(context)
+            entry = self.registry.entries.get(context.model) if context.model_found else None
+            version = None if entry is None else entry.versions.get(context.version) or entry.latest
+            loaded = None if version is None else version.loaded
+            if loaded is not None and loaded.measured is not None:
+                loaded.measured.count(context)
+            elif context.end is not None:
+                self._ended_without_model[context.end] += 1
         for listener in self._end_listeners:
             listener(context)
 
-    def _count_request(self, context: RequestContext) -> None:
-        """Count a request that held no model: with the version it was for, or the latest, if that counts; any name that
-        a client makes up would be a series forever."""
-        entry = self.registry.entries.get(context.model) if context.model_found else None
-        version = None if entry is None else entry.versions.get(context.version) or entry.latest
-        loaded = None if version is None else version.loaded
-        if loaded is not None and loaded.measured is not None:
-            loaded.measured.count(context)
-        elif context.end is not None:
-            self._ended_without_model[context.end] += 1
+    # For the composition root
 
-    def _refuse_when_exiting(self) -> None:
-        if self._exiting:
-            raise ServerExiting
+    def measurements(self) -> Iterator[Measurement]:
+        """The readings of each model at a scrape, and of requests that were for none."""
+        yield Measurement({}, tuple(ended_readings(self._ended_without_model)))
+        for entry in self.registry.entries.values():
+            yield from entry.measurements()
+        for held in self._budget.measurements():
+            entry = self.registry.get_or_add(held.labels["model"])
+            yield held._replace(labels=entry.labels(held.labels["version"]))
+
+    def begin_exit(self) -> None:
+        """Refuse new requests from here on, and cancel the loads and unloads that clients wait for."""
+        self._exiting = True
+        self.lifecycle.cancel_client_changes()

@@ -1,8 +1,8 @@
 """The memory that models share, the host's and each GPU's: what each model has reserved, and whether one more fits.
 
-A model states its bytes before it loads. What it was promised of the host's and has not touched yet, as a language
-model its cache, counts as taken: the kernel would call it free. On a GPU models take all while they load, one at a
-time, so that what is free no longer when one has loaded is what it holds.
+A model states its bytes before it loads. Host memory that a model was promised and has not touched yet, as a language
+model's cache, counts as taken: the kernel would call it free. On a GPU models take everything while they load, one at a
+time, so the memory that a load has made unavailable is what the model holds.
 """
 
 from collections import Counter
@@ -20,13 +20,13 @@ _HOLDERS_SHOWN = 3
 
 
 class InsufficientMemory(Unavailable):
-    """A memory has not as much left as a model needs."""
+    """A memory has less left than a model needs."""
 
 
 class DeviceMemory:
     """The memory of the host, or of one GPU (`gpu` is its number, None for the host).
 
-    `free`: bytes that are free now by what processes really use. `limit`: bytes that models may hold of it together,
+    `free`: bytes that are free now by the actual use of processes. `limit`: bytes that models may hold of it together,
     None for no limit.
     """
 
@@ -43,12 +43,11 @@ class DeviceMemory:
     @property
     def available(self) -> int:
         """Bytes that further models may reserve; at least 0."""
-        there = self.free() - sum(claim.outstanding for claim in self.reservations)
-        allowed = there if self._limit is None else min(there, self._limit - self.reserved)
-        return max(0, allowed)
+        free = self.free() - sum(claim.outstanding for claim in self.reservations)
+        return max(0, free if self._limit is None else min(free, self._limit - self.reserved))
 
-    def reserve(self, name: str, version: str, size: int) -> "DeviceReservation":
-        """Reserve bytes for a model.
+    def reserve(self, name: str, version: str, size: int, granted: int) -> "DeviceReservation":
+        """Reserve `size` bytes for a model that may take `granted` while it loads.
 
         Raises:
             InsufficientMemory: they are not free; the message names the largest holders.
@@ -56,40 +55,27 @@ class DeviceMemory:
         left = self.available
         if size > left:
             limit = "" if self._limit is None else f" of {format_bytes(self._limit)}"
-            needs = f"model '{name}' version {version} needs at least {format_bytes(size)} of {self}"
-            raise InsufficientMemory(f"{needs} and {format_bytes(left)}{limit} is free{self._largest_holders()}")
-        claim = DeviceReservation(self, name, version, size)
+            memory = "memory" if self.gpu is None else f"memory of GPU {self.gpu}"
+            needs = f"model '{name}' version {version} needs at least {format_bytes(size)} of {memory}"
+            largest = sorted(self.reservations, key=lambda claim: -claim.size)[:_HOLDERS_SHOWN]
+            holders = ", ".join(str(claim) for claim in largest if claim.size)
+            most = f"; most is held by {holders}" if holders else ""
+            raise InsufficientMemory(f"{needs} and {format_bytes(left)}{limit} is free{most}")
+        claim = DeviceReservation(self, name, version, size, max(size, granted))
         self.reservations.append(claim)
         return claim
 
-    def release(self, claim: "DeviceReservation") -> None:
-        """May be called again."""
-        if claim in self.reservations:
-            self.reservations.remove(claim)
-
-    def _largest_holders(self) -> str:
-        largest = sorted(self.reservations, key=lambda claim: -claim.size)[:_HOLDERS_SHOWN]
-        names = ", ".join(str(claim) for claim in largest if claim.size)
-        return f"; most is held by {names}" if names else ""
-
-    @property
-    def label(self) -> str:
-        return "host" if self.gpu is None else f"gpu{self.gpu}"
-
-    def __str__(self) -> str:
-        return "memory" if self.gpu is None else f"memory of GPU {self.gpu}"
-
 
 class DeviceReservation:
-    """What one version of a model has of one memory: what it stated, or what is known of it once it has loaded. While
-    it loads it may take more, up to what it was granted."""
+    """One version's part of one memory: the bytes that it stated or, if more, those known once it has loaded. While it
+    loads it may take as much as it was granted."""
 
-    def __init__(self, memory: DeviceMemory, name: str, version: str, stated: int) -> None:
+    def __init__(self, memory: DeviceMemory, name: str, version: str, stated: int, granted: int) -> None:
+        self.memory = memory
         self.name = name
         self.version = version
-        self._memory = memory
         self._stated_size = stated
-        self._granted_size = stated
+        self._granted_size = granted
         self._loading = True
         self._free_before = memory.free()
         self._taken = 0
@@ -107,27 +93,19 @@ class DeviceReservation:
 
     @property
     def outstanding(self) -> int:
-        """Promised, and not taken yet. While it loads that is all it was granted: nobody knows how much of it is taken.
-        What states its bytes has them all once it has loaded."""
-        if self._loading and self._memory.gpu is None:
+        """Bytes that were promised and are not taken yet: during the load the whole grant, as it is unknown how much
+        of it is taken. A model that is no `MemoryHolder` has taken all its bytes once it has loaded."""
+        if self._loading and self.memory.gpu is None:
             return self._granted_size
         return 0 if self._holder is None else self._holder.reserved_memory().outstanding
 
-    def grant(self, size: int) -> None:
-        """It may take so much while it loads, and then says what it needs of that."""
-        self._granted_size = max(self._stated_size, size)
-
     def finish_loading(self, model: object) -> None:
-        """From now on it speaks for itself, if it can."""
+        """Hold what the model states, or has taken, in place of the grant."""
         self._loading = False
-        if self._memory.gpu is not None:
-            self._taken = self._free_before - self._memory.free()
+        if self.memory.gpu is not None:
+            self._taken = self._free_before - self.memory.free()
         elif isinstance(model, MemoryHolder):
             self._holder = model
-
-    def release(self) -> None:
-        """Give the bytes back. May be called again."""
-        self._memory.release(self)
 
     def __str__(self) -> str:
         return f"'{self.name}' version {self.version} ({format_bytes(self.size)})"
@@ -136,27 +114,23 @@ class DeviceReservation:
 class MemoryReservation:
     """The reservations of one version of a model in every memory."""
 
-    def __init__(self, claims: Sequence[DeviceReservation]) -> None:
-        """The host's memory is the first."""
-        self._claims = claims
-
-    def grant(self, size: int) -> None:
-        """Of the host's memory: see `DeviceReservation.grant`."""
-        self._claims[0].grant(size)
+    def __init__(self) -> None:
+        self.claims: list[DeviceReservation] = []
 
     def finish_loading(self, model: object) -> None:
-        for claim in self._claims:
+        for claim in self.claims:
             claim.finish_loading(model)
 
     def release(self) -> None:
-        """May be called again."""
-        for claim in self._claims:
-            claim.release()
+        """Give the bytes back. May be called again."""
+        while self.claims:
+            claim = self.claims.pop()
+            claim.memory.reservations.remove(claim)
 
 
 class MemoryBudget:
-    """The host's memory and that of GPUs, by their numbers. What is needed of a GPU that is not there limits nothing:
-    whoever places the model says so."""
+    """The host's memory and that of GPUs, by number. A need on a GPU that is not there limits nothing: the backend that
+    places the model reports it."""
 
     def __init__(
         self, host: DeviceMemory | None = None, gpus: Mapping[int, DeviceMemory] = MappingProxyType({})
@@ -169,41 +143,52 @@ class MemoryBudget:
     def of_machine(
         cls, limit: int | None, gpu_limit: int | None, promised: Callable[[], int] = lambda: 0
     ) -> "MemoryBudget":
-        """`limit`, `gpu_limit`: bytes that models may hold together of the host's memory, and of each GPU's. What
-        somebody else was `promised` of the host's and has not taken yet is not free."""
+        """The budget of this machine. `limit`, `gpu_limit`: bytes that models may hold together of the host's memory,
+        and of each GPU's. `promised`: bytes of the host's that are not free though nothing has taken them yet."""
         driver, numbers = Gpus(), usable_gpus()
         gpus = {gpu: DeviceMemory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
         return cls(DeviceMemory(lambda: max(0, available_memory() - promised()), limit), gpus)
 
     def available_on(self, gpus: Sequence[int]) -> int | None:
-        """Bytes of the memory of each of these `gpus`; None where nothing is known of them."""
+        """The least bytes available on any of these `gpus`; None if nothing is known of them."""
         return min((self._gpus[gpu].available for gpu in gpus if gpu in self._gpus), default=None)
 
-    def reserve(self, name: str, version: str, needs: Sequence[MemoryNeed]) -> MemoryReservation:
-        """Hold all of it for a model, or nothing. Of every GPU, for it may go where it does not say.
+    def grant(self, needs: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
+        """Bytes for a model that takes what it is granted. `memory`: what it needs of the host's and its share of the
+        rest among `sharers`; `gpu_memory`: all that is left on its GPUs, if it needs any."""
+        stated, left = sum(need.size for need in needs if need.gpu is None), self.host.available
+        granted = {"memory": stated + max(0, left - stated) // sharers}
+        on_each = self.available_on([need.gpu for need in needs if need.gpu is not None])
+        return granted if on_each is None else {**granted, "gpu_memory": on_each}
+
+    def reserve(self, name: str, version: str, needs: Sequence[MemoryNeed], granted: int = 0) -> MemoryReservation:
+        """Reserve all needs of a model, or nothing; `granted`: bytes of the host's that it may take while it loads. It
+        has a reservation on every GPU, for it may go where it states no need.
 
         Raises:
-            NoRoom: see `DeviceMemory.claim`.
+            InsufficientMemory: see `DeviceMemory.reserve`.
         """
-        claims: list[DeviceReservation] = []
+        reservation = MemoryReservation()
         try:
             for memory in self._memories:
-                size = sum(share.size for share in needs if share.gpu == memory.gpu)
-                claims.append(memory.reserve(name, version, size))
+                size = sum(need.size for need in needs if need.gpu == memory.gpu)
+                claim = memory.reserve(name, version, size, granted if memory is self.host else 0)
+                reservation.claims.append(claim)
         except InsufficientMemory:
-            MemoryReservation(claims).release()
+            reservation.release()
             raise
-        return MemoryReservation(claims)
+        return reservation
 
     def measurements(self) -> Iterator[Measurement]:
-        """What each version of a model holds; while it replaces itself, both together. Of a GPU only who has some."""
+        """The bytes that each version of a model holds, two instances of it added up; of a GPU only if it has some."""
         for memory in self._memories:
             sizes: Counter[tuple[str, str]] = Counter()
             for claim in memory.reservations:
                 sizes[claim.name, claim.version] += claim.size
+            label = {"memory": "host" if memory.gpu is None else f"gpu{memory.gpu}"}
             for (name, version), size in sizes.items():
                 if size or memory is self.host:
-                    reading = Reading("charonia_memory_held_bytes", size, {"memory": memory.label})
+                    reading = Reading("charonia_memory_held_bytes", size, label)
                     yield Measurement({"model": name, "version": version}, (reading,))
 
 

@@ -1,4 +1,4 @@
-"""Model control: whether requests may load and unload models.
+"""Loading and unloading of models by requests.
 
 See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_management.md.
 """
@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
-from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
+from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound
 from ..processes.scratch import ScratchDirectory
 from .catalog import RepositoryCatalog
 from .config_io import parse_config_override
@@ -20,47 +19,24 @@ from .model_source import ModelSource
 log = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES = 255
-"""Bytes of a file's name, on every file system that matters."""
+"""The limit of a file's name in bytes, on every file system that matters."""
 
 _MAX_FOLDER_DEPTH = 64
-"""Folders around a file that came with a load."""
+"""The limit of folders around an uploaded file."""
 
 
-class ModelControl(Protocol):
-    """The answer to requests that load and unload models, by the control mode."""
-
-    def loadable_models(self) -> list[str]:
-        """Names of models that a request could load."""
-
-    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None: ...
-
-    async def unload(self, name: str) -> None: ...
-
-
-class NoModelControl:
-    """Modes none and poll: requests change nothing."""
-
-    def loadable_models(self) -> list[str]:
-        return []
-
-    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
-
-    async def unload(self, name: str) -> None:
-        raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
-
-
-class ExplicitModelControl:
-    """Mode explicit: requests load and unload models."""
+class ModelControl:
+    """Loads and unloads models as requests ask for, in mode explicit."""
 
     def __init__(self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle) -> None:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
-        # Of models that serve with a config of a request's: what was on disk when it was given.
+        # The stamps of models that serve with a request's config, of the time when it was given.
         self._overridden: dict[str, Hashable] = {}
 
     def loadable_models(self) -> list[str]:
+        """Names of models that a request could load."""
         return self._catalog.model_names()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
@@ -77,7 +53,11 @@ class ExplicitModelControl:
         try:
             source, release = await self._read(name, config, files)
         except CharoniaError as error:
-            raise self._read_failure(name, error, from_disk) from None
+            log.error("model '%s' cannot be read: %s", name, error.message)
+            if from_disk and not isinstance(error, NotFound):
+                self._registry.get_or_add(name).record_load_failure(error.message)
+            message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
+            raise Internal(message, field=error.field) from None
         try:
             await self._lifecycle.load(source, release=release)
         except LoadFailure as failure:
@@ -110,14 +90,6 @@ class ExplicitModelControl:
             scratch.close()
             raise
 
-    def _read_failure(self, name: str, error: CharoniaError, from_disk: bool) -> Internal:
-        """Triton's answer to whatever keeps it from reading a model, and why. One that is wrong on disk has failed."""
-        log.error("model '%s' cannot be read: %s", name, error.message)
-        if from_disk and not isinstance(error, NotFound):
-            self._registry.get_or_add(name).record_load_failure(error.message)
-        message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
-        return Internal(message, field=error.field)
-
 
 def _check_name(name: str) -> None:
     if not name:
@@ -130,7 +102,7 @@ def _check_name(name: str) -> None:
 
 
 def _write_uploaded_files(name: str, files: Mapping[str, bytes]) -> tuple[ScratchDirectory, Path]:
-    """A directory of the model with these files, in a scratch directory of its own."""
+    """Write these files to a scratch directory; returns it and the model's directory in it."""
     with ExitStack() as unless_written:
         try:
             scratch = ScratchDirectory()

@@ -1,13 +1,176 @@
-"""The registry of the models that the server knows, loaded or not, and the lookup in it."""
+"""The registry of the models that the server knows: their versions, loaded or not, and the lookup in it."""
 
-from collections.abc import Iterator
+import asyncio
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from ..core.errors import InvalidArgument, NotFound, NotReady, Unavailable
-from ..core.gateway import RepositoryIndexEntry
-from ..core.metrics import Labels, Measurement
+from ..core.gateway import ModelState, RepositoryIndexEntry
+from ..core.metrics import Labels, Measurement, Reading
+from ..core.model import MeasuredModel, Model, ModelConfig, TextModel
 from ..core.request_context import RequestContext
 from ..core.statistics import ModelStatistics
-from .model_entry import LoadedModel, ModelEntry
+
+UNLOADED = "unloaded"
+
+
+class InFlightCounter:
+    """The requests in flight of one loaded model, or of the server."""
+
+    __slots__ = ("_idle", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle: asyncio.Event | None = None
+
+    def increment(self) -> None:
+        self.count += 1
+
+    def decrement(self) -> None:
+        self.count -= 1
+        if not self.count and self._idle is not None:
+            self._idle.set()
+
+    async def wait_drained(self) -> None:
+        """Return when no request is in flight."""
+        while self.count:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A loaded model. `source_mark`: see `VersionSource.mark`. `resources` are closed when it is unloaded; `in_flight`
+    counts its requests; `text` and `measured` are the same model if it has those protocols."""
+
+    model: Model
+    config: ModelConfig
+    load_seconds: float = 0.0
+    source_mark: Hashable = None
+    resources: ExitStack = field(default_factory=ExitStack)
+    in_flight: InFlightCounter = field(default_factory=InFlightCounter)
+    text: TextModel | None = field(init=False)
+    measured: MeasuredModel | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.text = self.model if isinstance(self.model, TextModel) else None
+        self.measured = self.model if isinstance(self.model, MeasuredModel) else None
+
+
+@dataclass(slots=True)
+class ModelVersion:
+    """A version that is served, or was meant to be. `loaded` is set while it is served; `state` and `reason` say why it
+    is not."""
+
+    number: str
+    loaded: LoadedModel | None = None
+    state: ModelState = ModelState.UNAVAILABLE
+    reason: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.loaded is not None and self.loaded.model.stats().ready
+
+    def index_entry(self, name: str) -> RepositoryIndexEntry:
+        state = self.state
+        if self.loaded is not None:
+            state = ModelState.READY if self.ready else ModelState.UNAVAILABLE
+        return RepositoryIndexEntry(name, self.number, state, self.reason)
+
+
+@dataclass(slots=True)
+class ModelEntry:
+    """A known model. `should_serve`: readiness waits for it, as it does not for one that a user unloaded. `reason`: why
+    it has no versions. `failures`: failed loads by version. `change_lock`: held while versions load, or wait for that,
+    and while they are taken out of service."""
+
+    name: str
+    versions: dict[str, ModelVersion] = field(default_factory=dict)
+    latest: ModelVersion | None = None
+    should_serve: bool = True
+    reason: str = ""
+    failures: Counter[str] = field(default_factory=Counter)
+    change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every version that is to be served is ready."""
+        wanted = [version for version in self.versions.values() if version.reason != UNLOADED]
+        return bool(wanted) and all(version.ready for version in wanted)
+
+    @property
+    def sorted_versions(self) -> list[ModelVersion]:
+        """Every known version, lowest first."""
+        return sorted(self.versions.values(), key=lambda version: int(version.number))
+
+    @property
+    def loaded_versions(self) -> dict[str, LoadedModel]:
+        """The loaded models by version, lowest first."""
+        return {version.number: version.loaded for version in self.sorted_versions if version.loaded is not None}
+
+    def find_version(self, number: str = "") -> ModelVersion | None:
+        """The version of that number, or without a number the latest that is served."""
+        return self.versions.get(number) if number else self.latest
+
+    def get_or_add_version(self, number: str) -> ModelVersion:
+        return self.versions.setdefault(number, ModelVersion(number))
+
+    def publish(self, new: Mapping[str, LoadedModel]) -> list[LoadedModel]:
+        """Serve these versions and no others from now on; returns what is no longer served."""
+        old = self.loaded_versions
+        for number in {*new, *self.versions}:
+            version = self.get_or_add_version(number)
+            version.loaded = new.get(number)
+            version.state = ModelState.READY if number in new else ModelState.UNAVAILABLE
+            version.reason = "" if number in new else UNLOADED
+        self.reason = ""
+        self.latest = self.versions[max(new, key=int)] if new else None
+        return [loaded for number, loaded in old.items() if loaded is not new.get(number)]
+
+    def record_load_failure(self, reason: str, numbers: Iterable[str] = ()) -> None:
+        """Record that these versions, or without any the model as a whole, did not load; what is served stays."""
+        numbers = tuple(numbers)
+        self.failures.update(numbers or ("",))
+        if not numbers and not self.loaded_versions:
+            self.reason = reason
+        for number in numbers:
+            version = self.get_or_add_version(number)
+            if version.loaded is None:
+                version.state, version.reason = ModelState.UNAVAILABLE, reason
+
+    def index(self) -> list[RepositoryIndexEntry]:
+        if not self.versions:
+            return [RepositoryIndexEntry(self.name, "", ModelState.UNAVAILABLE, self.reason)]
+        return [version.index_entry(self.name) for version in self.sorted_versions]
+
+    def statistics(self, wanted: str = "") -> list[ModelStatistics]:
+        return [
+            ModelStatistics(self.name, number, loaded.model.statistics())
+            for number, loaded in self.loaded_versions.items()
+            if wanted in ("", number)
+        ]
+
+    def measurements(self) -> Iterator[Measurement]:
+        """The readings of each version, also of those that never loaded."""
+        for number in sorted({*self.versions, *self.failures}):
+            version = self.versions.get(number, ModelVersion(number))
+            yield Measurement(self.labels(number), tuple(self._readings(version)))
+
+    def _readings(self, version: ModelVersion) -> Iterator[Reading]:
+        yield Reading("charonia_model_ready", int(version.ready))
+        yield Reading("charonia_model_load_failures_total", self.failures[version.number])
+        if version.loaded is not None:
+            yield Reading("nv_model_load_duration_secs", version.loaded.load_seconds)
+            if version.loaded.measured is not None:
+                yield from version.loaded.measured.readings()
+
+    def labels(self, number: str) -> Labels:
+        """The labels of all measurements of a version."""
+        loaded = self.versions[number].loaded if number in self.versions else None
+        tags = {} if loaded is None else loaded.config.raw.get("metric_tags", {})
+        return {"model": self.name, "version": number, **{f"_{tag}": value for tag, value in tags.items()}}
 
 
 class ModelRegistry:
@@ -17,7 +180,6 @@ class ModelRegistry:
         self.entries: dict[str, ModelEntry] = {}
 
     def get_or_add(self, name: str) -> ModelEntry:
-        """The entry of a model, which is known from then on."""
         return self.entries.setdefault(name, ModelEntry(name))
 
     def ready(self) -> bool:
@@ -25,7 +187,7 @@ class ModelRegistry:
         return all(entry.ready for entry in self.entries.values() if entry.should_serve)
 
     def find_loaded(self, name: str, number: str = "", context: RequestContext | None = None) -> LoadedModel:
-        """The loaded model of that version, or of the latest. `context` is told the model and its version.
+        """The loaded model of that version, or of the latest; sets the model and version of `context`.
 
         Raises:
             NotFound: no such model or version, or none of its versions is served.
@@ -50,11 +212,8 @@ class ModelRegistry:
             raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
-    def index(self) -> list[RepositoryIndexEntry]:
-        return [shown for entry in self.entries.values() for shown in entry.index()]
-
     def statistics(self, name: str, number: str) -> list[ModelStatistics]:
-        """Raises `InvalidArgument` for what was asked for and is not served."""
+        """Raises `InvalidArgument` for a model or version that is not served."""
         if not name:
             return [each for entry in self.entries.values() for each in entry.statistics()]
         entry = self.entries.get(name)
@@ -64,11 +223,3 @@ class ModelRegistry:
         if not found:
             raise InvalidArgument(f"requested model version is not available for model '{name}'")
         return found
-
-    def labels(self, name: str, number: str) -> Labels:
-        """Of everything that is measured of a version."""
-        return self.get_or_add(name).labels(number)
-
-    def measurements(self) -> Iterator[Measurement]:
-        for entry in self.entries.values():
-            yield from entry.measurements()

@@ -1,106 +1,94 @@
-"""The response cache of `--cache-config`: responses by the request that they answer, least recently used out first.
+"""The response cache of `--cache-config`, and the model in front of which it stands.
 
-Knows no models: an entry belongs to an owner, whose entries go with it. A request is known by its key, bytes.
+Responses are kept by a key of their request, the least recently used leave first. Hits and misses are counted as Triton
+does: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/response_cache.md.
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument, Unsupported
+from ..core.gateway import ResponseStream
+from ..core.metrics import QuantileSummary, Reading
+from ..core.model import MeasuredModel, ModelStats
 from ..core.request import InferRequest, InferResponse
-from ..core.tensor import Tensor
+from ..core.request_context import RequestContext
+from ..core.statistics import StatisticDuration, VersionStatistics
 
 _ENTRY_OVERHEAD = 512
-"""Bytes that an answer takes beside its tensors, about."""
+"""Bytes that a response takes beside its tensors, about."""
 
 _QUEUE_PARAMETERS = ("priority", "timeout")
-"""Parameters that change when a question is answered, and not how."""
+"""Parameters that change when a request is answered, and not how."""
+
+_REQUEST_SUMMARY_FAMILY = "nv_inference_request_summary_us"
+"""Triton does not make it for a cached model."""
 
 
 class _CachedResponse(NamedTuple):
-    """`size`: bytes that it takes."""
+    """A response and the bytes that it takes."""
 
     response: InferResponse
     size: int
 
 
 class ResponseCache:
-    """At most `size` bytes of answers; those that were asked for least lately make room."""
+    """At most `size` bytes of responses, each of an `owner`, a model, by a key of the request."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.used = 0
-        self._answers: OrderedDict[tuple[Hashable, bytes], _CachedResponse] = OrderedDict()
+        self._responses: OrderedDict[tuple[Hashable, bytes], _CachedResponse] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._responses)
 
     @property
     def outstanding(self) -> int:
         """Bytes that it was promised, and does not hold yet."""
         return self.size - self.used
 
-    def get(self, owner: Hashable, question: bytes) -> InferResponse | None:
-        kept = self._answers.get((owner, question))
-        if kept is None:
+    def get(self, owner: Hashable, key: bytes) -> InferResponse | None:
+        cached = self._responses.get((owner, key))
+        if cached is None:
             return None
-        self._answers.move_to_end((owner, question))
-        return kept.response
+        self._responses.move_to_end((owner, key))
+        return cached.response
 
-    def put(self, owner: Hashable, question: bytes, answer: InferResponse) -> None:
-        """A copy of it: what it was made from may change. One that is larger than all there is, is not kept."""
-        size = _ENTRY_OVERHEAD + sum(_tensor_bytes(tensor.data) for tensor in answer.outputs)
-        if size > self.size or (owner, question) in self._answers:
+    def put(self, owner: Hashable, key: bytes, response: InferResponse) -> None:
+        """Keep a response that is not larger than the cache; a copy, for its tensors' memory may be used again."""
+        arrays = [tensor.data for tensor in response.outputs]
+        strings = sum(len(text) for array in arrays if array.dtype.hasobject for text in array.flat)
+        size = _ENTRY_OVERHEAD + sum(array.nbytes for array in arrays) + strings
+        if size > self.size or (owner, key) in self._responses:
             return
         while self.used + size > self.size:
-            self._evict(next(iter(self._answers)))
-        outputs = tuple(msgspec.structs.replace(tensor, data=_read_only_copy(tensor.data)) for tensor in answer.outputs)
-        self._answers[owner, question] = _CachedResponse(msgspec.structs.replace(answer, outputs=outputs), size)
+            self._evict(next(iter(self._responses)))
+        outputs = tuple(
+            msgspec.structs.replace(tensor, data=_read_only_copy(tensor.data)) for tensor in response.outputs
+        )
+        self._responses[owner, key] = _CachedResponse(msgspec.structs.replace(response, outputs=outputs), size)
         self.used += size
 
     def remove_owner(self, owner: Hashable) -> None:
-        """Nobody will ask it again."""
-        for key in [key for key in self._answers if key[0] == owner]:
-            self._evict(key)
+        for entry in [entry for entry in self._responses if entry[0] == owner]:
+            self._evict(entry)
 
-    def _evict(self, key: tuple[Hashable, bytes]) -> None:
-        self.used -= self._answers.pop(key).size
+    def _evict(self, entry: tuple[Hashable, bytes]) -> None:
+        self.used -= self._responses.pop(entry).size
 
     def check_integrity(self) -> None:
         """Recompute everything. Raises `AssertionError`."""
-        assert self.used == sum(kept.size for kept in self._answers.values()) <= self.size
-
-
-def cache_key(request: InferRequest, tenant: str = "") -> bytes:
-    """What a model's answer depends on: inputs with types and shapes, which outputs are wanted, and parameters. Triton
-    looks at the inputs' names and bytes alone. The tenant parts it, too: how quickly an answer comes would tell one
-    tenant what another asked."""
-    digest = blake2b(digest_size=32)
-    told = {key: value for key, value in request.parameters.items() if key not in _QUEUE_PARAMETERS}
-    tensors = [request.inputs[name] for name in sorted(request.inputs)]
-    outline = [(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
-    wanted = None if request.outputs is None else sorted(request.outputs)
-    digest.update(msgspec.msgpack.encode((tenant, outline, wanted, sorted(told.items()))))
-    for tensor in tensors:
-        _hash_tensor(tensor, digest)
-    return digest.digest()
-
-
-def _hash_tensor(tensor: Tensor, digest: Any) -> None:
-    if tensor.datatype == "BYTES":
-        digest.update(msgspec.msgpack.encode(tensor.data.ravel().tolist()))
-    else:
-        digest.update(np.ascontiguousarray(tensor.data).data)
-
-
-def _tensor_bytes(data: NDArray[Any]) -> int:
-    return data.nbytes + (sum(map(len, data.ravel())) if data.dtype.hasobject else 0)
+        assert self.used == sum(cached.size for cached in self._responses.values()) <= self.size
 
 
 def _read_only_copy(data: NDArray[Any]) -> NDArray[Any]:
@@ -109,20 +97,131 @@ def _read_only_copy(data: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
-def parse_cache_config(words: Iterable[str]) -> ResponseCache | None:
-    """What the flag says, each time it is given: `local,size=<bytes>`; without it there is no cache.
+def cache_key(request: InferRequest, tenant: str = "") -> bytes:
+    """The digest of all that a model's response depends on: inputs with types and shapes, the wanted outputs, and
+    parameters; Triton's has the inputs' names and bytes alone. The tenant is in it for privacy: the time of a response
+    would tell one tenant what another has asked."""
+    digest = blake2b(digest_size=32)
+    parameters = sorted((key, value) for key, value in request.parameters.items() if key not in _QUEUE_PARAMETERS)
+    tensors = [request.inputs[name] for name in sorted(request.inputs)]
+    outline = [(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
+    wanted = None if request.outputs is None else sorted(request.outputs)
+    digest.update(msgspec.msgpack.encode((tenant, outline, wanted, parameters)))
+    for tensor in tensors:
+        if tensor.datatype == "BYTES":
+            digest.update(msgspec.msgpack.encode(tensor.data.ravel().tolist()))
+        else:
+            digest.update(np.ascontiguousarray(tensor.data).data)
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class _LookupCounter:
+    """The number of lookups, and their time: nanoseconds, and whole microseconds of each, as Triton counts."""
+
+    summary: QuantileSummary
+    count: int = 0
+    ns: int = 0
+    microseconds: int = 0
+
+    def record(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+        self.microseconds += ns // 1000
+        if self.summary.quantiles:
+            self.summary.observe(ns // 1000)
+
+    def readings(self, kind: str, plural: str) -> Iterator[Reading]:
+        yield Reading(f"nv_cache_num_{plural}_per_model", self.count)
+        yield Reading(f"nv_cache_{kind}_duration_per_model", self.microseconds)
+        if self.summary.quantiles:
+            yield Reading(f"nv_cache_{kind}_summary_per_model", self.summary)
+
+
+class CachedModel:
+    """A model behind the cache: it computes only what the cache does not have.
+
+    `model` has one response to each request. `quantiles`: of the summaries of lookup times, none for no summaries.
+    """
+
+    def __init__(self, model: MeasuredModel, cache: ResponseCache, quantiles: Sequence[float] = ()) -> None:
+        self.config = model.config
+        self._model = model
+        self._cache = cache
+        self._hits = _LookupCounter(QuantileSummary(quantiles))
+        self._misses = _LookupCounter(QuantileSummary(quantiles))
+        self._last_hit_at = 0.0
+
+    async def load(self) -> None:
+        await self._model.load()
+
+    async def unload(self) -> None:
+        await self._model.unload()
+        self._cache.remove_owner(self)
+
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+        """Raises as the model does; errors are not cached."""
+        begun = time.monotonic_ns()
+        key = cache_key(request, context.tenant)
+        found = self._cache.get(self, key)
+        looked = time.monotonic_ns() - begun
+        if found is not None:
+            self._hits.record(looked)
+            self._last_hit_at = time.time()
+            yield found
+            return
+        async with aclosing(cast("ResponseStream[InferResponse]", self._model.infer(request, context))) as responses:
+            async for response in responses:
+                begun = time.monotonic_ns()
+                self._cache.put(self, key, response)
+                self._misses.record(looked + time.monotonic_ns() - begun)
+                yield response
+
+    def stats(self) -> ModelStats:
+        stats = self._model.stats()
+        return replace(stats, success=stats.success + self._hits.count)
+
+    def statistics(self) -> VersionStatistics:
+        """The model's, and the requests that it was not asked."""
+        own = self._model.statistics()
+        hits, misses = (StatisticDuration(each.count, each.ns) for each in (self._hits, self._misses))
+        success = StatisticDuration(own.inference.success.count + hits.count, own.inference.success.ns + hits.ns)
+        queue = replace(own.inference.queue, count=own.inference.queue.count + hits.count)
+        inference = own.inference._replace(success=success, queue=queue, cache_hit=hits, cache_miss=misses)
+        return replace(own, last_inference=max(own.last_inference, int(self._last_hit_at * 1000)), inference=inference)
+
+    def count(self, context: RequestContext) -> None:
+        self._model.count(context)
+
+    def readings(self) -> Iterator[Reading]:
+        """The model's, and those of the requests that it was not asked."""
+        more = {
+            "nv_inference_request_success": self._hits.count,
+            "nv_inference_request_duration_us": self._hits.microseconds,
+        }
+        for reading in self._model.readings():
+            if reading.family in more:
+                yield reading._replace(value=cast(float, reading.value) + more[reading.family])
+            elif reading.family != _REQUEST_SUMMARY_FAMILY:
+                yield reading
+        yield from self._hits.readings("hit", "hits")
+        yield from self._misses.readings("miss", "misses")
+
+
+def parse_cache_config(flags: Iterable[str]) -> ResponseCache | None:
+    """The cache of the flags `local,size=<bytes>`, of which the last one counts; None without any.
 
     Raises:
-        InvalidArgument: it says what it cannot; the message names the flag.
+        InvalidArgument: a flag has another form; the message names it.
         Unsupported: it asks for another cache.
     """
     cache = None
-    for word in words:
-        implementation, _, setting = word.partition(",")
+    for flag in flags:
+        implementation, _, setting = flag.partition(",")
         name, _, value = setting.partition("=")
         if implementation != "local":
-            raise Unsupported(f"--cache-config {word}: only the cache 'local' is served")
+            raise Unsupported(f"--cache-config {flag}: only the cache 'local' is served")
         if name != "size" or not value.isdecimal() or not int(value):
-            raise InvalidArgument(f"--cache-config {word}: expected local,size=<bytes>")
+            raise InvalidArgument(f"--cache-config {flag}: expected local,size=<bytes>")
         cache = ResponseCache(int(value))
     return cache

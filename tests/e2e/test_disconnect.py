@@ -20,6 +20,8 @@ from charonia.engine.frontend.llm import LlmModel
 from charonia.repository.gateway import InProcessGateway
 from charonia.scheduler.config import SchedulerConfig
 
+from ..built_models import serve_model
+
 
 class Steps:
     """What the engine reported, and where in it the abort was sent."""
@@ -64,16 +66,16 @@ class Steps:
 @asynccontextmanager
 async def served(model: LlmModel) -> AsyncIterator[int]:
     """The model behind real sockets in this process; the port."""
-    hub = InProcessGateway()
+    gateway = InProcessGateway()
     sock = bind_port("127.0.0.1", 0, "--http-port")
-    assert await hub.load_built_model("m", "1", lambda: model) is None
-    server = HttpServer(build_app(hub, ServerInfo()), sock, access_log=False)
+    await serve_model(gateway, model, "1")
+    server = HttpServer(build_app(gateway, ServerInfo()), sock, access_log=False)
     await server.start()
     try:
         yield sock.getsockname()[1]
     finally:
         await server.stop()
-        await hub.unload_all()
+        await gateway.lifecycle.close()
         sock.close()
 
 

@@ -19,7 +19,7 @@ from charonia.processes.host import Cores
 from charonia.repository import backend_registry, lifecycle
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
-from charonia.repository.model_control import ExplicitModelControl
+from charonia.repository.model_control import ModelControl
 from charonia.repository.watcher import RepositoryWatcher
 
 CONFIG = """
@@ -145,7 +145,7 @@ class World:
         return self.root / name
 
     def explicit(self) -> None:
-        self.gateway.model_control = ExplicitModelControl(self.catalog, self.gateway.registry, self.gateway.lifecycle)
+        self.gateway.model_control = ModelControl(self.catalog, self.gateway.registry, self.gateway.lifecycle)
 
     async def start(self) -> bool:
         return await self.watcher.load_initial(self.catalog.model_names(), self)

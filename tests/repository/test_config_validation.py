@@ -8,8 +8,7 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument
 from charonia.repository.config_defaults import enable_default_batching, fill_defaults
-from charonia.repository.config_validation import validate_config
-from charonia.repository.unsupported_fields import ignored_fields
+from charonia.repository.config_validation import ignored_fields, validate_config
 
 GOOD = """
 name: "m" backend: "onnxruntime" max_batch_size: 8

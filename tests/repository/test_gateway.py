@@ -19,6 +19,8 @@ from charonia.core.statistics import ModelStatistics, VersionStatistics
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import InProcessGateway
 
+from ..built_models import serve_model
+
 
 class Echo:
     """Answers twice with its first input, then waits if the request says so."""
@@ -77,7 +79,7 @@ A = Tensor.from_values("A", "INT32", [1, 2])
 async def gateway_of(*models: Echo, strict: bool = True) -> InProcessGateway:
     gateway = InProcessGateway(strict)
     for model in models:
-        await gateway.load_built_model(model.config.name, "2", lambda model=model: model)
+        await serve_model(gateway, model, "2")
     return gateway
 
 
@@ -196,14 +198,14 @@ async def test_readiness() -> None:
     assert not gateway.is_model_ready("good")
     assert not strict.is_model_ready("bad")
     assert (strict.is_model_ready("no"), strict.is_model_ready("good", "7")) == (False, False)
-    await strict.unload_all()
+    await strict.lifecycle.close()
     assert not strict.is_model_ready("good")
 
 
 async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
     healthy = True
     gateway = InProcessGateway(healthy=lambda: healthy)
-    await gateway.load_built_model("echo", "2", Echo)
+    await serve_model(gateway, Echo(), "2")
     assert (gateway.ready(), gateway.is_model_ready("echo")) == (True, True)
     healthy = False
     assert (gateway.ready(), gateway.is_model_ready("echo")) == (False, False)
@@ -236,17 +238,17 @@ async def test_on_the_way_out() -> None:
     with gateway.open_request("test") as context:
         running = gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))
         await anext(running)
-        assert gateway.requests_in_flight == 1
+        assert gateway.in_flight.count == 1
         gateway.begin_exit()
         assert (gateway.ready(), gateway.exiting()) == (False, True)
         with pytest.raises(Unavailable, match="Server exiting"):
             await collect(gateway, "echo")
-        drained = asyncio.create_task(gateway.wait_drained())
+        drained = asyncio.create_task(gateway.in_flight.wait_drained())
         assert [response.outputs async for response in running] == [(A,)]
         await asyncio.sleep(0)
         assert not drained.done()
     await drained
-    await gateway.unload_all()
+    await gateway.lifecycle.close()
     assert model.unloaded
 
 
@@ -255,7 +257,7 @@ async def test_an_exit_does_not_wait_for_a_request_that_is_still_being_read() ->
     with gateway.open_request("test") as context:
         model = gateway.acquire(context, "echo")
         gateway.begin_exit()
-        await asyncio.wait_for(gateway.wait_drained(), 1)
+        await asyncio.wait_for(gateway.in_flight.wait_drained(), 1)
         with pytest.raises(ServerExiting):
             model.infer(InferRequest(inputs={"A": A}))
 
@@ -270,13 +272,13 @@ async def test_who_only_tokenizes_is_waited_for_too() -> None:
 
     tokenizing = asyncio.create_task(tokenize())
     await model.waiting.wait()
-    assert gateway.requests_in_flight == 1
-    await gateway.wait_drained()
+    assert gateway.in_flight.count == 1
+    await gateway.in_flight.wait_drained()
     assert await tokenizing == []
     with gateway.open_request("test") as context:
         assert await gateway.acquire(context, "writer").detokenize([]) == ""
     assert context.end == RequestEnd(Outcome.DONE)
-    assert gateway.requests_in_flight == 0
+    assert gateway.in_flight.count == 0
 
 
 async def test_cancelling_the_reader_closes_the_model() -> None:
@@ -287,7 +289,7 @@ async def test_cancelling_the_reader_closes_the_model() -> None:
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert (model.open, gateway.requests_in_flight) == (0, 0)
+    assert (model.open, gateway.in_flight.count) == (0, 0)
 
 
 async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,7 +298,7 @@ async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCapture
             raise RuntimeError("stuck")
 
     model = Echo()
-    await (await gateway_of(Sticky("sticky"), model)).unload_all()
+    await (await gateway_of(Sticky("sticky"), model)).lifecycle.close()
     assert model.unloaded
     assert "did not unload" in caplog.text
 
@@ -320,7 +322,7 @@ async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> N
     gateway = InProcessGateway(
         end_listeners=(lambda context: seen.append((context.model, context.version, context.end)),)
     )
-    await gateway.load_built_model("echo", "2", lambda: model)
+    await serve_model(gateway, model, "2")
     await collect(gateway, "echo")
     for name, version in (("echo", "7"), ("no", "")):
         with pytest.raises(NotFound):
@@ -365,7 +367,7 @@ async def test_a_request_that_is_answered_holds_its_inputs_no_more() -> None:
 async def test_a_request_given_up_is_cancelled() -> None:
     seen: list[RequestEnd | None] = []
     gateway = InProcessGateway(end_listeners=(lambda context: seen.append(context.end),))
-    await gateway.load_built_model("echo", "2", Echo)
+    await serve_model(gateway, Echo(), "2")
     with gateway.open_request("test") as context:
         async with aclosing(gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)

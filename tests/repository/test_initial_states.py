@@ -11,8 +11,8 @@ from tritonclient.grpc import model_config_pb2
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.tensor import Tensor
 from charonia.repository.config_defaults import fill_defaults
+from charonia.repository.config_validation import ignored_fields, refuse_unsupported_fields
 from charonia.repository.model_files import read_initial_states
-from charonia.repository.unsupported_fields import ignored_fields, refuse_unsupported_fields
 
 
 def config_of(text: str) -> Any:

@@ -73,7 +73,7 @@ async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None
     assert await starting
     assert world.gateway.ready()
     assert world.loads[0] == "b"
-    await world.gateway.unload_all()
+    await world.gateway.lifecycle.close()
 
 
 async def test_what_makes_a_model_does_not_hold_up_the_event_loop(world: World, toys: list[Toy]) -> None:
@@ -253,7 +253,7 @@ async def test_leaving_at_once_at_the_end(world: World, toys: list[Toy]) -> None
     running = asyncio.create_task(world.ask("m", wait=True))
     await asyncio.sleep(0)
     await world.gateway.unload_model("m")
-    await asyncio.wait_for(world.gateway.unload_all(), 10)
+    await asyncio.wait_for(world.gateway.lifecycle.close(), 10)
     assert toys[0].unloaded
     running.cancel()
 
@@ -328,7 +328,7 @@ async def test_a_load_goes_on_though_its_client_leaves_until_the_end(world: Worl
     with pytest.raises(ServerExiting):
         await loads[1]
     hangs[1].unlink()
-    await world.gateway.unload_all()
+    await world.gateway.lifecycle.close()
     assert [toy.unloaded for toy in toys] == [True]
 
 
@@ -341,7 +341,7 @@ async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World) -> None:
     load = asyncio.create_task(world.gateway.load_model("hangs"))
     await until(lambda: world.states().get(("hangs", "1")) == "LOADING")
     world.gateway.begin_exit()
-    await asyncio.wait_for(world.gateway.unload_all(), 60)
+    await asyncio.wait_for(world.gateway.lifecycle.close(), 60)
     with pytest.raises(ServerExiting):
         await load
     labels.write_text("the thread ends")

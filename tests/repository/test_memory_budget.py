@@ -182,7 +182,7 @@ async def test_instance_groups_say_which_gpu_holds(tmp_path: Path, toys: list[To
     await world.gateway.unload_model("first")
     with pytest.raises(CharoniaError, match=r"memory of GPU 1 and .* is free; most is held by 'second'"):
         await world.gateway.load_model("both")
-    await world.gateway.unload_all()
+    await world.gateway.lifecycle.close()
     assert [toy.unloaded for toy in toys] == [True, True]
 
 
@@ -269,7 +269,7 @@ async def test_those_that_load_together_divide_what_is_left(greedy: World) -> No
         (greedy.root / name / "1" / "hangs").unlink()
     assert await starting
     assert host.reserved == 275 + 225
-    await greedy.gateway.unload_all()
+    await greedy.gateway.lifecycle.close()
 
 
 async def test_one_that_failed_leaves_the_memory_to_the_next(greedy: World) -> None:
@@ -280,7 +280,7 @@ async def test_one_that_failed_leaves_the_memory_to_the_next(greedy: World) -> N
     (greedy.root / "b" / "1" / "hangs").unlink()
     await greedy.gateway.load_model("b")
     assert greedy.gateway.lifecycle._builder.budget.host.reserved == 500
-    await greedy.gateway.unload_all()
+    await greedy.gateway.lifecycle.close()
 
 
 async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> None:
@@ -298,7 +298,7 @@ async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> Non
     await asyncio.gather(second, third)
     held = {claim.name: claim.size for claim in host.reservations}
     assert held in ({"a": 500, "b": 250, "c": 10}, {"a": 500, "b": 245, "c": 10}), "who came first after a"
-    await greedy.gateway.unload_all()
+    await greedy.gateway.lifecycle.close()
 
 
 async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> None:
@@ -314,6 +314,6 @@ async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> Non
     assert host.reserved == 60
     with pytest.raises(Exception, match=r"version 1 needs at least .* of memory .* most is held by 'a' version 1"):
         await world.gateway.load_model("c")
-    await world.gateway.unload_all()
+    await world.gateway.lifecycle.close()
     assert host.reserved == 0
     assert [toy.unloaded for toy in toys] == [True]

@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import Tensor, TensorSpec
-from charonia.repository.model_config import with_config_defaults
+from charonia.repository.builder import with_config_defaults
 from charonia.repository.model_files import read_warmup_requests
 
 

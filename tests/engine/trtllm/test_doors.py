@@ -42,7 +42,7 @@ async def ask(source: ModelSource, path: str, **asked: Any) -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             return await client.post(path, json=body)
     finally:
-        await hub.unload_all()
+        await hub.lifecycle.close()
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])

@@ -63,7 +63,7 @@ async def test_a_repository_of_tritons_backend_is_served(
         [llm] = package.made
         assert (llm.max_batch_size, llm.kv_cache_config.free_gpu_memory_fraction) == (3, 0.5)
     finally:
-        await hub.unload_all()
+        await hub.lifecycle.close()
     assert llm.down
 
 

@@ -20,11 +20,10 @@ from charonia.core.request_context import RequestContext
 from charonia.core.statistics import InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.core.tensor import Tensor
 from charonia.repository.builder import BackendSettings, ModelBuilder
-from charonia.repository.cached_model import CachedModel
 from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.config_validation import ignored_fields, is_response_cache_enabled
 from charonia.repository.lifecycle import ignore_progress
-from charonia.repository.response_cache import ResponseCache, parse_cache_config
-from charonia.repository.unsupported_fields import ignored_fields, is_response_cache_enabled
+from charonia.repository.response_cache import CachedModel, ResponseCache, parse_cache_config
 
 MUCH = 1 << 20
 ENABLED = "response_cache { enable: true }"
@@ -183,7 +182,7 @@ def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
     for caching, kept in ((cache, True), (None, False)):
         builder = ModelBuilder(BackendSettings(), cache=caching)
         made = {
-            name: builder.prepare(source := catalog.read(name), source.versions[0]).make(ignore_progress)
+            name: builder.prepare(source := catalog.read(name), source.versions[0]).build(ignore_progress)
             for name in catalog.model_names()
         }
         assert [isinstance(made[name], CachedModel) for name in ("kept", "plain")] == [kept, False]
