@@ -89,14 +89,15 @@ class MixtureOfExperts:
 
     untraceable: str | None = "it has a mixture of experts"
 
-    def __init__(self, loader: WeightLoader, router: str, spec: ExpertsSpec, experts: list[GatedMLPSpec]) -> None:
-        """`router` is the name of the router's matrix."""
-        weight = TensorSlice(f"{router}.weight", (spec.count, experts[0].hidden))
+    def __init__(self, loader: WeightLoader, expert: GatedMLPSpec, spec: ExpertsSpec) -> None:
+        """`expert` is what all experts are like, with the name of the mixture."""
+        weight = TensorSlice(f"{expert.name}.gate.weight", (spec.count, expert.hidden))
         self._scores, self._spec = build_matmul(loader, [weight], use=ROUTER), spec
-        self._group, self._mine = loader.group, slice(0, spec.count)
+        self._group, self._mine = loader.group, range(spec.count)
         if loader.context.whole_experts:
-            self._mine, loader = rank_slice(spec.count, loader.group), loader.for_group(SingleRank())
-        self._experts = [GatedMLP(loader, expert) for expert in experts[self._mine]]
+            self._mine, loader = self._mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
+        names = (f"{expert.name}.experts.{number}" for number in self._mine)
+        self._experts = [GatedMLP(loader, expert._replace(name=name)) for name in names]
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
@@ -108,7 +109,8 @@ class MixtureOfExperts:
         counts = torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()
         total = torch.zeros_like(x)
         shares = list(zip(torch.split(tokens, counts), torch.split(sorted_weights, counts), strict=True))
-        for expert, (mine, weight) in zip(self._experts, shares[self._mine], strict=True):
+        for number, expert in zip(self._mine, self._experts, strict=True):
+            mine, weight = shares[number]
             if len(mine):
                 total.index_add_(0, mine, expert.partial(x[mine]).mul_(weight))
         return self._group.all_reduce(total)

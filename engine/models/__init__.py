@@ -1,1 +1,1 @@
-"""One page per architecture."""
+"""Architectures: a page for each family over shared layers, and transformers for all others."""

@@ -29,13 +29,12 @@ def build_gemma3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 
 def _build_gemma(spec: ModelSpec, loader: WeightLoader, projections: AttentionProjections) -> Decoder:
-    layers = loader.layers(spec.layers)
-    ropes = {index: spec.local_rope if spec.attention[index].window else spec.rope for index in layers}
+    ropes = {
+        index: spec.local_rope if spec.attention[index].window else spec.rope for index in loader.layers(spec.layers)
+    }
     rotaries = {rope: shared_rotary(rope, spec, loader) for rope in ropes.values()}
-    return NativeDecoder(
-        build_ends(spec, loader, offset_rms_norm, math.sqrt(spec.hidden_size)),
-        [GemmaDecoderLayer(spec, loader, index, projections, rotaries[ropes[index]]) for index in layers],
-    )
+    layers = [GemmaDecoderLayer(spec, loader, index, projections, rotaries[rope]) for index, rope in ropes.items()]
+    return NativeDecoder(build_ends(spec, loader, offset_rms_norm, math.sqrt(spec.hidden_size)), layers)
 
 
 class GemmaDecoderLayer:

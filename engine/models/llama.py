@@ -1,5 +1,5 @@
 """Llama 1 to 3.x (arXiv 2302.13971, 2407.21783) and dense architectures of its shape: pre-norm, RoPE, grouped queries,
-SwiGLU. Variants with modules of their own begin with `build_llama_variant`, too."""
+SwiGLU."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -85,6 +85,15 @@ def build_mistral(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 def build_qwen2(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     """Qwen 2 and 2.5 (arXiv 2407.10671), with biases on queries, keys and values only."""
     return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(qkv_bias=True)))
+
+
+def build_qwen3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    """Qwen 3 (arXiv 2505.09388), with queries and keys normalised head by head."""
+    return build_llama_variant(spec, loader, LlamaVariant(qwen3_projections(spec)))
+
+
+def qwen3_projections(spec: ModelSpec) -> AttentionProjections:
+    return AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias, norm=rms_norm)
 
 
 def build_phi3(spec: ModelSpec, loader: WeightLoader) -> Decoder:

@@ -3,7 +3,7 @@ compute all of them as one recorded program that runs beside the caller."""
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,11 +39,8 @@ class DecoderLayer(Traceable, Protocol):
 
 
 class NativeDecoder:
-    """A `Decoder` of our own layers.
-
-    Its first step records them, if all of them can be (`Traceable`), the attention backend being the C kernels' too.
-    Steps on another device that are recorded another way, as a CUDA graph for instance, belong in `_program_for`.
-    """
+    """A `Decoder` of our own layers. Its first step records them, if all can be (`Traceable`) and the attention backend
+    is the C kernels'. Steps that another device records, as a CUDA graph for instance, belong in `_program_for`."""
 
     def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer]) -> None:
         self._ends, self._layers = ends, layers
@@ -53,12 +50,15 @@ class NativeDecoder:
         """Called with the times of every step that the program computes: for measurements."""
 
     def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
-        """See `Decoder.compute_logits`."""
         if len(selections) == 1 and (run := self.begin_step(context, selections[0])) is not None:
             run.finish()
             return iter((run.logits,))
         if (program := self._program_for(context)) is None:
-            return self._ends.output(*self._run_layers(context), selections)
+            x = self._ends.input(context.batch.tokens)
+            delta = torch.zeros_like(x)
+            for layer in self._layers:
+                delta = layer(x, delta, context)
+            return self._ends.output(x, delta, selections)
         run = program.begin(self._inputs(program, context))
         run.finish()
         return run.more_logits(selections)
@@ -66,14 +66,12 @@ class NativeDecoder:
     def begin_step(
         self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None
     ) -> StepRun | None:
-        """See `Decoder.begin_step`."""
         program = self._program_for(context)
         if program is None or program.io.logits is None:
             return None
         return program.begin(self._inputs(program, context)._replace(logits_indices=logits_indices, samples=samples))
 
     def close(self) -> None:
-        """See `Decoder.close`."""
         if self._program is not None:
             self._program.close()
 
@@ -81,14 +79,6 @@ class NativeDecoder:
         attention = cast(NativeStepAttention, context.attention)
         states = None if program.io.embeds_tokens else self._ends.input(context.batch.tokens)
         return ProgramInputs(context.batch, attention.caches, states, listener=self.timing_listener)
-
-    def _run_layers(self, context: StepContext) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is still to be added to it."""
-        x = self._ends.input(context.batch.tokens)
-        delta = torch.zeros_like(x)
-        for layer in self._layers:
-            delta = layer(x, delta, context)
-        return x, delta
 
     def _program_for(self, context: StepContext) -> DecoderProgram | None:
         """The layers as a program; None where they are called one by one."""
@@ -121,11 +111,11 @@ class NativeDecoder:
         return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], last)
 
 
-class _SymbolicAngles:
+class _SymbolicAngles(NamedTuple):
     """Stands for the rotation of a step's tokens by the `number`th rotary embedding of a program."""
 
-    def __init__(self, number: int, rotary_dim: int) -> None:
-        self.number, self.rotary_dim = number, rotary_dim
+    number: int
+    rotary_dim: int
 
 
 class _SymbolicContext:

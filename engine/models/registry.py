@@ -1,4 +1,4 @@
-"""The architectures with a module of their own here, and the way to all others."""
+"""The architectures that are written here, and the way to all others."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -15,9 +15,8 @@ from ..config import ParallelConfig
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .gemma import build_gemma2, build_gemma3
 from .interfaces import BuiltDecoder, CheckpointBuilder, DecoderFactory
-from .llama import build_llama, build_mistral, build_phi3, build_qwen2
-from .mixtral import build_mixtral
-from .qwen3 import build_qwen3, build_qwen3_moe
+from .llama import build_llama, build_mistral, build_phi3, build_qwen2, build_qwen3
+from .mixtures import build_mixtral, build_qwen3_moe
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,7 @@ _COMPUTED_TENSORS = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class NativeBuilder:
-    """The builder of a checkpoint whose architecture is in the table; of one with more than text (`language_part`), its
-    language model alone."""
+    """A `CheckpointBuilder` of an architecture in the table. `language_part`: of a model that takes more than text."""
 
     directory: Path
     spec: ModelSpec
@@ -63,16 +61,21 @@ class NativeBuilder:
         return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
 
     def build(self, context: BuildContext) -> BuiltDecoder:
-        """See `CheckpointBuilder.build`."""
         shard = context.shard
         check_partition(self.spec, str(self.directory), shard.group.size, shard.stage, context.whole_experts)
         weights, spec = CheckpointWeights(self.directory, text_tensor_name if self.language_part else str), self.spec
         if self.language_part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
-        built = BuiltDecoder(self.builder(spec, WeightLoader(weights, context)), spec)
-        if shard.is_whole:
-            self._warn_unread(weights)
-        return built
+        decoder = self.builder(spec, WeightLoader(weights, context))
+        harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
+        unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
+        if self.language_part and shard.is_whole:
+            message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
+            log.warning(message, self.directory, len(unread), next(iter(unread), "none"))
+        elif unread:
+            message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
+            log.warning(message, self.directory, len(unread), unread[0])
+        return BuiltDecoder(decoder, spec)
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
         """Build on torch's meta device, which holds shapes alone: every tensor is looked up and none is read."""
@@ -80,16 +83,6 @@ class NativeBuilder:
         check_partition(self.spec, str(self.directory), parallel.tensor, stage, parallel.whole_experts)
         self.build(BuildContext(context.dtype, torch.device("meta"), 1))
         return ""
-
-    def _warn_unread(self, weights: CheckpointWeights) -> None:
-        harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
-        unread = [name for name in weights.unread if not name.endswith(harmless)]
-        if self.language_part:
-            message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
-            log.warning(message, self.directory, len(unread), next(iter(unread), "none"))
-        elif unread:
-            message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
-            log.warning(message, self.directory, len(unread), unread[0])
 
 
 def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:

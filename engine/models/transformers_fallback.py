@@ -161,8 +161,7 @@ def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
     architecture = str((checkpoint.config.get("architectures") or ["without a name"])[0])
     try:
         config = _read_config(checkpoint.directory)
-        _check_class(config, architecture)
-        _check_config(config)
+        _check_config(config, architecture)
     except CheckpointError as error:
         raise _refusal(checkpoint.where, architecture, error.message) from error
     return TransformersBuilder(checkpoint.directory, architecture, config)
@@ -189,9 +188,9 @@ def _read_config(directory: Path) -> Any:
         raise CheckpointError(f"transformers does not know it either ({str(error).splitlines()[0]})") from error
 
 
-def _check_class(config: Any, architecture: str) -> None:
-    """Raise unless `architecture` is the causal language model of `config`, a decoder alone, its attention
-    exchangeable."""
+def _check_config(config: Any, architecture: str) -> None:
+    """Raise unless `architecture` is the causal language model of `config`, a decoder alone, its attention exchangeable
+    and nothing else in the way."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -205,9 +204,6 @@ def _check_class(config: Any, architecture: str) -> None:
         raise CheckpointError(f"the causal language model of type {config.model_type} is {found.__name__}")
     if not found._supports_attention_backend:
         raise CheckpointError("it does not support transformers' attention interface")
-
-
-def _check_config(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         method = config.to_dict()["quantization_config"].get("quant_method", "unknown method")
         raise CheckpointError(f"its weights are quantised ({method}); supported dtypes: {', '.join(DTYPES)}")

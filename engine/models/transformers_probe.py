@@ -90,34 +90,28 @@ class ProbedLayer(NamedTuple):
 
 
 class AttentionProbe:
-    """An `AttentionHandler` that notes each layer's call, and attends by the formula; for one sequence from its
-    start."""
+    """An `AttentionHandler` that notes each layer's call, refuses all that a `LayerAttention` does not express, and
+    attends by the formula; for one sequence from its start."""
 
     def __init__(self) -> None:
         self.layers: dict[int, ProbedLayer] = {}
 
     def __call__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer = getattr(call.module, "layer_idx", None)
+        layer, others = getattr(call.module, "layer_idx", None), call.others
         if layer is None or layer in self.layers:
             raise CheckpointError(f"it attends more than once in a layer, or not by layer ({layer})")
-        _check_arguments(call)
+        tensors = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _IGNORED_TENSORS]
+        if tensors:
+            raise CheckpointError(f"its attention takes {', '.join(tensors)}, which ours does not know")
+        if call.mask is not None:
+            raise CheckpointError("its attention takes a mask of its own")
+        causal = others.get("is_causal")
+        if not (getattr(call.module, "is_causal", True) if causal is None else causal):
+            raise CheckpointError("its attention is not causal")
         if k.shape[:2] != v.shape[:2]:
             raise CheckpointError(f"layer {layer} has {k.shape[1]} heads of keys and {v.shape[1]} of values")
         self.layers[layer] = ProbedLayer(call.attention, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
         return reference_attention(q, k, v, 0, call.attention, call.sinks)
-
-
-def _check_arguments(call: AttentionCall) -> None:
-    """Raise for every argument of an attention function that a `LayerAttention` does not express."""
-    others = call.others.items()
-    tensors = [name for name, value in others if isinstance(value, Tensor) and name not in _IGNORED_TENSORS]
-    if tensors:
-        raise CheckpointError(f"its attention takes {', '.join(tensors)}, which ours does not know")
-    if call.mask is not None:
-        raise CheckpointError("its attention takes a mask of its own")
-    causal = call.others.get("is_causal")
-    if not (getattr(call.module, "is_causal", True) if causal is None else causal):
-        raise CheckpointError("its attention is not causal")
 
 
 @torch.inference_mode()
@@ -140,18 +134,13 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     kv_heads, head_dim = max(each.kv_heads for each in layers), max(each.head_dim for each in layers)
     if len({each.heads for each in layers}) > 1 or any(kv_heads % each.kv_heads for each in layers):
         raise CheckpointError("its layers have heads of different numbers, which one cache can't hold")
-    _check_windows(model.config, layers)
+    # The windows of config.json and of the layers' calls: the few tokens of a check would fill no window.
+    if getattr(model.config, "sliding_window", None):
+        types = getattr(model.config, "layer_types", None)
+        slide = [each.attention.window is not None for each in layers]
+        if slide != [each == "sliding_attention" for each in types] if types else not any(slide):
+            raise CheckpointError("its config.json has a sliding window that its layers do not hand to their attention")
     return [each._replace(kv_heads=kv_heads, head_dim=head_dim) for each in layers]
-
-
-def _check_windows(config: Any, layers: list[ProbedLayer]) -> None:
-    """Compare the windows of config.json and of the layers' calls: the few tokens of a check would fill no window."""
-    if not getattr(config, "sliding_window", None):
-        return
-    types = getattr(config, "layer_types", None)
-    slide = [each.attention.window is not None for each in layers]
-    if slide != [each == "sliding_attention" for each in types] if types else not any(slide):
-        raise CheckpointError("its config.json has a sliding window that its layers do not hand to their attention")
 
 
 @contextmanager
