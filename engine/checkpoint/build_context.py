@@ -93,10 +93,9 @@ class Shard(NamedTuple):
 
 
 class BuildContext(NamedTuple):
-    """A rank's device and shard, for sequences of at most `max_positions` tokens.
-
-    `progress` is called with the fraction of the rank's bytes read so far. `quantized`: matrices become int8 while they
-    are loaded. `whole_experts`: the rank has some experts of a mixture whole, instead of a slice of each."""
+    """A rank's device and shard, for sequences of at most `max_positions` tokens. `progress` is called with the
+    fraction of the rank's bytes read so far. `quantized`: matrices become int8 while they are loaded. `whole_experts`:
+    the rank has some experts of a mixture whole, instead of a slice of each."""
 
     dtype: torch.dtype
     device: torch.device

@@ -51,12 +51,10 @@ class RopeSpec(NamedTuple):
 
 
 class LayerAttention(NamedTuple):
-    """The attention of one layer; the default is causal over everything before.
-
-    A token attends to the last `window` tokens, itself included. Scores are multiplied by `scale` (None:
-    head_dim ** -0.5) and then capped: softcap * tanh(score / softcap). With `sinks` each query head has one more,
-    learned score: that of a token that every token attends to and whose value is 0.
-    """
+    """The attention of one layer; the default is causal over everything before. A token attends to the last `window`
+    tokens, itself included. Scores are multiplied by `scale` (None: head_dim ** -0.5) and then capped: softcap *
+    tanh(score / softcap). With `sinks` each query head has one more, learned score: that of a token that every token
+    attends to and whose value is 0."""
 
     window: int | None = None
     scale: float | None = None

@@ -106,7 +106,6 @@ class PlannedAttention:
     def attend_packed(self, cache: int, packed: Tensor, cos_sin: Tensor) -> Tensor:
         """Rotates queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], writes keys and values into the
         layer's cache at address `cache`, and attends. Returns [N, heads * head_dim], overwritten by the next call.
-
         `cos_sin` is a table of every position, float32 [positions, 2, n / 2], for the first n numbers of each head.
         Both are contiguous."""
         call, at = self._call, packed.data_ptr()

@@ -24,11 +24,15 @@ class FusedNorm:
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         """x [N, n], contiguous -> [N, n]."""
-        return self._rows(x, None)
+        return self.add_and_norm(x, None)
 
-    def add_and_norm(self, x: TensorOrSymbol, delta: TensorOrSymbol) -> TensorOrSymbol:
-        """Adds `delta` to x [N, n] in place; returns the norm of the sum. Both are contiguous."""
-        return self._rows(x, delta)
+    def add_and_norm(self, x: TensorOrSymbol, delta: TensorOrSymbol | None) -> TensorOrSymbol:
+        """Adds `delta`, if any, to x [N, n] in place; returns the norm of the sum. Both are contiguous."""
+        if isinstance(x, SymbolicTensor):
+            return x.trace.add_op(self._operation(1, self._size), x, self._size, delta=delta)
+        out = torch.empty_like(x)
+        self._normalize(out, x, delta, 1, self._size)
+        return out
 
     def norm_heads(self, x: TensorOrSymbol, heads: int) -> None:
         """Normalizes the first `heads` of x [N, more heads, n], contiguous, in place."""
@@ -36,13 +40,6 @@ class FusedNorm:
             x.trace.add_in_place(self._operation(heads, x.width), x)
         else:
             self._normalize(x, x, None, heads, x.stride(0))
-
-    def _rows(self, x: TensorOrSymbol, delta: TensorOrSymbol | None) -> TensorOrSymbol:
-        if isinstance(x, SymbolicTensor):
-            return x.trace.add_op(self._operation(1, self._size), x, self._size, delta=delta)
-        out = torch.empty_like(x)
-        self._normalize(out, x, delta, 1, self._size)
-        return out
 
     def _normalize(self, out: Tensor, x: Tensor, delta: Tensor | None, heads: int, stride: int) -> None:
         sizes = x.shape[0], heads, stride, self._weights, self._size
@@ -84,4 +81,4 @@ def trace_embedding(trace: OpTrace, table: Tensor, factor: float) -> SymbolicTen
     """The rows of `table` [vocabulary, n], contiguous and of the trace's dtype, that the step's token ids name,
     multiplied by `factor`."""
     size = table.shape[1]
-    return trace.add_source(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)
+    return trace.add_op(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), None, size)

@@ -26,9 +26,8 @@ SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class MatmulFormat(NamedTuple):
-    """A matrix of weights [outputs, inputs], kept as `kept`; activations are `x`, results `out`: fp32 or bf16.
-
-    What is not quantised is kept as its activations are."""
+    """A matrix of weights [outputs, inputs], kept as `kept`: int8, or the dtype of the activations `x`. They and the
+    results, `out`, are fp32 or bf16."""
 
     outputs: int
     inputs: int
@@ -41,15 +40,9 @@ class _MatrixStruct(ctypes.Structure):
     """`Matrix` of matmul.h."""
 
     _fields_ = [
-        ("lines", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("x_kind", ctypes.c_int32),
-        ("out_kind", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("lines", "scales", "offsets", "bias")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
+        *((name, ctypes.c_int32) for name in ("kind", "x_kind", "out_kind")),
     ]
 
 

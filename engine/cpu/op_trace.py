@@ -40,14 +40,14 @@ class OpStruct(ctypes.Structure):
 
 
 class SymbolicTensor:
-    """Stands for a tensor with one line of `width` numbers for each token of a step, or, if `selected`, for each packed
-    place whose logits are wanted."""
+    """Stands for a tensor with a line of `width` numbers for each token of a step, or, if it is `selected`, for each
+    packed place whose logits are wanted."""
 
     def __init__(self, trace: "OpTrace", width: int, dtype: torch.dtype, selected: bool = False) -> None:
         self.trace, self.width, self.dtype, self.selected = trace, width, dtype, selected
 
     def view(self, *_: int) -> "SymbolicTensor":
-        """The tensor itself: another shape of a token's numbers changes nothing in memory."""
+        """The tensor itself: its numbers stay where they are."""
         return self
 
     def select(self) -> "SymbolicTensor":
@@ -93,24 +93,18 @@ class OpTrace:
         self.no_delta = SymbolicTensor(self, 0, dtype)
         """The first layer's `delta`: nothing is to be added to the residual stream yet."""
 
-    def add_source(self, operation: OpStruct, width: int) -> SymbolicTensor:
-        """Record an operation that reads the step itself; returns its result."""
-        out = SymbolicTensor(self, width, self.dtype)
-        self.ops.append(TracedOp(operation, None, None, out))
-        return out
-
     def add_op(
         self,
         operation: OpStruct,
-        x: SymbolicTensor,
+        x: SymbolicTensor | None,
         width: int,
         *,
         delta: SymbolicTensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> SymbolicTensor:
-        """Record an operation that reads `x`, and `delta` if it takes one; returns its result, of x's dtype unless
-        `dtype` says otherwise."""
-        out = SymbolicTensor(self, width, dtype or x.dtype, x.selected)
+        """Record an operation that reads `x`, and `delta` if it takes one, or without x the step itself; returns its
+        result, of x's dtype unless `dtype` says otherwise."""
+        out = SymbolicTensor(self, width, dtype or (x or self.no_delta).dtype, x is not None and x.selected)
         self.ops.append(TracedOp(operation, x, None if delta is self.no_delta else delta, out))
         return out
 
@@ -134,7 +128,13 @@ class TraceIO(NamedTuple):
 def plan_buffers(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, int]:
     """Memory in which tensors that are needed at the same time do not overlap: the offset of each tensor in bytes for
     each token; tensors of selected places have a memory of their own, with offsets in bytes for each place."""
-    lifetimes = _lifetimes(trace, io)
+    lifetimes: dict[SymbolicTensor, range] = {}  # operations from the first to the last that uses it
+    for number, op in enumerate(trace.ops):
+        for tensor in op.tensors:
+            lifetimes[tensor] = range(lifetimes[tensor].start if tensor in lifetimes else number, number + 1)
+    for read in (io.residual, io.delta, io.logits):
+        if read is not None:  # from outside, at the end
+            lifetimes[read] = range(lifetimes[read].start, len(trace.ops) + 1)
     offsets: dict[SymbolicTensor, int] = {}
     for tensor, lifetime in sorted(lifetimes.items(), key=lambda each: each[1].start):
         taken = sorted(
@@ -160,16 +160,3 @@ def buffer_bytes(offsets: Mapping[SymbolicTensor, int], selected: bool) -> int:
 def _line_bytes(tensor: SymbolicTensor) -> int:
     """Bytes of one token, rounded up so that every tensor begins at a cache line for any number of tokens."""
     return -(-tensor.width * tensor.dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-
-
-def _lifetimes(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, range]:
-    """The operations from the first to the last that uses each tensor; one that is read from outside lives to the
-    end."""
-    lifetimes: dict[SymbolicTensor, range] = {}
-    for number, op in enumerate(trace.ops):
-        for tensor in op.tensors:
-            lifetimes[tensor] = range(lifetimes[tensor].start if tensor in lifetimes else number, number + 1)
-    for read in (io.residual, io.delta, io.logits):
-        if read is not None:
-            lifetimes[read] = range(lifetimes[read].start, len(trace.ops) + 1)
-    return lifetimes

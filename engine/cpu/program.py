@@ -22,7 +22,7 @@ from ..step_batch import SampledTokens, StepBatch
 from . import library
 from .attention import LayerCaches, StepStruct, fill_step_struct
 from .memory import aligned_empty
-from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TracedOp, TraceIO, buffer_bytes, plan_buffers
+from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
 
 _NO_TENSOR = -1
 
@@ -109,19 +109,16 @@ class StepRun:
         self.memory = program.memory
 
     def finish(self) -> None:
-        """See `PendingStep.finish`."""
         self._program.finish(self)
 
     @property
     def logits(self) -> Tensor:
-        """See `PendingStep.logits`."""
         logits, places = self._program.io.logits, self.inputs.logits_indices
         if logits is None or places is None:
             raise RuntimeError("the step was begun without logits")
         return self._tensor(logits, self.inputs.batch.size * self._program.token_bytes, len(places))
 
     def more_logits(self, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
-        """See `PendingStep.more_logits`."""
         io, size = self._program.io, self.inputs.batch.size
         return self._program.head(self._tensor(io.residual, 0, size), self._tensor(io.delta, 0, size), selections)
 
@@ -137,8 +134,9 @@ class DecoderProgram:
     def __init__(self, trace: OpTrace, io: TraceIO, cos_sin: Sequence[Tensor], head: Head) -> None:
         """`cos_sin`: by number of a rotary embedding its table, float32 [positions, 2, rotary_dim / 2]."""
         self.io, self.head, self._cos_sin, self.offsets = io, head, cos_sin, plan_buffers(trace, io)
-        for op in trace.ops:
-            self._set_offsets(op)
+        for to, x, delta, out in trace.ops:
+            to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in (x, delta, out))
+            to.dtype, to.selected = library.DTYPE_CODES[(x or out).dtype], out.selected
         operations = [op.operation for op in trace.ops]
         products = [each for each in operations if each.kind == PRODUCT]
         for product, following in pairwise(products):
@@ -163,7 +161,17 @@ class DecoderProgram:
         arguments.token_ids, arguments.token_ids_stride = token_ids.data_ptr(), token_ids.stride(0)
         arguments.params_count, arguments.params, arguments.params_of_layer, arguments.caches = inputs.caches.c_fields
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
-        self._set_extent(arguments, inputs)
+        # Computed are the layers alone, or all but sampling, or all.
+        places, samples = inputs.logits_indices, inputs.samples
+        arguments.operation_count, arguments.logits_count, arguments.sampled_count = self.io.layer_ops, 0, 0
+        if places is not None:
+            arguments.operation_count = len(self._operations) - 1
+            arguments.logits_count, arguments.logits_indices = len(places), places.data_ptr()
+            if samples is not None:
+                arguments.operation_count, arguments.sampled_count = len(self._operations), len(samples.tokens)
+                arguments.sampled = samples.tokens.ctypes.data
+                arguments.sampling = None if samples.sampling is None else samples.sampling.ctypes.data
+                arguments.sampled_of = None if samples.selected is None else samples.selected.ctypes.data
         run = StepRun(self, workspace, inputs)
         while (number := self._submit(arguments)) < 0:
             self._grow(run)
@@ -183,21 +191,6 @@ class DecoderProgram:
                 kinds, selected = (np.array([getattr(each, name) for each in done]) for name in ("kind", "selected"))
                 listener(ProgramTimings(first.inputs.batch.size, kinds, selected.astype(bool), first.seconds))
 
-    def _set_extent(self, arguments: _StepArguments, inputs: ProgramInputs) -> None:
-        """How many of the operations are to be computed: the layers, up to the logits, or with sampling."""
-        places, samples = inputs.logits_indices, inputs.samples
-        arguments.operation_count, arguments.logits_count, arguments.sampled_count = self.io.layer_ops, 0, 0
-        if places is None:
-            return
-        arguments.operation_count = len(self._operations) - 1
-        arguments.logits_count, arguments.logits_indices = len(places), places.data_ptr()
-        if samples is None:
-            return
-        arguments.operation_count, arguments.sampled_count = len(self._operations), len(samples.tokens)
-        arguments.sampled = samples.tokens.ctypes.data
-        arguments.sampling = None if samples.sampling is None else samples.sampling.ctypes.data
-        arguments.sampled_of = None if samples.selected is None else samples.selected.ctypes.data
-
     def _submit(self, arguments: _StepArguments) -> int:
         arguments.memory, arguments.memory_bytes = self.memory.data_ptr(), len(self.memory)
         number: int = self._submit_step(self._pool, ctypes.addressof(self._program), ctypes.addressof(arguments))
@@ -213,17 +206,12 @@ class DecoderProgram:
             self.memory = run.memory = aligned_empty(arguments.memory_bytes * 5 // 4)
         run.workspace.grow(arguments.workspace_bytes * 5 // 4)
 
-    def _set_offsets(self, op: TracedOp) -> None:
-        to, tensors = op.operation, (op.x, op.delta, op.out)
-        to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in tensors)
-        to.dtype, to.selected = library.DTYPE_CODES[(op.x or op.out).dtype], op.out.selected
-
 
 def start_thread_pool(owner: object) -> tuple[int, Callable[[], object]]:
     """Start the threads of `thread_pool.c`: with the caller's as many as torch has now.
 
-    Returns the pool's address, and the function that ends its threads when everything begun is computed. That function
-    may be called more than once, and is called when `owner` is collected.
+    Returns the pool's address, and the function that ends its threads when everything begun is computed. It may be
+    called more than once, and is called when `owner` is collected.
 
     Raises:
         MemoryError: the machine gives no more threads.

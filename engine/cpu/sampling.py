@@ -14,10 +14,8 @@ from . import library
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The index int64 [S] of the largest number in each row of x [S, n], the first of equals, on any device.
-
-    The C kernel orders -0 below 0, and a NaN above or below all numbers, by its sign.
-    """
+    """The index int64 [S] of the largest number in each row of x [S, n], the first of equals, on any device. The C
+    kernel orders -0 below 0, and a NaN above or below all numbers, by its sign."""
     if x.device.type != "cpu" or x.dtype not in library.DTYPE_CODES or not _has_kernel():
         return x.argmax(-1)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -29,11 +27,9 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingArray) -> Tensor:
-    """Token ids int64 [S] drawn from logits [S, vocabulary], of a dtype and device that `library.supports`.
-
-    A row's token depends on its logits and its element of `sampling` alone, not on the rows beside it. Weights are
-    rounded as floats and summed as doubles.
-    """
+    """Token ids int64 [S] drawn from logits [S, vocabulary], of a dtype and device that `library.supports`. A row's
+    token depends on its logits and its element of `sampling` alone, not on the rows beside it. Weights are rounded as
+    floats and summed as doubles."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     sampling = np.ascontiguousarray(sampling)
     rows, n = logits.shape

@@ -35,9 +35,8 @@ class DecoderOutput(Traceable, Protocol):
     """The last layer's hidden states -> logits."""
 
     def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
-        """The residual stream `x` and what is still to be added to it, both [N, hidden], may be overwritten.
-
-        Each selection is packed places [S], ascending, and no place is in two of them. Its logits [S, vocabulary] are
+        """The residual stream `x` and what is still to be added to it, both [N, hidden], may be overwritten. Each
+        selection is packed places [S], ascending, and no place is in two of them. Its logits [S, vocabulary] are
         computed when the iterator comes to it. None: this stage is not the last and handed its states on."""
 
     def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:

@@ -82,10 +82,9 @@ class TorchGate:
 
 
 class MixtureOfExperts:
-    """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden].
-
-    The router takes the likeliest experts of each token by a softmax in float32. Every rank holds all of the router, so
-    all ranks decide the same, and a slice of every expert, or some experts whole: the sum over ranks is the same."""
+    """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden]. The router takes the likeliest experts of
+    each token by a softmax in float32. Every rank holds all of the router, so all ranks decide the same, and a slice of
+    every expert, or some experts whole: the sum over ranks is the same."""
 
     untraceable: str | None = "it has a mixture of experts"
 

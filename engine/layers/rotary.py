@@ -95,11 +95,9 @@ def _cos_sin(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Ten
 
 
 def _frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
-    """Radians per position [rotary_dim / 2], scaled as the checkpoint says.
-
-    Longrope has two sets of them. `positions`, the most that a sequence may have, decides between them, and not the
-    length of a sequence: cached keys stay valid while the sequence grows.
-    """
+    """Radians per position [rotary_dim / 2], scaled as the checkpoint says. Longrope has two sets of them. `positions`,
+    the most that a sequence may have, decides between them, and not the length of a sequence: cached keys stay valid
+    while the sequence grows."""
     size = rope.rotary_dim(head_dim)
     plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope.kind == "linear":

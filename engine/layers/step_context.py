@@ -13,16 +13,13 @@ from .rotary import Rotary, RotaryAngles
 
 
 class StepAttention(Protocol):
-    """One step's attention over the paged cache, made by `AttentionBackend.begin_step`.
-
-    A call stores the keys and values of the step's N tokens in the cache of `layer`, counted from this rank's first;
-    then each token attends to its sequence's tokens up to itself, as far back as the layer's window reaches.
-    """
+    """One step's attention over the paged cache, made by `AttentionBackend.begin_step`. A call stores the keys and
+    values of the step's N tokens in the cache of `layer`, counted from this rank's first; then each token attends to
+    its sequence's tokens up to itself, as far back as the layer's window reaches."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] -> [N, heads * head_dim].
-
-        `sinks`, float32 [heads], is given for a layer whose `LayerAttention` has sinks, and for no other."""
+        """Queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] -> [N, heads * head_dim]. `sinks`,
+        float32 [heads], is given for a layer whose `LayerAttention` has sinks, and for no other."""
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         """The same for queries, keys and values side by side, [N, heads + 2 kv_heads, head_dim] and contiguous, after

@@ -50,11 +50,9 @@ class Decoder(Protocol):
         self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None
     ) -> PendingStep | None:
         """Begin to compute the tokens of `context` beside the caller, when the steps begun before are computed, and
-        logits of the packed places `logits_indices` [S], ascending, as many of a row as the caller likes.
-
-        With `samples` tokens are sampled, too, and stored in the batch's token ids: then the next step may begin before
-        this one is finished. None: only `compute_logits` can compute this step.
-        """
+        logits of the packed places `logits_indices` [S], ascending, as many of a row as the caller likes. With
+        `samples` tokens are sampled, too, and stored in the batch's token ids: then the next step may begin before this
+        one is finished. None: only `compute_logits` can compute this step."""
 
     def close(self) -> None:
         """End the threads of `begin_step`, when everything begun is computed; no step may follow."""

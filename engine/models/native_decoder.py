@@ -99,7 +99,7 @@ class NativeDecoder:
             if end is not None:
                 log.info("layers are computed as one program without %s: %s", kept, end)
         trace = OpTrace(attention.dtype)
-        x = trace.add_source(OpStruct(kind=INPUT, size=width), width) if first.untraceable else first.trace(trace)
+        x = trace.add_op(OpStruct(kind=INPUT, size=width), None, width) if first.untraceable else first.trace(trace)
         context = _SymbolicContext(attention.output_size)
         delta = trace.no_delta
         for layer in self._layers:

@@ -39,10 +39,9 @@ _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class TransformersDecoder:
-    """A transformers model as a `Decoder`: packed tokens are its one sequence, and our attention tells them apart.
-
-    The cache has `kv_heads` heads of `head_dim` numbers in every layer. Smaller queries, keys and values are padded
-    with zeros, and fewer heads of keys and values are repeated."""
+    """A transformers model as a `Decoder`: packed tokens are its one sequence, and our attention tells them apart. The
+    cache has `kv_heads` heads of `head_dim` numbers in every layer. Smaller queries, keys and values are padded with
+    zeros, and fewer heads of keys and values are repeated."""
 
     def __init__(self, model: Any, kv_heads: int, head_dim: int) -> None:
         self._model, self._kv_heads, self._head_dim = model, kv_heads, head_dim

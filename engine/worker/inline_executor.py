@@ -18,11 +18,9 @@ from .loaded_rank import LoadedRank, load_rank
 
 
 class InlineExecutor:
-    """One rank, for one thread of this process.
-
-    A step that our kernels compute begins when it is executed, on their threads; the caller helps, and computes
-    everything else, when it asks for the result. The step's future raises the step's error.
-    """
+    """One rank, for one thread of this process. A step that our kernels compute begins when it is executed, on their
+    threads; the caller helps, and computes everything else, when it asks for the result. The step's future raises the
+    step's error."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

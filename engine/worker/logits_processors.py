@@ -29,12 +29,10 @@ class TokenBiases(NamedTuple):
 
 
 class PreparedLogitsParams(NamedTuple):
-    """One row's `params` as arrays. `prompt`: the length of its prompt.
-
-    `early_biases` are added while new tokens are fewer than the minimum, `later_biases` from then on: biases and bad
-    words of one token. Of the W longer bad words, `bad_word_heads` [W, H] are all tokens but the last, at the right
-    end, and `bad_word_lasts` [W] the last ones. `allowed`: the only tokens that can be chosen, empty for all.
-    """
+    """One row's `params` as arrays. `prompt`: the length of its prompt. `early_biases` are added while new tokens are
+    fewer than the minimum, `later_biases` from then on: biases and bad words of one token. Of the W longer bad words,
+    `bad_word_heads` [W, H] are all tokens but the last, at the right end, and `bad_word_lasts` [W] the last ones.
+    `allowed`: the only tokens that can be chosen, empty for all."""
 
     params: LogitsParams
     prompt: int
@@ -167,10 +165,8 @@ class LogitsProcessors:
         return np.array(found, np.int64)
 
     def apply(self, logits: Tensor, rows: LongArray, positions: LongArray, tokens: Tensor) -> None:
-        """Change float32 `logits` [S, vocabulary] of `rows` [S], all of which were added, in place.
-
-        `positions` [S] are those of the tokens to be chosen; `tokens` [all rows, length] holds the ids before them.
-        """
+        """Change float32 `logits` [S, vocabulary] of `rows` [S], all of which were added, in place. `positions` [S] are
+        those of the tokens to be chosen; `tokens` [all rows, length] holds the ids before them."""
         prepared, history = [self._rows[row] for row in rows.tolist()], _TokenHistory(tokens, rows, positions)
         for process in PROCESSORS:
             process(logits, prepared, history)

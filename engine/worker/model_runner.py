@@ -52,12 +52,10 @@ class _RunnerStep:
 
 
 class ModelRunner:
-    """Computes plans strictly in order; for one thread.
-
-    A step that our kernels compute begins as soon as the step before it is computed and its tokens are chosen. Kernels
-    choose those that are sampled from the logits as they are; the host chooses the others, and keeps logits that are to
-    be reported, when the caller asks for the step's result. Everything else of the next step is prepared by then.
-    """
+    """Computes plans strictly in order; for one thread. A step that our kernels compute begins as soon as the step
+    before it is computed and its tokens are chosen. Kernels choose those that are sampled from the logits as they are;
+    the host chooses the others, and keeps logits that are to be reported, when the caller asks for the step's result.
+    Everything else of the next step is prepared by then."""
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
         self.decoder, self._attention, self._rows, self._device = decoder, attention, rows, device

@@ -111,12 +111,10 @@ def as_signed64(value: int) -> int:
 
 
 def counter_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    """float64 [S] strictly between 0 and 1, one for each (seed, choice, position); all int64 [S].
-
-    A function of counters, without generator or state, and so the same on every device: SplitMix64's finaliser (Steele,
-    Lea, Flood: Fast splittable pseudorandom number generators, 2014) over int64 tensors, whose arithmetic wraps as
-    unsigned 64-bit arithmetic does.
-    """
+    """float64 [S] strictly between 0 and 1, one for each (seed, choice, position); all int64 [S]. A function of
+    counters, without generator or state, and so the same on every device: SplitMix64's finaliser (Steele, Lea, Flood:
+    Fast splittable pseudorandom number generators, 2014) over int64 tensors, whose arithmetic wraps as unsigned 64-bit
+    arithmetic does."""
     state = _mix(seeds + as_signed64(_GOLDEN))
     state = _mix(state + choices * as_signed64(_GOLDEN))
     state = _mix(state + positions * as_signed64(_GOLDEN))

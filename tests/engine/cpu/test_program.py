@@ -14,7 +14,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 @given(st.data())
 def test_slots_that_are_needed_together_lie_apart(data: st.DataObject) -> None:
     tape = OpTrace(torch.float32)
-    slots = [tape.add_source(OpStruct(kind=INPUT), 24)]
+    slots = [tape.add_op(OpStruct(kind=INPUT), None, 24)]
     for _ in range(data.draw(st.integers(1, 12))):
         x, delta = (data.draw(st.sampled_from(slots)) for _ in range(2))
         if not x.selected and data.draw(st.booleans()):
