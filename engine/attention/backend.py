@@ -42,7 +42,7 @@ class CacheSpec(NamedTuple):
 
 
 class BackendSupport(NamedTuple):
-    """The configurations that a backend can serve."""
+    """The configurations that a backend can serve; `selector.py` reads the fields in this order."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]

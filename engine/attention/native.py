@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import LayerAttention
 from ..cpu import library
 from ..cpu.attention import (
     INT8_CODE,
@@ -41,7 +40,14 @@ class NativeAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._params = [_attention_params(spec, each) for each in spec.distinct_attention]
+        kind = library.DTYPE_CODES[spec.dtype]
+        stored = INT8_CODE if spec.kv_cache_dtype == "int8" else kind
+        sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
+        scales = (spec.head_dim**-0.5 if each.scale is None else each.scale for each in spec.distinct_attention)
+        self._params = [
+            AttentionParams(*sizes, each.window or 0, kind, stored, scale, each.softcap or 0.0)
+            for each, scale in zip(spec.distinct_attention, scales, strict=True)
+        ]
         self._layer_bytes = spec.block_size // TILE_TOKENS * spec.kv_heads * self._params[0].tile_bytes
         self.allocate(0)
 
@@ -84,11 +90,3 @@ class NativeStepAttention:
     @cached_property
     def _planned(self) -> list[PlannedAttention]:
         return [PlannedAttention(params, self._batch, self._spec.dtype) for params in self.caches.params]
-
-
-def _attention_params(spec: CacheSpec, attention: LayerAttention) -> AttentionParams:
-    kind = library.DTYPE_CODES[spec.dtype]
-    stored = INT8_CODE if spec.kv_cache_dtype == "int8" else kind
-    sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
-    scale = spec.head_dim**-0.5 if attention.scale is None else attention.scale
-    return AttentionParams(*sizes, attention.window or 0, kind, stored, scale, attention.softcap or 0.0)

@@ -1,6 +1,7 @@
 """The attention backends by the names of the `attention` setting, and the choice between them."""
 
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,22 +24,13 @@ AUTO_ORDER = {"cpu": ("native", "cpu"), "cuda": ("reference",)}
 """The backends that "auto" may choose, by type of device, fastest first."""
 
 
-class CacheRequirements(NamedTuple):
-    """The facts about a cache that are known before the model is, as in `CacheSpec`."""
-
-    device: torch.device
-    dtype: torch.dtype
-    block_size: int
-    kv_cache_dtype: str = "auto"
-
-
 def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
     """The backend called `name`, or for "auto" the fastest one that can, with an empty cache like `spec`.
 
     Raises:
         InvalidArgument: as `capable_backends`; or none of those can serve heads like these.
     """
-    capable = capable_backends(name, CacheRequirements(spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype))
+    capable = capable_backends(name, spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype)
     for each in capable:
         if BACKENDS[each].supports_heads(spec):
             return BACKENDS[each](spec)
@@ -46,8 +38,11 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
     raise InvalidArgument(f"attention {capable[0]!r} can't do {heads}", field="attention")
 
 
-def capable_backends(name: str, requirements: CacheRequirements) -> list[str]:
-    """The names of the backends that `name` may mean and that can serve such a cache, fastest first; at least one.
+def capable_backends(
+    name: str, device: torch.device, dtype: torch.dtype, block_size: int, kv_cache_dtype: str
+) -> list[str]:
+    """The names of the backends that `name` may mean and that can serve such a cache (see `CacheSpec`), fastest first;
+    at least one.
 
     Raises:
         InvalidArgument: no backend is called `name`, or it can't serve this device, dtype, block size or cache dtype.
@@ -56,21 +51,17 @@ def capable_backends(name: str, requirements: CacheRequirements) -> list[str]:
         raise InvalidArgument(
             f"attention must be auto or one of {', '.join(BACKENDS)}, got {name!r}", field="attention"
         )
-    names = AUTO_ORDER[requirements.device.type] if name == "auto" else (name,)
-    refusals = {each: _missing_support(each, requirements) for each in names}
+    names = AUTO_ORDER[device.type] if name == "auto" else (name,)
+    wanted = {"device": device.type, "dtype": dtype, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    refusals = {each: _missing_support(each, wanted) for each in names}
     if all(refusals.values()) and (first := refusals[names[0]]) is not None:
         raise first
     return [each for each, refusal in refusals.items() if refusal is None]
 
 
-def _missing_support(name: str, requirements: CacheRequirements) -> InvalidArgument | None:
-    supports = BACKENDS[name].supports
-    for field, value, legal in (
-        ("device", requirements.device.type, supports.devices),
-        ("dtype", requirements.dtype, supports.dtypes),
-        ("block_size", requirements.block_size, supports.block_sizes),
-        ("kv_cache_dtype", requirements.kv_cache_dtype, supports.kv_cache_dtypes),
-    ):
+def _missing_support(name: str, wanted: Mapping[str, Any]) -> InvalidArgument | None:
+    """The refusal of a backend that lacks one of the `wanted`, which come in the order of `BackendSupport`."""
+    for (field, value), legal in zip(wanted.items(), BACKENDS[name].supports, strict=True):
         if value not in legal:
             message = f"attention {name!r} can't do {field} {_format(value)}; it can do {_format(legal)}"
             return InvalidArgument(message, field=field)

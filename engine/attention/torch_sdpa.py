@@ -103,7 +103,6 @@ class TorchSdpaAttention(TorchBackend):
             yield _AttentionPart(attention, torch.from_numpy(batch.first_places[rows]), blocks, longest, mask, False)
 
     def _chunk_parts(self, batch: StepBatch, attention: LayerAttention) -> Iterator[_AttentionPart]:
-        """The rows of several tokens, each by itself."""
         skipped, window = self._skipped_blocks(batch.starts, attention.window), attention.window
         for row in np.flatnonzero(batch.counts > 1):
             start, count = int(batch.starts[row] - skipped[row] * self._spec.block_size), int(batch.counts[row])
@@ -140,7 +139,6 @@ def _group_by_length(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 
 def _sdpa_supports(attention: LayerAttention) -> bool:
-    """Whether torch's kernels can compute it."""
     return attention.softcap is None and not attention.sinks
 
 

@@ -66,12 +66,10 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """The path of config.json, for errors."""
         return str(self.directory / "config.json")
 
     @property
     def spec(self) -> ModelSpec:
-        """The model in numbers, by `read_spec`."""
         return read_spec(self.config, self.where)
 
 

@@ -35,7 +35,11 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     defaults = _ARCHITECTURES.get(architecture, _ArchitectureDefaults())
     fields = _Fields({**defaults.absent, **config}, where, defaults)
     try:
-        fields.refuse_unsupported()
+        if quantization := config.get("quantization_config"):
+            method = f"quantised weights ({quantization.get('quant_method', 'unknown method')})"
+            raise fields.error(f"{method} are not supported; supported dtypes: {', '.join(DTYPES)}")
+        if config.get("use_bidirectional_attention"):
+            raise fields.error("use_bidirectional_attention is not supported; only causal attention is")
         return _spec(architecture, fields)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise fields.error(f"a field has a value of the wrong kind: {error}") from error
@@ -44,7 +48,7 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
 def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     head_dim = fields.number("head_dim", hidden // heads)
-    rope = fields.rope("full_attention", head_dim)
+    rope, longest = fields.rope("full_attention", head_dim), fields.number("max_position_embeddings", 2048)
     return ModelSpec(
         architecture=architecture,
         vocab_size=fields.number("vocab_size"),
@@ -57,7 +61,8 @@ def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
         local_rope=fields.rope("sliding_attention", head_dim),
-        max_position=fields.max_position(rope),
+        # Yarn's recipes often leave max_position_embeddings at the length before scaling.
+        max_position=max(longest, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else longest,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
@@ -143,11 +148,6 @@ class _Fields(NamedTuple):
             return tuple(sliding if each == "sliding_attention" else full for each in types)
         return tuple(sliding if self.defaults.slides(self.config, layer) else full for layer in layers)
 
-    def max_position(self, rope: RopeSpec) -> int:
-        """The longest sequence. Yarn's recipes often leave max_position_embeddings at the length before scaling."""
-        written = self.number("max_position_embeddings", 2048)
-        return max(written, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else written
-
     def rope(self, layer_type: str, head_dim: int) -> RopeSpec:
         """The rotary embedding of layers of this type, where types differ."""
         values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
@@ -206,14 +206,6 @@ class _Fields(NamedTuple):
             bool(self.config.get("norm_topk_prob", True)),
             tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(self.number("num_hidden_layers"))),
         )
-
-    def refuse_unsupported(self) -> None:
-        quantization = self.config.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method", "unknown method")
-            raise self.error(f"quantised weights ({method}) are not supported; supported dtypes: {', '.join(DTYPES)}")
-        if self.config.get("use_bidirectional_attention"):
-            raise self.error("use_bidirectional_attention is not supported; only causal attention is")
 
 
 def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, original: int) -> float:

@@ -46,7 +46,6 @@ class RopeSpec(NamedTuple):
     long_factor: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """The number of a head's features that are rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
 

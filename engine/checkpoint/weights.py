@@ -83,7 +83,6 @@ class CheckpointWeights:
 
     @property
     def unread(self) -> list[str]:
-        """The names of the tensors of which nothing was read yet."""
         return sorted(self._unread)
 
     def read(self, piece: TensorSlice) -> Tensor:
@@ -182,11 +181,9 @@ class WeightLoader:
         return other
 
     def layers(self, total: int) -> range:
-        """The indices of this rank's layers, of the model's `total`."""
         return self.context.shard.stage.layers(total)
 
     def vector(self, name: str, size: int) -> Tensor:
-        """A whole one-dimensional tensor [size]."""
         return self.concatenate([TensorSlice(name, (size,))])
 
     def mapped(self, piece: TensorSlice) -> Tensor:

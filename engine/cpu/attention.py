@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..step_batch import StepBatch
 from . import library
+from .library import struct_fields
 
 TILE_TOKENS, MAX_QUERY_FLOATS, MAX_HEAD_DIM = 16, 16384, 512
 """Limits of the kernels, as in attention.h."""
@@ -26,11 +27,7 @@ _PIECE_BYTES = 32
 class AttentionParams(ctypes.Structure):
     """`struct attention_params`: how layers of one kind attend."""
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")),
-        *((name, ctypes.c_int64) for name in ("kind", "stored")),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-    ]
+    _fields_ = struct_fields("l heads kv_heads head_dim block_size window kind stored", "f scale cap")
 
     @property
     def tile_bytes(self) -> int:
@@ -42,26 +39,17 @@ class AttentionParams(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     """`struct step`: the rows of one step and their blocks."""
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rows", "width")),
-        *((name, ctypes.c_void_p) for name in ("lines", "starts", "counts", "firsts", "tables")),
-    ]
+    _fields_ = struct_fields("l rows width", "p lines starts counts firsts tables")
 
 
 class _PlanStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("writes", "works", "folds", "scratch", "cost")),
-        *((name, ctypes.c_void_p) for name in ("to_write", "to_work", "to_fold")),
-    ]
+    _fields_ = struct_fields("l writes works folds scratch cost", "p to_write to_work to_fold")
 
 
 class _CallStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_void_p) for name in ("cos_sin", "sinks", "cache", "out")),
-        ("rotary_dim", ctypes.c_int64),
-    ]
+    _fields_ = struct_fields(
+        "p queries keys values", "l query_stride key_stride value_stride", "p cos_sin sinks cache out", "l rotary_dim"
+    )
 
 
 def fill_step_struct(batch: StepBatch, step: StepStruct) -> None:

@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "CHARONIA_KERNELS"
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that kernels compute on, with C's number for each (`enum kind` in simd.h)."""
 
-_ARGUMENT_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "s": ctypes.c_char_p}
 
 SIGNATURES = {
     "charonia_level": "",
@@ -30,29 +30,22 @@ SIGNATURES = {
     "charonia_threads": "",
     "charonia_norm": "pppplllllfi",
     "charonia_gate": "ppllii",
-    "charonia_attention_plan": "pppl",
+    "charonia_attention_plan": "pppl>l",
     "charonia_attention": "ppppp",
     "charonia_rope": "ppplllli",
     "charonia_argmax": "ppllli",
-    "charonia_choice_fields": "",
+    "charonia_choice_fields": ">s",
     "charonia_sample": "pppllli",
     "charonia_uniform": "ppl",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
-    "charonia_pool_start": "l",
+    "charonia_pool_start": "l>p",
     "charonia_pool_stop": "p",
-    "charonia_step_submit": "ppp",
+    "charonia_step_submit": "ppp>l",
     "charonia_pool_wait": "pl",
 }
-"""The arguments of every exported function, a letter each (p: address, i: int, l: int64, f: float)."""
-
-_RESULT_TYPES: dict[str, Any] = {
-    "charonia_choice_fields": ctypes.c_char_p,
-    "charonia_attention_plan": ctypes.c_int64,
-    "charonia_pool_start": ctypes.c_void_p,
-    "charonia_step_submit": ctypes.c_int64,
-}
-"""The results of functions that do not return int or nothing."""
+"""The arguments of every exported function, a letter each (p: address, i: int, l: int64, f: float, s: string), and its
+result, where that is not int or nothing."""
 
 Function = Callable[..., Any]
 
@@ -82,6 +75,11 @@ def describe() -> str:
     return f"no C kernels ({reason}): torch computes, more slowly, and last bits may depend on what shares a batch"
 
 
+def struct_fields(*groups: str) -> list[tuple[str, Any]]:
+    """The fields of a C structure, in groups of one type: its letter, as in SIGNATURES, and then their names."""
+    return [(name, _TYPES[letter]) for letter, *names in map(str.split, groups) for name in names]
+
+
 @cache
 def bind_function(name: str) -> Function:
     """The exported function `name`. It takes numbers, addresses included (`tensor.data_ptr()`), and checks nothing.
@@ -93,8 +91,9 @@ def bind_function(name: str) -> Function:
     if library is None:
         raise RuntimeError("the C extension is not there")
     function: Function = library[name]
-    function.argtypes = [_ARGUMENT_TYPES[letter] for letter in SIGNATURES[name]]  # type: ignore[attr-defined]
-    function.restype = _RESULT_TYPES.get(name, ctypes.c_int)  # type: ignore[attr-defined]
+    arguments, _, result = SIGNATURES[name].partition(">")
+    function.argtypes = [_TYPES[letter] for letter in arguments]  # type: ignore[attr-defined]
+    function.restype = _TYPES[result or "i"]  # type: ignore[attr-defined]
     return function
 
 
@@ -113,8 +112,7 @@ def at_level(name: str) -> Iterator[None]:
 
 @contextmanager
 def without_library() -> Iterator[None]:
-    """Act as if there were no library, so that layers that are built take the torch path: for tests and
-    measurements."""
+    """Act as if there were no library, so that layers are built on the torch path: for tests and measurements."""
     global _hidden
     before, _hidden = _hidden, True
     try:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import library
+from .library import struct_fields
 from .memory import HugePageArena
 from .op_trace import PRODUCT, OpStruct, SymbolicTensor, TensorOrSymbol
 
@@ -39,11 +40,7 @@ class MatmulFormat(NamedTuple):
 class _MatrixStruct(ctypes.Structure):
     """`Matrix` of matmul.h."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lines", "scales", "offsets", "bias")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
-        *((name, ctypes.c_int32) for name in ("kind", "x_kind", "out_kind")),
-    ]
+    _fields_ = struct_fields("p lines scales offsets bias", "l outputs inputs", "i kind x_kind out_kind")
 
 
 class PackedMatmul:

@@ -7,11 +7,12 @@ tensor says so beforehand (`Traceable`), and is never called with a symbolic one
 
 import ctypes
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
 NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE = range(8)
@@ -29,14 +30,14 @@ class Traceable(Protocol):
 class OpStruct(ctypes.Structure):
     """`Operation` of program.h. Offsets of its tensors are filled in when buffers are planned."""
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("kind", "x", "delta", "out")),
-        ("what", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("heads", "stride", "weights", "size", "layer", "angles")),
-        ("next", ctypes.c_void_p),
-        ("number", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("dtype", "activation", "selected")),
-    ]
+    _fields_ = struct_fields(
+        "l kind x delta out",
+        "p what",
+        "l heads stride weights size layer angles",
+        "p next",
+        "f number",
+        "i dtype activation selected",
+    )
 
 
 class SymbolicTensor:
@@ -51,7 +52,6 @@ class SymbolicTensor:
         return self
 
     def select(self) -> "SymbolicTensor":
-        """The lines of the places whose logits are wanted."""
         out = SymbolicTensor(self.trace, self.width, self.dtype, selected=True)
         self.trace.ops.append(TracedOp(OpStruct(kind=SELECT, size=self.width), self, None, out))
         return out
@@ -59,16 +59,6 @@ class SymbolicTensor:
 
 TensorOrSymbol = TypeVar("TensorOrSymbol", Tensor, SymbolicTensor)
 """An argument of a kernel's face; the result is of the same kind."""
-
-
-def as_tensor(symbol: SymbolicTensor) -> Tensor:
-    """`symbol` with the type that layers are declared with."""
-    return cast(Tensor, symbol)
-
-
-def as_symbol(result: Tensor) -> SymbolicTensor:
-    """The result of a layer that was called with symbolic tensors."""
-    return cast(SymbolicTensor, result)
 
 
 class TracedOp(NamedTuple):
@@ -109,7 +99,6 @@ class OpTrace:
         return out
 
     def add_in_place(self, operation: OpStruct, x: SymbolicTensor) -> None:
-        """Record an operation that changes `x`."""
         self.ops.append(TracedOp(operation, x, None, x))
 
 

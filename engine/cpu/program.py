@@ -21,6 +21,7 @@ from torch import Tensor
 from ..step_batch import SampledTokens, StepBatch
 from . import library
 from .attention import LayerCaches, StepStruct, fill_step_struct
+from .library import struct_fields
 from .memory import aligned_empty
 from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
 
@@ -30,11 +31,7 @@ _NO_TENSOR = -1
 class _ProgramStruct(ctypes.Structure):
     """`Program` of program.h."""
 
-    _fields_ = [
-        ("operations", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("token_bytes", "selected_bytes")),
-        ("cos_sin", ctypes.c_void_p),
-    ]
+    _fields_ = struct_fields("p operations", "l token_bytes selected_bytes", "p cos_sin")
 
 
 class _StepArguments(ctypes.Structure):
@@ -42,16 +39,11 @@ class _StepArguments(ctypes.Structure):
 
     _fields_ = [
         ("step", StepStruct),
-        ("token_ids", ctypes.c_void_p),
-        ("token_ids_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden_states", "logits_indices")),
-        ("logits_count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("sampled", "sampled_of", "sampling")),
-        *((name, ctypes.c_int64) for name in ("sampled_count", "operation_count", "params_count")),
-        *((name, ctypes.c_void_p) for name in ("params", "params_of_layer", "caches", "seconds", "memory")),
-        ("memory_bytes", ctypes.c_int64),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_bytes", ctypes.c_int64),
+        *struct_fields("p token_ids", "l token_ids_stride"),
+        *struct_fields("p hidden_states logits_indices", "l logits_count"),
+        *struct_fields("p sampled sampled_of sampling", "l sampled_count operation_count params_count"),
+        *struct_fields("p params params_of_layer caches seconds"),
+        *struct_fields("p memory", "l memory_bytes", "p workspace", "l workspace_bytes"),
     ]
 
 

@@ -3,8 +3,6 @@
 torch takes several times as long, up to sixty times where it has to sort, and numpy knows no bfloat16.
 """
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from . import library
 def argmax(x: Tensor) -> Tensor:
     """The index int64 [S] of the largest number in each row of x [S, n], the first of equals, on any device. The C
     kernel orders -0 below 0, and a NaN above or below all numbers, by its sign."""
-    if x.device.type != "cpu" or x.dtype not in library.DTYPE_CODES or not _has_kernel():
+    if not library.supports(x.dtype, x.device):
         return x.argmax(-1)
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, n = x.shape
@@ -37,8 +35,3 @@ def sample_tokens(logits: Tensor, sampling: SamplingArray) -> Tensor:
     addresses = logits.data_ptr(), sampling.ctypes.data, out.data_ptr()
     library.bind_function("charonia_sample")(*addresses, rows, logits.stride(0), n, library.DTYPE_CODES[logits.dtype])
     return out
-
-
-@cache
-def _has_kernel() -> bool:
-    return library.level() is not None

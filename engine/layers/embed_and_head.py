@@ -5,7 +5,7 @@ stage goes on with the very numbers that one rank would have.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from ..checkpoint.build_context import PipelineLink, rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu.elementwise import trace_embedding
-from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable, as_symbol, as_tensor
+from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable
 from .linear import LMHead, split_reason
 from .norm import NormFactory
 
@@ -133,8 +133,9 @@ class _LogitsOutput:
         return (self._logits(x, delta, places) for places in selections)
 
     def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
-        normed = self._norm.add_and_norm(as_tensor(x.select()), as_tensor(delta.select()))
-        return as_symbol(self._head(normed))
+        norm, head = cast(Any, self._norm), cast(Any, self._head)  # declared for tensors
+        logits: SymbolicTensor = head(norm.add_and_norm(x.select(), delta.select()))
+        return logits
 
     def _logits(self, x: Tensor, delta: Tensor, places: Tensor) -> Tensor:
         if len(places) < len(x):

@@ -38,8 +38,6 @@ def _build_gemma(spec: ModelSpec, loader: WeightLoader, projections: AttentionPr
 
 
 class GemmaDecoderLayer:
-    """One decoder layer; see `DecoderLayer` for x and delta."""
-
     def __init__(
         self, spec: ModelSpec, loader: WeightLoader, index: int, projections: AttentionProjections, rotary: Rotary
     ) -> None:

@@ -26,7 +26,6 @@ class FeedForward(Traceable, Protocol):
 
 
 def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
-    """The gated MLP of layer `index`."""
     return GatedMLP(loader, mlp_spec(spec, index))
 
 
@@ -43,7 +42,6 @@ class LlamaVariant(NamedTuple):
 
 
 def build_llama_variant(spec: ModelSpec, loader: WeightLoader, variant: LlamaVariant) -> Decoder:
-    """A decoder of Llama's shape."""
     rotary = shared_rotary(spec.rope, spec, loader)
     layers = [LlamaDecoderLayer(spec, loader, index, variant, rotary) for index in loader.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
@@ -55,8 +53,6 @@ def shared_rotary(rope: RopeSpec, spec: ModelSpec, loader: WeightLoader) -> Rota
 
 
 class LlamaDecoderLayer:
-    """One decoder layer; see `DecoderLayer` for x and delta."""
-
     def __init__(
         self, spec: ModelSpec, loader: WeightLoader, index: int, variant: LlamaVariant, rotary: Rotary
     ) -> None:

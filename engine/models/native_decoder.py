@@ -3,7 +3,7 @@ compute all of them as one recorded program that runs beside the caller."""
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from ..cpu.op_trace import (
     SymbolicTensor,
     Traceable,
     TraceIO,
-    as_symbol,
-    as_tensor,
 )
 from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun
 from ..layers.embed_and_head import DecoderEnds
@@ -103,7 +101,7 @@ class NativeDecoder:
         context = _SymbolicContext(attention.output_size)
         delta = trace.no_delta
         for layer in self._layers:
-            delta = as_symbol(layer(as_tensor(x), as_tensor(delta), cast(StepContext, context)))
+            delta = cast(Any, layer)(x, delta, context)  # declared for tensors and their context
         layer_ops, logits = len(trace.ops), None if last.untraceable else last.trace(x, delta)
         if logits is not None:
             trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled

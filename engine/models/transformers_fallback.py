@@ -26,7 +26,6 @@ from .transformers_probe import (
     ATTENTION_NAME,
     AttentionCall,
     AttentionHandler,
-    ProbedLayer,
     probe_layers,
     register_attention,
     verify_decoder,
@@ -126,7 +125,18 @@ class TransformersBuilder:
         except CheckpointError as error:
             raise _refusal(str(self.directory), self.architecture, error.message) from error
         log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
-        return BuiltDecoder(decoder, self._shape(layers))
+        hidden = int(self.config.hidden_size)
+        width = getattr(self.config, "intermediate_size", None) or 4 * hidden  # a list has one for each layer
+        shape = DecoderShape(
+            vocab_size=int(self.config.vocab_size),
+            hidden_size=hidden,
+            intermediate_size=max(width) if isinstance(width, list) else int(width),
+            heads=layers[0].heads,
+            kv_heads=layers[0].kv_heads,
+            head_dim=layers[0].head_dim,
+            attention=tuple(each.attention for each in layers),
+        )
+        return BuiltDecoder(decoder, shape)
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
         """Open the weights, and no more: transformers alone knows which tensors the model needs."""
@@ -136,19 +146,6 @@ class TransformersBuilder:
             raise _refusal(str(self.directory), self.architecture, error.message) from error
         CheckpointWeights(self.directory)
         return f"transformers computes {self.architecture}, which is tried out when it loads"
-
-    def _shape(self, layers: list[ProbedLayer]) -> DecoderShape:
-        hidden, any_layer = int(self.config.hidden_size), layers[0]
-        width = getattr(self.config, "intermediate_size", None) or 4 * hidden  # a list has one for each layer
-        return DecoderShape(
-            vocab_size=int(self.config.vocab_size),
-            hidden_size=hidden,
-            intermediate_size=max(width) if isinstance(width, list) else int(width),
-            heads=any_layer.heads,
-            kv_heads=any_layer.kv_heads,
-            head_dim=any_layer.head_dim,
-            attention=tuple(each.attention for each in layers),
-        )
 
 
 def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:

@@ -144,17 +144,12 @@ class FakeExecutor:
         assert end <= len(row.blocks) * self._block_size, "no block for the last token"
         for block in set(row.blocks[start // self._block_size : (end - 1) // self._block_size + 1]):
             assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
-        if self._check_contents:
-            self._attend(row, start, end)
+        if self._check_contents:  # write the new positions, then read all of them
+            slots = (np.array(row.blocks)[:, None] * self._block_size + np.arange(self._block_size)).ravel()[:end]
+            known = np.array(row.tokens[:end])
+            self._slots[slots[start:]] = known[start:]
+            assert (self._slots[slots] == known).all(), "a block holds another sequence's tokens"
         row.computed = end
-
-    def _attend(self, row: FakeRow, start: int, end: int) -> None:
-        """Write the new positions, then read all of them."""
-        blocks = np.array(row.blocks)
-        slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).ravel()[:end]
-        known = np.array(row.tokens[:end])
-        self._slots[slots[start:]] = known[start:]
-        assert (self._slots[slots] == known).all(), "a block holds another sequence's tokens"
 
     def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
         """Log-probabilities of the prompt's tokens after the computed ones: -1 for the likeliest, and so on."""

@@ -14,7 +14,7 @@ import torch
 from ...core.errors import InvalidArgument
 from ...processes.host import available_memory, own_anonymous_memory, usable_cores
 from ..attention.backend import AttentionBackend, CacheSpec
-from ..attention.selector import CacheRequirements, capable_backends, create_backend
+from ..attention.selector import capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DTYPES, DecoderShape, ModelSpec
@@ -82,7 +82,7 @@ def load_rank(
     """
     found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
-    capable_backends(config.attention, CacheRequirements(context.device, context.dtype, block_size, config.cache.dtype))
+    capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
     decoder, shape = found.build(context)
     progress(1.0)
     mine = shard.local_shape(shape)

@@ -20,23 +20,15 @@ LOGITS_PIECE = 64
 and logits of a whole chunk would take more memory than all else in a step."""
 
 
-class MeasuredLogprobs(NamedTuple):
-    """Log-probabilities of S tokens, `chosen` [S], and of the likeliest tokens at their places: `ids` and `values`,
-    both [S, top_n], or as many as there are tokens."""
-
-    chosen: Tensor
-    ids: Tensor
-    values: Tensor
-
-
-def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> MeasuredLogprobs:
-    """Measure int64 `tokens` [S] by float32 `logits` [S, vocabulary]."""
+def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities [S] of int64 `tokens` [S] by float32 `logits` [S, vocabulary]; ids and log-probabilities of the
+    likeliest tokens at their places, both [S, top_n], or as many as there are tokens."""
     # Torch shares the sum of a row that is alone among its threads, and rounds otherwise than in company.
     alone = len(logits) == 1
     total = (logits.repeat(2, 1) if alone else logits).logsumexp(-1, keepdim=True)[: len(logits)]
     chosen = logits.gather(-1, tokens.unsqueeze(-1)) - total
     values, ids = logits.topk(min(top_n, logits.shape[-1]))
-    return MeasuredLogprobs(chosen.squeeze(-1), ids, values - total)
+    return chosen.squeeze(-1), ids, values - total
 
 
 def sampled_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], size: int) -> list[Logprobs | None]:

@@ -79,7 +79,6 @@ class ModelRunner:
         return self.finish_step()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Have `plan` computed after those begun before."""
         self._steps.append(_RunnerStep(plan))
         self._advance()
 

@@ -77,7 +77,6 @@ class RowStates:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every row."""
         self._tokens = torch.empty((0, self._width[0]), dtype=torch.int32, device=self._device)
         self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self._device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
@@ -89,7 +88,6 @@ class RowStates:
         self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Apply what changed since the last plan."""
         if len(plan.closed):
             self._blocks[plan.closed] = 0
             for row in plan.closed.tolist():

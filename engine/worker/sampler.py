@@ -101,7 +101,6 @@ def _invert_cumulative(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _uniform(sampling: SamplingArray, device: torch.device) -> Tensor:
-    """float64 [S] between 0 and 1"""
     return counter_uniform(*(to_device(sampling[name], device) for name in ("seed", "choice", "position")))
 
 
