@@ -14,7 +14,7 @@ from ..repository.catalog import RepositoryCatalog
 from ..repository.config_validation import ignored_field_message, ignored_fields
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
-from ..repository.model_source import ModelSource, is_checkpoint, with_config_position
+from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
 from .options import ConfigOptions
 
 
@@ -56,6 +56,6 @@ def _check_model(source: ModelSource, builder: ModelBuilder) -> Iterator[str]:
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
     for path in ignored_fields(source.config, made=made):
-        yield f"{source.config_position(path)}{ignored_field_message(path)}"
+        yield f"{config_position(source.config_file, path)}{ignored_field_message(path)}"
     numbers = ", ".join(version.number for version in source.versions)
     yield "; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)])

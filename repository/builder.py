@@ -30,7 +30,7 @@ from .config_validation import (
     validate_written_config,
 )
 from .memory_budget import MemoryBudget, MemoryReservation
-from .model_files import read_label_files, read_model_samples, validate_warmup_requests
+from .model_files import read_initial_states, read_label_files, read_warmup_requests, validate_warmup_requests
 from .model_source import ModelSource, VersionSource, with_config_position
 from .response_cache import CachedModel, ResponseCache
 
@@ -140,8 +140,9 @@ class ModelBuilder:
         reservation = self.budget.reserve(source.name, version.number, needs)
         try:
             whole = self.complete_config(source, version)
-            config = _to_model_config(whole, version.number, source.directory)
-            samples = ModelSamples() if source.directory is None else read_model_samples(whole, source.directory)
+            beside = source.directory or directory
+            config = _to_model_config(whole, version.number, read_label_files(whole, beside))
+            samples = ModelSamples(read_warmup_requests(whole, beside), read_initial_states(whole, beside))
             validate_warmup_requests(config, samples.warmup_requests)
         except BaseException:
             reservation.release()
@@ -172,12 +173,7 @@ class ModelBuilder:
         fill_defaults(config, gpus, bool(gpus) and classic_runtime_loader(config.backend).uses_gpus())
 
 
-def _to_model_config(config: ConfigMessage, version: str, directory: Path | None) -> ModelConfig:
-    """The model config of a completed config message; label files are read from the model's `directory`.
-
-    Raises:
-        InvalidArgument: a label file cannot be read.
-    """
+def _to_model_config(config: ConfigMessage, version: str, labels: Mapping[str, tuple[str, ...]]) -> ModelConfig:
     return ModelConfig(
         config.name,
         version,
@@ -192,7 +188,7 @@ def _to_model_config(config: ConfigMessage, version: str, directory: Path | None
         parameters={key: config.parameters[key].string_value for key in sorted(config.parameters)},
         created=int(time.time()),
         raw=config_to_json(config),
-        labels={} if directory is None else read_label_files(config, directory),
+        labels=labels,
     )
 
 

@@ -13,11 +13,11 @@ from .model_source import ModelSource, file_stamps, read_model
 log = logging.getLogger(__name__)
 
 _CLOUD_SCHEMES = (("s3:",), ("gs:",), ("as:",))
-"""What the paths begin with that tritonserver fetches."""
+"""The first part of paths that tritonserver fetches."""
 
 
 class RepositoryCatalog:
-    """Looks anew each time it is asked. `config_name`: of other config files, in `configs/`.
+    """Reads the directories anew at each call. `config_name`: of other config files, in `configs/`.
 
     Raises:
         InvalidArgument: a repository is no directory.
@@ -29,7 +29,7 @@ class RepositoryCatalog:
     ) -> None:
         for repository in repositories:
             _check_directory(repository)
-        # One directory may be given twice, also under other names.
+        # One directory may be given twice, also by other names.
         places = [(at.st_dev, at.st_ino) for at in map(os.stat, repositories)]
         self._repositories = tuple(path for at, path in enumerate(repositories) if places.index(places[at]) == at)
         self._single = single
@@ -46,18 +46,18 @@ class RepositoryCatalog:
         return [*single, *sorted(found - set(single))]
 
     def directories(self, name: str) -> list[Path]:
-        """Of models of that name; none for a name that no directory can have."""
+        """The directories of models of that name; none for a name that no directory can have."""
         return [path for repository in self._repositories if os.path.isdir(path := repository / name)]
 
     def stamps(self, name: str) -> Hashable:
-        """Of everything in that model's directory: equal as long as nothing of it changes. None: there is nothing."""
+        """The stamps of all files in a model's directory: equal as long as nothing changes. None if there are none."""
         try:
             return tuple(stamp for directory in self.directories(name) for stamp in file_stamps(directory)) or None
-        except OSError:  # which reading it says
+        except OSError:  # reading the model reports it
             return None
 
     def read(self, name: str, override: ConfigMessage = None, directory: Path | None = None) -> ModelSource:
-        """What that model is made from, with `override` for its config, and in `directory` instead of its own.
+        """The source of a model, with `override` for its config, and from `directory` instead of its own.
 
         Raises:
             NotFound: there is none.
@@ -103,7 +103,7 @@ def _model_folders(repository: Path) -> list[Path] | None:
 
 @cache
 def _is_utf8_name(name: str) -> bool:
-    """Whether answers and metrics can have it; warns, once, where not."""
+    """Whether responses and metrics can have this name; warns once if not."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -24,7 +24,7 @@ from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .config_validation import ignored_field_message, ignored_fields
 from .memory_budget import InsufficientMemory
 from .model_registry import LoadedModel, ModelEntry, ModelRegistry, ModelVersion
-from .model_source import ModelSource, VersionSource, find_misnamed_versions, with_config_position
+from .model_source import ModelSource, VersionSource, config_position, find_misnamed_versions, with_config_position
 
 log = logging.getLogger(__name__)
 
@@ -277,4 +277,5 @@ def _log_ignored_fields(source: ModelSource, caching: bool, made: Sequence[RawCo
     for folder in () if source.directory is None else find_misnamed_versions(source.directory):
         log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
     for path in ignored_fields(source.config, caching, made):
-        log.warning("%smodel '%s': %s", source.config_position(path), source.name, ignored_field_message(path))
+        position = config_position(source.config_file, path)
+        log.warning("%smodel '%s': %s", position, source.name, ignored_field_message(path))

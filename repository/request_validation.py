@@ -1,6 +1,6 @@
-"""The checks that every door shares: does a request fit what the model declares?
+"""The check of a request against what its model declares, in Triton's order and with its messages.
 
-In Triton's order and with its messages. Knows nothing of protocols or of how a model computes.
+Knows nothing of protocols or of how a model computes.
 """
 
 from collections.abc import Iterable
@@ -17,19 +17,41 @@ _BATCH_NOTE = (
 
 def validate_request(config: ModelConfig, request: InferRequest) -> None:
     """Raises `InvalidArgument` for the first thing that does not fit."""
-    given, batched = request.inputs, config.max_batch_size > 0
+    given = request.inputs
     if request.outputs:
-        _check_outputs(config, request)
+        _check_names(config, "output", request.outputs, config.outputs)
     known = sum([spec.name in given for spec in config.inputs])
     if known != len(given):
-        _check_names(config, request)
+        _check_names(config, "input", given, config.inputs)
     if known != len(config.inputs):
         _check_count(config, request)
-    if batched and given:
+    if config.max_batch_size > 0 and given:
         _check_batch(config, request)
     for spec in config.inputs:
         if spec.name in given:
             _check_tensor(config, spec, given[spec.name], request)
+
+
+def _check_names(config: ModelConfig, side: str, names: Iterable[str], specs: Iterable[TensorSpec]) -> None:
+    known = {spec.name for spec in specs}
+    for name in names:
+        if name not in known:
+            raise InvalidArgument(f"unexpected inference {side} '{name}' for model '{config.name}'", field=name)
+
+
+def _check_count(config: ModelConfig, request: InferRequest) -> None:
+    missing = [spec.name for spec in config.inputs if not spec.optional and spec.name not in request.inputs]
+    if not missing:
+        return
+    total, required = len(config.inputs), sum(not spec.optional for spec in config.inputs)
+    expected = f"{total} inputs" if total == required else f"number of inputs between {required} and {total}"
+    raise InvalidArgument(
+        f"{request_id_prefix(request.id)}expected {expected} but got {len(request.inputs)} inputs "
+        f"for model '{config.name}'. "
+        f"Got input(s) [{_quoted_names(request.inputs)}], but missing required input(s) [{_quoted_names(missing)}]. "
+        "Please provide all required input(s).",
+        field=missing[0],
+    )
 
 
 def _check_batch(config: ModelConfig, request: InferRequest) -> None:
@@ -51,35 +73,6 @@ def _invalid(request: InferRequest, message: str, field: str) -> InvalidArgument
     return InvalidArgument(f"{request_id_prefix(request.id)}{message}", field=field)
 
 
-def _check_outputs(config: ModelConfig, request: InferRequest) -> None:
-    outputs = [spec.name for spec in config.outputs]
-    for name in request.outputs or ():
-        if name not in outputs:
-            raise InvalidArgument(f"unexpected inference output '{name}' for model '{config.name}'", field=name)
-
-
-def _check_names(config: ModelConfig, request: InferRequest) -> None:
-    inputs = {spec.name for spec in config.inputs}
-    for name in request.inputs:
-        if name not in inputs:
-            raise InvalidArgument(f"unexpected inference input '{name}' for model '{config.name}'", field=name)
-
-
-def _check_count(config: ModelConfig, request: InferRequest) -> None:
-    missing = [spec.name for spec in config.inputs if not spec.optional and spec.name not in request.inputs]
-    if not missing:
-        return
-    total, required = len(config.inputs), sum(not spec.optional for spec in config.inputs)
-    expected = f"{total} inputs" if total == required else f"number of inputs between {required} and {total}"
-    raise InvalidArgument(
-        f"{request_id_prefix(request.id)}expected {expected} but got {len(request.inputs)} inputs "
-        f"for model '{config.name}'. "
-        f"Got input(s) [{_quoted_names(request.inputs)}], but missing required input(s) [{_quoted_names(missing)}]. "
-        "Please provide all required input(s).",
-        field=missing[0],
-    )
-
-
 def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, request: InferRequest) -> None:
     if tensor.datatype != spec.datatype:
         message = (
@@ -88,7 +81,8 @@ def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, request
         )
         raise _invalid(request, message, spec.name)
     batched = config.max_batch_size > 0
-    if not _fits(tensor.shape[1:] if batched else tensor.shape, spec.dims):
+    shape = tensor.shape[1:] if batched else tensor.shape
+    if shape != spec.dims and not _is_shape_allowed(shape, spec.dims):
         expected = (-1, *spec.dims) if batched else spec.dims
         message = (
             f"unexpected shape for input '{spec.name}' for model '{config.name}'. "
@@ -97,9 +91,7 @@ def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, request
         raise _invalid(request, message, spec.name)
 
 
-def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    if shape == dims:
-        return True
+def _is_shape_allowed(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
     return len(shape) == len(dims) and all(dim in (-1, size) for size, dim in zip(shape, dims, strict=True))
 
 

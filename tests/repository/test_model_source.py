@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from charonia.repository.catalog import RepositoryCatalog
-from charonia.repository.model_source import checkpoint_source, is_repository, read_model
+from charonia.repository.model_source import checkpoint_source, config_position, is_repository, read_model
 
 
 def make(root: Path, name: str, config: str | None, *versions: str, checkpoint: bool = True) -> Path:
@@ -32,7 +32,7 @@ def test_a_whole_config(tmp_path: Path) -> None:
     assert (source.name, source.backend) == ("m", "charonia")
     assert [(version.number, version.path) for version in source.versions] == [("10", str(tmp_path / "m" / "10"))]
     assert source.parameters == {"ahead": "1", "dtype": "float32"}
-    assert source.config_position("dtype") == f"{tmp_path}/m/config.pbtxt:5: "
+    assert config_position(source.config_file, "dtype") == f"{tmp_path}/m/config.pbtxt:5: "
 
 
 @pytest.mark.parametrize("config", [None, "", 'name: "m"'])
@@ -120,7 +120,14 @@ def test_a_mark_changes_with_what_it_marks(tmp_path: Path) -> None:
     [second] = read_model(model).versions
     assert second != first
     (model / "config.pbtxt").write_text("max_batch_size: 2")
-    assert read_model(model).versions != (second,)
+    [third] = read_model(model).versions
+    assert third != second
+    for folder in ("warmup", "initial_state"):
+        (model / folder).mkdir()
+        (model / folder / "data").write_bytes(b"\0")
+        [last] = read_model(model).versions
+        assert last != third
+        third = last
 
 
 def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
