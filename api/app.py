@@ -33,7 +33,6 @@ from .http.request_cycle import response_started
 from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes
 from .openai.routes import OpenAIRoutes
-from .openai.tokenize_routes import TokenizeRoutes
 from .prometheus import metrics_response
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
@@ -104,7 +103,6 @@ def all_routes(
         *V2Endpoints(gateway, info, rules.forwarding).routes(),
         *OpenAIRoutes(gateway, info).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
-        *TokenizeRoutes(gateway, info.max_input_size).routes(),
         *_server_routes(gateway, info, metrics),
     ]
     for route in routes:

@@ -31,19 +31,17 @@ class AsyncTokenizer:
     async def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
     ) -> list[int]:
-        """See `Tokenizer.prompt_ids`."""
-        return await self._run(_size(prompt), self._tokenizer.prompt_ids, prompt, special, limit, kept)
+        # A template counts as long whatever it renders.
+        size = _SHORT + 1 if isinstance(prompt, Conversation) else len(prompt) if isinstance(prompt, str) else 0
+        return await self._run(size, self._tokenizer.prompt_ids, prompt, special, limit, kept)
 
     async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """See `Tokenizer.word_ids`."""
         return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
 
     async def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
-        """See `Tokenizer.prompt_text`."""
         return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.prompt_text, prompt, ids)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
         return await self._run(len(ids), self._tokenizer.decode, ids)
 
     def close(self) -> None:
@@ -58,10 +56,3 @@ class AsyncTokenizer:
         except RuntimeError:
             raise Unavailable("the model is unloaded") from None
         return await asyncio.wrap_future(future)
-
-
-def _size(prompt: Prompt) -> int:
-    """The characters to tokenize; a template counts as long whatever it renders."""
-    if isinstance(prompt, Conversation):
-        return _SHORT + 1
-    return len(prompt) if isinstance(prompt, str) else 0

@@ -84,10 +84,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         Python raise for a source that is none."""
         if len(source) > MAX_SOURCE:
             raise TemplateLimitExceeded(f"it has {len(source)} characters, and may have {MAX_SOURCE} at most")
-        template = self.parse(source)
-        passing = _passing(self, template.body, template.lineno)
-        _MeteringTransformer(self).generic_visit(template)
-        template.body.insert(0, passing)
+        template = _MeteringTransformer(self).visit(self.parse(source))
         python: str = self.compile(template, raw=True)
         if len(python) > most:
             raise TemplateLimitExceeded(
@@ -158,50 +155,49 @@ class _MeteringTransformer(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> Any:
         if node.test is not None:
-            test = _passing(self._environment, [node.test], node.lineno).node
+            test = self._passing([node.test], node.lineno).node
             node.test = nodes.And(test, node.test, lineno=node.lineno, environment=self._environment)
-        return self._counted_body(node)
+        return self._count_body(node)
 
-    def _counted_body(self, node: Any) -> Any:
-        passing = _passing(self._environment, node.body, node.lineno)
+    def _count_body(self, node: Any) -> Any:
+        passing = self._passing(node.body, node.lineno)
         self.generic_visit(node)
         node.body.insert(0, passing)
         return node
 
-    visit_Macro = visit_CallBlock = visit_Block = _counted_body
+    visit_Template = visit_Macro = visit_CallBlock = visit_Block = _count_body
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.expr = _call(self._environment, "compared", [node.expr])
+        node.expr = self._call("compared", [node.expr])
         for operand in node.ops:
-            operand.expr = _call(self._environment, "compared", [operand.expr])
+            operand.expr = self._call("compared", [operand.expr])
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call(self._environment, "joined", node.nodes)
+        return self._call("joined", node.nodes)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _call(self._environment, "sliced", [node]) if isinstance(node.arg, nodes.Slice) else node
+        return self._call("sliced", [node]) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        node.key = _call(self._environment, "key", [node.key])
+        node.key = self._call("key", [node.key])
         return node
 
+    def _call(self, method: str, given: Sequence[nodes.Expr]) -> nodes.Filter:
+        """A call of the environment's method, as a filter whose name no template can write: jinja calls filters
+        directly."""
+        first, *others = given
+        line = first.lineno
+        return nodes.Filter(first, f" {method}", others, [], None, None, lineno=line, environment=self._environment)
 
-def _call(environment: TemplateSandbox, method: str, given: Sequence[nodes.Expr]) -> nodes.Filter:
-    """A call of an environment's method, as a filter whose name no template can write: jinja calls filters directly."""
-    first, *others = given
-    line = first.lineno
-    return nodes.Filter(first, f" {method}", others, [], None, None, lineno=line, environment=environment)
-
-
-def _passing(environment: TemplateSandbox, body: Sequence[nodes.Node], line: int) -> nodes.ExprStmt:
-    """Counts what is in a body, but for the bodies in it, which count themselves."""
-    work = nodes.Const(sum(map(_work, body)) + _NODE, lineno=line, environment=environment)
-    return nodes.ExprStmt(_call(environment, "pass_through", [work]), lineno=line, environment=environment)
+    def _passing(self, body: Sequence[nodes.Node], line: int) -> nodes.ExprStmt:
+        """Counts what is in a body, but for the bodies in it, which count themselves."""
+        work = nodes.Const(sum(map(_work, body)) + _NODE, lineno=line, environment=self._environment)
+        return nodes.ExprStmt(self._call("pass_through", [work]), lineno=line, environment=self._environment)
 
 
 def _work(node: nodes.Node) -> int:

@@ -1,13 +1,14 @@
 """The messages of a chat body become a `Conversation`. Knows nothing of chat templates."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.request import ChatMessage, Conversation
 from .json_body import NoOpValues, convert_fields, reject_unsupported, shortened
+from .schemas import ChatBody, TokenizeBody
 
 MESSAGE_NO_OP_VALUES: NoOpValues = {
     "refusal": (),
@@ -32,27 +33,11 @@ class _TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     text: str
 
 
-class TemplateFields(Protocol):
-    """Fields of a body with messages that say how the chat template renders them."""
+def parse_messages(messages: list[dict[str, Any]], fields: ChatBody | TokenizeBody) -> Conversation:
+    """Check the messages of a body, and how its `fields` want them rendered.
 
-    @property
-    def chat_template(self) -> str | None: ...
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
-    @property
-    def add_generation_prompt(self) -> bool | None: ...
-    @property
-    def continue_final_message(self) -> bool | None: ...
-
-
-def parse_messages(messages: list[dict[str, Any]], fields: TemplateFields) -> Conversation:
-    """Check the messages of a body, and how they are to be rendered.
-
-    The prompt ends with the opening of the assistant's turn, unless `fields` say otherwise or let the last message go
-    on.
-
-    Raises:
-        InvalidArgument: a message is none, or has what is not supported; `field` is its path.
+    The prompt ends with the opening of the assistant's turn, unless they say otherwise or let the last message go on.
+    Raises `InvalidArgument` for a message that is none, or has what is not supported; `field` is its path.
     """
     if not messages:
         raise InvalidArgument("messages must not be empty", field="messages")

@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions and /v1/chat/completions become generate requests. Knows nothing of HTTP."""
+"""Bodies of completions, chat and /tokenize become requests. Knows nothing of HTTP."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.request import GenerateRequest, Prompt, SamplingParams
+from ...core.request import GenerateRequest, Prompt, SamplingParams, TokenizeRequest
 from .chat_messages import parse_messages
 from .json_body import convert_fields, shortened, supported_members
 from .schemas import (
@@ -18,6 +18,7 @@ from .schemas import (
     SamplingFields,
     StreamOptions,
     StringOrList,
+    TokenizeBody,
 )
 
 _MAX_CHOICES = 128
@@ -94,6 +95,22 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
         if error.field != "max_tokens":
             raise
         raise InvalidArgument(error.message.replace("max_tokens", limit, 1), field=limit) from None
+
+
+def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
+    """Raises `InvalidArgument` unless there is either a prompt or messages, with the fields that go with it."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgument("give either prompt or messages", field="prompt")
+    if body.messages is None:
+        for name in ("chat_template", "chat_template_kwargs", "continue_final_message"):
+            if getattr(body, name):
+                raise InvalidArgument(f"{name} needs messages", field=name)
+        special = body.add_special_tokens is not False
+        return TokenizeRequest(prompt=body.prompt or "", add_special_tokens=special)
+    if body.add_special_tokens:
+        message = "add_special_tokens is not supported with messages: their template writes its own"
+        raise InvalidArgument(message, field="add_special_tokens")
+    return TokenizeRequest(prompt=parse_messages(body.messages, body))
 
 
 def _response_spec(response_id: str, fields: GenerationBody, best_of: int, echo: bool = False) -> ResponseSpec:

@@ -1,4 +1,4 @@
-"""/v1/models, /v1/completions and /v1/chat/completions of OpenAI's API.
+"""/v1/models, /v1/completions and /v1/chat/completions of OpenAI's API, /tokenize and /detokenize of vLLM's.
 
 Translates between the protocol and the gateway; decides nothing.
 """
@@ -14,16 +14,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...core.errors import CharoniaError
-from ...core.gateway import Gateway, ResponseStream
+from ...core.errors import CharoniaError, InvalidArgument, NotReady
+from ...core.gateway import Gateway, ModelHandle, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from .json_body import JsonBody, model_field, read_members
-from .request_parsing import ParsedCompletion, parse_chat, parse_completion
+from .json_body import JsonBody, decode_body, model_field, read_members
+from .request_parsing import ParsedCompletion, parse_chat, parse_completion, tokenize_request
 from .response_writer import (
     ApiFormat,
     ChatFormat,
@@ -32,6 +32,7 @@ from .response_writer import (
     model_card,
     system_fingerprint,
 )
+from .schemas import TOKENIZE_NO_OP_VALUES, DetokenizeBody, TokenizeBody
 
 T = TypeVar("T")
 
@@ -52,6 +53,8 @@ class OpenAIRoutes:
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -85,6 +88,33 @@ class OpenAIRoutes:
             async for index, chunk in merged:
                 chunks[index].append(chunk)
         return json_response(writer.full_response([join_chunks(each) for each in chunks]))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = decode_body(await read_members(request, self._info.max_input_size), TokenizeBody, TOKENIZE_NO_OP_VALUES)
+        model = self._acquire(request, body.model)
+        async with CancelOnDisconnect(request.receive):
+            tokens = await model.tokenize(tokenize_request(body))
+        length = model.config.parameters.get("max_model_len")
+        most = None if length is None else int(length)
+        return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = decode_body(await read_members(request, self._info.max_input_size), DetokenizeBody, {})
+        model = self._acquire(request, body.model)
+        async with CancelOnDisconnect(request.receive):
+            prompt = await model.detokenize(body.tokens)
+        return json_response({"prompt": prompt})
+
+    def _acquire(self, request: Request, name: str | None) -> ModelHandle:
+        """The model of a request, which need not name the only one that there is."""
+        if name is None:
+            models = self._gateway.model_configs()
+            if not models and not self._gateway.ready():
+                raise NotReady("the server is not ready")
+            if len(models) != 1:
+                raise InvalidArgument("model must be given: this server has several, or none", field="model")
+            name = models[0].name
+        return self._gateway.acquire(context_of(request.scope), name)
 
     def _fingerprint(self, config: ModelConfig) -> str:
         # Hashing is done once for each load of a model.

@@ -1,8 +1,8 @@
-"""Fields of the bodies of /v1/completions and /v1/chat/completions: names, JSON types, and how some become another.
+"""Fields of the bodies of completions, chat, /tokenize and /detokenize: names, types, and how some become another.
 
 The reference is OpenAI's API (https://platform.openai.com/docs/api-reference) with vLLM's extra parameters
 (https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Sampling parameters are not listed here: those
-of `SamplingParams` are fields of both bodies.
+of `SamplingParams` are fields of the bodies of completions and chat.
 """
 
 from typing import Any, TypeAlias, get_type_hints
@@ -45,6 +45,11 @@ _NO_OP_VALUES: NoOpValues = {
 # A text gets the special tokens that the tokenizer puts around it, a conversation those that its template writes.
 COMPLETION_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (True,)}
 CHAT_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (False,)}
+TOKENIZE_NO_OP_VALUES: NoOpValues = {
+    "return_token_strs": (False,),
+    "tools": ([],),
+    "mm_processor_kwargs": ({},),
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +83,7 @@ StringOrList: TypeAlias = str | tuple[str, ...] | None
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both endpoints have, beside `SamplingFields`."""
+    """Fields that completions and chat have, beside `SamplingFields`."""
 
     model: str
     stream: bool | None = None
@@ -169,3 +174,21 @@ SamplingFields = msgspec.defstruct(
     [(name, kind | None, None) for name, kind in get_type_hints(SamplingParams).items() if name not in _OWN_FORM],
 )
 """The parameters of `SamplingParams` that a body has under the same name and with the same type, or as null."""
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /tokenize, with either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None

@@ -116,12 +116,14 @@ class _Reading:
         self._id = ""
 
     def call(self, document: JsonObject) -> InferCall:
-        self._id = as_request_id(document.get("id", ""))
-        given = as_object("parameters", document.get("parameters", {}))
-        binary = as_boolean("binary_data_output", given.get("binary_data_output", False))
-        parameters = {key: _parameter(key, value) for key, value in given.items() if key != "binary_data_output"}
+        self._id = as_request_id(document["id"]) if "id" in document else ""
+        binary, parameters = False, {}
+        if "parameters" in document:
+            given = as_object("parameters", document["parameters"])
+            binary = as_boolean("binary_data_output", given.get("binary_data_output", False))
+            parameters = {key: _parameter(key, value) for key, value in given.items() if key != "binary_data_output"}
         inputs = self._inputs(as_array("inputs", required_member(document, "inputs")))
-        outputs = self._outputs(as_array("outputs", document.get("outputs", [])))
+        outputs = self._outputs(as_array("outputs", document["outputs"])) if "outputs" in document else {}
         request = InferRequest(self._id, inputs, tuple(outputs) or None, parameters)
         return InferCall(request, outputs, RequestedOutput(binary=binary), self._deferred)
 
@@ -143,7 +145,7 @@ class _Reading:
         for dim in shape:
             if type(dim) is not int:
                 as_signed("shape", dim)
-        parameters = as_object("parameters", given.get("parameters", {}))
+        parameters = as_object("parameters", given["parameters"]) if "parameters" in given else {}
         _check_one_source(name, given, parameters)
         place = raw_tensors.InputRef(self._id, self._config.name, name)
         if "data" in given:
@@ -188,7 +190,10 @@ class _Reading:
             name = as_string("name", required_member(output, "name"))
             if name in outputs:
                 raise InvalidArgument(f"Duplicate output name '{name}' is not allowed in a request", field=name)
-            parameters = as_object("parameters", output.get("parameters", {}))
+            if "parameters" not in output:
+                outputs[name] = RequestedOutput()
+                continue
+            parameters = as_object("parameters", output["parameters"])
             binary = as_boolean("binary_data", parameters.get("binary_data", False))
             classes = as_unsigned("classification", parameters.get("classification", 0))
             if "classification" in parameters and not classes:

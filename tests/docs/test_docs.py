@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.api.openai import chat_messages, json_body, schemas, tokenize_routes
+from charonia.api.openai import chat_messages, json_body, schemas
 from charonia.cli.app import app
 from charonia.cli.options import BooleanFlag
 from charonia.core.request import SamplingParams
@@ -255,8 +255,8 @@ def plain(path: str) -> str:
         ),
         (
             "HTTP: tokens",
-            {*tokenize_routes.TokenizeBody.__struct_fields__, *tokenize_routes.DetokenizeBody.__struct_fields__}
-            | {*tokenize_routes._NO_OP_VALUES},
+            {*schemas.TokenizeBody.__struct_fields__, *schemas.DetokenizeBody.__struct_fields__}
+            | {*schemas.TOKENIZE_NO_OP_VALUES},
         ),
         ("gRPC", {spec.name for spec in infer.INPUTS}),
     ],
