@@ -66,8 +66,7 @@ class ClassicModel:
         batching = read_batching_config(config.raw, config.max_batch_size, config.decoupled)
         self._batching = batching if sequences is None else sequences.config.batching
         self._signature = ModelSignature(config)
-        ragged, sequence_layout = read_ragged_config(config.raw), None if sequences is None else sequences.layout
-        self._layout = BatchLayout(self._signature, ragged, sequence_layout)
+        self._layout = BatchLayout(self._signature, read_ragged_config(config.raw), sequences)
         self._slots = read_instance_slots(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = ModelMetrics(latencies)

@@ -42,7 +42,7 @@ class ExecutionResult(NamedTuple):
 
 
 class SequenceLayout(Protocol):
-    """The additions of a stateful model to its batches; see `sequences.stateful_batch.StatefulLayout`."""
+    """The additions of a stateful model to its batches; see `sequences.sequence_support.SequenceSupport`."""
 
     @property
     def state_outputs(self) -> tuple[str, ...]: ...

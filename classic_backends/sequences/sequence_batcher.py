@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..batching.dynamic_batcher import BatchDecision, DynamicBatcher
 from ..batching.queued_request import QueuedRequest, SequenceContext
 from .sequence_config import SequenceConfig
-from .stateful_batch import state_shapes
+from .sequence_support import state_shapes
 
 
 class SequenceBatcher:

@@ -1,21 +1,68 @@
 """The configuration of a stateful model: `sequence_batching` of its config, parsed.
 
-Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/batcher.md. Knows nothing of
-requests.
+Controls, and the state from request to request, are tensors that clients do not see; to a runtime they are ordinary
+inputs and outputs. Sources:
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/batcher.md and
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/implicit_state_management.md. Knows nothing
+of requests.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument, Unsupported
 from ...core.model import ModelConfig, RawConfig
-from ...core.tensor import Tensor
+from ...core.tensor import (
+    MAX_CONFIG_TENSOR_BYTES,
+    NUMPY_TYPES,
+    Tensor,
+    TensorSpec,
+    is_config_tensor_size_allowed,
+    zero_array,
+)
 from ..batching.batching_config import NS_PER_US, BatchingConfig, read_preferred_sizes
-from .sequence_tensors import ControlTensor, StateTensor, read_controls, read_states
 
 _DEFAULT_IDLE_US = 1_000_000
+_VALUE_TYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
+_ID_TYPES = ("UINT64", "INT64", "UINT32", "INT32", "BYTES")
+
+
+class ControlKind(StrEnum):
+    """The fact that a control tells the model: the request is its sequence's first; the row has a request; the request
+    is the last; the sequence's id."""
+
+    START = "CONTROL_SEQUENCE_START"
+    READY = "CONTROL_SEQUENCE_READY"
+    END = "CONTROL_SEQUENCE_END"
+    ID = "CONTROL_SEQUENCE_CORRID"
+
+
+class ControlTensor(NamedTuple):
+    """An input of dims [1]. `values`: for false and for true; empty for an id."""
+
+    name: str
+    kind: ControlKind
+    datatype: str
+    values: tuple[Any, ...] = ()
+
+
+class StateTensor(NamedTuple):
+    """The `output` of a sequence's request that is the `input` of the next.
+
+    `initial`: for the first request, with a batch dimension of 1 in front if the model has one.
+    """
+
+    input: str
+    output: str
+    datatype: str
+    dims: tuple[int, ...]
+    initial: NDArray[Any]
 
 
 class SlotRules(NamedTuple):
@@ -40,67 +87,139 @@ class SequenceConfig:
 
 
 def read_sequence_config(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceConfig | None:
-    """Parse `sequence_batching`; None without it. `initial`: see `read_states`.
+    """Parse `sequence_batching`; None without it. `initial`: the first request's state, by its input; zeros where
+    absent.
 
     Raises:
-        InvalidArgument: values contradict each other; `field` names one of them.
+        InvalidArgument: values contradict each other, or a state is too large; `field` names one of them.
         Unsupported: the config asks for what is not built.
     """
     if "sequence_batching" not in config.raw:
         return None
     asked: RawConfig = config.raw["sequence_batching"]
-    _check_supported(config, asked)
-    slots, batching = (_read_oldest if "oldest" in asked else _read_direct)(asked, config)
-    idle = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE_US) * NS_PER_US
-    states = read_states(asked, initial, config.max_batch_size > 0)
-    return SequenceConfig(SlotRules(slots, idle, "oldest" not in asked), batching, read_controls(asked), states)
-
-
-def _check_supported(config: ModelConfig, asked: RawConfig) -> None:
-    field = ""
+    fixed_rows, field = "oldest" not in asked, ""
     if asked.get("iterative_sequence"):
         field = "iterative_sequence"
         reason = "needs a backend that puts its requests back in the queue, and there is none here"
     elif config.decoupled and asked.get("state"):
         field, reason = "state", "cannot be carried on by a decoupled model"
-    elif config.decoupled and config.max_batch_size > 1 and "oldest" not in asked:
+    elif config.decoupled and config.max_batch_size > 1 and fixed_rows:
         field, reason = "direct", "needs max_batch_size 0 or 1 for a decoupled model, which has no batches"
     if field:
         message = f"model '{config.name}': sequence batching {field} {reason}"
         raise Unsupported(message, field=f"sequence_batching.{field}")
+    slots, batching = _read_strategy(asked, config)
+    idle_ns = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE_US) * NS_PER_US
+    states = tuple(_read_state(each, initial, config.max_batch_size > 0) for each in asked.get("state", ()))
+    return SequenceConfig(SlotRules(slots, idle_ns, fixed_rows), batching, _read_controls(asked), states)
 
 
-def _read_oldest(sequence_batching: RawConfig, config: ModelConfig) -> tuple[int, BatchingConfig]:
-    """The slots of an instance, and its batching."""
-    asked: RawConfig = sequence_batching["oldest"]
-    slots = int(asked.get("max_candidate_sequences", 0))
-    if slots < 1:
-        message = f"sequence batching max_candidate_sequences must be at least 1 for {config.name}, got {slots}"
-        raise InvalidArgument(message, field="sequence_batching.oldest.max_candidate_sequences")
-    return slots, BatchingConfig(
-        combine_requests=config.max_batch_size > 0 and not config.decoupled,
-        max_batch_size=max(config.max_batch_size, 1),
-        preferred_sizes=read_preferred_sizes(asked, config.max_batch_size, "sequence_batching.oldest"),
-        max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * NS_PER_US,
-        preserve_ordering=bool(asked.get("preserve_ordering", False)),
-    )
-
-
-def _read_direct(sequence_batching: RawConfig, config: ModelConfig) -> tuple[int, BatchingConfig]:
-    """The slots of an instance, and its batching. As in Triton, the delay has no effect without a minimum
-    utilization."""
-    asked: RawConfig = sequence_batching.get("direct", {})
-    slots = max(config.max_batch_size, 1)
-    utilization = float(asked.get("minimum_slot_utilization", 0))
+def _read_strategy(asked: RawConfig, config: ModelConfig) -> tuple[int, BatchingConfig]:
+    """The slots of an instance, and its batching, by the strategy: "oldest", or else "direct"."""
+    size, combine = max(config.max_batch_size, 1), config.max_batch_size > 0 and not config.decoupled
+    rules: RawConfig = asked.get("oldest", asked.get("direct", {}))
+    delay = int(rules.get("max_queue_delay_microseconds", 0)) * NS_PER_US
+    if "oldest" in asked:
+        slots = int(rules.get("max_candidate_sequences", 0))
+        if slots < 1:
+            name = "max_candidate_sequences"
+            raise _refuse(f"{name} must be at least 1 for {config.name}, got {slots}", f"oldest.{name}")
+        preferred = read_preferred_sizes(rules, config.max_batch_size, "sequence_batching.oldest")
+        return slots, BatchingConfig(combine, size, preferred, delay, bool(rules.get("preserve_ordering", False)))
+    utilization = float(rules.get("minimum_slot_utilization", 0))
     if not 0 <= utilization <= 1:
         name = "minimum_slot_utilization"
-        message = f"sequence batching {name} must be in range [0.0, 1.0] for {config.name}, got {utilization}"
-        raise InvalidArgument(message, field=f"sequence_batching.direct.{name}")
-    delay = int(asked.get("max_queue_delay_microseconds", 0)) * NS_PER_US
-    enough = max(1, ceil(round(utilization * slots, 4)))
-    return slots, BatchingConfig(
-        combine_requests=config.max_batch_size > 0 and not config.decoupled,
-        max_batch_size=slots,
-        preferred_sizes=range(enough, slots + 1) if utilization else (),
-        max_delay_ns=delay if utilization else 0,
-    )
+        raise _refuse(f"{name} must be in range [0.0, 1.0] for {config.name}, got {utilization}", f"direct.{name}")
+    if not utilization:  # as in Triton, the delay has no effect then
+        return size, BatchingConfig(combine, size)
+    enough = max(1, ceil(round(utilization * size, 4)))
+    return size, BatchingConfig(combine, size, range(enough, size + 1), delay)
+
+
+def _read_controls(asked: RawConfig) -> tuple[ControlTensor, ...]:
+    controls = []
+    for each in asked.get("control_input", ()):
+        name, kinds = each.get("name"), each.get("control", ())
+        if not name:
+            raise _refuse("control tensor must have a name")
+        if len(kinds) != 1:
+            raise _refuse(f"control tensor '{name}' must have exactly one control")
+        controls.append(_read_control(name, kinds[0]))
+    _check_distinct("control kind", [control.kind.value for control in controls])
+    return tuple(controls)
+
+
+def _read_control(name: str, asked: RawConfig) -> ControlTensor:
+    kind = ControlKind(asked.get("kind") or ControlKind.START)
+    given, datatype = [each for each in _VALUE_TYPES if asked.get(each)], _read_datatype(asked)
+    if kind is ControlKind.ID:
+        if given or datatype not in _ID_TYPES:
+            wanted = "a data_type of UINT64, INT64, UINT32, INT32 or STRING and no values"
+            raise _refuse(f"control '{name}' of kind {kind} must have {wanted}")
+        return ControlTensor(name, kind, datatype)
+    if len(given) != 1 or len(asked[given[0]]) != 2:
+        wanted = "exactly one of int32_false_true, fp32_false_true and bool_false_true, with 2 values"
+        raise _refuse(f"control '{name}' of kind {kind} must have {wanted}")
+    if datatype:
+        raise _refuse(f"control '{name}' of kind {kind} must not have a data_type: its values tell it")
+    return ControlTensor(name, kind, _VALUE_TYPES[given[0]], tuple(asked[given[0]]))
+
+
+def _read_state(asked: RawConfig, initial: Mapping[str, Tensor], batched: bool) -> StateTensor:
+    name, output, datatype = asked.get("input_name", ""), asked.get("output_name", ""), _read_datatype(asked)
+    dims = tuple(int(dim) for dim in asked.get("dims", ()))
+    message = ""
+    if not name or not output:
+        message = "must have an input_name and an output_name"
+    elif not datatype or not dims or any(dim < 1 and dim != -1 for dim in dims):
+        message = f"'{name}' must have a data_type, and dims that are at least 1, or -1, got {list(dims)}"
+    elif not is_config_tensor_size_allowed(datatype, tuple(map(abs, dims))):
+        message = f"'{name}' must have at most 64 dims and {MAX_CONFIG_TENSOR_BYTES} bytes, got {list(dims)}"
+    if message:
+        raise _refuse(f"state {message}", "state")
+    if name in initial:
+        begin = initial[name].data
+    else:
+        begin = zero_array(tuple(map(abs, dims)), np.dtype(NUMPY_TYPES[datatype]))
+    return StateTensor(name, output, datatype, dims, begin[np.newaxis] if batched else begin)
+
+
+def _read_datatype(asked: RawConfig) -> str:
+    """The v2 name of `data_type`; empty without it."""
+    name = str(asked.get("data_type") or "").removeprefix("TYPE_")
+    return {"STRING": "BYTES", "INVALID": ""}.get(name, name)
+
+
+def with_sequence_tensors(
+    config: ModelConfig, controls: Sequence[ControlTensor], states: Sequence[StateTensor]
+) -> ModelConfig:
+    """The config as a runtime sees it.
+
+    Raises:
+        InvalidArgument: two inputs share a name, two states an output, or a state has another type than its output.
+    """
+    inputs = [
+        *config.inputs,
+        *(TensorSpec(control.name, control.datatype, (1,)) for control in controls),
+        *(TensorSpec(state.input, state.datatype, state.dims) for state in states),
+    ]
+    _check_distinct("input", [spec.name for spec in inputs])
+    _check_distinct("output of a state", [state.output for state in states])
+    outputs, declared = list(config.outputs), {spec.name: spec.datatype for spec in config.outputs}
+    for state in states:
+        if state.output not in declared:
+            outputs.append(TensorSpec(state.output, state.datatype, state.dims))
+        elif declared[state.output] != state.datatype:
+            types = f"{declared[state.output]} as an output and {state.datatype} as a state"
+            raise _refuse(f"state output '{state.output}' has data type {types}", "state")
+    return replace(config, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _check_distinct(kind: str, names: Sequence[str]) -> None:
+    twice = [name for index, name in enumerate(names) if name in names[:index]]
+    if twice:
+        raise _refuse(f"{kind} '{twice[0]}' is there more than once")
+
+
+def _refuse(message: str, field: str = "control_input") -> InvalidArgument:
+    return InvalidArgument(f"sequence batching {message}", field=f"sequence_batching.{field}")

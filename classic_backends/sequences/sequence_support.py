@@ -1,32 +1,50 @@
-"""A stateful model's additions to a classic one, and the sequence parameters of its requests.
+"""A stateful model's additions to a classic one: the sequence parameters of its requests, and the idle rows, controls
+and states of its batches.
 
-Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_sequence.md. Knows nothing
-of which sequences are open.
+Batches are made in the thread of an instance. Source:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_sequence.md. Knows nothing of which
+sequences are open.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...core.errors import InvalidArgument, request_id_prefix
+from ...core.errors import Internal, InvalidArgument, request_id_prefix
 from ...core.model import ModelConfig
 from ...core.request import InferRequest
-from ...core.tensor import Tensor
+from ...core.tensor import NUMPY_TYPES, Tensor, zero_array
 from ..batching.queued_request import InferenceJob, SequenceContext, SequenceFlags, SequenceId
-from .sequence_config import SequenceConfig, read_sequence_config
-from .sequence_tensors import ControlKind, ControlTensor, with_sequence_tensors
-from .stateful_batch import StatefulLayout
+from ..runtime import Arrays
+from .sequence_config import (
+    ControlKind,
+    ControlTensor,
+    SequenceConfig,
+    StateTensor,
+    read_sequence_config,
+    with_sequence_tensors,
+)
 
 
 class SequenceSupport(NamedTuple):
-    """`runtime_config`: the model's config with the tensors of its sequences, as runtimes see it. `id_control`: the
-    tensor that tells the model the sequence's id, if there is one."""
+    """A `batch_execution.SequenceLayout`. `runtime_config`: the model's config with the tensors of its sequences, as
+    runtimes see it. `id_control`: the tensor that tells the model the sequence's id, if there is one."""
 
     config: SequenceConfig
     runtime_config: ModelConfig
-    layout: StatefulLayout
     id_control: ControlTensor | None
+
+    @property
+    def state_outputs(self) -> tuple[str, ...]:
+        return tuple(state.output for state in self.config.states)
+
+    @property
+    def _batched(self) -> bool:
+        return self.runtime_config.max_batch_size > 0
+
+    # Requests
 
     def read_flags(self, request: InferRequest, batch_size: int) -> SequenceFlags:
         """Raises `InvalidArgument` for a request that can be in no sequence of this model."""
@@ -36,33 +54,121 @@ class SequenceSupport(NamedTuple):
         sequence_id = self._read_id(request)
         return SequenceFlags(sequence_id, _read_flag(request, "sequence_start"), _read_flag(request, "sequence_end"))
 
-    def mark_warm_up(self, job: InferenceJob) -> None:
-        """Make a warm-up job the only request of a sequence."""
-        text = self.id_control is not None and self.id_control.datatype == "BYTES"
-        job.sequence_flags = SequenceFlags("warmup" if text else 1, start=True, end=True)
-        job.sequence = SequenceContext(job.sequence_flags.id)
-
     def _read_id(self, request: InferRequest) -> SequenceId:
+        model, control = self.runtime_config.name, self.id_control
         found = request.parameters.get("sequence_id", 0)
         if isinstance(found, bool) or not isinstance(found, (int, str)):
             raise _refuse(request, f"parameter 'sequence_id' must be an integer or a string, got {found!r}")
         if not found:
-            message = "must specify a non-zero or non-empty correlation ID"
-            raise InvalidArgument(
-                f"inference request to model '{self.runtime_config.name}' {message}", field="sequence_id"
-            )
-        if self.id_control is None:
+            message = f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
+            raise InvalidArgument(message, field="sequence_id")
+        if control is None:
             return found
-        name, datatype = self.id_control.name, self.id_control.datatype
+        name, datatype = control.name, control.datatype
         if isinstance(found, str) != (datatype == "BYTES"):
             kind = "BYTES" if isinstance(found, str) else "UINT64"
-            expected = f"but model '{self.runtime_config.name}' expects '{datatype}'"
+            expected = f"but model '{model}' expects '{datatype}'"
             raise _refuse(request, f"sequence batching control '{name}' data-type is '{kind}', {expected}")
         if isinstance(found, int):
             limits = np.iinfo(datatype.lower())
             if not limits.min <= found <= limits.max:
                 raise _refuse(request, f"sequence id {found} does not fit '{name}' of type {datatype}")
         return found
+
+    def mark_warm_up(self, job: InferenceJob) -> None:
+        """Make a warm-up job the only request of a sequence."""
+        text = self.id_control is not None and self.id_control.datatype == "BYTES"
+        job.sequence_flags = SequenceFlags("warmup" if text else 1, start=True, end=True)
+        job.sequence = SequenceContext(job.sequence_flags.id)
+
+    # Batches
+
+    def arrange_rows(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]:
+        """The rows of a batch. With fixed rows, all up to the last that has a request; an idle one is a job without a
+        sequence, with zeros of the first job's shapes."""
+        if not self.config.slots.fixed_rows:
+            return jobs
+        by_row = {job.sequence.row: job for job in jobs if job.sequence is not None}
+        count = max(by_row) + 1
+        if count == len(jobs):
+            return [by_row[row] for row in range(count)]
+        zeros = {name: zero_array(array.shape, array.dtype) for name, array in jobs[0].inputs.items()}
+        idle = InferenceJob(zeros, ())
+        return [by_row.get(row, idle) for row in range(count)]
+
+    def sequence_inputs(self, jobs: Sequence[InferenceJob]) -> dict[str, NDArray[Any]]:
+        """The controls and states of a batch."""
+        inputs = {state.input: _state_input(state, jobs) for state in self.config.states}
+        for control in self.config.controls:
+            values = [_control_value(control, job.sequence_flags) for job in jobs for _ in range(job.batch_size)]
+            array = np.array(values, NUMPY_TYPES[control.datatype])
+            inputs[control.name] = array[:, np.newaxis] if self._batched else array
+        return inputs
+
+    def store_states(self, jobs: Sequence[InferenceJob], outputs: Sequence[Arrays]) -> None:
+        """Keep the states that each job's outputs leave its sequence: all of them or, after an error, none.
+
+        Raises:
+            Internal: a state has another type or shape than its config says.
+        """
+        kept = [{each.input: self._checked(each, part[each.output]) for each in self.config.states} for part in outputs]
+        for job, states in zip(jobs, kept, strict=True):
+            if job.sequence is not None and job.sequence_flags is not None:
+                if len(jobs) > 1:  # a view would keep the whole batch in memory
+                    states = {name: array.copy() for name, array in states.items()}
+                job.sequence.states = {} if job.sequence_flags.end else states
+
+    def _checked(self, state: StateTensor, array: NDArray[Any]) -> NDArray[Any]:
+        shape = array.shape[1:] if self._batched else array.shape
+        fits = len(shape) == len(state.dims) and all(
+            dim in (-1, size) for dim, size in zip(state.dims, shape, strict=True)
+        )
+        if array.dtype != np.dtype(NUMPY_TYPES[state.datatype]) or not fits:
+            made = f"{array.dtype} of shape {list(array.shape)}"
+            raise Internal(f"state '{state.output}' came as {made}, not {state.datatype} of dims {list(state.dims)}")
+        return array
+
+
+def read_sequence_support(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceSupport | None:
+    """None for a model without `sequence_batching`. Takes and raises what `read_sequence_config` does."""
+    sequences = read_sequence_config(config, initial)
+    if sequences is None:
+        return None
+    id_control = next((each for each in sequences.controls if each.kind is ControlKind.ID), None)
+    return SequenceSupport(sequences, with_sequence_tensors(config, sequences.controls, sequences.states), id_control)
+
+
+def state_shapes(states: Sequence[StateTensor], job: InferenceJob) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the states that the job's request will get."""
+    return tuple(_kept_state(state, job).shape for state in states)
+
+
+def _control_value(control: ControlTensor, flags: SequenceFlags | None) -> Any:
+    """The value for one row; `flags` None for an idle one."""
+    if control.kind is ControlKind.ID:
+        if flags is None:
+            return b"" if control.datatype == "BYTES" else 0
+        return flags.id.encode() if isinstance(flags.id, str) else flags.id
+    if flags is None:
+        return control.values[False]
+    holds = control.kind is ControlKind.READY or (flags.start if control.kind is ControlKind.START else flags.end)
+    return control.values[int(holds)]
+
+
+def _state_input(state: StateTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
+    kept = [None if job.sequence is None else _kept_state(state, job) for job in jobs]
+    first = next(array for array in kept if array is not None)
+    arrays = [zero_array(first.shape, first.dtype) if array is None else array for array in kept]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _kept_state(state: StateTensor, job: InferenceJob) -> NDArray[Any]:
+    """The state that the sequence's last request left; for its first one, the initial state."""
+    started = job.sequence is None or job.sequence_flags is None or job.sequence_flags.start
+    kept = {} if started or job.sequence is None else job.sequence.states
+    if state.input in kept:
+        return kept[state.input]
+    return state.initial if job.batch_size == 1 else np.repeat(state.initial, job.batch_size, axis=0)
 
 
 def _read_flag(request: InferRequest, name: str) -> bool:
@@ -74,21 +180,3 @@ def _read_flag(request: InferRequest, name: str) -> bool:
 
 def _refuse(request: InferRequest, message: str, field: str = "sequence_id") -> InvalidArgument:
     return InvalidArgument(f"{request_id_prefix(request.id)}{message}", field=field)
-
-
-def read_sequence_support(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceSupport | None:
-    """None for a model without `sequence_batching`. `initial`: the first request's state, by its input; zeros where
-    absent.
-
-    Raises:
-        InvalidArgument: values of the config contradict each other; `field` names one of them.
-        Unsupported: the config asks for what is not built.
-    """
-    sequences = read_sequence_config(config, initial)
-    if sequences is None:
-        return None
-    runtime_config = with_sequence_tensors(config, sequences.controls, sequences.states)
-    fixed_rows = sequences.slots.fixed_rows
-    layout = StatefulLayout(config.max_batch_size > 0, fixed_rows, sequences.controls, sequences.states)
-    id_control = next((each for each in sequences.controls if each.kind is ControlKind.ID), None)
-    return SequenceSupport(sequences, runtime_config, layout, id_control)

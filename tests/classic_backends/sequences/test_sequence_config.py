@@ -192,7 +192,7 @@ def test_controls_have_the_types_that_their_values_have() -> None:
     sequences = read(config(max_batch_size=0))
     job = InferenceJob({"X": np.zeros(1, np.int32)})
     sequences.mark_warm_up(job)
-    told = sequences.layout.sequence_inputs([job])
+    told = sequences.sequence_inputs([job])
     assert {name: (array.dtype.name, array.tolist()) for name, array in told.items()} == {
         "START": ("int32", [1]),
         "READY": ("float32", [1.0]),

@@ -99,7 +99,7 @@ class Table:
 
     def __init__(self, settings: ModelConfig, make: Callable[[], Any], instances: int = 2) -> None:
         sequences = sequences_of(settings)
-        form = BatchLayout(ModelSignature(settings), sequences=sequences.layout)
+        form = BatchLayout(ModelSignature(settings), sequences=sequences)
         self.account = ModelMetrics()
         self.desk = SequenceScheduler(
             sequences.config, form, ResponseRouter(self.account, batched=True), decoupled=False
