@@ -18,13 +18,12 @@ from ..core.request_context import ExecutionTimes, RequestContext
 from ..core.statistics import VersionStatistics
 from .backend_parameters import read_number
 from .batching.batch_execution import BatchLayout, execute_batch, execute_decoupled, execute_single
-from .batching.batching_config import NS_PER_US, read_batching_config
+from .batching.batching_config import NS_PER_US, read_batching_config, read_ragged_config
 from .batching.dispatcher import Dispatcher
 from .batching.dynamic_batcher import CloseReason, DynamicBatcher
 from .batching.instance_pool import EXECUTION_TIMEOUT, InstancePool
 from .batching.model_metrics import FailureReason, LatencyMetrics, ModelMetrics, first_response_bounds
 from .batching.queued_request import InferenceJob, QueuedRequest, ResponseChannel, ResponseOrderer, SingleResponseStream
-from .batching.ragged_batches import read_ragged_config
 from .batching.response_router import ResponseRouter
 from .instance_groups import InstanceSlot, read_instance_slots
 from .runtime import Runtime, RuntimeLoader

@@ -16,8 +16,8 @@ from ...core.errors import CharoniaError, Internal
 from ...core.request import InferRequest, InferResponse
 from ..runtime import Arrays, Runtime, only_response
 from ..signature import ModelSignature
+from .batching_config import RaggedConfig
 from .queued_request import InferenceJob
-from .ragged_batches import RaggedConfig, split_flat_output
 
 log = logging.getLogger(__name__)
 
@@ -150,14 +150,18 @@ def split_outputs(layout: BatchLayout, jobs: Sequence[InferenceJob], outputs: Ar
 def _split_output(
     layout: BatchLayout, jobs: Sequence[InferenceJob], name: str, array: NDArray[Any]
 ) -> Sequence[NDArray[Any]]:
-    if name in layout.ragged.outputs:
-        source = layout.ragged.outputs[name]
-        return split_flat_output(name, array, [job.inputs[source].shape for job in jobs])
-    sizes = [job.batch_size for job in jobs]
-    if array.ndim == 0 or len(array) != sum(sizes):
-        raise Internal(f"output '{name}' has shape {list(array.shape)} for a batch of {sum(sizes)}")
-    ends = np.cumsum(sizes).tolist()
-    return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    if name not in layout.ragged.outputs:
+        sizes = [job.batch_size for job in jobs]
+        if array.ndim == 0 or len(array) != sum(sizes):
+            raise Internal(f"output '{name}' has shape {list(array.shape)} for a batch of {sum(sizes)}")
+        ends = np.cumsum(sizes).tolist()  # np.split takes three times as long
+        return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    shapes = [job.inputs[layout.ragged.outputs[name]].shape for job in jobs]
+    counts = [int(np.prod(shape)) for shape in shapes]
+    if array.size != sum(counts):
+        raise Internal(f"output '{name}' has {array.size} elements for {sum(counts)} of the batch's requests")
+    parts = np.split(array.ravel(), np.cumsum(counts)[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _output_names(layout: BatchLayout, jobs: Sequence[InferenceJob]) -> Sequence[str]:
