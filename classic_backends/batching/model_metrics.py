@@ -11,7 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
+from typing import TypeAlias
 
 from ...core.errors import InvalidArgument
 from ...core.metrics import Histogram, QuantileSummary, Reading
@@ -76,20 +78,8 @@ class ComputeSums:
         return [StatisticDuration(self.count, ns) for ns in (self.input, self.infer, self.output)]
 
 
-@dataclass(slots=True)
-class ResponseSums:
-    """The responses at one index of a decoupled model's streams."""
-
-    infer: DurationSum = field(default_factory=DurationSum)
-    output: DurationSum = field(default_factory=DurationSum)
-    success: DurationSum = field(default_factory=DurationSum)
-    fail: DurationSum = field(default_factory=DurationSum)
-    empty: DurationSum = field(default_factory=DurationSum)
-    cancel: DurationSum = field(default_factory=DurationSum)
-
-    def totals(self) -> ResponseStatistics:
-        sums = (self.infer, self.output, self.success, self.fail, self.empty, self.cancel)
-        return ResponseStatistics(*(each.total() for each in sums))
+ResponseSums: TypeAlias = defaultdict[str, DurationSum]
+"""The responses at one index of a decoupled model's streams, by the fields of `ResponseStatistics`."""
 
 
 class LatencyMetrics:
@@ -146,10 +136,12 @@ class ModelMetrics:
     latencies: LatencyMetrics = field(default_factory=LatencyMetrics)
     success: DurationSum = field(default_factory=DurationSum)
     fail: DurationSum = field(default_factory=DurationSum)
-    queued_ns: int = 0
+    queue: DurationSum = field(default_factory=DurationSum)
     compute: ComputeSums = field(default_factory=ComputeSums)
     compute_by_batch_size: dict[int, ComputeSums] = field(default_factory=lambda: defaultdict(ComputeSums))
-    responses_by_index: dict[int, ResponseSums] = field(default_factory=lambda: defaultdict(ResponseSums))
+    responses_by_index: dict[int, ResponseSums] = field(
+        default_factory=lambda: defaultdict(partial(defaultdict, DurationSum))
+    )
     failures: Counter[FailureReason] = field(default_factory=Counter)
     single_request_batches: Counter[CloseReason] = field(default_factory=Counter)
     ended_requests: Counter[RequestEnd] = field(default_factory=Counter)
@@ -168,9 +160,8 @@ class ModelMetrics:
     def record_success(self, size: int, latency: int, queued: int, timing: ExecutionTiming) -> None:
         """A request of `size` items was answered after `latency`, of which it was `queued` for a part."""
         self.inferences += size
-        self.success.count += 1
-        self.success.ns += latency
-        self.queued_ns += queued
+        self.success.add(latency)
+        self.queue.add(queued)
         self.compute.add(timing)
         self.last_inference_at = time.time()
         totals = self.duration_totals
@@ -195,22 +186,21 @@ class ModelMetrics:
         self.ended_requests[context.end] += 1
 
     def statistics(self) -> VersionStatistics:
-        success, fail = self.success.total(), self.fail.total()
-        queue = StatisticDuration(self.success.count, self.queued_ns)
+        requests = (each.total() for each in (self.success, self.fail, self.queue))
+        alone = self.single_request_batches
         return VersionStatistics(
             last_inference=int(self.last_inference_at * 1000),
             inference_count=self.inferences,
             execution_count=self.executions,
-            inference=InferenceStatistics(success, fail, queue, *self.compute.totals()),
+            inference=InferenceStatistics(*requests, *self.compute.totals()),
             batches=tuple(
                 BatchStatistics(size, *sums.totals()) for size, sums in sorted(self.compute_by_batch_size.items())
             ),
-            responses={str(index): sums.totals() for index, sums in sorted(self.responses_by_index.items())},
-            explain={
-                reason.value: self.single_request_batches[reason]
-                for reason in CloseReason
-                if self.single_request_batches[reason]
+            responses={
+                str(index): ResponseStatistics(**{name: each.total() for name, each in sums.items()})
+                for index, sums in sorted(self.responses_by_index.items())
             },
+            explain={reason.value: alone[reason] for reason in CloseReason if alone[reason]},
         )
 
     def readings(self, pending: int) -> Iterator[Reading]:

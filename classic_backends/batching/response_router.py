@@ -59,15 +59,15 @@ class ResponseRouter:
             self._metrics.latencies.record_first_response(time.monotonic_ns() - request.arrived_at)
         stream.count += 1
         if request.given_up:
-            sums.cancel.add(0)
+            sums["cancel"].add(0)
         elif error is not None:
             stream.failed = True
-            sums.fail.add(timing.infer)
+            sums["fail"].add(timing.infer)
             self._fail(request, error, FailureReason.BACKEND)
         else:
-            sums.infer.add(timing.infer)
-            sums.output.add(timing.output)
-            sums.success.add(timing.infer + timing.output)
+            sums["compute_infer"].add(timing.infer)
+            sums["compute_output"].add(timing.output)
+            sums["success"].add(timing.infer + timing.output)
             stream.timing = ExecutionTiming(*map(sum, zip(stream.timing, timing, strict=True)))
             request.context.execution = ExecutionTimes(request.arrived_at, done.started_at, stream.timing)
             request.channel.put(responses[0])
@@ -78,7 +78,7 @@ class ResponseRouter:
         if stream.failed or request.given_up:
             return
         # Triton's backends end a stream with one more response, which is empty.
-        self._metrics.response_sums(stream.count).empty.add(0)
+        self._metrics.response_sums(stream.count)["empty_response"].add(0)
         latency = time.monotonic_ns() - request.arrived_at
         self._metrics.record_execution(self._recorded_size(batch), stream.timing, batch.close_reason, 1)
         self._metrics.record_success(request.batch_size, latency, started_at - request.arrived_at, stream.timing)
