@@ -37,7 +37,11 @@ def language_model(
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
     checkpoint, options = _read(path, parameters)
-    _check_threads(options)
+    here = usable_cores().logical
+    # More are meant for another machine; ranks that Ray places may have more cores than are here.
+    if (options.threads or 0) > _CROWD * here and options.distributed_executor_backend != "ray":
+        message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
+        raise InvalidArgument(message, field="threads")
     plain = engine_config(checkpoint, options)
     config = msgspec.structs.replace(plain, host_memory=memory, gpu_memory=gpu_memory)
     return LlmModel(name, version, config, on_progress)
@@ -54,15 +58,14 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
     checkpoint, options = _read(path, parameters)
     if options.executor == "fake" or options.distributed_executor_backend == "ray":
         return ()
-    stored = _stored(Path(checkpoint))
-    weights, cache = int(stored * _shrunk(checkpoint, options)) if stored else 0, options.kv_cache_bytes or 0
-    replicas = options.data_parallel_size or 1
-    if _on_host(options.device or "auto", gpus):
+    weights, cache = _weight_bytes(Path(checkpoint), options), options.kv_cache_bytes or 0
+    device, replicas = options.device or "auto", options.data_parallel_size or 1
+    if device == "cpu" or (device == "auto" and not (gpus and torch_has_cuda())):  # as torch will choose
         return (MemoryNeed((weights + cache) * replicas),)
     ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
-    return tuple(
-        MemoryNeed(weights // ranks + cache, gpu) for gpu in _taken(options.device or "auto", ranks * replicas)
-    )
+    _, _, number = device.partition(":")
+    taken = [int(number)] if number.isdecimal() else range(ranks * replicas)  # see `device.own_device`
+    return tuple(MemoryNeed(weights // ranks + cache, gpu) for gpu in taken)
 
 
 def examine(path: str, parameters: Mapping[str, str]) -> str:
@@ -80,40 +83,20 @@ def examine(path: str, parameters: Mapping[str, str]) -> str:
     return "" if options.executor == "fake" else examine_weights(engine_config(checkpoint, options))
 
 
-def _stored(directory: Path) -> int:
-    """Bytes of the weights that are there; errors in them are told when they are loaded."""
+def _weight_bytes(directory: Path, options: EngineOptions) -> int:
+    """Bytes that the weights take in memory; errors in them are told when they are loaded."""
     try:
-        return sum(file.stat().st_size for file in find_weights(directory).files if file.exists())
+        stored = sum(file.stat().st_size for file in find_weights(directory).files if file.exists())
     except CharoniaError:
         return 0
+    if not stored:
+        return 0
+    config = read_json(directory / "config.json")
+    stored_width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    width = 1 if options.quantization == "int8" else _WIDTHS.get(options.dtype or "auto", stored_width)
+    return int(stored * (width / stored_width))
 
 
 def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]:
     settings = dict(parameters)
     return settings.pop("model", path), parse_settings(settings, EngineOptions)
-
-
-def _check_threads(options: EngineOptions) -> None:
-    """Refuse a thread count meant for another machine; ranks that Ray places may have more cores than are here."""
-    here = usable_cores().logical
-    if (options.threads or 0) > _CROWD * here and options.distributed_executor_backend != "ray":
-        message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
-        raise InvalidArgument(message, field="threads")
-
-
-def _on_host(device: str, gpus: Sequence[int]) -> bool:
-    """Whether the model computes on the CPU, as torch will choose, which is not imported here."""
-    return device == "cpu" or (device == "auto" and not (gpus and torch_has_cuda()))
-
-
-def _taken(device: str, ranks: int) -> Sequence[int]:
-    """The GPUs of so many ranks: see `device.own_device`."""
-    _, _, number = device.partition(":")
-    return [int(number)] if number.isdecimal() else range(ranks)
-
-
-def _shrunk(checkpoint: str, options: EngineOptions) -> float:
-    """The bytes in memory for each stored byte of the weights."""
-    config = read_json(Path(checkpoint) / "config.json")
-    stored = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    return (1 if options.quantization == "int8" else _WIDTHS.get(options.dtype or "auto", stored)) / stored

@@ -132,18 +132,17 @@ def parse_settings(parameters: Mapping[str, Any], kind: type[T]) -> T:
         InvalidArgument: an unknown name, or a value of the wrong type or out of range; it names the parameter.
     """
     types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: _value(name, text, types) for name, text in parameters.items()})
-
-
-def _value(name: str, text: Any, types: Mapping[str, Any]) -> Any:
-    if name not in types:
-        known = ", ".join(types)
-        raise InvalidArgument(f"unknown parameter '{name}'; known are {known}{did_you_mean(name, types)}", field=name)
-    try:
-        return msgspec.convert(text, types[name], strict=False)
-    except msgspec.ValidationError as error:
-        reason = _choices(types[name]) or describe_validation_error(error).reason
-        raise InvalidArgument(f"parameter '{name}' {reason}, got {text!r}", field=name) from None
+    settings: dict[str, Any] = {}
+    for name, text in parameters.items():
+        if name not in types:
+            message = f"unknown parameter '{name}'; known are {', '.join(types)}{did_you_mean(name, types)}"
+            raise InvalidArgument(message, field=name)
+        try:
+            settings[name] = msgspec.convert(text, types[name], strict=False)
+        except msgspec.ValidationError as error:
+            reason = _choices(types[name]) or describe_validation_error(error).reason
+            raise InvalidArgument(f"parameter '{name}' {reason}, got {text!r}", field=name) from None
+    return kind(**settings)
 
 
 def _choices(expected: Any) -> str:

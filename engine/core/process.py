@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -20,9 +21,13 @@ from ...processes.child_process import on_parent_death, print_traceback
 from ...processes.log_forwarding import LogForwarder
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.scheduler import Scheduler
+from ..checkpoint.hf_checkpoint import open_checkpoint
+from ..checkpoint.model_spec import CheckpointError
+from ..checkpoint.partition import PipelineStage, check_partition
 from ..config import CacheConfig, EngineConfig
+from ..parallel.local_ranks import LocalRanks
+from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
-from .executors import build_executor
 from .messages import CoreFailed, CoreLoading, CoreReady
 from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore
@@ -31,6 +36,7 @@ _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "256"
 """oneDNN, and torch above it, keep code for every shape that they met, 0.3 MiB each, 1024 of them by default. A model
 has about five for each number of tokens in a step, a millisecond each to make again: those of small steps are kept."""
+_EXECUTORS = ("auto", "inline", "ranks", "fake")
 _USEFUL_TIMES = 4
 """A cache sized by share of memory stops at this many times the tokens that all rows could hold at full length."""
 
@@ -43,7 +49,11 @@ def main(config: EngineConfig, directory: str) -> None:
     try:
         _serve(config, sockets)
     except Exception as error:
-        sockets.send(_fatal_message(error))
+        if isinstance(error, CharoniaError):
+            sockets.send(CoreFailed(error.message, error.code, error.field or ""))
+        else:
+            print_traceback(error)
+            sockets.send(CoreFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))
         sys.exit(1)
     finally:
         sockets.close()
@@ -158,8 +168,54 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
     raise InvalidArgument(f"{block}, and {allowed}", field=field)
 
 
-def _fatal_message(error: Exception) -> CoreFailed:
-    if isinstance(error, CharoniaError):
-        return CoreFailed(error.message, error.code, error.field or "")
-    print_traceback(error)
-    return CoreFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+def build_executor(config: EngineConfig) -> Executor:
+    """The executor that `config.executor` names; "auto" computes in this process if there is one rank. Each is imported
+    when it is asked for: some of them load torch.
+
+    Raises:
+        CharoniaError: there is none of that name, it has no ranks, or there is no checkpoint that they can share.
+    """
+    name, parallel = config.executor, config.parallel
+    if name in ("inline", "fake") and parallel.world > 1:
+        message = f"executor {name!r} is one rank, and {parallel.world} are wanted"
+        raise InvalidArgument(message, field="executor")
+    if name in ("inline", "fake") and parallel.backend != "mp":
+        message = f"executor {name!r} has no ranks for {parallel.backend!r} to place"
+        raise InvalidArgument(message, field="distributed_executor_backend")
+    if name not in _EXECUTORS:
+        message = f"unknown executor {name!r}; there are {', '.join(_EXECUTORS)}"
+        raise InvalidArgument(message, field="executor")
+    if name == "fake":
+        from ..worker.fake_executor import FakeBehaviour, FakeExecutor
+
+        fake = config.fake
+        return FakeExecutor(
+            Capacity(fake.vocab_size, fake.max_model_len, block_bytes=1 << 16, free_bytes=1 << 30),
+            block_size=config.cache.block_size,
+            behaviour=FakeBehaviour(fake.step_seconds, fake.token_seconds),
+            check_contents=False,
+        )
+    if name == "inline" or (name == "auto" and parallel.world == 1 and parallel.backend == "mp"):
+        from ..worker.inline_executor import InlineExecutor
+
+        return InlineExecutor(config)
+    # Ranks would refuse a split only when all of them have loaded torch; what only they can tell is left to them.
+    checkpoint = open_checkpoint(config.model)
+    with suppress(CheckpointError):
+        spec, stage = checkpoint.spec, PipelineStage(0, parallel.pipeline, parallel.layers)
+        check_partition(spec, str(checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
+    return RanksExecutor(config, _rank_launcher(parallel.backend))
+
+
+def _rank_launcher(backend: str) -> StartRanks:
+    if backend not in ("mp", "ray"):
+        message = f"distributed_executor_backend must be mp or ray, got {backend!r}"
+        raise InvalidArgument(message, field="distributed_executor_backend")
+    if backend == "mp":
+        return LocalRanks
+    try:
+        from ..parallel.ray_ranks import RayRanks
+    except ModuleNotFoundError as error:
+        message = f"distributed_executor_backend ray needs Ray ({error.name}): pip install 'charonia[ray]'"
+        raise InvalidArgument(message, field="distributed_executor_backend") from None
+    return RayRanks

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 from ...core.errors import InvalidArgument, QueueFull
@@ -36,7 +35,7 @@ class QueueDepth:
 
 
 class AdmissionControl:
-    """Counts the requests that wait, of all tenants and of each; every method is O(1).
+    """Counts the requests that wait, of all tenants (`waiting`) and of each; every method is O(1).
 
     The limits are for all tenants together. A full queue still admits a tenant who has less in it than an even share,
     or a flood would keep everybody out: with that, never twice the limits wait.
@@ -46,33 +45,28 @@ class AdmissionControl:
         self._limits = limits
         self._clock = clock
         self._starts: deque[float] = deque(maxlen=64)
-        self._all = QueueDepth()
+        self.waiting = QueueDepth()
         self._tenants: dict[str, QueueDepth] = {}
 
-    @property
-    def requests(self) -> int:
-        return self._all.requests
-
-    @property
-    def tokens(self) -> int:
-        return self._all.tokens
-
-    def admit(self, tenant: str = "", prompts: int = 1, choices: int = 1) -> "QueueTicket":
-        """A ticket for one sequence of a request that has so many `prompts`, and `choices` answers to each.
-
-        Raises:
-            InvalidArgument: the request's sequences could never wait together, so that another try is vain.
-            QueueFull: too many requests wait; the message names the limit.
-        """
+    def check_count(self, prompts: int, choices: int) -> None:
+        """Raises `InvalidArgument` for a request of so many `prompts`, and `choices` answers to each, whose sequences
+        could never wait together, so that another try is vain."""
         limit = self._limits.requests
         if prompts * choices > limit:
             field = "n" if choices > 1 else "prompt"
             asked = f"{field}: {prompts} prompts with n {choices} ask for {prompts * choices} answers at once"
             raise InvalidArgument(f"{asked}, more than may wait: {limit} (max_queued_requests)", field=field)
-        own = self._tenants.get(tenant, QueueDepth())
+
+    def admit(self, tenant: str = "", choices: int = 1) -> "QueueTicket":
+        """A ticket for one sequence of a request that wants `choices` answers to its prompt.
+
+        Raises:
+            QueueFull: too many requests wait; the message names the limit.
+        """
+        limit, own = self._limits.requests, self._tenants.get(tenant, QueueDepth())
         tenants = len(self._tenants) + (tenant not in self._tenants)
-        if self._all.requests >= limit and own.requests >= max(1, limit // tenants):
-            raise self._full("requests", f"{self._all.requests} requests are waiting already (max_queued_requests)")
+        if self.waiting.requests >= limit and own.requests >= max(1, limit // tenants):
+            raise self._full("requests", f"{self.waiting.requests} requests are waiting already (max_queued_requests)")
         self._add(tenant, 1, 0)
         return QueueTicket(self, tenant, choices)
 
@@ -87,8 +81,8 @@ class AdmissionControl:
         if ticket.choices > 1 and ticket.choices * tokens > limit:
             asked = f"{ticket.choices} answers to a prompt of {tokens} tokens"
             raise InvalidArgument(f"n: {asked} are more than may wait: {limit} (max_queued_tokens)", field="n")
-        if own.tokens and self._all.tokens + tokens > limit and own.tokens + tokens > limit // len(self._tenants):
-            waiting = f"{self._all.tokens} prompt tokens are waiting already and this prompt has {tokens}"
+        if own.tokens and self.waiting.tokens + tokens > limit and own.tokens + tokens > limit // len(self._tenants):
+            waiting = f"{self.waiting.tokens} prompt tokens are waiting already and this prompt has {tokens}"
             raise self._full("tokens", f"{waiting}: more than {limit} (max_queued_tokens)")
         self._add(ticket.tenant, 0, tokens)
         ticket.tokens += tokens
@@ -102,7 +96,7 @@ class AdmissionControl:
             self._starts.append(self._clock())
 
     def _add(self, tenant: str, requests: int, tokens: int) -> None:
-        self._all.add(requests, tokens)
+        self.waiting.add(requests, tokens)
         self._tenants.setdefault(tenant, QueueDepth()).add(requests, tokens)
 
     def _full(self, limit: Literal["requests", "tokens"], message: str) -> QueueFull:
@@ -114,34 +108,28 @@ class AdmissionControl:
         if len(self._starts) < 2:
             return shortest
         pace = (self._clock() - self._starts[0]) / len(self._starts)
-        return min(longest, max(shortest, self.requests * pace))
+        return min(longest, max(shortest, self.waiting.requests * pace))
 
 
+@dataclass(slots=True, eq=False)
 class QueueTicket:
     """The place of one sequence among those that wait, held from before it is tokenized until the engine starts it or
     it is given up. As a context manager it is released at the end, at the latest."""
 
-    __slots__ = ("_admission", "_held", "choices", "tenant", "tokens")
-
-    def __init__(self, admission: AdmissionControl, tenant: str, choices: int) -> None:
-        self.tenant = tenant
-        self.choices = choices
-        self.tokens = 0
-        self._admission = admission
-        self._held = True
-
-    def add_prompt(self, tokens: int) -> None:
-        """Raises as `AdmissionControl.add_prompt` does."""
-        self._admission.add_prompt(self, tokens)
+    admission: AdmissionControl
+    tenant: str
+    choices: int
+    tokens: int = 0
+    held: bool = True
 
     def release(self, started: bool = False) -> None:
         """May be called again."""
-        if self._held:
-            self._held = False
-            self._admission.release(self, started)
+        if self.held:
+            self.held = False
+            self.admission.release(self, started)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -20,7 +20,7 @@ from .admission import AdmissionControl, QueueLimits, QueueTicket
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
 from .engine import count_by_priority
 from .replica import Replica, sum_totals
-from .routing import PromptPrefix, ReplicaCandidate, choose_replica, prompt_prefixes
+from .routing import ReplicaCandidate, choose_replica, prompt_prefixes
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
@@ -51,17 +51,16 @@ class EngineClient:
         self,
         config: EngineConfig,
         on_progress: Callable[[CoreLoading], None] = lambda loading: None,
-        timeouts: CoreTimeouts = DEFAULT_TIMEOUTS,
         metrics: LlmMetrics | None = None,
+        timeouts: CoreTimeouts = DEFAULT_TIMEOUTS,
         affinity: bool = True,
     ) -> None:
         self._metrics = metrics or LlmMetrics()
         self._admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
         self._default_timeout = config.default_request_timeout
-        self._on_progress = on_progress
         memory = available_memory() if config.host_memory is None else config.host_memory
         configs = split_config(config, usable_cores().threads, memory)
-        self.replicas = [Replica(each, self._metrics, self._report, timeouts) for each in configs]
+        self.replicas = [Replica(each, self._metrics, on_progress, timeouts) for each in configs]
         self._affinity = affinity and config.cache.prefix_caching and len(configs) > 1
         self._last_key = 0
         self._expected_memory = 0
@@ -95,7 +94,7 @@ class EngineClient:
     @property
     def queued(self) -> int:
         """The requests that no engine has started yet, those being prepared included."""
-        return self._admission.requests
+        return self._admission.waiting.requests
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
@@ -131,9 +130,10 @@ class EngineClient:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
+        self._admission.check_count(request.prompt_count, request.choice_count)
         if self.info is None:
             raise NotReady("the engine is not ready")
-        return self._admission.admit(tenant, request.prompt_count, request.choice_count)
+        return self._admission.admit(tenant, request.choice_count)
 
     @contextmanager
     def open_stream(
@@ -142,7 +142,7 @@ class EngineClient:
         """See `Engine.open_stream`. A sequence that has no `ticket` yet is admitted here."""
         stats = stats or SequenceStats(self._metrics)
         with ticket or self._admission.admit(add.tenant) as ticket:
-            ticket.add_prompt(len(add.prompt))
+            self._admission.add_prompt(ticket, len(add.prompt))
             timeout = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1
             add = msgspec.structs.replace(add, key=self._last_key, timeout=timeout)
@@ -169,19 +169,11 @@ class EngineClient:
         if not self._affinity:
             return min(serving, key=lambda replica: replica.pending_work), 0
         prefixes = prompt_prefixes(add.prompt, (add.adapter, add.tenant, add.salt))
-        candidates = [_candidate(replica, prefixes, add) for replica in serving]
+        candidates: list[ReplicaCandidate] = []
+        for replica in serving:
+            index, cached = replica.prefix_index, replica.prefix_index.longest_match(prefixes)
+            has_sibling = add.sampling.choice > 0 and cached == len(add.prompt)
+            candidates.append(ReplicaCandidate(replica.pending_work, cached, index.tokens, has_sibling))
         at = choose_replica(candidates, len(add.prompt))
         serving[at].prefix_index.insert(prefixes, serving[at].kv_tokens[1])
         return serving[at], candidates[at].cached_tokens
-
-    def _report(self, replica: int, loading: CoreLoading) -> None:
-        """Progress of one of several names the replica."""
-        if len(self.replicas) > 1:
-            loading = msgspec.structs.replace(loading, phase=f"replica {replica}: {loading.phase}")
-        self._on_progress(loading)
-
-
-def _candidate(replica: Replica, prefixes: list[PromptPrefix], add: AddRequest) -> ReplicaCandidate:
-    cached = replica.prefix_index.longest_match(prefixes)
-    has_sibling = add.sampling.choice > 0 and cached == len(add.prompt)
-    return ReplicaCandidate(replica.pending_work, cached, replica.prefix_index.tokens, has_sibling)

@@ -1,18 +1,25 @@
-"""Keeps one engine core alive: spawns it, watches its heartbeat, restarts it when it dies or hangs.
+"""Keeps one engine core alive, in the frontend's event loop: spawns it, watches its heartbeat, restarts it when it dies
+or hangs.
 
 Knows nothing of requests: the listener that has them is told when the core is lost.
 """
 
 import asyncio
+import atexit
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
+import msgspec
 import zmq
 
 from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
-from ...processes.child_process import RestartBackoff
+from ...processes.child_process import RestartBackoff, python_child
 from ...processes.log_forwarding import LogRecordMessage
+from ...processes.scratch import ScratchDirectory
 from ..config import EngineConfig
 from ..core.messages import (
     CoreFailed,
@@ -22,14 +29,22 @@ from ..core.messages import (
     FromCore,
     RequestRejected,
     RequestUpdates,
+    Shutdown,
     ToCore,
 )
-from .core_process import CoreProcess
+from ..core.process import main
+from ..core.sockets import CoreEndpoints
 
 log = logging.getLogger(__name__)
 
 _SILENT_DEATHS = 3
 """A first load is given up after this many cores that died without a word."""
+
+_DRAIN_SECONDS = 0.1
+"""For the sockets to deliver the last messages of a core that died."""
+
+_CONNECT_SECONDS = 0.01
+"""Between two attempts to send to a core that has not connected yet."""
 
 
 class CoreTimeouts(NamedTuple):
@@ -197,3 +212,94 @@ class CoreSupervisor:
                     log.info("%s serves again", self._name)
             case CoreFailed():
                 self._failure = error_from_code(message.code, message.message, message.field or None)
+
+
+class CoreProcess:
+    """A core's process and the two sockets to it, in a private directory; belongs to the running event loop. Used once:
+    a restart makes a new one, so no message of a dead core is ever read.
+
+    Calls `on_message` with each message. `dying`: the process exited. `ended` gets the exit code when all messages were
+    read and nothing of it is left.
+
+    Raises:
+        OSError, zmq.ZMQError: directory, sockets or process cannot be made; nothing is left of them.
+    """
+
+    def __init__(self, config: EngineConfig, on_message: Callable[[FromCore], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder[FromCore](FromCore).decode
+        self.ended: asyncio.Future[int] = self._loop.create_future()
+        self.dying = False
+        self._unsent: deque[bytes] = deque()
+        with ExitStack() as resources:
+            directory = str(resources.enter_context(ScratchDirectory()))
+            endpoints, context = CoreEndpoints.in_directory(directory), resources.enter_context(zmq.Context())
+            self._outbox = resources.enter_context(context.socket(zmq.PUSH))
+            self._inbox = resources.enter_context(context.socket(zmq.PULL))
+            for socket, endpoint in ((self._outbox, endpoints.to_core), (self._inbox, endpoints.from_core)):
+                socket.set_hwm(0)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.bind(endpoint)
+            self._process = python_child("charonia-core", main, config, directory)
+            self._resources = resources.pop_all()
+        atexit.register(self._resources.close)
+        self._loop.add_reader(self._inbox.FD, self._receive_all)
+        self._loop.add_reader(self._process.sentinel, self._on_exit)
+        self._receive_all()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.ended.done() else self._process.pid
+
+    def send(self, message: ToCore) -> None:
+        """Send without waiting. A dying core takes nothing more: its streams end with it."""
+        self._unsent.append(self._encode(message))
+        if len(self._unsent) == 1:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        try:
+            while self._unsent:
+                self._outbox.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:  # its first messages may be here before it has connected to our other socket
+            self._loop.call_later(_CONNECT_SECONDS, self._send_all)
+        except zmq.ZMQError:
+            self._unsent.clear()
+
+    def kill(self) -> None:
+        """End it as kill -9 does; `ended` follows soon."""
+        if not self.ended.done():
+            self._process.kill()
+
+    async def stop(self, seconds: float) -> None:
+        """Ask it to exit, kill it after `seconds`, and return when it has `ended`."""
+        self.send(Shutdown())
+        await asyncio.wait({self.ended}, timeout=seconds)
+        self.kill()
+        await self.ended
+
+    def _receive_all(self) -> None:
+        # ZeroMQ's descriptor is edge-triggered: everything must be read each time.
+        try:
+            while True:
+                self._on_message(self._decode(self._inbox.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return
+
+    def _on_exit(self) -> None:
+        self.dying = True
+        self._loop.remove_reader(self._process.sentinel)
+        self._loop.call_later(_DRAIN_SECONDS, self._finish)
+
+    def _finish(self) -> None:
+        try:
+            self._receive_all()
+        finally:  # whatever a message's listener raised
+            self._loop.remove_reader(self._inbox.FD)
+            exit_code = self._process.close()
+            self._resources.close()
+            atexit.unregister(self._resources.close)
+            self.ended.set_result(exit_code)

@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.request import (
-    GenerateChunk,
-    GenerateRequest,
-    InferRequest,
-    InferResponse,
-    Prompt,
-    join_chunks,
-)
+from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, join_chunks
 from ...core.tensor import Tensor, TensorSpec
 from ...tokenization.tokenizer import TokenLimit
 from .request_parameters import ResponseOptions, one_element, parse_request_parameters, text_of
@@ -114,7 +107,7 @@ class StreamedResponses:
         if chunk.logprobs:
             self._sum += _sum(chunk)
         if chunk.text or chunk.finish_reason is not None or self._by_token:
-            return _response(_ResponseContent([chunk], [self._sum]), self._outputs)
+            return _response([chunk], [self._sum], self._outputs)
         return None
 
 
@@ -134,7 +127,7 @@ async def complete_response(asked: ParsedInferRequest, streams: Sequence[Chunks]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         wholes = [task.result() for task in tasks]
-    return _response(_ResponseContent(wholes, [_sum(whole) for whole in wholes]), asked.outputs)
+    return _response(wholes, [_sum(whole) for whole in wholes], asked.outputs)
 
 
 async def _collect(stream: Chunks) -> GenerateChunk:
@@ -146,16 +139,11 @@ def _sum(chunk: GenerateChunk) -> float:
     return sum(each.logprob for each in chunk.logprobs)
 
 
-class _ResponseContent(NamedTuple):
-    """The content of one response: a chunk of each answer, and the sums of the logprobs of all tokens so far."""
-
-    chunks: Sequence[GenerateChunk]
-    sums: Sequence[float]
-
-
-def _response(answers: _ResponseContent, outputs: Sequence[str]) -> InferResponse:
-    tensors = tuple([Tensor.from_values(name, _DATATYPES[name], _VALUES[name](answers)) for name in outputs])
-    return InferResponse(tensors, final=answers.chunks[0].finish_reason is not None)
+def _response(chunks: Sequence[GenerateChunk], sums: Sequence[float], outputs: Sequence[str]) -> InferResponse:
+    """One response: a chunk of each answer, and the sums of the logprobs of all its tokens so far."""
+    values = ((name, _VALUES[name](chunks, sums)) for name in outputs)
+    tensors = tuple([Tensor.from_values(name, _DATATYPES[name], each) for name, each in values])
+    return InferResponse(tensors, final=chunks[0].finish_reason is not None)
 
 
 def _padded_logprobs(chunks: Sequence[GenerateChunk]) -> list[list[float]]:
@@ -165,15 +153,15 @@ def _padded_logprobs(chunks: Sequence[GenerateChunk]) -> list[list[float]]:
 
 _DATATYPES = {spec.name: spec.datatype for spec in OUTPUTS}
 
-_VALUES: dict[str, Callable[[_ResponseContent], Any]] = {
-    "text_output": lambda said: [chunk.text.encode() for chunk in said.chunks],
-    "finish_reason": lambda said: [(chunk.finish_reason or "").encode() for chunk in said.chunks],
-    "num_input_tokens": lambda said: [said.chunks[0].usage.prompt_tokens],
-    "num_output_tokens": lambda said: [len(chunk.token_ids) for chunk in said.chunks],
-    "output_ids": lambda said: [token for chunk in said.chunks for token in chunk.token_ids],
-    "cum_log_probs": lambda said: said.sums,
-    "output_log_probs": lambda said: _padded_logprobs(said.chunks),
-    "cumulative_logprob": lambda said: said.sums,
+_VALUES: dict[str, Callable[[Sequence[GenerateChunk], Sequence[float]], Any]] = {
+    "text_output": lambda chunks, _: [chunk.text.encode() for chunk in chunks],
+    "finish_reason": lambda chunks, _: [(chunk.finish_reason or "").encode() for chunk in chunks],
+    "num_input_tokens": lambda chunks, _: [chunks[0].usage.prompt_tokens],
+    "num_output_tokens": lambda chunks, _: [len(chunk.token_ids) for chunk in chunks],
+    "output_ids": lambda chunks, _: [token for chunk in chunks for token in chunk.token_ids],
+    "cum_log_probs": lambda _, sums: sums,
+    "output_log_probs": lambda chunks, _: _padded_logprobs(chunks),
+    "cumulative_logprob": lambda _, sums: sums,
 }
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from ...core.errors import Unavailable
@@ -28,7 +29,7 @@ from .chunk_builder import ChunkBuilder
 from .client import EngineClient
 from .engine import Engine, EngineSpec
 from .infer import INPUTS, OUTPUTS, StreamedResponses, complete_response, parse_infer_request
-from .sequence_stats import RequestRecorder, v2_statistics
+from .sequence_stats import open_sequence, record_request, v2_statistics
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds so far, detail."""
@@ -60,25 +61,12 @@ class TokenizerBundle:
         defaults = read_generation_defaults(directory, tokenizer)
         return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), checkpoint_fingerprint(directory))
 
-    def limited_to(self, vocab_size: int) -> "TokenizerBundle":
-        """This bundle for a model of so many tokens."""
-        return replace(self, defaults=self.defaults.limited_to(vocab_size))
-
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
-
-    def connect(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) -> EngineClient:
-        return EngineClient(config, on_progress, metrics=metrics)
-
-    return EngineSpec(
-        "charonia",
-        config.model,
-        connect,
-        frozenset({"wants_prompt_logprobs"}),
-        config.chat_template,
-        tokenizer=config.tokenizer,
-    )
+    capabilities = frozenset({"wants_prompt_logprobs"})
+    connect = partial(EngineClient, config)
+    return EngineSpec("charonia", config.model, connect, capabilities, config.chat_template, config.tokenizer)
 
 
 class LlmModel:
@@ -99,7 +87,6 @@ class LlmModel:
         )
         self._on_progress = on_progress
         self._metrics = LlmMetrics()
-        self._recorder = RequestRecorder(self._metrics)
         self._client = spec.connect(self._report, self._metrics)
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
@@ -132,7 +119,7 @@ class LlmModel:
         return self._metrics.readings(self._client.state())
 
     def count(self, context: RequestContext) -> None:
-        self._recorder.record_request(context)
+        record_request(self._metrics, context)
 
     def reserved_memory(self) -> ReservedMemory:
         """The host memory that its engine holds; nothing is known of TensorRT-LLM's."""
@@ -150,7 +137,7 @@ class LlmModel:
                 TokenizerBundle.load, self._spec.checkpoint, self._spec.chat_template, self._spec.tokenizer
             )
             info = await starting
-            self._loaded = bundle.limited_to(info.vocab_size)
+            self._loaded = replace(bundle, defaults=bundle.defaults.limited_to(info.vocab_size))
             self._info = info
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
@@ -168,7 +155,7 @@ class LlmModel:
 
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
-        with self._recorder.open_sequence(request, context) as stats:
+        with open_sequence(self._metrics, request, context) as stats:
             bundle, info = self._bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
             self._spec.check_request(request)

@@ -4,8 +4,9 @@ Knows nothing of other replicas. Lives in the frontend's event loop.
 """
 
 import time
-from collections.abc import Collection, Iterable
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable
+
+import msgspec
 
 from ...core.errors import CharoniaError, InvalidArgument
 from ...core.request import FinishReason
@@ -25,24 +26,22 @@ from .routing import TOKENS_PER_REQUEST, PrefixIndex
 from .token_stream import TokenStream
 
 
-class ReplicaProgress(Protocol):
-    """Called with how far a replica's core is with loading."""
-
-    def __call__(self, replica: int, loading: CoreLoading) -> None: ...
-
-
 class Replica:
     """The listener of one core's supervisor, `core`. `prefix_index`: the prompts that its prefix cache likely holds.
     `losses`: cores that died."""
 
     def __init__(
-        self, config: EngineConfig, metrics: LlmMetrics, on_progress: ReplicaProgress, timeouts: CoreTimeouts
+        self,
+        config: EngineConfig,
+        metrics: LlmMetrics,
+        on_progress: Callable[[CoreLoading], None],
+        timeouts: CoreTimeouts,
     ) -> None:
         self.core = CoreSupervisor(config, self, timeouts)
         self.prefix_index = PrefixIndex()
         self.losses = 0
-        self._totals = CumulativeTotals()
-        self._number = config.replica
+        self._totals = self._lost_totals = NO_TOTALS
+        self._config = config
         self._metrics = metrics
         self._on_progress = on_progress
         self._streams: dict[int, TokenStream] = {}
@@ -62,7 +61,7 @@ class Replica:
     @property
     def totals(self) -> CoreTotals:
         """The counters of all its cores, the lost ones included."""
-        return self._totals.sums
+        return sum_totals((self._lost_totals, self._totals))
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
@@ -96,7 +95,9 @@ class Replica:
         stream.uncomputed_tokens = 0
 
     def on_progress(self, loading: CoreLoading) -> None:
-        self._on_progress(self._number, loading)
+        if self._config.data_parallel_size > 1:
+            loading = msgspec.structs.replace(loading, phase=f"replica {self._config.replica}: {loading.phase}")
+        self._on_progress(loading)
 
     def on_updates(self, updates: RequestUpdates) -> None:
         streams, stats, now = self._streams, updates.stats, time.monotonic()
@@ -104,7 +105,7 @@ class Replica:
             self._metrics.step.observe(stats.seconds)
             self._metrics.step_tokens.observe(stats.tokens)
             self._metrics.step_sequences.observe(stats.sequences)
-        self._totals.update(updates.totals)
+        self._totals = updates.totals
         for key, cached in updates.started:
             if key in streams:
                 streams[key].ticket.release(started=True)
@@ -130,31 +131,11 @@ class Replica:
 
     def on_loss(self, error: CharoniaError) -> None:
         self.losses += not self._closing
-        self._totals.start_over()
+        self._lost_totals, self._totals = self.totals, NO_TOTALS  # the next core counts from zero
         self.prefix_index.clear()
         for stream in self._streams.values():
             stream.fail(error)
 
 
-class CumulativeTotals:
-    """The counters of a core and all cores before it."""
-
-    def __init__(self) -> None:
-        self._before = self._seen = NO_TOTALS
-
-    def update(self, totals: CoreTotals) -> None:
-        """`totals`: what the present core has counted so far."""
-        self._seen = totals
-
-    def start_over(self) -> None:
-        """The core is gone; the next one counts from zero."""
-        self._before, self._seen = self.sums, NO_TOTALS
-
-    @property
-    def sums(self) -> CoreTotals:
-        return sum_totals((self._before, self._seen))
-
-
 def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
-    columns = zip(*((each.preemptions, each.prefix_queries, each.prefix_hits) for each in totals), strict=True)
-    return CoreTotals(*map(sum, columns))
+    return CoreTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))

@@ -53,13 +53,6 @@ class _NamedValue(NamedTuple):
     value: Any
 
 
-class RequestParameters(NamedTuple):
-    """A request's parameters, parsed."""
-
-    sampling: SamplingParams
-    options: ResponseOptions
-
-
 _SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
 _OPTIONS = set(ResponseOptions.__struct_fields__)
 _ALIASES = {
@@ -110,7 +103,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Known parameters that are not supported, with the values that ask for nothing (so do "", [] and null)."""
 
 
-def parse_request_parameters(parameters: Mapping[str, ParameterValue], replacement: Tensor | None) -> RequestParameters:
+def parse_request_parameters(
+    parameters: Mapping[str, ParameterValue], replacement: Tensor | None
+) -> tuple[SamplingParams, ResponseOptions]:
     """Parse a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens.
 
     Raises:
@@ -126,7 +121,7 @@ def parse_request_parameters(parameters: Mapping[str, ParameterValue], replaceme
             raise InvalidArgument(f"{replacement.name} must be a JSON object", field=replacement.name)
         options = {name: each for name, each in given.items() if name in _OPTIONS}
         given = options | _by_own_names(content)
-    return RequestParameters(_convert(given, _SAMPLING, SamplingParams), _convert(given, _OPTIONS, ResponseOptions))
+    return _convert(given, _SAMPLING, SamplingParams), _convert(given, _OPTIONS, ResponseOptions)
 
 
 def one_element(tensor: Tensor) -> Any:

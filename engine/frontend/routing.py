@@ -40,7 +40,7 @@ class ReplicaCandidate(NamedTuple):
     has_sibling: bool = False
 
 
-def choose_replica(prospects: Sequence[ReplicaCandidate], prompt: int) -> int:
+def choose_replica(candidates: Sequence[ReplicaCandidate], prompt: int) -> int:
     """The index of the cheapest for a prompt of so many tokens; between equals, of the emptiest cache.
 
     Never one that has more than `MAX_EXTRA_WORK` of work beyond the least busy; without anything cached, one of the
@@ -48,17 +48,12 @@ def choose_replica(prospects: Sequence[ReplicaCandidate], prompt: int) -> int:
     """
 
     def cost(index: int) -> tuple[int, int]:
-        prospect = prospects[index]
-        return prospect.work - _worth(prospect, prompt), prospect.kept_tokens
+        candidate = candidates[index]
+        counts = candidate.cached_tokens * _PART >= prompt
+        worth = min(candidate.cached_tokens * _SAVED, MAX_EXTRA_WORK) if counts else 0
+        return candidate.work - (MAX_EXTRA_WORK if candidate.has_sibling else worth), candidate.kept_tokens
 
-    return min(range(len(prospects)), key=cost)
-
-
-def _worth(prospect: ReplicaCandidate, prompt: int) -> int:
-    """The work by which a replica may be ahead of the others for what it has of the prompt."""
-    if prospect.has_sibling:
-        return MAX_EXTRA_WORK
-    return min(prospect.cached_tokens * _SAVED, MAX_EXTRA_WORK) if prospect.cached_tokens * _PART >= prompt else 0
+    return min(range(len(candidates)), key=cost)
 
 
 class PromptPrefix(NamedTuple):

@@ -26,24 +26,6 @@ class SequenceStats:
     Tests and benchmarks measure sequences that have no request and context.
     """
 
-    __slots__ = (
-        "arrived",
-        "begun",
-        "cached",
-        "choice",
-        "end",
-        "finish_reason",
-        "first",
-        "generated",
-        "last",
-        "metrics",
-        "opened",
-        "prompt",
-        "sampling",
-        "submitted",
-        "tokens",
-    )
-
     def __init__(
         self, metrics: LlmMetrics, request: GenerateRequest | None = None, context: RequestContext | None = None
     ) -> None:
@@ -97,76 +79,58 @@ class SequenceStats:
         self.generated += count
         self.tokens.generated += count
         if self.last is None:
-            self._receive_first(at)
+            self.first = at
+            self.metrics.first_token.observe(at - self.arrived)
+            self.metrics.first_response.observe(1000 * (at - self.arrived))
+            if self.begun is not None:
+                self.metrics.prefill.observe(at - self.begun)
         else:
             self.metrics.inter_token.observe((at - self.last) / count, count)
         self.last = at
-
-    def _receive_first(self, at: float) -> None:
-        self.first = at
-        self.metrics.first_token.observe(at - self.arrived)
-        self.metrics.first_response.observe(1000 * (at - self.arrived))
-        if self.begun is not None:
-            self.metrics.prefill.observe(at - self.begun)
 
     def record_finish(self, reason: FinishReason) -> None:
         """The last token goes to the client now."""
         self.finish_reason = reason
         self.end = _ENDS[reason]
 
-    def record_cancellation(self) -> None:
-        """The reader left; changes nothing after the last token."""
-        if self.end is None:
-            self.end = CANCELLED
 
-    def record_failure(self, error: Exception) -> None:
-        self.end = end_for_error(error, self.submitted is not None)
+@contextmanager
+def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: RequestContext) -> Iterator[SequenceStats]:
+    """The stats of one of a request's sequences, which ends with the block: a reader that leaves before the last token
+    has cancelled it."""
+    stats = SequenceStats(metrics, request, context)
+    context.sequences.append(stats)
+    try:
+        yield stats
+    except Exception as error:
+        stats.end = end_for_error(error, stats.submitted is not None)
+        raise
+    finally:
+        if stats.end is None:
+            stats.end = CANCELLED
 
 
-class RequestRecorder:
-    """Opens the stats of one model's sequences, and counts its requests when they ended."""
-
-    def __init__(self, metrics: LlmMetrics) -> None:
-        self._metrics = metrics
-
-    @contextmanager
-    def open_sequence(self, request: GenerateRequest, context: RequestContext) -> Iterator[SequenceStats]:
-        """The stats of one of a request's sequences, which ends with the block: a reader that leaves before the last
-        token has cancelled it."""
-        stats = SequenceStats(self._metrics, request, context)
-        context.sequences.append(stats)
-        try:
-            yield stats
-        except Exception as error:
-            stats.record_failure(error)
-            raise
-        finally:
-            stats.record_cancellation()
-
-    def record_request(self, context: RequestContext) -> None:
-        """Count a request to the model that has ended."""
-        assert context.end is not None
-        self._metrics.ended[context.end] += 1
-        if context.end.outcome.answered:
-            self._measure(context)
-
-    def _measure(self, context: RequestContext) -> None:
-        """Measure an answered request: its phases, and Triton's sums of them."""
-        metrics, summary, arrived, ended = self._metrics, context.summary, context.arrived_at, context.ended_at
-        submitted = summary.submitted or arrived
-        begun = summary.begun or submitted
-        last = summary.last or begun
-        metrics.request.observe(ended - arrived)
-        metrics.decode.observe(last - (summary.first or last))
-        metrics.prompt_length.observe(summary.prompt or 0)
-        metrics.generation_length.observe(summary.generated)
-        spent = metrics.durations
-        spent.request += _microseconds(ended - arrived)
-        spent.compute_input += _microseconds(submitted - arrived)
-        spent.queue += _microseconds(begun - submitted)
-        spent.compute_infer += _microseconds(last - begun)
-        spent.compute_output += _microseconds(ended - last)
-        spent.last = int(time.time() * 1000)
+def record_request(metrics: LlmMetrics, context: RequestContext) -> None:
+    """Count a request to the model that has ended; measure the phases of an answered one, and Triton's sums of them."""
+    assert context.end is not None
+    metrics.ended[context.end] += 1
+    if not context.end.outcome.answered:
+        return
+    summary, arrived, ended = context.summary, context.arrived_at, context.ended_at
+    submitted = summary.submitted or arrived
+    begun = summary.begun or submitted
+    last = summary.last or begun
+    metrics.request.observe(ended - arrived)
+    metrics.decode.observe(last - (summary.first or last))
+    metrics.prompt_length.observe(summary.prompt or 0)
+    metrics.generation_length.observe(summary.generated)
+    spent = metrics.durations
+    spent.request += _microseconds(ended - arrived)
+    spent.compute_input += _microseconds(submitted - arrived)
+    spent.queue += _microseconds(begun - submitted)
+    spent.compute_infer += _microseconds(last - begun)
+    spent.compute_output += _microseconds(ended - last)
+    spent.last = int(time.time() * 1000)
 
 
 def _microseconds(seconds: float) -> int:

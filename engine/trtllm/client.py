@@ -98,9 +98,10 @@ class TrtllmClient:
         await self._loader.close()
 
     def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
+        self._admission.check_count(request.prompt_count, request.choice_count)
         if self._runtime is None:
             raise Unavailable(self._why_not)
-        return self._admission.admit(tenant, request.prompt_count, request.choice_count)
+        return self._admission.admit(tenant, request.choice_count)
 
     @contextmanager
     def open_stream(
@@ -110,7 +111,7 @@ class TrtllmClient:
             raise Unavailable(self._why_not)
         stats = stats or SequenceStats(self._metrics)
         with ticket or self._admission.admit(add.tenant) as ticket:
-            ticket.add_prompt(len(add.prompt))
+            self._admission.add_prompt(ticket, len(add.prompt))
             arguments = self._runtime.translate(add)  # a request that can never be satisfied does not wait to hear so
             left = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1

@@ -17,7 +17,7 @@ import pytest
 
 from charonia.classic_backends.isolated.isolated_runtime import InstanceProcess, ProcessLost
 from charonia.engine.config import EngineConfig, ParallelConfig
-from charonia.engine.frontend.core_process import CoreProcess
+from charonia.engine.frontend.core_supervisor import CoreProcess
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.local_ranks import LocalRanks
 from charonia.processes.child_process import ChildProcess, RestartBackoff, python_child

@@ -16,7 +16,7 @@ class Clock:
 
 def enter(admission: AdmissionControl, tenant: str = "", tokens: int = 0) -> QueueTicket:
     ticket = admission.admit(tenant)
-    ticket.add_prompt(tokens)
+    admission.add_prompt(ticket, tokens)
     return ticket
 
 
@@ -27,25 +27,30 @@ def test_requests_are_limited() -> None:
         admission.admit()
     tickets[0].release()
     tickets[0].release()
-    assert (admission.requests, admission.tokens) == (1, 1)
+    assert (admission.waiting.requests, admission.waiting.tokens) == (1, 1)
     admission.admit()
 
 
 def test_what_no_empty_queue_has_room_for_is_refused_for_good() -> None:
     admission = AdmissionControl(QueueLimits(requests=4, tokens=100))
+
+    def ask(prompts: int, choices: int, tokens: int) -> None:
+        admission.check_count(prompts, choices)
+        with admission.admit("", choices) as ticket:
+            admission.add_prompt(ticket, tokens)
+
     for prompts, choices, tokens in ((4, 1, 0), (2, 2, 0), (1, 4, 25), (1, 1, 1000)):
-        with admission.admit("", prompts, choices) as ticket:
-            ticket.add_prompt(tokens)
+        ask(prompts, choices, tokens)
     for prompts, choices, tokens, field, limit in (
         (5, 1, 0, "prompt", "max_queued_requests"),
         (1, 5, 0, "n", "max_queued_requests"),
         (3, 2, 0, "n", "max_queued_requests"),
         (1, 4, 26, "n", "max_queued_tokens"),
     ):
-        with pytest.raises(InvalidArgument, match=limit) as refusal, admission.admit("", prompts, choices) as ticket:
-            ticket.add_prompt(tokens)
+        with pytest.raises(InvalidArgument, match=limit) as refusal:
+            ask(prompts, choices, tokens)
         assert refusal.value.field == field
-    assert (admission.requests, admission.tokens) == (0, 0)
+    assert (admission.waiting.requests, admission.waiting.tokens) == (0, 0)
 
 
 def test_prompt_tokens_are_limited() -> None:
@@ -79,7 +84,7 @@ def test_tickets_that_are_released_are_forgotten() -> None:
     admission = AdmissionControl(QueueLimits(requests=8, tokens=100))
     for ticket in [enter(admission, tenant, 5) for tenant in "abca"]:
         ticket.release()
-    assert (admission.requests, admission.tokens, admission._tenants) == (0, 0, {})
+    assert (admission.waiting.requests, admission.waiting.tokens, admission._tenants) == (0, 0, {})
 
 
 def test_come_back_when_everything_has_started_at_the_recent_pace() -> None:

@@ -13,7 +13,7 @@ from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Una
 from charonia.core.request import FinishReason, GenerateRequest
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
 from charonia.engine.core.messages import AbortRequests, AddRequest, CoreLoading, Shutdown
-from charonia.engine.frontend import core_process
+from charonia.engine.frontend import core_supervisor
 from charonia.engine.frontend.client import EngineClient
 from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
 from charonia.engine.frontend.token_stream import TokenDelta
@@ -176,6 +176,14 @@ async def test_a_request_that_is_being_prepared_has_its_place(start: Start) -> N
     assert client.queued == 0
 
 
+async def test_what_no_queue_has_room_for_is_refused_for_good_whether_a_core_serves_or_not() -> None:
+    client = EngineClient(config(max_queued_requests=1))
+    with pytest.raises(InvalidArgument, match="more than may wait: 1"):
+        client.admit(GenerateRequest(id="1", prompt="", choice_count=2))
+    with pytest.raises(Unavailable, match="not ready"):
+        client.admit(GenerateRequest(id="1", prompt=""))
+
+
 async def test_time_that_runs_out_is_a_finish_reason_or_before_the_first_token_an_error(start: Start) -> None:
     client = await start(step_seconds=0.02, max_num_seqs=1)
     running = asyncio.create_task(read_all(client, [1], max_tokens=400, timeout=2.0))
@@ -246,7 +254,7 @@ async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path
 
 
 async def test_what_is_said_before_the_core_has_connected_reaches_it(sockets: Path) -> None:
-    core = core_process.CoreProcess(config(), lambda message: None)
+    core = core_supervisor.CoreProcess(config(), lambda message: None)
     core.send(AbortRequests([1]))
     core.send(Shutdown())
     try:
@@ -275,7 +283,7 @@ async def test_a_core_that_says_why_it_cannot_start_fails_the_load(sockets: Path
 
 
 async def test_cores_that_die_without_a_word_fail_the_load(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_process, "main", os.getpid)  # takes no arguments: the process dies of it
+    monkeypatch.setattr(core_supervisor, "main", os.getpid)  # takes no arguments: the process dies of it
     client = EngineClient(config(), timeouts=CoreTimeouts(first_retry=0.01))
     with pytest.raises(Unavailable, match="died 3 times"):
         await client.start()

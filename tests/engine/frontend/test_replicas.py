@@ -20,6 +20,7 @@ from charonia.engine.core.messages import (
     AddRequest,
     CoreLoading,
     CoreReady,
+    CoreTotals,
     EngineLoad,
     RequestRejected,
     RequestUpdates,
@@ -360,3 +361,20 @@ async def test_a_replica_that_cannot_start_fails_the_load(
     await client.close()
     assert client.pids == []
     assert list(sockets.iterdir()) == []
+
+
+def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "CoreSupervisor", FakeCore)
+    replica = Fleet(1).all[0]
+    for totals in (CoreTotals(1, 10, 5), CoreTotals(2, 20, 6)):
+        replica.on_updates(updates(totals))
+    replica.on_loss(Unavailable("it died"))
+    assert replica.totals == CoreTotals(2, 20, 6)
+    replica.on_updates(updates(CoreTotals(1, 1, 0)))
+    for _ in range(2):
+        replica.on_loss(Unavailable("it died"))
+    assert replica.totals == CoreTotals(3, 21, 6)
+
+
+def updates(totals: CoreTotals) -> RequestUpdates:
+    return RequestUpdates(0, [], [], [], [], [], EngineLoad(), totals=totals)

@@ -13,7 +13,7 @@ PROMPT = {"text_input": Tensor.from_values("text_input", "BYTES", [b"x"])}
 
 
 def sampling(**parameters: Any) -> SamplingParams:
-    return parse_request_parameters(parameters, None).sampling
+    return parse_request_parameters(parameters, None)[0]
 
 
 def replacing(text: str) -> Tensor:
@@ -31,12 +31,12 @@ def test_names_of_every_generation_mean_the_same() -> None:
 
 def test_what_shapes_a_text_has_its_names_too() -> None:
     lists = replacing(json.dumps({"stop_words": ["a", "b"], "bad_words": "c", "logit_bias": {"7": -1}, "n": 3}))
-    settings = parse_request_parameters({}, lists)
-    assert settings.sampling == SamplingParams(stop=("a", "b"), bad_words=("c",), logit_bias={7: -1.0})
-    assert settings.options.n == 3
+    tokens, options = parse_request_parameters({}, lists)
+    assert tokens == SamplingParams(stop=("a", "b"), bad_words=("c",), logit_bias={7: -1.0})
+    assert options.n == 3
     plain = {"stop_words": "a", "min_length": 2, "min_p": 0.1, "repetition_penalty": 1.2, "num_return_sequences": 2}
     assert sampling(**plain) == SamplingParams(stop=("a",), min_tokens=2, min_p=0.1, repetition_penalty=1.2)
-    assert parse_request_parameters(plain, None).options == ResponseOptions(n=2)
+    assert parse_request_parameters(plain, None)[1] == ResponseOptions(n=2)
     penalties = {"sampling_param_presence_penalty": "1", "frequency_penalty": -1}
     assert sampling(**penalties) == SamplingParams(presence_penalty=1, frequency_penalty=-1)
 
@@ -49,8 +49,8 @@ def test_numbers_may_come_as_text() -> None:
 
 def test_empty_words_are_none_and_whole_numbers_integers() -> None:
     given = {"stop_words": ["", "a"], "bad_words": [""], "max_tokens": 8.0, "stop_token_ids": [2.0]}
-    settings = parse_request_parameters({}, replacing(json.dumps(given)))
-    assert settings.sampling == SamplingParams(stop=("a",), max_tokens=8, stop_token_ids=(2,))
+    tokens, _ = parse_request_parameters({}, replacing(json.dumps(given)))
+    assert tokens == SamplingParams(stop=("a",), max_tokens=8, stop_token_ids=(2,))
     with pytest.raises(InvalidArgument, match="'max_tokens' must be an integer"):
         parse_request_parameters({"max_tokens": 8.5}, None)
 
@@ -65,9 +65,9 @@ def test_a_seed_of_more_than_64_bits_is_told_the_range(seed: Any) -> None:
 
 def test_a_tensor_replaces_what_chooses_tokens_and_nothing_else() -> None:
     tensor = replacing(json.dumps({"temperature": 0, "stop_token_ids": [1, 2], "return_finish_reason": True}))
-    settings = parse_request_parameters({"max_tokens": 5, "return_output_ids": True}, tensor)
-    assert settings.sampling == SamplingParams(temperature=0, stop_token_ids=(1, 2))
-    assert settings.options == ResponseOptions(return_output_ids=True, return_finish_reason=True)
+    tokens, options = parse_request_parameters({"max_tokens": 5, "return_output_ids": True}, tensor)
+    assert tokens == SamplingParams(temperature=0, stop_token_ids=(1, 2))
+    assert options == ResponseOptions(return_output_ids=True, return_finish_reason=True)
 
 
 def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
@@ -124,7 +124,7 @@ def test_a_tensor_names_its_own_fields() -> None:
 def test_what_vllms_clients_say_of_tokens() -> None:
     asked = {"allowed_token_ids": [5], "skip_special_tokens": False, "truncate_prompt_tokens": -1}
     expected = SamplingParams(allowed_token_ids=(5,), skip_special_tokens=False, truncate_prompt_tokens=-1)
-    assert parse_request_parameters({}, replacing(json.dumps(asked))).sampling == expected
+    assert parse_request_parameters({}, replacing(json.dumps(asked)))[0] == expected
     plain = {"allowed_token_ids": 5, "sampling_param_skip_special_tokens": "false", "truncate_prompt_tokens": "-1"}
     assert sampling(**plain) == expected
     with pytest.raises(InvalidArgument, match="allowed_token_ids must be at least one token, got 0"):
@@ -132,7 +132,7 @@ def test_what_vllms_clients_say_of_tokens() -> None:
 
 
 def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
-    assert parse_request_parameters({"timeout": 1_500_000}, None).options.timeout == 1_500_000
+    assert parse_request_parameters({"timeout": 1_500_000}, None)[1].timeout == 1_500_000
     assert (
         parse_infer_request(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5
     )

@@ -1,4 +1,4 @@
-"""The account of a sequence: phases by given times, one end; what is measured of requests; totals of all cores."""
+"""The account of a sequence: phases by given times, one end; what is measured of requests."""
 
 import time
 
@@ -6,9 +6,7 @@ import pytest
 
 from charonia.core.request import FinishReason, GenerateRequest
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd
-from charonia.engine.core.messages import CoreTotals
-from charonia.engine.frontend.replica import CumulativeTotals
-from charonia.engine.frontend.sequence_stats import RequestRecorder, SequenceStats
+from charonia.engine.frontend.sequence_stats import SequenceStats, open_sequence, record_request
 from charonia.telemetry.llm_metrics import LlmMetrics
 
 
@@ -46,37 +44,37 @@ def test_a_step_cannot_begin_before_its_request_came() -> None:
 
 def test_a_sequence_is_of_its_request_and_ends_with_its_block() -> None:
     metrics = LlmMetrics()
-    accounts, context = RequestRecorder(metrics), of_tenant("t")
+    context = of_tenant("t")
 
     def request() -> None:
         with context:
-            with accounts.open_sequence(GenerateRequest(id="1", prompt=""), context) as account:
+            with open_sequence(metrics, GenerateRequest(id="1", prompt=""), context) as account:
                 assert account.arrived == context.arrived_at
                 account.record_submission(prompt=3)
                 account.record_start(cached=0, at=account.opened)
                 account.record_tokens(2, at=account.opened + 1)
                 account.record_finish(FinishReason.STOP)
-            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=1), context):
+            with open_sequence(metrics, GenerateRequest(id="1", prompt="", choice=1), context):
                 raise GeneratorExit
 
     with pytest.raises(GeneratorExit):
         request()
-    accounts.record_request(context)
+    record_request(metrics, context)
     assert [each.end for each in context.sequences] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
     assert ended(metrics) == {RequestEnd(Outcome.CANCELLED): 1}
 
 
 def test_one_answered_request_is_measured_once_however_many_answers() -> None:
     metrics = LlmMetrics()
-    accounts, context = RequestRecorder(metrics), RequestContext("test")
+    context = RequestContext("test")
     with context:
         for choice in range(3):
-            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=choice), context) as account:
+            with open_sequence(metrics, GenerateRequest(id="1", prompt="", choice=choice), context) as account:
                 account.record_submission(prompt=5)
                 account.record_start(cached=0, at=account.opened)
                 account.record_tokens(2, at=account.opened)
                 account.record_finish(FinishReason.LENGTH)
-    accounts.record_request(context)
+    record_request(metrics, context)
     assert ended(metrics) == {RequestEnd(Outcome.LENGTH): 1}
     assert (metrics.prompt_length.sum, metrics.generation_length.sum, sum(metrics.request.counts)) == (5, 6, 1)
     assert metrics.durations.request >= metrics.durations.compute_input
@@ -89,15 +87,3 @@ def test_every_finish_reason_is_an_outcome(reason: FinishReason) -> None:
     account.record_finish(reason)
     assert account.end is not None
     assert account.end.outcome is (Outcome.CANCELLED if reason is FinishReason.ABORT else Outcome(reason.value))
-
-
-def test_totals_outlive_their_core() -> None:
-    lifelong = CumulativeTotals()
-    lifelong.update(CoreTotals(1, 10, 5))
-    lifelong.update(CoreTotals(2, 20, 6))
-    lifelong.start_over()
-    assert lifelong.sums == CoreTotals(2, 20, 6)
-    lifelong.update(CoreTotals(1, 1, 0))
-    lifelong.start_over()
-    lifelong.start_over()
-    assert lifelong.sums == CoreTotals(3, 21, 6)

@@ -14,7 +14,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
-from charonia.engine.core.executors import build_executor
+from charonia.engine.core.process import build_executor
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.rank_messages import (
     AllocateCache,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import EngineConfig, ParallelConfig
-from charonia.engine.core import executors
-from charonia.engine.core.executors import build_executor
+from charonia.engine.core import process
+from charonia.engine.core.process import build_executor
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.rank_connections import ConnectToken
 from charonia.engine.parallel.ray_rank import (
@@ -104,8 +104,8 @@ def test_an_address_tells_its_interface() -> None:
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "charonia.engine.parallel.ray_ranks", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(executors, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
-    monkeypatch.setattr(executors, "check_partition", lambda *arguments: None)
+    monkeypatch.setattr(process, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
+    monkeypatch.setattr(process, "check_partition", lambda *arguments: None)
     with pytest.raises(InvalidArgument, match=r"needs Ray \(ray\): pip install 'charonia\[ray\]'") as raised:
         build_executor(EngineConfig(model="m", parallel=ParallelConfig(backend="ray")))
     assert raised.value.field == "distributed_executor_backend"
@@ -113,8 +113,8 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("executor", "backend"), [("inline", "ray"), ("fake", "ray"), ("ranks", "slurm")])
 def test_backends_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, executor: str, backend: str) -> None:
-    monkeypatch.setattr(executors, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
-    monkeypatch.setattr(executors, "check_partition", lambda *arguments: None)
+    monkeypatch.setattr(process, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
+    monkeypatch.setattr(process, "check_partition", lambda *arguments: None)
     with pytest.raises(InvalidArgument, match=backend) as raised:
         build_executor(EngineConfig(model="m", executor=executor, parallel=ParallelConfig(backend=backend)))
     assert raised.value.field == "distributed_executor_backend"
