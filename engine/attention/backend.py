@@ -57,7 +57,7 @@ class AttentionBackend(Protocol):
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
-        """Whether it can serve heads of these numbers and size, given that all in `supports` fits."""
+        """Whether the backend can serve heads of these numbers and size, given that all in `supports` fits."""
 
     @property
     def block_bytes(self) -> int:
@@ -72,6 +72,10 @@ class AttentionBackend(Protocol):
 
 class TorchBackend:
     """The part that backends in torch have in common: heads of any number and size, and blocks without padding."""
+
+    supports: ClassVar[BackendSupport] = BackendSupport(
+        ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
+    )
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec

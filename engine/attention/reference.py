@@ -15,9 +15,7 @@ from .backend import BackendSupport, CacheSpec, TorchBackend, TorchStepAttention
 class ReferenceAttention(TorchBackend):
     """A cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
 
-    supports: ClassVar[BackendSupport] = BackendSupport(
-        ("cpu", "cuda"), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
-    )
+    supports: ClassVar[BackendSupport] = TorchBackend.supports._replace(devices=("cpu", "cuda"))
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)

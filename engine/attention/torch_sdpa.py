@@ -7,7 +7,7 @@ window only the blocks that some token still sees are gathered.
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ...scheduler.plan import IntArray
 from ..checkpoint.model_spec import LayerAttention
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
-from .backend import BackendSupport, CacheSpec, TorchBackend, TorchStepAttention
+from .backend import CacheSpec, TorchBackend, TorchStepAttention
 
 MAX_PADDING_RATIO = 1.25
 """How much longer than its shortest row a batch of decoding rows may be padded."""
@@ -42,10 +42,6 @@ class TorchSdpaAttention(TorchBackend):
     """Keys and values of each layer, each [blocks, block_size * kv_heads * head_dim], and attention by
     `F.scaled_dot_product_attention`."""
 
-    supports: ClassVar[BackendSupport] = BackendSupport(
-        ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
-    )
-
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
         self._distinct, self._index = spec.distinct_attention, spec.attention_index
@@ -57,10 +53,8 @@ class TorchSdpaAttention(TorchBackend):
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots, spec = batch.slots(), self._spec
         parts = [[*self._decode_parts(batch, each), *self._chunk_parts(batch, each)] for each in self._distinct]
-        token, grouped = (
-            (-1, spec.kv_heads * spec.head_dim),
-            (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim),
-        )
+        token = (-1, spec.kv_heads * spec.head_dim)
+        grouped = (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             for cache, new in zip(self._layers[layer], (k, v), strict=True):
@@ -76,10 +70,9 @@ class TorchSdpaAttention(TorchBackend):
         """Attention of a part's queries, [tokens, kv_heads, group, head_dim] like the result."""
         _, kv_heads, group, head_dim = queries.shape
         rows = 1 if part.chunk else len(queries)
-        gathered = (
-            cache.index_select(0, part.blocks).view(rows, -1, kv_heads, head_dim) for cache in self._layers[layer]
-        )
-        keys, values = (each[:, : part.length].transpose(1, 2) for each in gathered)
+        gathered = (cache.index_select(0, part.blocks) for cache in self._layers[layer])
+        by_row = (each.view(rows, -1, kv_heads, head_dim) for each in gathered)
+        keys, values = (each[:, : part.length].transpose(1, 2) for each in by_row)
         sunk = None if sinks is None else sinks.view(kv_heads, group, 1)
         if not part.chunk:
             return _mix(part, queries, keys, values, sunk)

@@ -47,8 +47,6 @@ SIGNATURES = {
 """The arguments of every exported function, a letter each (p: address, i: int, l: int64, f: float, s: string), and its
 result, where that is not int or nothing."""
 
-Function = Callable[..., Any]
-
 _hidden = False
 """True within `without_library`."""
 
@@ -81,7 +79,7 @@ def struct_fields(*groups: str) -> list[tuple[str, Any]]:
 
 
 @cache
-def bind_function(name: str) -> Function:
+def bind_function(name: str) -> Callable[..., Any]:
     """The exported function `name`. It takes numbers, addresses included (`tensor.data_ptr()`), and checks nothing.
 
     Raises:
@@ -90,7 +88,7 @@ def bind_function(name: str) -> Function:
     library = _open_library()
     if library is None:
         raise RuntimeError("the C extension is not there")
-    function: Function = library[name]
+    function: Callable[..., Any] = library[name]
     arguments, _, result = SIGNATURES[name].partition(">")
     function.argtypes = [_TYPES[letter] for letter in arguments]  # type: ignore[attr-defined]
     function.restype = _TYPES[result or "i"]  # type: ignore[attr-defined]

@@ -124,7 +124,11 @@ class DecoderProgram:
     """A trace with planned memory, and a pool of as many threads as torch has now, the caller's included."""
 
     def __init__(self, trace: OpTrace, io: TraceIO, cos_sin: Sequence[Tensor], head: Head) -> None:
-        """`cos_sin`: by number of a rotary embedding its table, float32 [positions, 2, rotary_dim / 2]."""
+        """`cos_sin`: by number of a rotary embedding its table, float32 [positions, 2, rotary_dim / 2].
+
+        Raises:
+            MemoryError: the machine gives no more threads.
+        """
         self.io, self.head, self._cos_sin, self.offsets = io, head, cos_sin, plan_buffers(trace, io)
         for to, x, delta, out in trace.ops:
             to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in (x, delta, out))
@@ -140,7 +144,12 @@ class DecoderProgram:
         self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._tables.ctypes.data)
         self._submit_step = library.bind_function("charonia_step_submit")
         self._wait = library.bind_function("charonia_pool_wait")
-        self._pool, self.close = start_thread_pool(self)
+        helpers = library.bind_function("charonia_threads")() - 1
+        self._pool: int | None = library.bind_function("charonia_pool_start")(helpers)
+        if self._pool is None:
+            raise MemoryError(f"no {helpers} threads to compute with")
+        self.close = weakref.finalize(self, _stop_threads, self._pool, os.getpid())
+        """Ends the threads when everything begun is computed. Called at the latest when the program is collected."""
         self.memory = aligned_empty(0)
         self._pending: deque[StepRun] = deque()
         self._free_workspaces: list[_StepWorkspace] = []
@@ -197,22 +206,6 @@ class DecoderProgram:
                 self.finish(self._pending[-1])
             self.memory = run.memory = aligned_empty(arguments.memory_bytes * 5 // 4)
         run.workspace.grow(arguments.workspace_bytes * 5 // 4)
-
-
-def start_thread_pool(owner: object) -> tuple[int, Callable[[], object]]:
-    """Start the threads of `thread_pool.c`: with the caller's as many as torch has now.
-
-    Returns the pool's address, and the function that ends its threads when everything begun is computed. It may be
-    called more than once, and is called when `owner` is collected.
-
-    Raises:
-        MemoryError: the machine gives no more threads.
-    """
-    helpers = library.bind_function("charonia_threads")() - 1
-    address: int | None = library.bind_function("charonia_pool_start")(helpers)
-    if address is None:
-        raise MemoryError(f"no {helpers} threads to compute with")
-    return address, weakref.finalize(owner, _stop_threads, address, os.getpid())
 
 
 def _stop_threads(address: int, process: int) -> None:

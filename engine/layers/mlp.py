@@ -3,7 +3,7 @@ of such MLPs as experts (arXiv 1701.06538, 2101.03961)."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,6 @@ from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
 from .linear import ROUTER, OutputShard, RowLinear, build_matmul, column_linear
-
-Gate: TypeAlias = Callable[[Tensor], Tensor]
-"""Gate and up features side by side, [N, 2n] -> activation(gate) * up [N, n]."""
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -59,7 +56,7 @@ class GatedMLP:
         down = f"{spec.name}.{spec.down}"
         self._down = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
         fused = library.supports(loader.dtype, loader.device)
-        self._gate: Gate = FusedGate(spec.activation) if fused else TorchGate(spec.activation)
+        self._gate: FusedGate | TorchGate = FusedGate(spec.activation) if fused else TorchGate(spec.activation)
         self.untraceable = self._down.untraceable
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -71,7 +68,7 @@ class GatedMLP:
 
 
 class TorchGate:
-    """A `Gate` by torch; the reference of `FusedGate`."""
+    """The same as `FusedGate` by torch, and its reference."""
 
     def __init__(self, activation: str) -> None:
         self._activation = ACTIVATION_FUNCTIONS[activation]

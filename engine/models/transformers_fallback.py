@@ -58,10 +58,10 @@ class TransformersDecoder:
         return chain((logits,), (self._logits_again(context, layers_output[0], places) for places in others))
 
     def begin_step(self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None) -> None:
-        """None: transformers computes in the caller's thread alone."""
+        """Returns None: transformers computes in the caller's thread alone."""
 
     def close(self) -> None:
-        """Does nothing: it has no threads of its own."""
+        """Nothing is to be ended: the decoder has no threads of its own."""
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: AttentionHandler, places: Tensor) -> Tensor:
         ids, position_ids = tokens.unsqueeze(0), positions.unsqueeze(0)
@@ -111,11 +111,7 @@ class TransformersBuilder:
         return self.max_position
 
     def build(self, context: BuildContext) -> BuiltDecoder:
-        """Load the model, probe its layers, and verify it over a small cache.
-
-        Raises:
-            CheckpointError: the weights are broken, or the model does not work over our cache; says why.
-        """
+        """Load the model, probe its layers, and verify it over a small cache."""
         try:
             _check_context(context)
             model = _load(self.directory, context)

@@ -126,10 +126,8 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     with _failures_refused("another attention"):
         model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=probe)
     count = int(model.config.num_hidden_layers)
-    if sorted(probe.layers) != list(range(count)):
-        raise CheckpointError(
-            f"of its {count} layers {sorted(probe.layers)} attend; all must, and nothing else is cached"
-        )
+    if (found := sorted(probe.layers)) != list(range(count)):
+        raise CheckpointError(f"of its {count} layers {found} attend; all must, and nothing else is cached")
     layers = [probe.layers[number] for number in range(count)]
     kv_heads, head_dim = max(each.kv_heads for each in layers), max(each.head_dim for each in layers)
     if len({each.heads for each in layers}) > 1 or any(kv_heads % each.kv_heads for each in layers):
@@ -177,9 +175,8 @@ def verify_decoder(model: Any, decoder: Decoder, layers: list[ProbedLayer], dtyp
         expected = right[0][: _FIRST_STEP[0]], right[1], right[0][_FIRST_STEP[0] :]
         worst = max(_relative_error(found, wanted) for found, wanted in zip(parts, expected, strict=True))
     if not worst < _TOLERANCE[dtype]:
-        raise CheckpointError(
-            f"over a cache of keys and values its logits differ from its own by {worst:.1%} of their spread"
-        )
+        differ = f"differ from its own by {worst:.1%} of their spread"
+        raise CheckpointError(f"over a cache of keys and values its logits {differ}")
 
 
 def _logits_of_transformers(model: Any, tokens: Tensor) -> Tensor:
@@ -195,8 +192,7 @@ def _logits_over_cache(
     decoder: Decoder, cache: ReferenceAttention, tokens: Tensor, starts: tuple[int, ...], counts: tuple[int, ...]
 ) -> Tensor:
     """Logits of `tokens`, rows one after the other; row r has blocks 2r and 2r + 1."""
-    rows = len(counts)
-    tables = torch.arange(2 * rows, device=tokens.device).view(rows, 2)
+    tables = torch.arange(2 * len(counts), device=tokens.device).view(-1, 2)
     batch = StepBatch.from_tokens(tokens, starts, counts, tables, _BLOCK_SIZE)
     pieces = torch.split(torch.arange(len(tokens), device=tokens.device), 2)
     logits = decoder.compute_logits(StepContext(batch, cache.begin_step(batch)), pieces)

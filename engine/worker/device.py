@@ -20,9 +20,8 @@ def assign_device(config: EngineConfig, local: int = 0, here: int = 1) -> str:
     if kind != "cuda" or ranks == 1 or not torch.cuda.is_available():
         return config.device if number else kind
     if number:
-        raise InvalidArgument(
-            f"device {config.device!r} is one GPU, and there are {_ranks(config, here)}", field="device"
-        )
+        message = f"device {config.device!r} is one GPU, and there are {_ranks(config, here)}"
+        raise InvalidArgument(message, field="device")
     if (count := torch.cuda.device_count()) < ranks:
         field = "data_parallel_size" if config.data_parallel_size > 1 else "tensor_parallel_size"
         message = f"{_ranks(config, here)} need a GPU each, and this machine has {count}"

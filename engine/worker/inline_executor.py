@@ -29,12 +29,7 @@ class InlineExecutor:
         self._threads_before: int | None = None
 
     def load(self, progress: ProgressCallback) -> Capacity:
-        """Load the weights.
-
-        Raises:
-            CheckpointError: the checkpoint is broken or not supported.
-            InvalidArgument: the configuration does not fit it or the machine.
-        """
+        """See `Executor.load`; raises what `load_rank` does."""
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._config.threads_each())
         config = msgspec.structs.replace(self._config, device=assign_device(self._config))

@@ -62,16 +62,16 @@ class LoadedRank:
     def _machine(self) -> str:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
         threads = torch.get_num_threads()
-        said = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
+        machine = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
         kept = torch.int8 if self.context.quantized else self.context.dtype
         bound = measure_roofline(self.shape, kept) if self.context.shard.is_whole else None
-        return said if bound is None else f"{said}; {bound}"
+        return machine if bound is None else f"{machine}; {bound}"
 
 
 def load_rank(
     config: EngineConfig, shard: Shard = WHOLE_MODEL, progress: Callable[[float], None] = lambda _: None
 ) -> LoadedRank:
-    """Load this rank's share of the model. `progress` is told the fraction of its bytes read so far.
+    """Load this rank's share of the model. `progress` is called with the fraction of its bytes read so far.
 
     Computes on torch's threads as they are set; ranks of a stage must have the same number of them, for each chooses
     tokens by itself.
