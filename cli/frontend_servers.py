@@ -17,8 +17,7 @@ from ..api.prometheus import MetricsApp, MetricsSource, build_registry
 from ..api.triton.clouds import CloudMiddleware
 from ..core.cancellation import wait_for_first
 from ..repository.gateway import InProcessGateway
-from ..telemetry.gpus import Gpus
-from ..telemetry.host_metrics import HostMetrics
+from ..telemetry.host_metrics import Gpus, HostMetrics
 from .options import ServerOptions, is_true
 from .plan import ServePlan
 from .ports import ReservedPorts

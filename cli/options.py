@@ -10,7 +10,7 @@ from cyclopts.validators import Number
 
 from ..api.size_limits import BODY_TIMEOUT, MAX_RAW_BYTES
 from ..engine.options import EngineOptions
-from ..telemetry.log_settings import LogSettings
+from ..telemetry.logging_setup import LogSettings
 
 _BOOLEANS = ("true", "false", "1", "0")
 

@@ -12,7 +12,7 @@ from ..api.http.access import HttpRules, parse_allowed_origins
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..processes.client_shared_memory import SharedMemoryRegistry
-from ..telemetry.log_settings import LogControl
+from ..telemetry.logging_setup import LogControl
 from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_file import check_trace_file

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import MemoryNeed, Model, ModelConfig, ModelSamples
 from ..core.tensor import TensorSpec
-from ..telemetry.gpus import usable_gpus
+from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
     OnProgress,
     TextBackend,

@@ -18,7 +18,7 @@ from ..core.gateway import ModelState
 from ..core.model import Model, RawConfig
 from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
-from ..telemetry.gpus import usable_gpus
+from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import FILLS_GRANTED_MEMORY, OnProgress
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .config_validation import ignored_field_message, ignored_fields

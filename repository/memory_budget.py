@@ -14,7 +14,7 @@ from ..core.errors import Unavailable
 from ..core.metrics import Measurement, Reading
 from ..core.model import MemoryHolder, MemoryNeed
 from ..processes.host import available_memory
-from ..telemetry.gpus import Gpus, usable_gpus
+from ..telemetry.host_metrics import Gpus, usable_gpus
 
 _HOLDERS_SHOWN = 3
 

@@ -1,20 +1,71 @@
-"""The logging of this process: handlers and levels for given settings, and the formats of a line."""
+"""The logging of this process: its settings, handlers and levels, and the formats of a line."""
 
 import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO, TypeAlias
 
 import msgspec
 
-from ..core.errors import InvalidArgument
-from .log_settings import LogControl, LogFormat, LogSettings
+from ..core.errors import InvalidArgument, Unsupported
 from .log_writer import LogWriter
-from .request_log import RequestLogRecord
+from .request_log import RequestLogRecord, request_log_fields, request_log_line
+
+LogFormat: TypeAlias = Literal["default", "ISO8601", "json"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """The settings of Triton's logging extension, by their names there and in their order; clients may change all but
+    `log_file`, "" for stderr. https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_logging.md
+    """
+
+    log_file: str = ""
+    log_info: bool = True
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose_level: int = 0
+    log_format: LogFormat = "default"
+
+
+def parse_log_format(name: str, setting: str = "log_format") -> LogFormat:
+    """The form of that name; Triton says differently over HTTP which `setting` is wrong.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
+    forms: dict[str, LogFormat] = {"default": "default", "ISO8601": "ISO8601", "json": "json"}
+    if name not in forms:
+        raise InvalidArgument(f"invalid argument for {setting}, got: {name}", field="log_format")
+    return forms[name]
+
+
+class LogControl:
+    """The log settings of the server, and the function that applies others."""
+
+    def __init__(
+        self, settings: LogSettings = LogSettings(), apply: Callable[[LogSettings], None] = lambda settings: None
+    ) -> None:
+        self.settings = settings
+        self._apply = apply
+
+    def update(self, settings: LogSettings) -> LogSettings:
+        """Log like this from now on.
+
+        Raises:
+            Unsupported: it names another file.
+        """
+        if settings.log_file != self.settings.log_file:
+            raise Unsupported("log file location can not be updated through network protocol", field="log_file")
+        self._apply(settings)
+        self.settings = settings
+        return settings
+
 
 _STANDARD_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 """Attributes that every log record has, or that a line has under another name; uvicorn repeats its message in
@@ -101,7 +152,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if type(record) is RequestLogRecord:
-            return f"{self._clock(record)} I {record.name}: {record.line()}"
+            return f"{self._clock(record)} I {record.name}: {request_log_line(record.context)}"
         return super().format(record)
 
 
@@ -132,7 +183,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {"time": self._clock(record), "level": record.levelname, "logger": record.name}
         if type(record) is RequestLogRecord:
-            line |= {"message": record.line(), **record.fields()}
+            line |= {"message": request_log_line(record.context), **request_log_fields(record.context)._asdict()}
             return msgspec.json.encode(line).decode()
         line["message"] = record.getMessage()
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}

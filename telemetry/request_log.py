@@ -7,7 +7,7 @@ import time
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..core.request_context import RequestContext, RequestEnd, RequestSummary
+from ..core.request_context import RequestContext, RequestEnd
 
 log = logging.getLogger("charonia.requests")
 
@@ -59,12 +59,12 @@ _NAMES = RequestLogFields._fields
 
 
 _EMPTY_RECORD = vars(logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (), None))
-"""The attributes with which every record begins; finding out the line of code that logs would cost more than the
-rest."""
+"""The attributes of every record; finding out the line of code that logs would cost more than the rest."""
 
 
 class RequestLogRecord(logging.LogRecord):
-    """The log record of a request. Its text and fields are made only when a handler asks for them."""
+    """The log record of a request. Our formatters read its `context` alone; its other attributes are made when another
+    handler asks for one of them: making them takes longer than writing the line."""
 
     name = log.name
     levelno = logging.INFO
@@ -72,39 +72,15 @@ class RequestLogRecord(logging.LogRecord):
 
     def __init__(self, context: RequestContext) -> None:
         self.created = time.time()
-        self._context = context
-        self._filled = False
-
-    def line(self) -> str:
-        """The text of the record, made without its fields."""
-        return request_log_line(self._context)
-
-    def fields(self) -> dict[str, object]:
-        """The fields of the record by their names."""
-        return request_log_fields(self._context)._asdict()
-
-    def getMessage(self) -> str:
-        self._fill()
-        return super().getMessage()
+        self.context = context
 
     def __getattr__(self, name: str) -> object:
-        if not self._fill():
+        attributes = self.__dict__
+        if "args" in attributes or "context" not in attributes:  # there is none of that name, or this is an empty copy
             raise AttributeError(name)
+        fields = request_log_fields(self.context)
+        attributes |= {**_EMPTY_RECORD, "created": self.created, "args": (fields,), **fields._asdict()}
         return getattr(self, name)
-
-    def _fill(self) -> bool:
-        """Make all attributes; False where that was done before."""
-        if self.__dict__.get("_filled", True):
-            return False
-        record = request_log_fields(self._context)
-        self.__dict__ |= {
-            **_EMPTY_RECORD,
-            "created": self.created,
-            "args": (record,),
-            **record._asdict(),
-            "_filled": True,
-        }
-        return True
 
 
 def log_request(context: RequestContext) -> None:
@@ -131,9 +107,9 @@ def request_log_fields(context: RequestContext) -> RequestLogFields:
         prompt_tokens=summary.prompt,
         cached_tokens=summary.cached,
         generated_tokens=summary.generated,
-        queue_ms=_queue_ms(summary),
-        ttft_ms=None if summary.first is None else _milliseconds(summary.first - context.arrived_at),
-        e2e_ms=_milliseconds(context.ended_at - context.arrived_at),
+        queue_ms=_milliseconds(summary.submitted, summary.begun),
+        ttft_ms=_milliseconds(context.arrived_at, summary.first),
+        e2e_ms=round(1e3 * (context.ended_at - context.arrived_at), 3),
     )
 
 
@@ -143,7 +119,7 @@ def request_log_line(context: RequestContext) -> str:
         return str(request_log_fields(context))
     model, version = context.model[:_MAX_NAME_LENGTH], context.version[:_MAX_NAME_LENGTH]
     common = _common_part(context.endpoint, model, version, context.tenant, context.end)
-    whole = f"{common}{_milliseconds(context.ended_at - context.arrived_at)}"
+    whole = f"{common}{round(1e3 * (context.ended_at - context.arrived_at), 3)}"
     if context.trace_id:
         whole = f"trace_id={context.trace_id} {whole}"
     if other := _x_request_id(context):
@@ -164,21 +140,12 @@ def _common_part(door: str, model: str, version: str, tenant: str, end: RequestE
 
 def _finish_reason(context: RequestContext) -> str | None:
     """The finish reasons of all sequences, each once."""
-    if len(context.sequences) == 1:
-        only = context.sequences[0].finish_reason
-        return None if only is None else only.value
     reasons = {part.finish_reason.value for part in context.sequences if part.finish_reason is not None}
     return ",".join(sorted(reasons)) or None
 
 
-def _queue_ms(summary: RequestSummary) -> float | None:
-    if summary.begun is None or summary.submitted is None:
-        return None
-    return _milliseconds(summary.begun - summary.submitted)
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
+def _milliseconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(1e3 * (end - start), 3)
 
 
 @lru_cache(_CACHE_SIZE)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from ..core.gateway import Gateway
 from ..processes.client_shared_memory import SharedMemoryRegistry
-from .log_settings import LogControl
+from .logging_setup import LogControl
 from .trace_settings import TraceControl
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ...core.errors import InvalidArgument, ServerExiting, Unsupported
-from ...telemetry.log_settings import parse_log_format
+from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ...telemetry.trace_settings import TraceSettingsChange
 from ..metadata import model_metadata, model_stats_json

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ...core.errors import InvalidArgument, Unavailable, Unsupported
 from ...core.gateway import RepositoryIndexEntry
 from ...core.statistics import ModelStatistics
-from ...telemetry.log_settings import parse_log_format
+from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ...telemetry.trace_settings import TraceSettingsChange
 from ..chunked_json import read_whole_json_object

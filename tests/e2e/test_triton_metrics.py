@@ -7,7 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.telemetry.gpus import usable_gpus
+from charonia.telemetry.host_metrics import usable_gpus
 
 from .models import write_config
 from .serving import Server, serving

@@ -1,4 +1,4 @@
-"""What GPUs say by NVML: from a module that stands in for its bindings."""
+"""GPUs by NVML, from a module that stands in for its bindings."""
 
 import sys
 from importlib import import_module
@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from charonia.telemetry.gpus import Gpus, usable_gpus
+from charonia.telemetry.host_metrics import Gpus, usable_gpus
 
 
 class NVMLError(Exception):

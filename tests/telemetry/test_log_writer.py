@@ -18,7 +18,7 @@ from charonia.telemetry.request_log import RequestLogRecord
 UNREAD = """
 import logging, signal
 signal.alarm(60)
-from charonia.telemetry.log_settings import LogSettings
+from charonia.telemetry.logging_setup import LogSettings
 from charonia.telemetry.logging_setup import configured_logging
 
 log = logging.getLogger("charonia.test")

@@ -12,8 +12,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.request_context import RequestContext
-from charonia.telemetry.log_settings import LogSettings
-from charonia.telemetry.logging_setup import configured_logging
+from charonia.telemetry.logging_setup import LogSettings, configured_logging
 from charonia.telemetry.request_log import log_request
 
 log = logging.getLogger("charonia.test")

@@ -1,6 +1,7 @@
 """The record that ends a request: its fields, and that no client can forge another."""
 
 import logging
+from copy import copy
 
 import pytest
 
@@ -16,11 +17,11 @@ from charonia.telemetry.request_log import (
 
 
 def refused(model: str) -> RequestContext:
-    exchange = RequestContext("chat")
-    exchange.tenant, exchange.model = "alice", model
-    exchange.fail(NotFound("no"))
-    exchange.close()
-    return exchange
+    context = RequestContext("chat")
+    context.tenant, context.model = "alice", model
+    context.fail(NotFound("no"))
+    context.close()
+    return context
 
 
 def test_a_refusal_has_a_record_without_times(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,28 +73,30 @@ def test_a_long_name_is_cut() -> None:
     ],
 )
 def test_remembered_words_are_those_of_the_record(said: dict[str, object]) -> None:
-    exchange = RequestContext("infer")
-    exchange.finish()
-    exchange.close()
-    exchange.arrived_at, exchange.ended_at = 0.0, 1.2345678
+    context = RequestContext("infer")
+    context.finish()
+    context.close()
+    context.arrived_at, context.ended_at = 0.0, 1.2345678
     for name, value in said.items():
-        setattr(exchange, name, value)
+        setattr(context, name, value)
     for _ in range(2):
-        assert request_log_line(exchange) == str(request_log_fields(exchange))
+        assert request_log_line(context) == str(request_log_fields(context))
 
 
 def test_a_clients_own_id_is_told_unless_ours_has_it() -> None:
-    exchange = refused("m")
-    exchange.id, exchange.client_id = "cmpl-ab", "ab"
-    assert "x_request_id" not in str(request_log_fields(exchange))
-    exchange.id = "7"
-    assert str(request_log_fields(exchange)).startswith("request_id=7 x_request_id=ab ")
+    context = refused("m")
+    context.id, context.client_id = "cmpl-ab", "ab"
+    assert "x_request_id" not in str(request_log_fields(context))
+    context.id = "7"
+    assert str(request_log_fields(context)).startswith("request_id=7 x_request_id=ab ")
 
 
-def test_an_entry_has_the_fields_of_its_record() -> None:
-    exchange = refused("nope")
-    entry = RequestLogRecord(exchange)
-    assert entry.fields() == request_log_fields(exchange)._asdict()
-    assert entry.line() == entry.getMessage() == str(request_log_fields(exchange))
+def test_a_record_has_all_attributes_for_handlers_that_ask() -> None:
+    context = refused("nope")
+    record = RequestLogRecord(context)
+    assert copy(record).getMessage() == request_log_line(context) == str(request_log_fields(context))
+    assert record.args == (request_log_fields(context),)
+    assert request_log_fields(context)._asdict().items() <= vars(record).items()
+    assert vars(logging.makeLogRecord({})).keys() <= vars(record).keys()
     with pytest.raises(AttributeError):
-        _ = entry.nonsense
+        _ = record.nonsense

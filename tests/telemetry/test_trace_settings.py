@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported
-from charonia.telemetry.log_settings import LogControl, LogSettings, parse_log_format
+from charonia.telemetry.logging_setup import LogControl, LogSettings, parse_log_format
 from charonia.telemetry.trace_settings import TraceControl, TraceSettings, TraceSettingsChange
 
 FILE = TraceSettings(trace_file="t.json")

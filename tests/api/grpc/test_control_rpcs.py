@@ -20,7 +20,7 @@ from charonia.core.statistics import (
     VersionStatistics,
 )
 from charonia.processes.client_shared_memory import SharedMemoryRegistry
-from charonia.telemetry.log_settings import LogControl, LogSettings
+from charonia.telemetry.logging_setup import LogControl, LogSettings
 from charonia.telemetry.shared_state import SharedState
 from charonia.telemetry.trace_settings import TraceControl, TraceSettings
 
