@@ -34,15 +34,15 @@ class LogSettings:
 
 
 def parse_log_format(name: str, setting: str = "log_format") -> LogFormat:
-    """The form of that name; Triton says differently over HTTP which `setting` is wrong.
+    """The format of that name. `setting`: its name in the error, which Triton gives it over HTTP.
 
     Raises:
-        InvalidArgument: there is none.
+        InvalidArgument: there is no such format.
     """
-    forms: dict[str, LogFormat] = {"default": "default", "ISO8601": "ISO8601", "json": "json"}
-    if name not in forms:
+    formats: dict[str, LogFormat] = {"default": "default", "ISO8601": "ISO8601", "json": "json"}
+    if name not in formats:
         raise InvalidArgument(f"invalid argument for {setting}, got: {name}", field="log_format")
-    return forms[name]
+    return formats[name]
 
 
 class LogControl:
@@ -77,29 +77,25 @@ _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
 
 @contextmanager
 def configured_logging(settings: LogSettings) -> Iterator[LogControl]:
-    """Set logging up for the block, to stderr or a file, and let it be changed there; what still stands in line is
-    written at its end, if somebody reads it. A program that has set logging up itself keeps its handlers.
+    """Set logging up for the block, to stderr or a file, and let it be changed there; lines that wait are written at
+    its end, if they are read. A program that has set logging up itself keeps its handlers.
 
     Raises:
         InvalidArgument: the file cannot be written.
     """
     with _open_log(settings.log_file) as stream:
-        lines = LogWriter(stream, file=settings.log_file)
-        logging.basicConfig(level=logging.WARNING, handlers=[lines])
+        writer = LogWriter(stream, file=settings.log_file)
+        logging.basicConfig(level=logging.WARNING, handlers=[writer])
         apply_log_settings(settings)
         try:
             yield LogControl(settings, apply_log_settings)
         finally:
-            _replace_by_stderr(lines)
-
-
-def _replace_by_stderr(lines: LogWriter) -> None:
-    """Let stderr have the records that come after the writer's end, unless writing there would wait for ever."""
-    after: logging.Handler = logging.StreamHandler(sys.stderr) if lines.stop() else logging.NullHandler()
-    after.setFormatter(lines.formatter)
-    after.filters = lines.filters
-    root = logging.getLogger()
-    root.handlers = [after if handler is lines else handler for handler in root.handlers]
+            # Records that come later go to stderr, unless writing there would wait for ever.
+            after: logging.Handler = logging.StreamHandler(sys.stderr) if writer.stop() else logging.NullHandler()
+            after.setFormatter(writer.formatter)
+            after.filters = writer.filters
+            root = logging.getLogger()
+            root.handlers = [after if handler is writer else handler for handler in root.handlers]
 
 
 def _open_log(file: str) -> AbstractContextManager[TextIO]:
@@ -112,39 +108,39 @@ def _open_log(file: str) -> AbstractContextManager[TextIO]:
 
 
 def apply_log_settings(settings: LogSettings) -> None:
-    """Make the handlers and loggers of this process do so."""
+    """Apply `settings` to the handlers and loggers of this process."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(log_formatter(settings.log_format))
-        handler.filters = [_LevelFilter(settings)]
+        handler.filters = [_level_filter(settings)]
     verbose = settings.log_verbose_level > 0
     logging.getLogger("charonia").setLevel(logging.DEBUG if verbose else logging.INFO)
-    # Nobody would see them: then they are not even made.
+    # Records of requests that no handler lets pass are not even made.
     logging.getLogger("charonia.requests").setLevel(logging.NOTSET if settings.log_info else logging.WARNING)
-    # It tells of every connection and of its own start and stop, which are told elsewhere.
+    # It logs every connection, and its own start and stop, which are logged elsewhere.
     logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
-def log_formatter(form: LogFormat) -> logging.Formatter:
-    return JsonFormatter() if form == "json" else LineFormatter(_LINE, _TIMES[form])
+def log_formatter(name: LogFormat) -> logging.Formatter:
+    return JsonFormatter() if name == "json" else LineFormatter(_LINE, _TIMES[name])
 
 
 class _CachedTime:
-    """Times of records in the form of `time.strftime`, which change once a second."""
+    """The time of a record in a format of `time.strftime`, made once a second."""
 
-    def __init__(self, form: str) -> None:
-        self._form = form
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
         self._last = (-1, "")
 
     def __call__(self, record: logging.LogRecord) -> str:
         second, text = self._last
         if int(record.created) != second:
-            second, text = int(record.created), time.strftime(self._form, time.localtime(record.created))
+            second, text = int(record.created), time.strftime(self._pattern, time.localtime(record.created))
             self._last = (second, text)
         return text
 
 
 class LineFormatter(logging.Formatter):
-    """The standard formatter, but quick with the records that end requests."""
+    """The standard formatter, but fast for the records of requests."""
 
     def __init__(self, line: str, times: str) -> None:
         super().__init__(line, times)
@@ -156,21 +152,15 @@ class LineFormatter(logging.Formatter):
         return super().format(record)
 
 
-class _LevelFilter(logging.Filter):
-    """Lets pass the levels that the settings want to see."""
-
-    def __init__(self, settings: LogSettings) -> None:
-        super().__init__()
-        levels = {
-            logging.INFO: settings.log_info,
-            logging.WARNING: settings.log_warning,
-            logging.ERROR: settings.log_error,
-            logging.CRITICAL: settings.log_error,
-        }
-        self._unwanted = frozenset(level for level, wanted in levels.items() if not wanted)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno not in self._unwanted
+def _level_filter(settings: LogSettings) -> Callable[[logging.LogRecord], bool]:
+    """Passes the records whose levels are on."""
+    levels = {
+        logging.INFO: settings.log_info,
+        logging.WARNING: settings.log_warning,
+        logging.ERROR: settings.log_error,
+        logging.CRITICAL: settings.log_error,
+    }
+    return lambda record: levels.get(record.levelno, True)
 
 
 class JsonFormatter(logging.Formatter):

@@ -8,7 +8,7 @@ from typing import Self
 from ..core.metrics import Measurement, Reading
 
 _PROBE_INTERVAL = 0.25
-"""Seconds between two looks at the loop."""
+"""Seconds between two probes."""
 
 _WINDOW = 10.0
 """A delay is remembered for at least as many seconds, and at most twice as many."""
@@ -22,11 +22,11 @@ class LoopLag:
         self._clock = clock
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._window = clock()
+        self._window_began = clock()
         self._longest = self._longest_before = 0.0
 
     def __enter__(self) -> Self:
-        self._look()
+        self._start_timer()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,9 +34,9 @@ class LoopLag:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _start_timer(self) -> None:
         self._due = self._clock() + _PROBE_INTERVAL
-        self._timer = asyncio.get_running_loop().call_later(_PROBE_INTERVAL, self._turn)
+        self._timer = asyncio.get_running_loop().call_later(_PROBE_INTERVAL, self._on_timer)
 
     @property
     def seconds(self) -> float:
@@ -50,13 +50,13 @@ class LoopLag:
     def measure(self) -> Iterator[Measurement]:
         yield Measurement({}, [Reading("charonia_event_loop_lag_seconds", self.seconds)])
 
-    def _turn(self) -> None:
+    def _on_timer(self) -> None:
         now = self._clock()
-        if now - self._window > _WINDOW:
-            self._window = now
+        if now - self._window_began > _WINDOW:
+            self._window_began = now
             self._longest, self._longest_before = 0.0, self._longest
         self._longest = max(self._longest, self._late())
-        self._look()
+        self._start_timer()
 
     def _late(self) -> float:
         return 0.0 if self._due is None else max(0.0, self._clock() - self._due)

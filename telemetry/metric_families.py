@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..core.errors import InvalidArgument
-from ..core.metrics import Histogram, Labels, QuantileSummary, Reading
+from ..core.metrics import Histogram, QuantileSummary, Reading
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 
@@ -144,35 +144,28 @@ VLLM_FAMILIES = (
 )
 
 _VLLM_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""Our outcomes in vLLM's words; it does not count the others."""
+"""Our outcomes -> vLLM's `finished_reason`; it does not count the others."""
 
 
 def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
     """The series that vLLM exports too, under its names: summed over the labels that it does not have."""
     sums: dict[tuple[str, str], float] = {}
-    for reading in readings:
-        if isinstance(reading.value, QuantileSummary):
+    for family, value, labels in readings:
+        if isinstance(value, QuantileSummary):
             continue
-        if isinstance(reading.value, Histogram):
-            yield from _renamed_histograms(reading.family, reading.value)
-        elif reading.family in _VLLM_NAMES and (finished := _vllm_finished_reason(reading.labels)) is not None:
-            key = _VLLM_NAMES[reading.family], finished
-            sums[key] = sums.get(key, 0) + reading.value
+        if isinstance(value, Histogram):
+            if family.startswith("vllm:"):
+                yield Reading(family, value)
+            for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES):
+                if family in names:
+                    yield Reading(names[family], value)
+            continue
+        finished = _VLLM_FINISHED_REASONS.get(labels["outcome"]) if "outcome" in labels else ""
+        if family in _VLLM_NAMES and finished is not None:
+            key = _VLLM_NAMES[family], finished
+            sums[key] = sums.get(key, 0) + value
     for (name, finished), value in sums.items():
         yield Reading(name, value, {"finished_reason": finished})
-
-
-def _renamed_histograms(family: str, value: Histogram) -> Iterator[Reading]:
-    if family.startswith("vllm:"):
-        yield Reading(family, value)
-    for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES):
-        if family in names:
-            yield Reading(names[family], value)
-
-
-def _vllm_finished_reason(labels: Labels) -> str | None:
-    """The `finished_reason`, empty for what has none; None for what vLLM does not count."""
-    return _VLLM_FINISHED_REASONS.get(labels["outcome"]) if "outcome" in labels else ""
 
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -181,7 +174,8 @@ _QUANTILE = re.compile(r"(?:0(?:\.\d+)?|1(?:\.0+)?):(?:0(?:\.\d+)?|1(?:\.0+)?)")
 
 
 class MetricsConfig(NamedTuple):
-    """`quantiles` of summaries. Triton's allowed errors are read and not needed: all are right to a hundredth."""
+    """The kinds of latency metrics that are shown, and the `quantiles` of summaries. Triton's allowed errors are read
+    and not needed: all are right to a hundredth."""
 
     counters: bool = True
     summaries: bool = False
@@ -190,7 +184,6 @@ class MetricsConfig(NamedTuple):
 
     @property
     def hidden(self) -> frozenset[str]:
-        """Families that are not shown."""
         shown = (
             (self.counters, DURATION_FAMILIES),
             (self.summaries, SUMMARY_FAMILIES),
@@ -212,15 +205,12 @@ def parse_metrics_config(words: Iterable[str]) -> MetricsConfig:
             switched: dict[str, Any] = {_SWITCHES[name]: _BOOLEANS[value.lower()]}
             config = config._replace(**switched)
         elif name == "summary_quantiles":
-            config = config._replace(quantiles=_quantiles(word, value))
+            pairs = value.strip('"').split(",")
+            if not all(_QUANTILE.fullmatch(pair) for pair in pairs):
+                message = f"--metrics-config {word}: expected <quantile>:<error>, each from 0 to 1, and commas"
+                raise InvalidArgument(message)
+            config = config._replace(quantiles=tuple(float(pair.partition(":")[0]) for pair in pairs))
         else:
             known = ", ".join((*(f"{switch}=true|false" for switch in _SWITCHES), "summary_quantiles=0.5:0.05,..."))
             raise InvalidArgument(f"--metrics-config {word}: expected one of {known}")
     return config
-
-
-def _quantiles(word: str, value: str) -> tuple[float, ...]:
-    pairs = value.strip('"').split(",")
-    if not all(_QUANTILE.fullmatch(pair) for pair in pairs):
-        raise InvalidArgument(f"--metrics-config {word}: expected <quantile>:<error>, each from 0 to 1, and commas")
-    return tuple(float(pair.partition(":")[0]) for pair in pairs)

@@ -15,14 +15,14 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from ..core.request_context import Headers, RequestContext
+from ..core.request_context import RequestContext
 from .spans import phase_spans, request_span
 from .trace_settings import SpanSettings
 
 log = logging.getLogger(__name__)
 
 _CONTEXT_HEADERS = ("traceparent", "tracestate")
-"""W3C Trace Context: what a client sends to have its trace go on here."""
+"""W3C Trace Context: a client that sends these has its trace go on here."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -31,32 +31,36 @@ _FLUSH_SECONDS = 3.0
 
 
 class OtlpTracer:
-    """Shown a context that ended, makes its spans; a batch of them leaves now and then, in another thread. Where
-    nothing is told of them, OpenTelemetry's own variables say how."""
+    """Called with a context that ended, makes its spans; a batch of them leaves now and then, in another thread.
+    Without `settings` OpenTelemetry's own variables say how."""
 
-    def __init__(self, endpoint: str, version: str, told: SpanSettings | None = None) -> None:
+    def __init__(self, endpoint: str, version: str, settings: SpanSettings | None = None) -> None:
         self._exporter = _OutageReportingExporter(OTLPSpanExporter(endpoint), endpoint)
-        self._provider = (
-            _provider_from_environment(self._exporter)
-            if told is None
-            else _provider_from_settings(told, self._exporter)
-        )
+        if settings is None:
+            resource, processor = _resource_from_environment(), BatchSpanProcessor(self._exporter)
+        else:
+            resource = Resource.create(dict(settings.resource))
+            queue_size, delay = settings.bsp_max_queue_size, float(settings.bsp_schedule_delay)
+            processor = BatchSpanProcessor(self._exporter, queue_size, delay, settings.batch_size)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("charonia", version)
         self._failed = False
 
     def __call__(self, context: RequestContext) -> None:
         """Make its spans, and name its trace to the context. Never raises: no request suffers from its trace."""
         try:
-            self._show(context)
+            self._make_spans(context)
         except Exception:
             if not self._failed:
                 log.exception("a request could not be traced; further failures are not told")
             self._failed = True
 
-    def _show(self, context: RequestContext) -> None:
+    def _make_spans(self, context: RequestContext) -> None:
         clock = time.time() - time.monotonic()
         whole = request_span(context)
-        parent = _PROPAGATOR.extract(_trace_context(context.headers))
+        headers = ((_text(name), value) for name, value in context.headers)
+        parent = _PROPAGATOR.extract({name: _text(value) for name, value in headers if name in _CONTEXT_HEADERS})
         span = self._tracer.start_span(
             whole.name, parent, SpanKind.SERVER, whole.attributes, start_time=_nanoseconds(whole.start + clock)
         )
@@ -80,21 +84,12 @@ class OtlpTracer:
             self._exporter.shutdown()
 
 
-def _provider_from_environment(exporter: SpanExporter) -> TracerProvider:
+def _resource_from_environment() -> Resource:
     resource = Resource.create()
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word; without them the library makes a name up.
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "charonia"}))
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return provider
-
-
-def _provider_from_settings(told: SpanSettings, exporter: SpanExporter) -> TracerProvider:
-    provider = TracerProvider(resource=Resource.create(dict(told.resource)), shutdown_on_exit=False)
-    delay = float(told.bsp_schedule_delay)
-    provider.add_span_processor(BatchSpanProcessor(exporter, told.bsp_max_queue_size, delay, told.batch_size))
-    return provider
+    return resource
 
 
 class _OutageReportingExporter(SpanExporter):
@@ -120,11 +115,6 @@ class _OutageReportingExporter(SpanExporter):
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return self._exporter.force_flush(timeout_millis)
-
-
-def _trace_context(headers: Headers) -> dict[str, str]:
-    pairs = ((_text(name), value) for name, value in headers)
-    return {name: _text(value) for name, value in pairs if name in _CONTEXT_HEADERS}
 
 
 def _text(value: str | bytes) -> str:

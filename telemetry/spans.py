@@ -1,13 +1,14 @@
-"""What a trace shows of a request: spans made from the times and counts that its context kept.
+"""The spans of a request, made from the times and counts of its context. Knows nothing of how spans travel.
 
-Knows nothing of how spans travel. Names: OpenTelemetry's semantic conventions for generative AI, and vLLM's where those
+Names: OpenTelemetry's semantic conventions for generative AI, and vLLM's where those
 have none (https://opentelemetry.io/docs/specs/semconv/gen-ai/). Holds no text of prompts and answers.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from ..core.request_context import Outcome, RequestContext, RequestSummary, SequenceRecord
+from ..core.request_context import Outcome, RequestContext, SequenceRecord
 
 Value: TypeAlias = str | bool | int | float | tuple[str, ...]
 Attributes: TypeAlias = Mapping[str, Value]
@@ -29,7 +30,7 @@ _SAMPLING = {
 
 
 class Span(NamedTuple):
-    """Times are of `time.monotonic`. `broken`: its end is an error of the server."""
+    """Times are of `time.monotonic`. `is_error`: its end is an error of the server."""
 
     name: str
     start: float
@@ -41,63 +42,44 @@ class Span(NamedTuple):
 def request_span(context: RequestContext) -> Span:
     """The span of a closed context: from its arrival to its end."""
     assert context.end is not None
+    outcome, reason = context.end
     operation = _OPERATIONS.get(context.endpoint, _DEFAULT_OPERATION)
-    attributes = dict(_request_attributes(context, operation))
+    names = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "charonia",
+        "charonia.door": context.endpoint,
+        "gen_ai.request.model": context.model,
+        "gen_ai.request.id": context.id,
+        "gen_ai.response.id": context.id,
+        "charonia.tenant": context.tenant,
+        "charonia.model.version": context.version,
+        "charonia.outcome": outcome.value,
+    }
+    attributes: dict[str, Value] = {key: name for key, name in names.items() if name}
+    if outcome in _SERVER_ERRORS or outcome is Outcome.REJECTED:
+        attributes["error.type"] = reason or outcome.value
+    if context.sequences:
+        attributes.update(_sampling_attributes(context.sequences))
+        attributes.update(_usage_attributes(context))
+        attributes.update(_latency_attributes(context))
     name = f"{operation} {context.model}".rstrip()
-    return Span(name, context.arrived_at, context.ended_at, attributes, context.end.outcome in _SERVER_ERRORS)
+    return Span(name, context.arrived_at, context.ended_at, attributes, outcome in _SERVER_ERRORS)
 
 
 def phase_spans(context: RequestContext) -> Iterator[Span]:
-    """The phases of each sequence of a request; a phase that was cut off lasts to the request's end."""
+    """The phases of each sequence of a request that were begun; one that was cut off lasts to the request's end."""
     several = len(context.sequences) > 1
-    for index, part in enumerate(context.sequences):
+    for index, sequence in enumerate(context.sequences):
         attributes: Attributes = {"charonia.choice": index} if several else {}
-        for name, start, end in _phases(part):
+        names = ("tokenize", "queue", "prefill", "decode")
+        times = (sequence.opened, sequence.submitted, sequence.begun, sequence.first, sequence.last)
+        for name, (start, end) in zip(names, pairwise(times), strict=True):
             if start is not None:
                 yield Span(name, start, context.ended_at if end is None else end, attributes)
 
 
-def _phases(part: SequenceRecord) -> Iterator[tuple[str, float | None, float | None]]:
-    """Name, begin and end of each; None: that never came."""
-    yield "tokenize", part.opened, part.submitted
-    yield "queue", part.submitted, part.begun
-    yield "prefill", part.begun, part.first
-    yield "decode", part.first, part.last
-
-
-def _request_attributes(context: RequestContext, operation: str) -> Iterator[tuple[str, Value]]:
-    yield "gen_ai.operation.name", operation
-    yield "gen_ai.provider.name", "charonia"
-    yield "charonia.door", context.endpoint
-    yield from _nonempty(
-        {
-            "gen_ai.request.model": context.model,
-            "gen_ai.request.id": context.id,
-            "gen_ai.response.id": context.id,
-            "charonia.tenant": context.tenant,
-            "charonia.model.version": context.version,
-        }
-    )
-    yield from _outcome_attributes(context)
-    if context.sequences:
-        yield from _sampling_attributes(context.sequences)
-        yield from _usage_attributes(context)
-
-
-def _nonempty(names: Mapping[str, str]) -> Iterator[tuple[str, Value]]:
-    yield from ((key, name) for key, name in names.items() if name)
-
-
-def _outcome_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
-    assert context.end is not None
-    outcome, reason = context.end
-    yield "charonia.outcome", outcome.value
-    if outcome in _SERVER_ERRORS or outcome is Outcome.REJECTED:
-        yield "error.type", reason or outcome.value
-
-
-def _sampling_attributes(parts: list[SequenceRecord]) -> Iterator[tuple[str, Value]]:
-    sampling = parts[0].sampling
+def _sampling_attributes(sequences: list[SequenceRecord]) -> Iterator[tuple[str, Value]]:
+    sampling = sequences[0].sampling
     for field, name in _SAMPLING.items():
         value = getattr(sampling, field)
         if value is not None:
@@ -105,7 +87,7 @@ def _sampling_attributes(parts: list[SequenceRecord]) -> Iterator[tuple[str, Val
             yield name, value if abs(value) < 2**63 else float(value)
     if sampling.stop:
         yield "gen_ai.request.stop_sequences", sampling.stop
-    choices = 1 + max(part.choice for part in parts)
+    choices = 1 + max(sequence.choice for sequence in sequences)
     yield "gen_ai.request.n", choices
     if choices > 1:
         yield "gen_ai.request.choice.count", choices
@@ -119,16 +101,15 @@ def _usage_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
         yield "gen_ai.usage.input_tokens", summary.prompt
     if summary.cached is not None:
         yield "gen_ai.usage.cache_read.input_tokens", summary.cached
-    reasons = tuple(part.finish_reason.value for part in context.sequences if part.finish_reason is not None)
+    reasons = tuple(each.finish_reason.value for each in context.sequences if each.finish_reason is not None)
     if reasons:
         yield "gen_ai.response.model", context.model
         yield "gen_ai.response.finish_reasons", reasons
-    yield from _latency_attributes(context, summary)
 
 
-def _latency_attributes(context: RequestContext, summary: RequestSummary) -> Iterator[tuple[str, Value]]:
+def _latency_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
     """Seconds; those of phases that were never over are left out."""
-    submitted, begun, first, last = summary[-4:]
+    submitted, begun, first, last = context.summary[-4:]
     periods = {
         "time_in_queue": (submitted, begun),
         "time_to_first_token": (context.arrived_at, first),

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from ..core.errors import InvalidArgument
-from ..core.request_context import ExecutionTimes, RequestContext, RequestSummary
+from ..core.request_context import RequestContext
 from ..processes.stderr import FileOutage
 from .request_trace import RequestTrace, request_trace
 from .trace_settings import TIMESTAMPS, TraceControl, TraceSettings
@@ -25,29 +25,31 @@ _CLOSE_SECONDS = 1.0
 
 
 def check_trace_file(settings: TraceSettings) -> None:
-    """That traces can be written where they are to go. Makes no file, opens none.
+    """Check that traces can be written where they are to go. Makes no file, opens none.
 
     Raises:
         InvalidArgument: they cannot; the message names the flag.
     """
-    if settings.trace_file and (wrong := _why_not_writable(_path_of(settings, 0))):
-        raise InvalidArgument(f"--trace-config file={settings.trace_file}: {wrong}")
+    if not settings.trace_file:
+        return
+    file = _path_of(settings, 0)
+    if not os.path.isdir(file.parent):
+        wrong = f"there is no directory '{file.parent}'"
+    elif os.path.isdir(file):
+        wrong = "it is a directory"
+    elif not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
+        wrong = "it may not be written"
+    else:
+        return
+    raise InvalidArgument(f"--trace-config file={settings.trace_file}: {wrong}")
 
 
 def _path_of(settings: TraceSettings, number: int) -> Path:
     return Path(settings.trace_file + (f".{number}" if settings.numbers_files else ""))
 
 
-def _why_not_writable(file: Path) -> str:
-    if not os.path.isdir(file.parent):
-        return f"there is no directory '{file.parent}'"
-    if os.path.isdir(file):
-        return "it is a directory"
-    return "" if os.access(file if os.path.exists(file) else file.parent, os.W_OK) else "it may not be written"
-
-
 class TraceFileWriter:
-    """Shown every context when it ended; writes those that `traces` picks. `close` makes the last file whole."""
+    """Called with every context when it ended; writes those that `traces` samples. `close` completes the last file."""
 
     def __init__(self, traces: TraceControl) -> None:
         self._traces = traces
@@ -72,10 +74,10 @@ class TraceFileWriter:
 
     def close(self) -> None:
         """End the array of the file that is open; say what was lost."""
-        self._finish()
+        self._finish_file()
         self._outage.report_recovery(self._lost, _CLOSE_SECONDS)
 
-    def _finish(self) -> None:
+    def _finish_file(self) -> None:
         if self._file is None:
             return
         self._flush()
@@ -86,17 +88,19 @@ class TraceFileWriter:
     def _write(self, trace: RequestTrace, context: RequestContext) -> None:
         settings = trace.settings
         if self._numbered is not settings.numbers_files:
-            self._finish()
+            self._finish_file()
         if self._file is None:
             self._open(settings)
         assert self._file is not None
-        said = [json.dumps(each, separators=(",", ":")).encode() for each in _trace_objects(self._id, trace, context)]
+        objects = [
+            json.dumps(each, separators=(",", ":")).encode() for each in _trace_objects(self._id, trace, context)
+        ]
         _check_not_removed(self._file)
-        self._file.write((b"," if self._held else b"[") + b",".join(said))
+        self._file.write((b"," if self._held else b"[") + b",".join(objects))
         self._held += 1
         over = not self._traces.settings(context.model).trace_count
         if 0 < settings.log_frequency <= self._held or (over and not self._traces.open_traces):
-            self._finish()
+            self._finish_file()
         elif over:
             self._flush()
 
@@ -148,8 +152,8 @@ def _check_not_removed(file: IO[bytes]) -> None:
 
 
 def _trace_objects(number: int, trace: RequestTrace, context: RequestContext) -> Iterator[dict[str, object]]:
-    asked = {"id": number, "model_name": context.model, "model_version": int(context.version or 0)}
-    yield asked | ({"request_id": context.id} if context.id else {})
+    model = {"id": number, "model_name": context.model, "model_version": int(context.version or 0)}
+    yield model | ({"request_id": context.id} if context.id else {})
     if TIMESTAMPS in trace.settings.trace_level:
         yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _timestamps(context)]}
     executed = context.execution is not None or context.sequences
@@ -161,60 +165,35 @@ def _trace_objects(number: int, trace: RequestTrace, context: RequestContext) ->
         yield from ({"id": number, "activity": activity, "tensor": tensor} for tensor in tensors)
 
 
-class _TransportEvents(NamedTuple):
-    """Triton's names for the begin and end of receiving a request, and of sending its response."""
-
-    receive: str
-    received: str
-    send: str
-    sent: str
-
-
-_HTTP_EVENTS = _TransportEvents("HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END")
-_GRPC_EVENTS = _TransportEvents("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END")
-_GRPC_DOORS = ("ModelInfer", "ModelStreamInfer")
+_GRPC_ENDPOINTS = ("ModelInfer", "ModelStreamInfer")
+_COMPUTE_EVENTS = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
 
 
 def _timestamps(context: RequestContext) -> Iterator[tuple[str, int]]:
     """The events of a request by Triton's names, with times in nanoseconds; those that never happened are left out."""
-    way = _GRPC_EVENTS if context.endpoint in _GRPC_DOORS else _HTTP_EVENTS
-    asked, answered = _received_ns(context), context.summary.last or context.answered_at
-    yield way.receive, _ns(context.arrived_at)
-    if asked:
-        yield way.received, asked
-    yield "REQUEST_START", asked or _ns(context.arrived_at)
-    if context.execution is not None:
-        yield from _execution_times(context.execution)
-    yield from _generation_times(context.summary)
+    grpc, executed, summary = context.endpoint in _GRPC_ENDPOINTS, context.execution, context.summary
+    opened = min((sequence.opened for sequence in context.sequences), default=0.0)
+    received = _ns(opened) if executed is None else executed.queued
+    answered = summary.last or context.answered_at
+    yield "GRPC_WAITREAD_START" if grpc else "HTTP_RECV_START", _ns(context.arrived_at)
+    if received:
+        yield "GRPC_WAITREAD_END" if grpc else "HTTP_RECV_END", received
+    yield "REQUEST_START", received or _ns(context.arrived_at)
+    if executed is not None:
+        yield "QUEUE_START", executed.queued
+        yield from zip(_COMPUTE_EVENTS, accumulate(executed.spent, initial=executed.begun), strict=True)
+    generated = {
+        "QUEUE_START": summary.submitted,
+        "COMPUTE_START": summary.begun,
+        "FIRST_RESPONSE": summary.first,
+        "COMPUTE_END": summary.last,
+    }
+    yield from ((name, _ns(seconds)) for name, seconds in generated.items() if seconds is not None)
     yield "REQUEST_END", _ns(answered or context.ended_at)
     if answered:
         yield "INFER_RESPONSE_COMPLETE", _ns(answered)
-        yield way.send, _ns(answered)
-    yield way.sent, _ns(context.ended_at)
-
-
-def _received_ns(context: RequestContext) -> int:
-    """When the model got it; 0: it never did."""
-    if context.execution is not None:
-        return context.execution.queued
-    return _ns(min((part.opened for part in context.sequences), default=0.0))
-
-
-def _generation_times(summary: RequestSummary) -> Iterator[tuple[str, int]]:
-    for name, seconds in (
-        ("QUEUE_START", summary.submitted),
-        ("COMPUTE_START", summary.begun),
-        ("FIRST_RESPONSE", summary.first),
-        ("COMPUTE_END", summary.last),
-    ):
-        if seconds is not None:
-            yield name, _ns(seconds)
-
-
-def _execution_times(computed: ExecutionTimes) -> Iterator[tuple[str, int]]:
-    yield "QUEUE_START", computed.queued
-    names = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
-    yield from zip(names, accumulate(computed.spent, initial=computed.begun), strict=True)
+        yield "GRPC_SEND_START" if grpc else "HTTP_SEND_START", _ns(answered)
+    yield "GRPC_SEND_END" if grpc else "HTTP_SEND_END", _ns(context.ended_at)
 
 
 def _ns(seconds: float) -> int:

@@ -1,6 +1,7 @@
-"""Which requests leave a trace in a file: v2's trace settings, for all models and for single ones.
+"""The settings of traces, for all models and for single ones, and the choice of requests by them: Triton's trace
+extension, https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md.
 
-v2's section 11 in code; every value is a text there. Knows nothing of files and of what a trace says.
+Knows nothing of files and of what a trace holds.
 """
 
 import logging
@@ -11,14 +12,41 @@ from typing import Any, TypeAlias
 
 from ..core.errors import CharoniaError, InvalidArgument, Unsupported
 
+log = logging.getLogger(__name__)
+
+TraceSettingsChange: TypeAlias = Mapping[str, Sequence[str] | None]
+"""New values of settings, by their names; None or nothing takes back what was set."""
+
+OFF = "OFF"
+TIMESTAMPS = "TIMESTAMPS"
+TENSORS = "TENSORS"
+
+_LEVELS = {
+    **dict.fromkeys((OFF, "FALSE"), OFF),
+    **dict.fromkeys((TIMESTAMPS, "MIN", "MAX", "TRUE", "ON"), TIMESTAMPS),
+    TENSORS: TENSORS,
+}
+"""By all their names, those of tritonserver's former releases and of its command line too; in any case of letters."""
+
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
+_FLAG_SETTINGS = {
+    "level": "trace_level",
+    "rate": "trace_rate",
+    "count": "trace_count",
+    "log-frequency": "log_frequency",
+    "file": "trace_file",
+}
+
 OPENTELEMETRY_MODE = "opentelemetry"
 _NUMBERS = ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size")
 
 
 @dataclass(frozen=True, slots=True)
 class SpanSettings:
-    """tritonserver's defaults. `resource`: attributes of whoever makes them. Spans leave every `bsp_schedule_delay`
-    milliseconds, or when `bsp_max_export_batch_size` are there; `bsp_max_queue_size` wait at most."""
+    """How spans are sent, with tritonserver's defaults. `resource`: attributes of their source. They leave every
+    `bsp_schedule_delay` milliseconds, or when `bsp_max_export_batch_size` are there; `bsp_max_queue_size` wait at most.
+    """
 
     url: str = "http://localhost:4318/v1/traces"
     resource: tuple[tuple[str, str], ...] = (("service.name", "triton-inference-server"),)
@@ -32,10 +60,10 @@ class SpanSettings:
         return {"url": (self.url,), "resource": tuple(f"{key}={value}" for key, value in self.resource), **numbers}
 
     def with_setting(self, setting: str) -> "SpanSettings":
-        """With one more `<name>=<value>`.
+        """These settings with `<name>=<value>` in place of one.
 
         Raises:
-            InvalidArgument: that is none.
+            InvalidArgument: there is no such setting, or it has no such value.
         """
         name, _, value = setting.partition("=")
         changed: dict[str, Any]
@@ -58,31 +86,10 @@ class SpanSettings:
         return min(self.bsp_max_export_batch_size, self.bsp_max_queue_size)
 
 
-log = logging.getLogger(__name__)
-
-TraceSettingsChange: TypeAlias = Mapping[str, Sequence[str] | None]
-"""New values of settings, by their names; None or nothing takes back what was set."""
-
-OFF = "OFF"
-TIMESTAMPS = "TIMESTAMPS"
-TENSORS = "TENSORS"
-
-_LEVELS = {
-    **dict.fromkeys((OFF, "FALSE"), OFF),
-    **dict.fromkeys((TIMESTAMPS, "MIN", "MAX", "TRUE", "ON"), TIMESTAMPS),
-    TENSORS: TENSORS,
-}
-"""By all their names, those of tritonserver's former releases and of its command line too; in any case of letters."""
-
-_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
-_RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
-
-
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
     """One request in `trace_rate` is traced, until `trace_count` were, -1 for ever. `log_frequency`: traces a file, 0
-    any number. Without a file nothing is traced, unless traces are
-    `spans`."""
+    any number. Without a file nothing is traced, unless traces are `spans`."""
 
     trace_level: tuple[str, ...] = (OFF,)
     trace_rate: int = 1000
@@ -98,7 +105,6 @@ class TraceSettings:
 
     @property
     def has_level(self) -> bool:
-        """Something is to be traced."""
         return self.trace_level != (OFF,)
 
     @property
@@ -114,12 +120,12 @@ class TraceSettings:
 
     def as_v2_texts(self) -> dict[str, tuple[str, ...]]:
         """The settings as texts, by the names of Triton's trace extension and in its order."""
-        said = {"trace_level": self.trace_level, "trace_rate": (str(self.trace_rate),)}
-        said["trace_count"] = (str(self.trace_count),)
+        texts = {"trace_level": self.trace_level}
+        texts |= {"trace_rate": (str(self.trace_rate),), "trace_count": (str(self.trace_count),)}
         if self.spans is not None:
-            return {**said, "trace_mode": (OPENTELEMETRY_MODE,), **self.spans.as_v2_texts()}
-        said |= {"log_frequency": (str(self.log_frequency),), "trace_file": (self.trace_file,)}
-        return {**said, "trace_mode": ("triton",)}
+            return {**texts, "trace_mode": (OPENTELEMETRY_MODE,), **self.spans.as_v2_texts()}
+        texts |= {"log_frequency": (str(self.log_frequency),), "trace_file": (self.trace_file,)}
+        return {**texts, "trace_mode": ("triton",)}
 
 
 @dataclass(slots=True)
@@ -129,16 +135,6 @@ class _Scope:
     given: dict[str, Any] = field(default_factory=dict)
     seen: int = 0
     traced: int = 0
-
-    def over(self, settings: TraceSettings) -> TraceSettings:
-        mine = replace(settings, **self.given)
-        return mine if mine.trace_count < 0 else replace(mine, trace_count=max(0, mine.trace_count - self.traced))
-
-    def takes(self, settings: TraceSettings) -> bool:
-        self.seen += 1
-        taken = self.seen % settings.trace_rate == 0
-        self.traced += taken
-        return taken
 
 
 class TraceControl:
@@ -156,10 +152,10 @@ class TraceControl:
     def settings(self, model: str = "") -> TraceSettings:
         """The settings of a model, or those of all models without their own; `trace_count` is the number that is
         left."""
-        scope = self._models.get(model)
-        if scope is None:
-            return self._all.over(self._base)
-        return scope.over(replace(self._base, **self._all.given))
+        scope = self._models.get(model, self._all)
+        settings = replace(self._base, **{**self._all.given, **scope.given})
+        left = settings.trace_count if settings.trace_count < 0 else max(0, settings.trace_count - scope.traced)
+        return replace(settings, trace_count=left)
 
     def update(self, change: TraceSettingsChange, model: str = "") -> TraceSettings:
         """Change the settings of a model, or of all; return those that hold then.
@@ -171,18 +167,18 @@ class TraceControl:
         if self._base.spans is not None:
             raise Unsupported(f"trace settings can not be updated in mode {OPENTELEMETRY_MODE}")
         parsed = {name: _parse_setting(name, values) for name, values in change.items()}
-        scope = self._models.get(model, _Scope()) if model else self._all
-        given = {**scope.given, **parsed}
-        fresh = _Scope({name: value for name, value in given.items() if value is not None})
+        given = (self._models.get(model, _Scope()) if model else self._all).given | parsed
+        scope = _Scope({name: value for name, value in given.items() if value is not None})
         if not model:
-            self._all = fresh
-        elif fresh.given:
-            self._models[model] = fresh
+            self._all = scope
+        elif scope.given:
+            self._models[model] = scope
         else:
             self._models.pop(model, None)
         settings = self.settings(model)
         self._quiet = not any(each.enabled for each in (self.settings(), *map(self.settings, self._models)))
-        self._warn(settings)
+        if settings.has_level and not settings.trace_file:
+            log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
         self.on_change()
         return settings
 
@@ -190,14 +186,14 @@ class TraceControl:
         """One more request of this model: the settings to trace it by, if it is to be."""
         if self._quiet:
             return None
-        settings = self.settings(model)
-        if not settings.enabled or not self._models.get(model, self._all).takes(settings):
+        settings, scope = self.settings(model), self._models.get(model, self._all)
+        if not settings.enabled:
             return None
+        scope.seen += 1
+        if scope.seen % settings.trace_rate:
+            return None
+        scope.traced += 1
         return settings
-
-    def _warn(self, settings: TraceSettings) -> None:
-        if settings.has_level and not settings.trace_file:
-            log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
 
 
 def _parse_setting(name: str, values: Sequence[str] | None) -> Any:
@@ -208,40 +204,28 @@ def _parse_setting(name: str, values: Sequence[str] | None) -> Any:
     if not values:
         return None
     if name == "trace_level":
-        return _parse_levels(values)
+        levels = {_LEVELS.get(value.upper()): value for value in values}
+        if None in levels:
+            raise InvalidArgument(f"Unable to parse '{name}', got: {levels[None]}", field=name)
+        if OFF in levels and len(levels) > 1:
+            raise InvalidArgument("Expect only one trace level 'OFF' is specified", field=name)
+        return tuple(level for level in (OFF, TIMESTAMPS, TENSORS) if level in levels)
     if len(values) > 1:
         raise InvalidArgument(f"expect only 1 value for '{name}'", field=name)
-    return _parse_number(name, values[0])
-
-
-def _parse_levels(values: Sequence[str]) -> tuple[str, ...]:
-    levels = {_LEVELS.get(value.upper()): value for value in values}
-    if None in levels:
-        raise _cannot_parse("trace_level", levels[None])
-    if OFF in levels and len(levels) > 1:
-        raise InvalidArgument("Expect only one trace level 'OFF' is specified", field="trace_level")
-    return tuple(level for level in (OFF, TIMESTAMPS, TENSORS) if level in levels)
-
-
-def _parse_number(name: str, text: str) -> int:
-    low, high = _RANGES[name]
+    text, (low, high) = values[0], _RANGES[name]
     if not _INTEGER.fullmatch(text):
-        raise _cannot_parse(name, text)
+        raise InvalidArgument(f"Unable to parse '{name}', got: {text}", field=name)
     if len(text) > 20 or not low <= int(text) <= high:
         bounds = f"value is out of range [ {low}, {high} ]"
         raise InvalidArgument(f"Unable to parse '{name}', {bounds}, got: {text}", field=name)
     return int(text)
 
 
-def _cannot_parse(name: str, text: str) -> CharoniaError:
-    return InvalidArgument(f"Unable to parse '{name}', got: {text}", field=name)
-
-
 def parse_trace_config(words: Iterable[str]) -> TraceSettings:
-    """The settings that the server starts with: what --trace-config says, each time it is given.
+    """The settings that the server starts with, from the values of --trace-config.
 
     Raises:
-        InvalidArgument: it says what it cannot; the message names the flag.
+        InvalidArgument: a setting or value is unknown; the message names the flag.
     """
     settings, spans, mode = TraceSettings(), SpanSettings(), ""
     for word in words:
@@ -253,15 +237,6 @@ def parse_trace_config(words: Iterable[str]) -> TraceSettings:
         else:
             settings = replace(settings, **_parse_flag(word, name if equals else "", value, settings))
     return replace(settings, spans=spans) if mode == OPENTELEMETRY_MODE else settings
-
-
-_FLAG_SETTINGS = {
-    "level": "trace_level",
-    "rate": "trace_rate",
-    "count": "trace_count",
-    "log-frequency": "log_frequency",
-    "file": "trace_file",
-}
 
 
 def _parse_flag(word: str, name: str, value: str, so_far: TraceSettings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether requests are traced, and where their spans go.
+"""The requests whose spans are sent, and where to.
 
 Without an endpoint nothing of OpenTelemetry is imported, and nothing happens for a request.
 """
@@ -41,18 +41,18 @@ class SamplingTracer:
             self._tracer(context)
 
 
-def otlp_endpoint(flag: str, environment: Mapping[str, str], told: SpanSettings | None = None) -> str:
-    """Where spans go, or "": what tritonserver's mode opentelemetry was told, or the flag, else OpenTelemetry's own
-    variables.
+def otlp_endpoint(flag: str, environment: Mapping[str, str], settings: SpanSettings | None = None) -> str:
+    """Where spans go, or "": the URL of tritonserver's mode opentelemetry, or the flag's, else that of OpenTelemetry's
+    own variables.
 
     Raises:
         InvalidArgument: it is no HTTP URL, or said twice, or the variables ask for a protocol that is not spoken here.
     """
-    if flag and told is not None:
+    if flag and settings is not None:
         raise InvalidArgument(f"{_FLAG} and --trace-config mode={OPENTELEMETRY_MODE} both say where spans go")
-    if told is not None:
-        _checked_url(f"--trace-config {OPENTELEMETRY_MODE},url", told.url)
-        return told.url
+    if settings is not None:
+        _checked_url(f"--trace-config {OPENTELEMETRY_MODE},url", settings.url)
+        return settings.url
     if flag:
         path = _checked_url(_FLAG, flag).path.strip("/")
         return flag if path else flag.rstrip("/") + _PATH
@@ -62,15 +62,11 @@ def otlp_endpoint(flag: str, environment: Mapping[str, str], told: SpanSettings 
     name = next((name for name in (_TRACES_VARIABLE, _ALL_VARIABLE) if environment.get(name)), "")
     if not name:
         return ""
-    _check_protocol(environment)
-    _checked_url(name, environment[name])
-    return environment[name] if name == _TRACES_VARIABLE else environment[name].rstrip("/") + _PATH
-
-
-def _check_protocol(environment: Mapping[str, str]) -> None:
     variable = next((name for name in _PROTOCOL_VARIABLES if environment.get(name)), "")
     if variable and environment[variable] != "http/protobuf":
         raise InvalidArgument(f"{variable} is {environment[variable]}: spans are sent by http/protobuf only")
+    _checked_url(name, environment[name])
+    return environment[name] if name == _TRACES_VARIABLE else environment[name].rstrip("/") + _PATH
 
 
 def _checked_url(name: str, url: str) -> SplitResult:
@@ -84,8 +80,8 @@ def _checked_url(name: str, url: str) -> SplitResult:
 
 
 @contextmanager
-def open_tracer(endpoint: str, version: str, told: SpanSettings | None = None) -> Iterator["OtlpTracer | None"]:
-    """A tracer for the block, whose spans are sent when it ends; None without an endpoint. `told`: how they leave.
+def open_tracer(endpoint: str, version: str, settings: SpanSettings | None = None) -> Iterator["OtlpTracer | None"]:
+    """A tracer for the block, whose last spans are sent when it ends; None without an endpoint.
 
     Raises:
         InvalidArgument: OpenTelemetry is not installed, or its own environment variables are wrong.
@@ -99,7 +95,7 @@ def open_tracer(endpoint: str, version: str, told: SpanSettings | None = None) -
         message = f"tracing to {endpoint} needs OpenTelemetry ({error.name}): pip install 'charonia[otel]'"
         raise InvalidArgument(message) from None
     try:
-        tracer = OtlpTracer(endpoint, version, told)
+        tracer = OtlpTracer(endpoint, version, settings)
     except ValueError as error:
         raise InvalidArgument(f"OpenTelemetry's environment variables are wrong: {error}") from None
     try:

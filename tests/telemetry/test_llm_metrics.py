@@ -108,10 +108,10 @@ async def test_a_stuck_loop_is_noticed_and_forgotten() -> None:
 
 
 def turn_on_time(lag: LoopLag, clock: Clock, seconds: int) -> None:
-    lag._turn()
+    lag._on_timer()
     for _ in range(4 * seconds):
         clock.now += 0.25
-        lag._turn()
+        lag._on_timer()
 
 
 def test_a_record_is_one_line_of_json() -> None:
