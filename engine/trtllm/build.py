@@ -1,4 +1,4 @@
-"""Builds a model that TensorRT-LLM runs: the entry of the repository's table of backends."""
+"""Builds a model that TensorRT-LLM runs, for the repository's table of backends."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,9 +9,8 @@ from ..frontend.engine import EngineSpec
 from ..frontend.llm import LlmModel
 from ..options import parse_settings
 from .client import TrtllmClient
-from .options import TrtllmOptions
+from .options import TrtllmOptions, read_model_source
 from .runtime import TrtllmRuntimeLoader
-from .triton_config import read_model_source
 
 BACKEND = "tensorrtllm"
 

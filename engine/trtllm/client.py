@@ -66,7 +66,7 @@ class TrtllmClient:
     @property
     def kv_tokens(self) -> tuple[int, int]:
         used, capacity = self._stats.kv_tokens
-        # Of the last iteration: none has said since that all was freed.
+        # As of the last iteration; none follows in which all was freed.
         return used if self._queue.running else 0, capacity
 
     def state(self) -> EngineState:
@@ -121,26 +121,31 @@ class TrtllmClient:
             request = self._requests[add.key] = TrtllmRequest(add, arguments, stream, self._queue.enqueue(add))
             if left:
                 request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
-            self._begin_next()
+            self._submit_next()
             try:
                 yield stream
             finally:
-                self._leave(request)
+                self._forget(request)
 
-    def _begin_next(self) -> None:
-        """Hand over the requests whose turn it is, while there is room."""
+    def _submit_next(self) -> None:
+        """Begin the requests whose turn it is, while there is room."""
         while self._runtime is not None and (sequence := self._queue.pop_next()) is not None:
             request = self._requests[sequence.request.key]
             request.stream.ticket.release(started=True)
-            request.task = asyncio.create_task(self._carry(request, self._runtime))
+            request.task = asyncio.create_task(self._compute(request, self._runtime))
 
-    async def _carry(self, request: TrtllmRequest, runtime: TrtllmRuntime) -> None:
-        """Write its tokens into its stream, however slow the reader is."""
+    async def _compute(self, request: TrtllmRequest, runtime: TrtllmRuntime) -> None:
+        """Have the request computed, and write its tokens into its stream."""
         try:
             submitted = runtime.submit(request.arguments)
             request.begin(submitted)
             async for result in submitted:
-                self._count(request, first=not request.stream.started, tokens=request.forward_results(result))
+                prompt = 0 if request.stream.started else len(request.add.prompt)
+                tokens = request.forward_results(result)
+                cached = (request.stream.stats.cached or 0) if prompt else 0
+                self._stats.prefix_queries += prompt
+                self._stats.prefix_hits += cached
+                self._queue.charge(request.queued, prompt - cached, tokens)
                 if request.stream.ended:
                     return
             request.fail(Internal("TensorRT-LLM ended the request without a word"))
@@ -151,25 +156,20 @@ class TrtllmClient:
                 log.exception("TensorRT-LLM broke")
                 self._end(Unavailable(f"TensorRT-LLM broke: {error}"))
         finally:
-            self._leave(request)
-
-    def _count(self, request: TrtllmRequest, first: bool, tokens: int) -> None:
-        prompt, cached = (len(request.add.prompt), request.stream.stats.cached or 0) if first else (0, 0)
-        self._stats.count_prefix_lookup(prompt, cached)
-        self._queue.charge(request.queued, prompt - cached, tokens)
+            self._forget(request)
 
     def _expire(self, request: TrtllmRequest) -> None:
         request.stream.finish(FinishReason.TIMEOUT)
-        self._leave(request)
+        self._forget(request)
 
-    def _leave(self, request: TrtllmRequest) -> None:
+    def _forget(self, request: TrtllmRequest) -> None:
         """The request has ended, or its reader left; may be called again."""
         if self._requests.pop(request.add.key, None) is None:
             return
         request.stream.ticket.release()
         request.stop()
         self._queue.release(request.queued)
-        self._begin_next()
+        self._submit_next()
 
     def _end(self, error: CharoniaError) -> None:
         """Serve no more, and end every stream with `error`."""
@@ -178,11 +178,12 @@ class TrtllmClient:
             self._following.cancel()
         for request in list(self._requests.values()):
             request.stream.fail(error)
-            self._leave(request)
+            self._forget(request)
 
 
 class IterationStats:
-    """TensorRT-LLM's iterations, counted into `metrics`. `kv_tokens`: used and in all, as of the last iteration.
+    """TensorRT-LLM's iterations, counted into `metrics`, and the prompt tokens that were looked up in its prefix cache.
+    `kv_tokens`: used and in all, as of the last iteration.
 
     A number that a version leaves out of its records is not counted, and breaks nothing.
     """
@@ -194,13 +195,8 @@ class IterationStats:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def count_prefix_lookup(self, prompt: int, cached: int) -> None:
-        """A prompt began, of which so many tokens came out of the prefix cache."""
-        self.prefix_queries += prompt
-        self.prefix_hits += cached
-
     async def follow(self, llm: "LLM", every: float = _PERIOD_SECONDS) -> None:
-        """Ask every so many seconds, for ever or until there are no statistics any more."""
+        """Ask every so many seconds, until there are no statistics any more."""
         try:
             while True:
                 await asyncio.sleep(every)
@@ -210,16 +206,12 @@ class IterationStats:
             log.warning("TensorRT-LLM gives no statistics any more", exc_info=True)
 
     def record_iteration(self, record: Mapping[str, Any]) -> None:
-        """One iteration."""
-        batching = record.get("inflightBatchingStats") or {}
-        self._take_cache(record.get("kvCacheStats") or {})
+        batching, cache = record.get("inflightBatchingStats") or {}, record.get("kvCacheStats") or {}
+        block = cache.get("tokensPerBlock", 0)
+        self.kv_tokens = cache.get("usedNumBlocks", 0) * block, cache.get("maxNumBlocks", 0) * block
         self.preemptions += batching.get("numPausedRequests", 0)
         sequences = batching.get("numScheduledRequests", 0)
         if sequences:
             self._metrics.step.observe(record.get("iterLatencyMS", 0.0) / 1e3)
             self._metrics.step_sequences.observe(sequences)
             self._metrics.step_tokens.observe(batching.get("numCtxTokens", 0) + batching.get("numGenRequests", 0))
-
-    def _take_cache(self, cache: Mapping[str, Any]) -> None:
-        size = cache.get("tokensPerBlock", 0)
-        self.kv_tokens = cache.get("usedNumBlocks", 0) * size, cache.get("maxNumBlocks", 0) * size

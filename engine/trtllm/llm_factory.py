@@ -1,20 +1,19 @@
-"""TensorRT-LLM's `LLM`, made from our settings.
+"""TensorRT-LLM's `LLM`, made from our settings, and the numbers of a model that are needed before that.
 
 Only what was asked for is passed, and what must be: the other defaults are TensorRT-LLM's.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.errors import InvalidArgument
-from ...tokenization.checkpoint_files import read_json
-from .model_info import TrtllmModelInfo
+from ...tokenization.checkpoint_files import locate_checkpoint, read_json
 from .options import TrtllmOptions
 
 if TYPE_CHECKING:
     from tensorrt_llm import LLM
-    from tensorrt_llm.llmapi import KvCacheConfig, SpeculativeConfig
+    from tensorrt_llm.llmapi import SpeculativeConfig
     from tensorrt_llm.llmapi.llm_args import LoraConfig
 
 _CAPACITY_POLICIES = {"optimistic": "MAX_UTILIZATION", "no_evict": "GUARANTEED_NO_EVICT"}
@@ -46,6 +45,60 @@ _LORA_MODULES = {
     "gate": "moe_router",
 }
 """Modules by their names in checkpoints -> TensorRT-LLM's names of them."""
+
+
+class TrtllmModelInfo(NamedTuple):
+    """`path`: a directory, or the hub id that its weights are to be fetched from. `max_model_len`: the longest sequence
+    it is made for. `max_num_seqs`: sequences that a prebuilt engine has room for; None where that is free to choose."""
+
+    path: str
+    vocab_size: int
+    max_model_len: int
+    engine: bool = False
+    max_num_seqs: int | None = None
+
+
+def read_model_info(model: str, max_model_len: int | None) -> TrtllmModelInfo:
+    """Read config.json in a directory or of a hub id; `max_model_len` replaces the model's own.
+
+    Raises:
+        InvalidArgument: config.json lacks a number, or less fits an engine than is asked for; `field` names it.
+        NotFound: there is no such model.
+    """
+    if "@" in model and not Path(model).expanduser().is_dir():
+        message = (
+            f"TensorRT-LLM fetches no revision of a model: fetch {model} first (hf download) and name its directory"
+        )
+        raise InvalidArgument(message, field="model")
+    directory = locate_checkpoint(model)
+    config = read_json(directory / "config.json")
+    if "pretrained_config" in config and "build_config" in config:
+        return _prebuilt_engine(directory, config, max_model_len)
+    text = config.get("text_config", config)  # models that take images have one
+    vocab_size = _number(text, "vocab_size", directory)
+    length = max_model_len or _number(text, "max_position_embeddings", directory)
+    # Of a hub id, only the small files are here.
+    path = str(directory) if Path(model).expanduser().is_dir() else model
+    return TrtllmModelInfo(path, vocab_size, length)
+
+
+def _prebuilt_engine(directory: Path, config: dict[str, Any], asked: int | None) -> TrtllmModelInfo:
+    built = config["build_config"]
+    longest = _number(built, "max_seq_len", directory)
+    if asked is not None and asked > longest:
+        message = f"max_model_len {asked} is more than the engine was built for: {longest}"
+        raise InvalidArgument(message, field="max_model_len")
+    vocab_size = _number(config["pretrained_config"], "vocab_size", directory)
+    most = _number(built, "max_batch_size", directory)
+    return TrtllmModelInfo(str(directory), vocab_size, asked or longest, engine=True, max_num_seqs=most)
+
+
+def _number(config: Any, name: str, directory: Path) -> int:
+    value = config.get(name) if isinstance(config, dict) else None
+    if not isinstance(value, int) or value < 1:
+        hint = "; set max_model_len" if name == "max_position_embeddings" else ""
+        raise InvalidArgument(f"{directory}/config.json has no {name}{hint}", field="model")
+    return value
 
 
 def make_llm(model: TrtllmModelInfo, options: TrtllmOptions) -> "LLM":
@@ -93,11 +146,14 @@ def _make_engine_llm(model: TrtllmModelInfo, options: TrtllmOptions) -> "LLM":
 
 
 def _shared_arguments(model: TrtllmModelInfo, options: TrtllmOptions) -> dict[str, Any]:
+    from tensorrt_llm.llmapi import KvCacheConfig
+
+    cache = {theirs: value for ours, theirs in _CACHE_FIELDS.items() if (value := getattr(options, ours)) is not None}
     arguments: dict[str, Any] = {
         "model": model.path,
         "tokenizer": options.tokenizer or model.path,
         "trust_remote_code": options.trust_remote_code,
-        "kv_cache_config": _cache_config(options),
+        "kv_cache_config": KvCacheConfig(enable_block_reuse=options.prefix_caching, **cache),
     }
     if options.admission is not None:
         from tensorrt_llm.llmapi import SchedulerConfig
@@ -111,13 +167,6 @@ def _shared_arguments(model: TrtllmModelInfo, options: TrtllmOptions) -> dict[st
     if options.adapters:
         arguments |= {"enable_lora": True, "lora_config": _lora_config(options)}
     return arguments
-
-
-def _cache_config(options: TrtllmOptions) -> "KvCacheConfig":
-    from tensorrt_llm.llmapi import KvCacheConfig
-
-    given = {theirs: value for ours, theirs in _CACHE_FIELDS.items() if (value := getattr(options, ours)) is not None}
-    return KvCacheConfig(enable_block_reuse=options.prefix_caching, **given)
 
 
 def _speculative_config(asked: Mapping[str, Any]) -> "SpeculativeConfig":
@@ -152,33 +201,27 @@ def _lora_config(options: TrtllmOptions) -> "LoraConfig":
     """
     from tensorrt_llm.llmapi.llm_args import LoraConfig
 
-    configs = {name: _read_adapter(name, path) for name, path in options.adapters.items()}
-    modules = {module: None for name, config in configs.items() for module in _lora_modules(name, config)}
-    for name, config in configs.items():
-        if not isinstance(config.get("r"), int) or config["r"] < 1:
+    modules: list[str] = []
+    ranks: list[int] = []
+    for name, path in options.adapters.items():
+        config = read_json(Path(path) / "adapter_config.json")
+        if not config:
+            raise _bad_adapter(f"{path} of '{name}' has no adapter_config.json")
+        targets, rank = config.get("target_modules"), config.get("r")
+        if not isinstance(targets, list) or not targets:
+            raise _bad_adapter(f"adapter '{name}' must list its target_modules, got {targets!r}")
+        names = [str(target).rpartition(".")[2] for target in targets]
+        if unknown := [each for each in names if each not in _LORA_MODULES]:
+            raise _bad_adapter(f"adapter '{name}' changes {', '.join(unknown)}, which TensorRT-LLM cannot")
+        if not isinstance(rank, int) or rank < 1:
             raise _bad_adapter(f"adapter '{name}' has no rank (r)")
+        modules += (_LORA_MODULES[each] for each in names)
+        ranks.append(rank)
     return LoraConfig(
-        lora_target_modules=list(modules),
-        max_lora_rank=options.max_lora_rank or max(config["r"] for config in configs.values()),
-        max_loras=options.max_loras or len(configs),
+        lora_target_modules=list(dict.fromkeys(modules)),
+        max_lora_rank=options.max_lora_rank or max(ranks),
+        max_loras=options.max_loras or len(ranks),
     )
-
-
-def _read_adapter(name: str, path: str) -> dict[str, Any]:
-    config = read_json(Path(path) / "adapter_config.json")
-    if not config:
-        raise _bad_adapter(f"{path} of '{name}' has no adapter_config.json")
-    return config
-
-
-def _lora_modules(name: str, config: Mapping[str, Any]) -> list[str]:
-    targets = config.get("target_modules")
-    if not isinstance(targets, list) or not targets:
-        raise _bad_adapter(f"adapter '{name}' must list its target_modules, got {targets!r}")
-    names = [str(target).rpartition(".")[2] for target in targets]
-    if unknown := [each for each in names if each not in _LORA_MODULES]:
-        raise _bad_adapter(f"adapter '{name}' changes {', '.join(unknown)}, which TensorRT-LLM cannot")
-    return [_LORA_MODULES[each] for each in names]
 
 
 def _bad_adapter(message: str) -> InvalidArgument:

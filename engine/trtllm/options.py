@@ -1,15 +1,21 @@
-"""The options of a model that TensorRT-LLM runs. Those of our own engine that it has too go by the same names.
+"""The options of a model that TensorRT-LLM runs, and how the repositories of Triton's TensorRT-LLM backends name them.
 
-Knows names and ranges, not TensorRT-LLM's names for them. None leaves a choice to it.
+Options of our own engine that it has too go by the same names. None leaves a choice to TensorRT-LLM.
 """
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import yaml  # type: ignore[import-untyped]
 
 from ...core.errors import InvalidArgument
 from ..options import AtLeastOne, Bytes, Fraction, Seconds
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,7 @@ class TrtllmOptions:
     stream_interval: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
     def __post_init__(self) -> None:
-        # Errors are told before anything is loaded.
+        # Wrong ones are refused before anything is loaded.
         _ = self.adapters, self.speculation
 
     @property
@@ -71,3 +77,114 @@ def _decoded(text: str | None, kind: type[dict[str, Any]], field: str, form: str
         return {} if text is None else msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:
         raise InvalidArgument(f"parameter '{field}' must be {form}: {error}", field=field) from None
+
+
+_PARAMETERS = {
+    "gpt_model_path": "model",
+    "tokenizer_dir": "tokenizer",
+    "batch_scheduler_policy": "admission",
+    "max_tokens_in_paged_kv_cache": "kv_cache_tokens",
+    "kv_cache_free_gpu_mem_fraction": "kv_cache_memory_fraction",
+    "kv_cache_host_memory_bytes": "kv_cache_host_bytes",
+    "enable_kv_cache_reuse": "prefix_caching",
+    "enable_chunked_context": "chunked_prefill",
+}
+"""Parameters in the config.pbtxt of Triton's older TensorRT-LLM backend -> settings."""
+_YAML = {
+    "max_batch_size": "max_num_seqs",
+    "max_num_tokens": "max_num_batched_tokens",
+    "max_seq_len": "max_model_len",
+    "enable_chunked_prefill": "chunked_prefill",
+}
+"""Names in the `model.yaml` of its newer one -> settings."""
+_YAML_CACHE = {
+    "enable_block_reuse": "prefix_caching",
+    "free_gpu_memory_fraction": "kv_cache_memory_fraction",
+    "max_tokens": "kv_cache_tokens",
+    "max_gpu_total_bytes": "kv_cache_bytes",
+    "host_cache_size": "kv_cache_host_bytes",
+    "tokens_per_block": "block_size",
+    "dtype": "kv_cache_dtype",
+}
+_ADMISSION = {"guaranteed_no_evict": "no_evict", "max_utilization": "optimistic"}
+
+_ONLY: dict[str, tuple[str, ...]] = {
+    "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
+    "max_beam_width": ("1",),
+    "decoding_mode": ("top_k", "top_p", "top_k_top_p"),
+    "backend": ("pytorch",),
+    "lora_prefetch_dir": (),
+    "encoder_model_path": (),
+    "medusa_choices": (),
+    "eagle_choices": (),
+    "lookahead_window_size": (),
+    "lookahead_ngram_size": (),
+    "lookahead_verification_set_size": (),
+}
+"""Parameters that are supported only at these values."""
+
+_IDLE = {
+    "cancellation_check_period_ms",
+    "stats_check_period_ms",
+    "recv_poll_period_ms",
+    "iter_stats_max_iterations",
+    "request_stats_max_iterations",
+    "executor_worker_path",
+    "xgrammar_tokenizer_info_path",
+    "FORCE_CPU_ONLY_INPUT_TENSORS",
+    "enable_trt_overlap",
+    "normalize_log_probs",
+    "exclude_input_in_output",
+    "triton_config",
+}
+"""Parameters without effect here: periods of another loop, and settings that each request has for itself."""
+
+
+def read_model_source(path: str, parameters: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """The directory or hub id of a model, and its settings by our names: from a version's directory, a checkpoint or a
+    hub id, and the parameters of its config. A setting that would change answers and is not supported is refused; one
+    that only tunes the process of Triton's backend is named in the log.
+
+    Raises:
+        InvalidArgument: something is asked for that cannot be served; `field` names it.
+    """
+    file = Path(path) / "model.yaml"
+    settings = _read_yaml(file) if file.is_file() else {}
+    for name, value in parameters.items():
+        if value and not value.startswith("${"):  # a placeholder of Triton's templates that was not filled in
+            settings.update(_translated(name, value, _PARAMETERS))
+    return settings.pop("model", path), settings
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{file} must hold the arguments of TensorRT-LLM's LLM, by name")
+    settings: dict[str, Any] = {}
+    for name, value in content.items():
+        if name == "kv_cache_config" and isinstance(value, dict):
+            for field, each in value.items():
+                if field not in _YAML_CACHE:
+                    known = ", ".join(_YAML_CACHE)
+                    raise InvalidArgument(f"kv_cache_config: unknown field '{field}'; known are {known}", field=field)
+                settings[_YAML_CACHE[field]] = each
+        elif value is not None:
+            settings.update(_translated(str(name), value, _YAML))
+    return settings
+
+
+def _translated(name: str, value: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    if name in _ONLY:
+        if str(value) not in _ONLY[name]:
+            raise InvalidArgument(f"parameter '{name}': '{value}' is not served here", field=name)
+        return {}
+    if name in _IDLE:
+        log.warning("parameter '%s' has no effect here", name)
+        return {}
+    if isinstance(value, dict):
+        value = msgspec.json.encode(value).decode()
+    ours = names.get(name, name)
+    return {ours: _ADMISSION.get(value, value) if ours == "admission" else value}

@@ -1,7 +1,7 @@
-"""One sequence on its way through TensorRT-LLM, from our queue to its last token.
+"""One request on its way through TensorRT-LLM, from our queue to its last token.
 
-Knows nothing of other sequences. TensorRT-LLM says everything of a request in one object, changed in place at every
-step: what is new is copied out, token ids and log-probabilities alone.
+Knows nothing of other requests. TensorRT-LLM has one result object for a request and changes it in place at every step:
+what is new is copied out, token ids and log-probabilities alone.
 """
 
 import asyncio

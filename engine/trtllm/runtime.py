@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
 from ..core.messages import AddRequest, CoreReady
-from .llm_factory import make_llm
-from .model_info import TrtllmModelInfo, read_model_info
+from .llm_factory import TrtllmModelInfo, make_llm, read_model_info
 from .options import TrtllmOptions
 from .package import differences, import_tensorrt_llm
 from .request import GenerateArguments, ResultReader

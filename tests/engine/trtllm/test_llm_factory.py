@@ -9,8 +9,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound
 from charonia.engine.options import parse_settings
-from charonia.engine.trtllm.llm_factory import make_llm
-from charonia.engine.trtllm.model_info import TrtllmModelInfo, read_model_info
+from charonia.engine.trtllm.llm_factory import TrtllmModelInfo, make_llm, read_model_info
 from charonia.engine.trtllm.options import TrtllmOptions
 
 MODEL = TrtllmModelInfo("/m", 100, 64)
@@ -202,7 +201,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
 
 def test_weights_of_a_hub_id_are_for_tensorrt_llm_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, vocab_size=10, max_position_embeddings=20)
-    monkeypatch.setattr("charonia.engine.trtllm.model_info.locate_checkpoint", lambda model: tmp_path)
+    monkeypatch.setattr("charonia.engine.trtllm.llm_factory.locate_checkpoint", lambda model: tmp_path)
     assert read_model_info("owner/name", None) == TrtllmModelInfo("owner/name", 10, 20)
 
 

@@ -1,15 +1,13 @@
-"""What repositories of Triton's TensorRT-LLM backends say, by our names."""
+"""The repositories of Triton's TensorRT-LLM backends, by our names."""
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.options import parse_settings
-from charonia.engine.trtllm.options import TrtllmOptions
-from charonia.engine.trtllm.triton_config import read_model_source
+from charonia.engine.trtllm.options import TrtllmOptions, read_model_source
 
 OLDER = {
     "gpt_model_type": "inflight_fused_batching",
@@ -115,6 +113,6 @@ def test_a_yaml_that_is_wrong(tmp_path: Path, text: str, says: str) -> None:
 
 @pytest.mark.parametrize("name", ["backend_name", "kv_cache_onboard_blocks"])
 def test_what_nobody_knows_is_refused_with_what_is_known(name: str) -> None:
-    settings: dict[str, Any] = read_model_source("/here", {name: "x"}).settings
+    _, settings = read_model_source("/here", {name: "x"})
     with pytest.raises(InvalidArgument, match=f"unknown parameter '{name}'; known are tokenizer"):
         parse_settings(settings, TrtllmOptions)
