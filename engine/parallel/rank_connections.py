@@ -18,10 +18,10 @@ from typing import NamedTuple
 _TIMEVAL = Struct("ll")
 _RANK_BYTES = 4
 _HANDSHAKE_SECONDS = 2
-"""How long a caller may be silent while it proves who it is; those after it wait."""
+"""How long a caller may be silent during the challenge; those after it wait."""
 
 _PEER_TIMEOUT_SECONDS = 10
-"""A machine that has not answered for so long is gone."""
+"""After so long without an answer a machine is lost."""
 
 
 class ConnectToken(NamedTuple):
@@ -135,18 +135,14 @@ def shut_down(connection: Connection) -> None:
 def _connection_over(connected: socket.socket) -> Connection:
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a plan waits for no other
-    _enable_keepalive(connected)
-    return Connection(connected.detach())
-
-
-def _enable_keepalive(connected: socket.socket) -> None:
-    """A machine without power breaks no connection by itself."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine without power breaks no connection
     options = {
         "TCP_KEEPIDLE": _PEER_TIMEOUT_SECONDS // 2,
         "TCP_KEEPINTVL": 1,
         "TCP_KEEPCNT": _PEER_TIMEOUT_SECONDS // 2,
+        "TCP_USER_TIMEOUT": 1000 * _PEER_TIMEOUT_SECONDS,
     }
-    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * _PEER_TIMEOUT_SECONDS}).items():
+    for name, value in options.items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return Connection(connected.detach())

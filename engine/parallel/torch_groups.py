@@ -50,15 +50,13 @@ class RendezvousStore:
     def __init__(self, host: str, seconds: float = RANK_TIMEOUT_SECONDS) -> None:
         listener = listen_on(host)
         self.rendezvous = Rendezvous(host, listener.getsockname()[1])
-        patience = timedelta(seconds=seconds)
-        descriptor = listener.detach()  # the store closes it
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             self.rendezvous.port,
             is_master=True,
-            timeout=patience,
+            timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
-            master_listen_fd=descriptor,
+            master_listen_fd=listener.detach(),  # the store closes it
         )
 
 
@@ -70,36 +68,30 @@ def join_ranks(
     Raises:
         PeerLost: a rank is missing.
     """
-    _translate_errors(_init_process_group, meeting, rank, layout, device, timedelta(seconds=seconds))
-
-
-def _init_process_group(
-    meeting: Rendezvous, rank: int, layout: RankLayout, device: torch.device, patience: timedelta
-) -> None:
-    if device.type == "cuda":
+    timeout, cuda = timedelta(seconds=seconds), device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(device)
     if meeting.host in ("127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        meeting.host, meeting.port, is_master=False, timeout=patience, wait_for_workers=False
-    )
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+    connect = dist.TCPStore  # type: ignore[attr-defined]
+    store = _translate_errors(connect, *meeting, is_master=False, timeout=timeout, wait_for_workers=False)
+    _translate_errors(
+        dist.init_process_group,
+        "nccl" if cuda else "gloo",
         store=store,
         rank=rank,
         world_size=layout.world,
-        timeout=patience,
-        device_id=device if device.type == "cuda" else None,
+        timeout=timeout,
+        device_id=device if cuda else None,
     )
 
 
 def wait_for_all_ranks() -> None:
-    """Return when every rank has come so far."""
+    """Return when every rank has called this."""
     _translate_errors(dist.barrier)
 
 
 def leave_ranks() -> None:
-    """Part from the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -108,9 +100,7 @@ def rank_shard(rank: int, layout: RankLayout, split: tuple[int, ...] = ()) -> Sh
     """The share of the model that `rank` computes, once it has joined; every rank asks for its own at the same time."""
     groups = [_translate_errors(dist.new_group, list(members)) for members in layout.stages()]
     index = layout.stage_of(rank)
-    group: TensorGroup = (
-        SingleRank() if layout.tensor == 1 else TensorParallelGroup(groups[index], layout.ranks_of_stage(index))
-    )
+    group: TensorGroup = SingleRank() if layout.tensor == 1 else TensorParallelGroup(groups[index])
     stage = PipelineStage(index, layout.pipeline, split)
     return Shard(group, stage, StageNeighbours(rank, layout.tensor) if layout.pipeline > 1 else None)
 
@@ -126,9 +116,9 @@ def _translate_errors(call: Callable[P, T], *arguments: P.args, **named: P.kwarg
 class TensorParallelGroup:
     """The ranks of one stage: a `TensorGroup`."""
 
-    def __init__(self, group: dist.ProcessGroup, members: range) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank, self.size = dist.get_rank(group), len(members)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         whole = partial.contiguous()
@@ -155,14 +145,9 @@ class StageNeighbours:
         _translate_errors(dist.recv, into, self._before)
 
     def send(self, x: Tensor) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._finish()
-        while len(self._sent) >= _MAX_UNRECEIVED:
-            self._finish()
+        while self._sent and (len(self._sent) >= _MAX_UNRECEIVED or self._sent[0][0].is_completed()):
+            oldest, _ = self._sent.popleft()
+            _translate_errors(oldest.wait)
         work = _translate_errors(dist.isend, x, self._after)
         assert work is not None
         self._sent.append((work, x))
-
-    def _finish(self) -> None:
-        work, _ = self._sent.popleft()
-        _translate_errors(work.wait)
