@@ -1,7 +1,7 @@
 """The RPCs of GRPCInferenceService besides inference: health, metadata, repository, shared memory, settings.
 
 Translates between the messages and the gateway. Each handler takes the gateway and the request, returns the fields of
-the response as JSON has them, and raises `CharoniaError`.
+the response as JSON has them, if there are any, and raises `CharoniaError`.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ from .wire_format import ProtoMessage
 JsonMessage: TypeAlias = dict[str, Any]
 """A message as JSON has it."""
 
-ControlRpc: TypeAlias = Callable[[ServerGateway, ProtoMessage], Awaitable[JsonMessage]]
+ControlRpc: TypeAlias = Callable[[ServerGateway, ProtoMessage], Awaitable[JsonMessage | None]]
 
 _FILE = "file:"
 
@@ -60,7 +60,7 @@ async def repository_index(gateway: ServerGateway, request: ProtoMessage) -> Jso
     return {"models": [{**entry._asdict(), "state": entry.state or ""} for entry in found]}
 
 
-async def load_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def load_model(gateway: ServerGateway, request: ProtoMessage) -> None:
     _refuse_repository(request)
     config, files = None, {}
     for key, parameter in request.parameters.items():
@@ -71,17 +71,15 @@ async def load_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessa
         else:
             raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
     await gateway.load_model(request.model_name, config, files)
-    return {}
 
 
-async def unload_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def unload_model(gateway: ServerGateway, request: ProtoMessage) -> None:
     _refuse_repository(request)
     for key, parameter in request.parameters.items():
         if key != "unload_dependents":
             raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
         read_parameter(parameter, "bool_param", f"'{key}' parameter", key)
     await gateway.unload_model(request.model_name)
-    return {}
 
 
 def _refuse_repository(request: ProtoMessage) -> None:
@@ -97,29 +95,24 @@ async def system_status(gateway: ServerGateway, request: ProtoMessage) -> JsonMe
     return {"regions": {region.name: region._asdict() for region in found}}
 
 
-async def system_register(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def system_register(gateway: ServerGateway, request: ProtoMessage) -> None:
     gateway.shared_state.shared_memory.register(request.name, request.key, request.offset, request.byte_size)
-    return {}
 
 
-async def system_unregister(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def system_unregister(gateway: ServerGateway, request: ProtoMessage) -> None:
     gateway.shared_state.shared_memory.unregister(request.name)
-    return {}
 
 
-async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> None:
     gateway.shared_state.shared_memory.status_cuda(request.name)
-    return {}
 
 
-async def cuda_register(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def cuda_register(gateway: ServerGateway, request: ProtoMessage) -> None:
     gateway.shared_state.shared_memory.register_cuda(request.name)
-    return {}
 
 
-async def cuda_unregister(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def cuda_unregister(gateway: ServerGateway, request: ProtoMessage) -> None:
     gateway.shared_state.shared_memory.unregister_cuda()
-    return {}
 
 
 # Settings

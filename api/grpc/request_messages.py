@@ -54,6 +54,12 @@ _NARROW = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT
 """Datatypes that come in the typed field of a wider one: their elements are the low bytes, as in Triton."""
 
 
+def check_message(request: ProtoMessage | DecodeError) -> None:
+    """Raises `InvalidArgument` for the error that stands in place of a request that could not be deserialized."""
+    if isinstance(request, DecodeError):
+        raise InvalidArgument(str(request))
+
+
 def parse_version(version: str) -> str:
     """A request's version in the gateway's form; empty means the latest. Raises `InvalidArgument`."""
     if not version:

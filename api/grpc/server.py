@@ -1,23 +1,35 @@
-"""Runs the gRPC services on a port that was reserved before: start, serve, stop. Knows no request."""
+"""Runs the gRPC services on a port that was reserved before: GRPCInferenceService of KServe's v2 protocol, with
+Triton's extensions, and grpc.health.v1.Health.
+"""
 
 import asyncio
+import logging
 import socket
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.message_factory import GetMessageClass  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
-from ...core.errors import ServerExiting, Unavailable
+from ...core.errors import CharoniaError, ServerExiting, Unavailable, shutdown_error
 from ...processes import gc_tuning
 from ...telemetry.shared_state import ServerGateway
-from ..metadata import ServerInfo
-from .response_messages import SHUTTING_DOWN
-from .servicer import InferenceServicer
-from .settings import GrpcCallPolicy, GrpcSettings, RpcContext
+from ..http.error_responses import INTERNAL_SERVER_ERROR
+from ..metadata import ServerInfo, server_metadata
+from .control_rpcs import CONTROL_RPCS, ControlRpc
+from .inference_rpcs import model_infer, model_stream_infer
+from .request_messages import check_message
+from .response_messages import SHUTTING_DOWN, abort_call
+from .settings import GrpcCallPolicy, GrpcSettings, RpcContext, call_metadata
 from .wire_format import ProtoMessage, check_message_size, deserialize_infer
+
+log = logging.getLogger(__name__)
+
+RpcHandler = Callable[[ProtoMessage, RpcContext], Awaitable[Any]]
 
 _LARGEST_MESSAGE = 2**31 - 1
 _MAX_CONTROL_BYTES = 1 << 20
@@ -65,8 +77,7 @@ class GrpcServer:
             *self._settings.channel_options,
         ]
         self._server = server = grpc.aio.server(options=options, compression=_COMPRESSION[self._settings.compression])
-        servicer = InferenceServicer(self._gateway, self._info, self._closing, self._policy, self._calls)
-        server.add_generic_rpc_handlers((_inference_service(servicer), _health_service(self._gateway)))
+        server.add_generic_rpc_handlers((self._inference_service(), _health_service(self._gateway)))
         try:
             if (tls := self._settings.tls) is None:
                 server.add_insecure_port(self._address)
@@ -90,17 +101,65 @@ class GrpcServer:
         if self._server is not None:
             await self._server.stop(_FLUSH_SECONDS)
 
+    def _inference_service(self) -> grpc.GenericRpcHandler:
+        """GRPCInferenceService, as the published messages describe it."""
 
-def _inference_service(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
-    """GRPCInferenceService, as the published messages describe it."""
-    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-    handlers, methods = servicer.handlers(), {}
-    for method in service.methods:
-        stream = method.client_streaming
-        answer = grpc.stream_stream_rpc_method_handler if stream else grpc.unary_unary_rpc_method_handler
-        write = GetMessageClass(method.output_type).SerializeToString
-        methods[method.name] = answer(handlers[method.name], partial(_deserialize, method), write)
-    return grpc.method_handlers_generic_handler(service.full_name, methods)
+        async def describe_server(gateway: ServerGateway, request: ProtoMessage) -> dict[str, Any]:
+            return server_metadata(self._info)
+
+        async def stream(requests: object, context: RpcContext) -> None:
+            await model_stream_infer(self._gateway, self._policy, context, self._closing)
+
+        controls = {"ServerMetadata": describe_server, **CONTROL_RPCS}
+        handlers = {name: self._control(name, rpc) for name, rpc in controls.items()}
+        handlers |= {"ModelInfer": partial(model_infer, self._gateway, self._policy), "ModelStreamInfer": stream}
+        service, methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"], {}
+        for method in service.methods:
+            many = method.client_streaming
+            new_handler = grpc.stream_stream_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
+            answer = self._answering(handlers[method.name], method.name)
+            write = GetMessageClass(method.output_type).SerializeToString
+            methods[method.name] = new_handler(answer, partial(_deserialize, method), write)
+        return grpc.method_handlers_generic_handler(service.full_name, methods)
+
+    def _control(self, name: str, rpc: ControlRpc) -> RpcHandler:
+        """The handler of an RPC that leaves no record of a request."""
+        new_response = getattr(service_pb2, f"{name}Response")
+
+        async def answer(request: ProtoMessage, context: RpcContext) -> ProtoMessage:
+            self._policy.authorize(name, dict(call_metadata(context)))
+            check_message(request)
+            return ParseDict(await rpc(self._gateway, request) or {}, new_response())
+
+        return answer
+
+    def _answering(self, handler: RpcHandler, name: str) -> RpcHandler:
+        """The handler with its errors turned into the call's status, and its task among the open calls."""
+
+        async def answer(request: ProtoMessage, context: RpcContext) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            self._calls.add(task)
+            try:
+                return await handler(request, context)
+            except CharoniaError as error:
+                # The frames hold the request, and memory that a client lends: grpc keeps what ends a call for a while.
+                refusal = error.with_traceback(None)
+            except grpc.aio.BaseError:  # the client is gone
+                raise
+            except asyncio.CancelledError as cancelled:
+                exiting = shutdown_error(cancelled)
+                if exiting is None:
+                    raise
+                refusal = exiting
+            except Exception:
+                log.exception("%s failed", name)
+                refusal = INTERNAL_SERVER_ERROR
+            finally:
+                self._calls.discard(task)
+            return await abort_call(context, refusal)
+
+        return answer
 
 
 def _deserialize(method: Any, data: bytes) -> ProtoMessage | DecodeError:

@@ -9,8 +9,8 @@ import pytest
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
+from charonia.api.grpc.inference_rpcs import StreamInferCall
 from charonia.api.grpc.settings import Caller
-from charonia.api.grpc.stream_infer import StreamInferCall
 from charonia.api.metadata import EXTENSIONS
 from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported
 from charonia.core.request_context import Outcome

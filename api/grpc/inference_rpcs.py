@@ -1,4 +1,4 @@
-"""One ModelStreamInfer call: many requests over one stream, answered side by side.
+"""ModelInfer, and ModelStreamInfer: many requests over one stream, answered side by side.
 
 Nothing is queued here. A client that does not read holds up the writers of its own stream, whose unread tokens the
 engine merges, and at last the reading of its requests.
@@ -13,22 +13,67 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ...core.errors import CharoniaError, InvalidArgument, ServerExiting
+from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
 from ...core.request import InferResponse
 from ...telemetry.shared_state import ServerGateway
 from ..http.error_responses import INTERNAL_SERVER_ERROR
-from .request_messages import parse_infer_message, parse_version, wants_empty_final
+from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
+from .request_messages import check_message, parse_infer_message, parse_version, wants_empty_final
 from .response_messages import SHUTTING_DOWN, write_response_off_loop, write_stream_error
-from .settings import Caller, RpcContext, call_metadata
+from .settings import Caller, GrpcCallPolicy, RpcContext, call_metadata
 from .wire_format import ProtoMessage
 
 log = logging.getLogger(__name__)
 
+_DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+_STREAM = "ModelStreamInfer"
 _MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
 
-RPC_NAME = "ModelStreamInfer"
+
+async def model_infer(
+    gateway: ServerGateway, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext
+) -> ProtoMessage:
+    """The response to a ModelInfer call. Raises `CharoniaError`, as `model_stream_infer`."""
+    metadata = call_metadata(rpc)
+    with gateway.open_request("ModelInfer", metadata) as context:
+        caller = policy.identify_caller("ModelInfer", metadata)
+        caller.note_in(context)
+        check_message(message)
+        context.id = message.id
+        if gateway.exiting():
+            raise ServerExiting(SHUTTING_DOWN)
+        model = gateway.acquire(context, message.model_name, parse_version(message.model_version))
+        config = model.config
+        if not supports_single_response(config):
+            raise Unsupported(_DECOUPLED)
+        call = await _read_call(gateway, model, message, caller)
+        if config.decoupled and wants_stream(call.request):
+            raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
+        async with aclosing(model.infer(call.request)) as stream:
+            responses = await read_up_to_two(stream)
+        if len(responses) != 1:
+            raise Unsupported(_DECOUPLED)
+        return await write_response_off_loop(config, call, responses[0])
+
+
+async def model_stream_infer(
+    gateway: ServerGateway, policy: GrpcCallPolicy, rpc: RpcContext, closing: asyncio.Event
+) -> None:
+    """Answer a ModelStreamInfer call, until `closing` is set or the client has no more requests."""
+    metadata = call_metadata(rpc)
+    try:
+        caller = policy.identify_caller(_STREAM, metadata)
+    except CharoniaError:
+        with gateway.open_request(_STREAM, metadata):
+            raise
+    await StreamInferCall(gateway, rpc, closing, caller).run()
+
+
+async def _read_call(gateway: ServerGateway, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:
+    call = parse_infer_message(message, gateway.shared_state.shared_memory, caller)
+    return await call.decode_deferred(model) if call.deferred else call
 
 
 class StreamInferCall:
@@ -75,7 +120,7 @@ class StreamInferCall:
                     return
                 yield coming.result()
         except DecodeError as error:
-            with self._gateway.open_request(RPC_NAME, call_metadata(self._context)):
+            with self._gateway.open_request(_STREAM, call_metadata(self._context)):
                 raise InvalidArgument(str(error)) from None
         finally:
             for task in (closed, coming):
@@ -85,7 +130,7 @@ class StreamInferCall:
     async def _answer(self, message: ProtoMessage) -> None:
         before: asyncio.Task[None] | None = None
         try:
-            with self._gateway.open_request(RPC_NAME, call_metadata(self._context)) as context:
+            with self._gateway.open_request(_STREAM, call_metadata(self._context)) as context:
                 self._caller.note_in(context)
                 context.id = message.id
                 model = None
@@ -110,9 +155,7 @@ class StreamInferCall:
     async def _responses(self, model: ModelHandle, message: ProtoMessage) -> AsyncGenerator[ProtoMessage, None]:
         """The responses to one request, each marked whether it is the last."""
         config, final = model.config, False
-        call = parse_infer_message(message, self._gateway.shared_state.shared_memory, self._caller)
-        if call.deferred:
-            call = await call.decode_deferred(model)
+        call = await _read_call(self._gateway, model, message, self._caller)
         async with aclosing(model.infer(call.request)) as responses:
             async for response in responses:
                 final = response.final or not config.decoupled
