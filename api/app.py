@@ -25,10 +25,10 @@ from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shut
 from ..core.gateway import Gateway
 from ..telemetry.shared_state import ServerGateway
 from .api_keys import Keyring
-from .http.access import AuthMiddleware, HttpRules, RestrictedApiMiddleware
+from .http.access import AccessMiddleware, HttpRules
 from .http.connection import ClientDisconnected
-from .http.error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path, json_response
-from .http.request_context import RequestContextMiddleware, record_error, with_request_id
+from .http.error_responses import error_response, is_openai_path, json_response
+from .http.request_context import RequestContextMiddleware, record_error
 from .http.request_cycle import response_started
 from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes
@@ -77,9 +77,9 @@ def build_app(
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
     fastapi.add_exception_handler(HTTPException, _no_route)
     app: ASGIApp = PostRouter(routes, fastapi)
-    if rules.required_headers:
-        app = RestrictedApiMiddleware(app, rules.required_headers)
-    app = CatchAllMiddleware(RequestContextMiddleware(AuthMiddleware(app, keys) if keys else app, gateway))
+    if keys or rules.required_headers:
+        app = AccessMiddleware(app, keys or Keyring(), rules.required_headers)
+    app = RequestContextMiddleware(app, gateway)
     if not rules.allowed_origins:
         return app
     # Browsers show a response to a page of another origin only where headers allow it, and ask before they send JSON
@@ -193,29 +193,6 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
             raise
         record_error(scope, exiting)
         await error_response(exiting, scope["path"])(scope, receive, send)
-
-
-class CatchAllMiddleware:
-    """Answers an unexpected exception with status 500 and keeps the connection; the traceback goes to the log.
-
-    Also gives the request its id, and takes a slash from the end of the path, where a redirect would lose the body;
-    paths of v2 keep it, as in Triton.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send = with_request_id(scope, send)
-        path = scope["path"]
-        if path.endswith("/") and path != "/" and not path.startswith("/v2"):
-            scope["path"] = path[:-1]
-        try:
-            await self._app(scope, receive, send)
-        except Exception:
-            # Streams answer for themselves once they have begun (`EventStreamResponse`), so nothing was sent yet.
-            log.exception("%s %s failed", scope.get("method"), scope.get("path"))
-            await error_response(INTERNAL_SERVER_ERROR, scope["path"])(scope, receive, send)
 
 
 async def _charonia_error(request: Request, error: Exception) -> Response:

@@ -48,50 +48,37 @@ def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(origins)
 
 
-class AuthMiddleware:
-    """Answers 401 in place of `app` to requests without a key, before anything of a body is read.
+class AccessMiddleware:
+    """Refuses requests before anything of a body is read: 401 for those without a key, and 403 for those without the
+    header that a restricted API requires.
 
-    The key's tenant is noted in the request's context. Health needs no key.
+    The key's tenant is noted in the request's context. Health needs no key. `required`: the header, by the name of the
+    API.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring, required: Mapping[str, RequiredHeader]) -> None:
         self._app = app
         self._keys = keys
+        self._required = required
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and not _OPEN.fullmatch(scope["path"]):
-            try:
+        try:
+            if self._keys and not _OPEN.fullmatch(scope["path"]):
                 shown = _values(scope, b"authorization")
                 if len(shown) > 1:  # a proxy in front may have checked another one
                     raise InvalidArgument(f"{len(shown)} Authorization headers: send one")
                 record_tenant(scope, self._keys.authenticate(shown[0] if shown else None))
-            except CharoniaError as error:
-                record_error(scope, error)
-                app = error_response(error, scope["path"])
-        await app(scope, receive, send)
-
-
-class RestrictedApiMiddleware:
-    """Answers 403 in place of `app` to requests that lack the header which their API requires.
-
-    `required`: that header, by the name of the API.
-    """
-
-    def __init__(self, app: ASGIApp, required: Mapping[str, RequiredHeader]) -> None:
-        self._app = app
-        self._required = required
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app, header = self._app, None
-        if scope["type"] == "http":
-            header = self._required.get(restricted_api_of(scope["path"]) or "")
-        if header is not None:
-            shown = _values(scope, header.key.lower().encode())
-            if not header.matches(shown[0] if shown else None):
-                error = Unauthenticated(f"This API is restricted, expecting header '{header.key}'")
-                record_error(scope, error)
-                app = json_response(v2_error_body(error), 403)
+        except CharoniaError as error:
+            record_error(scope, error)
+            app = error_response(error, scope["path"])
+        else:
+            required = self._required.get(restricted_api_of(scope["path"]) or "") if self._required else None
+            shown = [] if required is None else _values(scope, required.key.lower().encode())
+            if required is not None and not required.matches(shown[0] if shown else None):
+                refusal = Unauthenticated(f"This API is restricted, expecting header '{required.key}'")
+                record_error(scope, refusal)
+                app = json_response(v2_error_body(refusal), 403)
         await app(scope, receive, send)
 
 

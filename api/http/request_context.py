@@ -4,6 +4,7 @@ The id is the client's `X-Request-Id`, or a made-up one on the paths of OpenAI, 
 carries it, and so does the request's record. Knows which paths are endpoints of models; not what these do.
 """
 
+import logging
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -12,8 +13,10 @@ from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.request_context import RequestContext
 from ..api_keys import Tenant
-from .error_responses import is_openai_path
+from .error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path
 from .request_cycle import add_response_header
+
+log = logging.getLogger(__name__)
 
 _ENDPOINTS = {
     "/v1/completions": "completions",
@@ -28,25 +31,40 @@ _ID_HEADER = b"x-request-id"
 _REQUEST_ID = "charonia.request_id"
 _LONGEST_ID = 256
 """Bytes that are kept of a client's id."""
-_MODELS = "/v2/models/"
 _MODEL_ENDPOINTS = ("infer", "generate", "generate_stream")
 
 
 class RequestContextMiddleware:
-    """Opens the context of a request to a model, around everything that may refuse it. Health and lookups have none."""
+    """Gives a request its id, and opens the context of a request to a model; health and lookups have none.
+
+    Stands around everything that may refuse a request. Answers an unexpected exception with status 500 and keeps the
+    connection; the traceback goes to the log. Takes a slash from the end of the path, where a redirect would lose the
+    body; paths of v2 keep it, as in Triton.
+    """
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = _endpoint_of(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
-        if not endpoint:
-            return await self._app(scope, receive, send)
-        with self._gateway.open_request(endpoint, scope["headers"]) as context:
-            context.client_id = request_id_of(scope)
-            scope[_CONTEXT] = context
-            return await self._app(scope, receive, send)
+        send = _with_request_id(scope, send)
+        path = scope["path"]
+        if path.endswith("/") and path != "/" and not path.startswith("/v2"):
+            scope["path"] = path = path[:-1]
+        endpoint = _ENDPOINTS.get(path, "")
+        if path.startswith("/v2/models/") and path.rpartition("/")[2] in _MODEL_ENDPOINTS:
+            endpoint = path.rpartition("/")[2]
+        try:
+            if not endpoint or scope["method"] != "POST":
+                return await self._app(scope, receive, send)
+            with self._gateway.open_request(endpoint, scope["headers"]) as context:
+                context.client_id = request_id_of(scope)
+                scope[_CONTEXT] = context
+                await self._app(scope, receive, send)
+        except Exception:
+            # Streams answer for themselves once they have begun (`EventStreamResponse`), so nothing was sent yet.
+            log.exception("%s %s failed", scope["method"], path)
+            await error_response(INTERNAL_SERVER_ERROR, path)(scope, receive, send)
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -68,14 +86,7 @@ def record_tenant(scope: Scope, tenant: Tenant) -> None:
         context.tenant, context.tenant_weight = tenant
 
 
-def _endpoint_of(path: str) -> str:
-    if not path.startswith(_MODELS):
-        return _ENDPOINTS.get(path, "")
-    last = path.rpartition("/")[2]
-    return last if last in _MODEL_ENDPOINTS else ""
-
-
-def with_request_id(scope: Scope, send: Send) -> Send:
+def _with_request_id(scope: Scope, send: Send) -> Send:
     """Note the request's id in the scope, if it has one; the `send` that adds it to the response."""
     given: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")[:_LONGEST_ID]
     if not given:

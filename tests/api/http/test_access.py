@@ -6,8 +6,9 @@ import httpx
 import pytest
 
 from charonia.api.api_keys import Keyring, Tenant
-from charonia.api.app import CatchAllMiddleware, build_app
+from charonia.api.app import build_app
 from charonia.api.http.access import HttpRules, parse_allowed_origins
+from charonia.api.http.request_context import RequestContextMiddleware
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument
 
@@ -69,7 +70,7 @@ async def test_the_answer_is_for_the_page_also_where_it_is_a_refusal(gateway: An
 
 
 async def test_without_the_flag_nothing_stands_in_the_way(gateway: Any) -> None:
-    assert isinstance(build_app(gateway, INFO), CatchAllMiddleware)
+    assert isinstance(build_app(gateway, INFO), RequestContextMiddleware)
     async with client(gateway) as browser:
         assert (await browser.options("/v2", headers=asking(PAGE))).status_code == 401
         assert "access-control-allow-origin" not in (await browser.get("/v2/health/live", headers=asking(PAGE))).headers
