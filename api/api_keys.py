@@ -40,8 +40,7 @@ class Keyring:
     def authenticate(self, authorization: str | None) -> Tenant:
         """The tenant of the key in an `authorization` header or metadata; as slow for a wrong key as for a right one.
 
-        Raises:
-            Unauthenticated: no key is shown, or an unknown one.
+        Raises `Unauthenticated` for an unknown key, or none.
         """
         if not self._tenants:
             return ANONYMOUS
@@ -59,12 +58,11 @@ class Keyring:
 def load_keyring(given: Sequence[str] = (), file: Path | None = None) -> Keyring:
     """The keys of the flags --api-key and --api-key-file and of the environment.
 
-    Raises:
-        InvalidArgument: one is malformed (its place is named, never itself), given twice, or two disagree on a tenant.
+    Raises `InvalidArgument` if one is malformed (its place is named, never itself), given twice, or two disagree on a
+    tenant.
     """
     placed = [(f"--api-key {number}", text) for number, text in enumerate(given, 1)]
-    if file is not None:
-        placed += _lines(file)
+    placed += [] if file is None else _lines(file)
     variable = os.environ.get(ENVIRONMENT, "").replace(",", " ").split()
     placed += [(f"{ENVIRONMENT} {number}", text) for number, text in enumerate(variable, 1)]
     keys: dict[str, Tenant] = {}
@@ -101,17 +99,13 @@ def _parse(text: str, place: str) -> tuple[str, Tenant]:
     name = parts[0] if len(parts) > 1 else f"key-{_digest(key).hex()[:8]}"
     if not name:
         raise InvalidArgument(f"{place} has an empty name")
-    return key, Tenant(name, _weight(parts[2], place) if len(parts) == 3 else 1.0)
-
-
-def _weight(text: str, place: str) -> float:
     try:
-        weight = float(text)
+        weight = float(parts[2]) if len(parts) == 3 else 1.0
     except ValueError:
         weight = math.nan
     if not 0 < weight < math.inf:
         raise InvalidArgument(f"{place} must have a weight that is a number above 0")
-    return weight
+    return key, Tenant(name, weight)
 
 
 def _digest(key: str) -> bytes:

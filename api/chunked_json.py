@@ -147,14 +147,6 @@ def _drop_escaped(codes: NDArray[np.uint8]) -> bool:
     return bool(len(escaped) and escaped[-1] == len(codes))
 
 
-class _Part(NamedTuple):
-    """Neighbouring values: from `begin` to the comma or bracket at `end`; `last` of their container."""
-
-    begin: int
-    end: int
-    last: bool
-
-
 class ValueBudget:
     """The number of values that may still be read; those of nested containers count too."""
 
@@ -263,7 +255,7 @@ class UnparsedContainer:
                 return
 
     def _piece(self, begin: int, end: int, opening: bytes, closing: bytes) -> bytes:
-        """The text of some values, made a JSON document."""
+        """The text of some values, made a JSON text of its own."""
         self._check_length(begin, end)
         text = bytes(self._text.view[begin:end])
         inside, comma = text.strip(_SPACE), self._text.view[end] == ord(",")
@@ -307,8 +299,7 @@ def _after_space(view: memoryview, begin: int, end: int) -> int:
 async def read_long_json(body: Buffer, read: JsonParser = parse_json, longest: int = MAX_STRING_BYTES) -> Any:
     """The value of a long body, long containers as text. `read` parses pieces; `longest`: the most bytes of a string.
 
-    Raises:
-        InvalidArgument: the JSON is malformed, as far as it was read.
+    Raises `InvalidArgument` if the JSON is malformed, as far as it was read.
     """
     text = _Text(body, read, longest)
     await text.scan()

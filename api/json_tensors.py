@@ -29,11 +29,7 @@ _KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, fl
 
 
 def flatten(values: list[Any]) -> list[Any]:
-    """The elements of nested arrays, in their order.
-
-    Raises:
-        InvalidArgument: the arrays are nested too deeply.
-    """
+    """The elements of nested arrays, in their order; raises `InvalidArgument` for arrays that are nested too deeply."""
     depth = 1
     while list in (kinds := set(map(type, values))):
         if len(kinds) > 1:
@@ -72,16 +68,14 @@ def refuse_binary_only(datatype: str, name: str) -> None:
 
 
 def to_array(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
-    """A flat array of JSON values.
-
-    Raises:
-        InvalidArgument: one has another type, or is out of range; the message names `field`.
-    """
+    """A flat array of JSON values; raises `InvalidArgument`, which names `field`, for one that has no place in it."""
     if not set(map(type, values)) <= _KINDS.get(datatype, {int}):
         raise _mismatch(datatype, field)
     try:
         if datatype == "BYTES":
-            return _texts(values)
+            data = np.empty(len(values), np.object_)
+            data[:] = [value.encode() for value in values]
+            return data
         with np.errstate(over="ignore"):  # a double too large for FP32 becomes infinity
             return np.array(values, NUMPY_TYPES[datatype])
     except OverflowError:
@@ -90,17 +84,9 @@ def to_array(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
         raise InvalidArgument(f"Unable to parse '{field}': a lone surrogate is not text", field=field) from None
 
 
-def _texts(values: list[str]) -> NDArray[Any]:
-    data = np.empty(len(values), np.object_)
-    data[:] = [value.encode() for value in values]
-    return data
-
-
 def _mismatch(datatype: str, field: str) -> CharoniaError:
-    integers = (
-        "non-unsigned-integer as unsigned-integer" if datatype[0] == "U" else "non-signed-integer as signed-integer"
-    )
-    return wrong_json_type(field, _TEXTS.get(datatype, integers))
+    sign = "unsigned" if datatype[0] == "U" else "signed"
+    return wrong_json_type(field, _TEXTS.get(datatype, f"non-{sign}-integer as {sign}-integer"))
 
 
 def check_element_count(datatype: str, expected: int, got: int) -> None:
@@ -113,11 +99,7 @@ def check_element_count(datatype: str, expected: int, got: int) -> None:
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """The tensor's elements, flat, as JSON values.
-
-    Raises:
-        InvalidArgument: JSON has no numbers for the datatype.
-    """
+    """The tensor's elements, flat, as JSON values; raises `InvalidArgument` if JSON has no numbers for the datatype."""
     if tensor.datatype in _BINARY_ONLY:
         raise InvalidArgument(
             f"sending {tensor.datatype} data via JSON is not supported. "
@@ -143,12 +125,12 @@ def is_strict_json(tensor: Tensor) -> bool:
     return tensor.datatype not in _FLOATS or bool(np.isfinite(tensor.data).all())
 
 
-def dump_json(document: Any, strict: bool, ordered: bool = False) -> bytes:
-    """The document as JSON, keys `ordered` by name if asked for; where it is not `strict`, NaN and infinities are the
-    bare words that Triton writes."""
+def dump_json(value: Any, strict: bool, ordered: bool = False) -> bytes:
+    """The value as JSON, keys `ordered` by name if asked for; where it is not `strict`, NaN and infinities are the bare
+    words that Triton writes."""
     if strict:
-        return orjson.dumps(document, option=orjson.OPT_SORT_KEYS if ordered else None)
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":"), sort_keys=ordered).encode()
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if ordered else None)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=ordered).encode()
 
 
 def byte_size(datatype: str, count: int) -> int:

@@ -17,16 +17,17 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 def parse_json(body: Buffer, offset: int = 0) -> Any:
-    """The value of a JSON text, in which NaN and infinities may be bare words. `offset`: where the text begins in the
-    body.
+    """The value of a JSON text, in which NaN and infinities may be bare words. Raises `InvalidArgument`.
 
-    Raises:
-        InvalidArgument: it is not JSON.
+    `offset`: where the text begins in the body.
     """
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
-        return _parse_leniently(body, offset)
+        try:
+            return json.loads(bytes(body).decode())
+        except (ValueError, RecursionError) as error:
+            raise unreadable_json(error, offset) from None
 
 
 def parse_json_object(body: Buffer) -> JsonObject:
@@ -35,13 +36,6 @@ def parse_json_object(body: Buffer) -> JsonObject:
     if not isinstance(value, dict):
         raise malformed_json("the body must be a JSON object")
     return value
-
-
-def _parse_leniently(body: Buffer, offset: int) -> Any:
-    try:
-        return json.loads(bytes(body).decode())
-    except (ValueError, RecursionError) as error:
-        raise unreadable_json(error, offset) from None
 
 
 def unreadable_json(error: ValueError | RecursionError, offset: int = 0) -> CharoniaError:
@@ -74,8 +68,11 @@ def as_string(field: str, value: Any) -> str:
     """Raises `InvalidArgument` for a value of another type, as all functions below do."""
     if not isinstance(value, str):
         raise wrong_json_type(field, "non-string as string")
-    if not value.isascii():
-        _check_text(field, value)
+    try:
+        if not value.isascii():
+            value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"Unable to parse '{field}': a lone surrogate is not text", field=field) from None
     return value
 
 
@@ -86,13 +83,6 @@ def as_request_id(value: Any) -> str:
             f"'id' has {len(value)} characters, more than the {MAX_ID_LENGTH} there may be", field="id"
         )
     return as_string("id", value)
-
-
-def _check_text(field: str, value: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidArgument(f"Unable to parse '{field}': a lone surrogate is not text", field=field) from None
 
 
 def as_boolean(field: str, value: Any) -> bool:

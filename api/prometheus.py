@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -83,13 +82,10 @@ def render_exposition(metrics: Iterable[Metric]) -> bytes:
     for metric in metrics:
         lines.append(f"# HELP {metric.name} {_escaped(metric.documentation)}")
         lines.append(f"# TYPE {metric.name} {metric.type}")
-        lines += (f"{sample.name}{_braced(sample.labels)} {_number(sample.value)}" for sample in metric.samples)
+        for sample in metric.samples:
+            labels = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in sample.labels.items())
+            lines.append(f"{sample.name}{'{' + labels + '}' if labels else ''} {_number(sample.value)}")
     return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _braced(labels: Mapping[str, str]) -> str:
-    pairs = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in labels.items())
-    return f"{{{pairs}}}" if pairs else ""
 
 
 def _escaped(text: str, quoted: bool = False) -> str:
@@ -116,11 +112,9 @@ class MetricsApp:
         self._registry = registry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(Request(scope))(scope, receive, send)
-
-    def _answer(self, request: Request) -> Response:
-        if request.method != "GET":
-            return Response(status_code=405, headers={"allow": "GET"})
-        if request.url.path in ("/metrics", "/metrics/"):
-            return metrics_response(self._registry)
-        return Response(headers={"content-type": _CONTENT_TYPE})
+        response = Response(headers={"content-type": _CONTENT_TYPE})
+        if scope["method"] != "GET":
+            response = Response(status_code=405, headers={"allow": "GET"})
+        elif scope["path"] in ("/metrics", "/metrics/"):
+            response = metrics_response(self._registry)
+        await response(scope, receive, send)

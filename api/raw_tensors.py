@@ -21,7 +21,7 @@ RawBytes: TypeAlias = bytes | bytearray | memoryview
 _DTYPES = {datatype: np.dtype(dtype) for datatype, dtype in NUMPY_TYPES.items()}
 _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
-_MOST_BYTES = _MOST_ELEMENTS // 8
+_MOST_SAFE_ELEMENTS = _MOST_ELEMENTS // 8
 """As many elements of any datatype have a size in bytes that 63 bits can hold."""
 
 _PIECE = 1 << 14
@@ -49,24 +49,22 @@ class InputRef(NamedTuple):
 
 
 def element_count(datatype: str, shape: tuple[int, ...], place: InputRef) -> int:
-    """The number of elements of a tensor of this shape.
-
-    Raises:
-        InvalidArgument: no tensor can have this shape.
-    """
+    """The number of elements of a tensor of this shape; raises `InvalidArgument` if none can have it."""
     if len(shape) > _MOST_DIMENSIONS:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
         raise InvalidArgument(f"invalid shape for input '{place.input}': {text}", field=place.input)
     count = math.prod(shape)
-    if count <= (MAX_STRINGS if datatype == "BYTES" else _MOST_BYTES) and (not shape or min(shape) >= 0):
+    if count <= (MAX_STRINGS if datatype == "BYTES" else _MOST_SAFE_ELEMENTS) and (not shape or min(shape) >= 0):
         return count
+    # An unknown datatype counts as 1 byte, as BYTES does, whose elements have a size of their own.
+    width = _DTYPES[datatype].itemsize if datatype in NUMPY_TYPES and datatype != "BYTES" else 1
     shown = f"[{','.join(map(str, shape))}]"
     text = f"invalid shape for input '{place.input}': shape {shown}"
     if min(shape) < 0:
         text += " contains one or more invalid dimensions"
     elif count > _MOST_ELEMENTS:
         text += f" causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
-    elif count * _width(datatype) > _MOST_ELEMENTS:
+    elif count * width > _MOST_ELEMENTS:
         text = f"byte size overflow for input '{place.input}': shape {shown} exceeds {_MOST_ELEMENTS} bytes"
     elif datatype == "BYTES":
         text += f" has {count} strings, more than the {MAX_STRINGS} that a request may have in an input"
@@ -75,27 +73,44 @@ def element_count(datatype: str, shape: tuple[int, ...], place: InputRef) -> int
     raise InvalidArgument(text, field=place.input)
 
 
-def _width(datatype: str) -> int:
-    # 1 for an unknown datatype, and for BYTES, whose elements have a size of their own.
-    return _DTYPES[datatype].itemsize if datatype in NUMPY_TYPES and datatype != "BYTES" else 1
-
-
 def decode(datatype: str, shape: tuple[int, ...], raw: RawBytes, place: InputRef) -> Tensor:
     """The tensor that the bytes hold: a read-only view of them, or new objects for BYTES.
 
-    The data of an unknown datatype are left as bytes: no model has such an input.
-
-    Raises:
-        InvalidArgument: there are more or fewer bytes than the shape needs.
+    The data of an unknown datatype are left as bytes: no model has such an input. Raises `InvalidArgument` for more or
+    fewer bytes than the shape needs.
     """
     count = element_count(datatype, shape, place)
     if datatype == "BYTES":
-        data = _objects(_elements(raw, count, place))
-    elif datatype in NUMPY_TYPES:
-        data = _numbers(datatype, count, raw, place)
-    else:
-        data = np.frombuffer(raw, np.uint8)
+        return Tensor(place.input, datatype, shape, string_array(_split_strings(raw, count, place), count, place))
+    if datatype not in NUMPY_TYPES:
+        return Tensor(place.input, datatype, shape, np.frombuffer(raw, np.uint8))
+    dtype = _DTYPES[datatype]
+    check_byte_size(count * dtype.itemsize, len(raw), place)
+    if datatype == "BOOL":  # a byte may say true in 255 ways
+        return Tensor(place.input, datatype, shape, np.not_equal(np.frombuffer(raw, np.uint8), 0))
+    data = np.frombuffer(raw, dtype)
+    if type(raw) is not bytes:
+        data.flags.writeable = False
     return Tensor(place.input, datatype, shape, data)
+
+
+def _split_strings(raw: RawBytes, count: int, place: InputRef) -> list[bytes]:
+    """The elements of a BYTES tensor, at most one more than `count`."""
+    elements: list[bytes] = []
+    offset = 0
+    while offset < len(raw) and len(elements) <= count:
+        begin = offset + _LENGTH.size
+        if begin > len(raw):
+            raise place.error(
+                f"incomplete string length indicator for inference {place.description}, expecting {_LENGTH.size} bytes "
+                f"but only {len(raw) - offset} bytes available. Please make sure the string length indicator is in one "
+                "buffer."
+            )
+        offset = begin + _LENGTH.unpack_from(raw, offset)[0]
+        if offset > len(raw):
+            raise place.error(f"incomplete string data for inference {place.description}, the last element is cut off")
+        elements.append(bytes(raw[begin:offset]))
+    return elements
 
 
 def check_byte_size(expected: int, got: int, place: InputRef) -> None:
@@ -116,7 +131,9 @@ def check_string_count(expected: int, got: int, place: InputRef) -> None:
 def string_array(elements: list[bytes], count: int, place: InputRef) -> NDArray[Any]:
     """The data of a BYTES tensor; raises `InvalidArgument` unless it has `count` elements."""
     check_string_count(count, len(elements), place)
-    return _objects(elements)
+    data = np.empty(len(elements), np.object_)
+    data[:] = elements
+    return data
 
 
 def encode(tensor: Tensor) -> bytes:
@@ -153,46 +170,3 @@ def write_into(tensor: Tensor, into: memoryview) -> None:
     else:
         there = np.frombuffer(into, tensor.data.dtype, tensor.data.size)
         np.copyto(there.reshape(tensor.data.shape), tensor.data)
-
-
-def _numbers(datatype: str, count: int, raw: RawBytes, place: InputRef) -> NDArray[Any]:
-    dtype = _DTYPES[datatype]
-    check_byte_size(count * dtype.itemsize, len(raw), place)
-    if datatype == "BOOL":  # a byte may say true in 255 ways
-        return np.not_equal(np.frombuffer(raw, np.uint8), 0)
-    data = np.frombuffer(raw, dtype)
-    if type(raw) is not bytes:
-        data.flags.writeable = False
-    return data
-
-
-def _elements(raw: RawBytes, count: int, place: InputRef) -> list[bytes]:
-    elements: list[bytes] = []
-    offset = 0
-    while offset < len(raw):
-        end = offset + _LENGTH.size + _length(raw, offset, place)
-        if end > len(raw):
-            raise place.error(f"incomplete string data for inference {place.description}, the last element is cut off")
-        elements.append(bytes(raw[offset + _LENGTH.size : end]))
-        offset = end
-        if len(elements) > count:
-            break
-    check_string_count(count, len(elements), place)
-    return elements
-
-
-def _length(raw: RawBytes, offset: int, place: InputRef) -> int:
-    rest = len(raw) - offset
-    if rest < _LENGTH.size:
-        raise place.error(
-            f"incomplete string length indicator for inference {place.description}, expecting {_LENGTH.size} bytes "
-            f"but only {rest} bytes available. Please make sure the string length indicator is in one buffer."
-        )
-    length: int = _LENGTH.unpack_from(raw, offset)[0]
-    return length
-
-
-def _objects(elements: list[bytes]) -> NDArray[Any]:
-    data = np.empty(len(elements), np.object_)
-    data[:] = elements
-    return data

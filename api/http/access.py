@@ -49,11 +49,10 @@ def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
 
 
 class AccessMiddleware:
-    """Refuses requests before anything of a body is read: 401 for those without a key, and 403 for those without the
-    header that a restricted API requires.
+    """Refuses requests before anything of a body is read: 401 without a key, 403 without the header that a restricted
+    API requires (`required`, by the name of the API).
 
-    The key's tenant is noted in the request's context. Health needs no key. `required`: the header, by the name of the
-    API.
+    The key's tenant is noted in the request's context. Health needs no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring, required: Mapping[str, RequiredHeader]) -> None:

@@ -7,8 +7,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from types import TracebackType
-from typing import Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+from typing import Generic, ParamSpec, Protocol, Self, TypeVar
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
@@ -42,21 +43,16 @@ class ClientDisconnected(Exception):
     """The client closed the connection: no response can reach it."""
 
 
-SizeCheck: TypeAlias = Callable[[int], None]
-"""Raises an error for a body of so many bytes if that is too many."""
-
-
 async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
-    """The whole body of a request in JSON, decompressed, refused as soon as it is known to be too long.
+    """The whole body of a request in JSON, decompressed.
 
-    Raises:
-        InvalidArgument: the body is longer than `limit`, cannot be decompressed, or is a form.
-        ClientDisconnected: the client closed the connection while sending it.
+    Raises `InvalidArgument` if the body is longer than `limit` (as soon as that is known), cannot be decompressed, or is
+    a form; `ClientDisconnected` if the client closed the connection while sending it.
     """
     headers = request.headers
     encoding = content_coding(headers.get("content-encoding", ""))
     announced = headers.get("content-length", "").encode()
-    body = await receive_body(request, announced, lambda size: check_json_size(size, limit))
+    body = await receive_body(request, announced, partial(check_json_size, limit=limit))
     if encoding:
         body = await offload_if_large(len(body), decompress, body, encoding, limit)
     refuse_form(headers.get("content-type", ""), body)
@@ -78,10 +74,10 @@ async def offload_if_large(size: int, work: Callable[P, T], *given: P.args, **na
     return await asyncio.to_thread(work, *given, **named)
 
 
-async def receive_body(request: Request, announced: bytes, check: SizeCheck) -> bytes | bytearray:
+async def receive_body(request: Request, announced: bytes, check: Callable[[int], None]) -> bytes | bytearray:
     """The whole body, of which a header may have `announced` the length; copied once if it came in parts.
 
-    Raises the error of `check` for its size, and `ClientDisconnected`.
+    Raises what `check` raises for its size, and `ClientDisconnected`.
     """
     whole = take_complete_body(request.scope, request.receive)
     if whole is not None:
@@ -161,9 +157,8 @@ class EventEncoder(Protocol[T_contra]):
 class EventStreamResponse(EventSourceResponse, Generic[T]):
     """A response of server-sent events, one or more for each of `items`: LF only, no pings.
 
-    The headers are sse-starlette's, the sending is not: the library's doubles what a frame costs, ends streams when
-    the server begins to drain, and sends the status before it is known whether there is a first event. Here an error
-    before the first item is raised and becomes a plain response.
+    The headers are sse-starlette's. Its sending doubles what a frame costs, ends streams when the server begins to
+    drain, and sends the status first; here an error before the first item becomes a plain response.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from ..size_limits import check_decompressed_size
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-_IDENTITY = ("", "identity")
 _LEVEL = 1
 """Numbers hardly shrink more at higher levels, which take several times as long."""
 
@@ -24,13 +23,9 @@ class UnsupportedEncoding(Unsupported):
 
 
 def content_coding(encoding: str) -> str:
-    """The encoding that a `Content-Encoding` header names, in lower case; "" for none.
-
-    Raises:
-        UnsupportedEncoding: it is not served.
-    """
+    """The encoding that a `Content-Encoding` header names, in lower case, or "". Raises `UnsupportedEncoding`."""
     name = encoding.lower()
-    if name in _IDENTITY:
+    if name in ("", "identity"):
         return ""
     if name not in _WINDOWS:
         raise UnsupportedEncoding
@@ -38,11 +33,7 @@ def content_coding(encoding: str) -> str:
 
 
 def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """The decompressed body.
-
-    Raises:
-        InvalidArgument: it has more than `limit` bytes, or the body is broken.
-    """
+    """The decompressed body; raises `InvalidArgument` if it has more than `limit` bytes, or the body is broken."""
     machine = zlib.decompressobj(_WINDOWS[encoding])
     try:
         data = machine.decompress(body, limit + 1)
@@ -63,20 +54,14 @@ def negotiate_encoding(accepted: str) -> str:
     best, most = "", 0.0
     for each in accepted.split(","):
         name, *parameters = [part.strip().lower() for part in each.split(";")]
-        weight = _weight(parameters)
+        weights = [part.removeprefix("q=") for part in parameters if part.startswith("q=")]
+        try:
+            weight = float(weights[0]) if weights else 1.0
+        except ValueError:
+            weight = 0.0
         if weight > most and (name in _WINDOWS or name == "identity"):
             best, most = name, weight
     return "" if best == "identity" else best
-
-
-def _weight(parameters: list[str]) -> float:
-    for parameter in parameters:
-        if parameter.startswith("q="):
-            try:
-                return float(parameter[2:])
-            except ValueError:
-                return 0.0
-    return 1.0
 
 
 def compress(parts: Sequence[bytes | memoryview], encoding: str) -> bytes:

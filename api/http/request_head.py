@@ -70,9 +70,7 @@ class RequestTarget(NamedTuple):
 def parse_target(url: bytes) -> RequestTarget:
     """Short targets are parsed once: clients ask for the same few.
 
-    Raises:
-        HttpProtocolError: the path has an escaped control character. No path served here has one, and to many a
-            pattern a line break is an end.
+    Raises `HttpProtocolError` for an escaped control character in the path: to many a pattern a line break is an end.
     """
     return _parse_cached(url) if len(url) < _LONGEST_CACHED_TARGET else _parse(url)
 
