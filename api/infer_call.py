@@ -18,10 +18,12 @@ from ..core.request import InferRequest, InferResponse
 from ..core.tensor import NUMPY_TYPES, Tensor
 from . import json_tensors, raw_tensors
 from .chunked_json import PIECE_BYTES, UnparsedContainer
-from .json_values import wrong_json_type
+from .raw_tensors import DeclaredInput, RawBytes
 from .requested_outputs import RequestedOutput
 
-DeferredInputs: TypeAlias = dict[str, Callable[[], Awaitable[Tensor]]]
+DecodeTensor: TypeAlias = Callable[[], Awaitable[Tensor]]
+
+DeferredInputs: TypeAlias = dict[str, DecodeTensor]
 """By the name of an input, the function that decodes its tensor; an empty one stands for it until then."""
 
 LONG_STRING_BYTES = PIECE_BYTES
@@ -54,53 +56,35 @@ class InferCall(NamedTuple):
         return self._replace(request=request, deferred={})
 
 
-def placeholder_tensor(datatype: str, shape: tuple[int, ...], place: raw_tensors.InputRef) -> Tensor:
-    """The empty tensor that stands for a deferred one; raises as `raw_tensors.element_count`."""
-    raw_tensors.element_count(datatype, shape, place)
-    return Tensor(place.input, datatype, shape, _NO_ELEMENTS)
+def defer(given: DeclaredInput, decode: DecodeTensor, deferred: DeferredInputs) -> Tensor:
+    """Leave an input to `deferred`; the empty tensor that stands for it until then.
+
+    Raises as `raw_tensors.element_count`.
+    """
+    raw_tensors.element_count(given)
+    deferred[given.name] = decode
+    return given.tensor(_NO_ELEMENTS)
 
 
-def raw_input(
-    datatype: str,
-    shape: tuple[int, ...],
-    data: raw_tensors.RawBytes,
-    place: raw_tensors.InputRef,
-    deferred: DeferredInputs,
-) -> Tensor:
+def raw_input(given: DeclaredInput, data: RawBytes, deferred: DeferredInputs) -> Tensor:
     """The tensor that raw bytes hold; many strings are left to `deferred`."""
-    if datatype != "BYTES" or len(data) <= LONG_STRING_BYTES:
-        return raw_tensors.decode(datatype, shape, data, place)
-    deferred[place.input] = partial(asyncio.to_thread, raw_tensors.decode, datatype, shape, data, place)
-    return placeholder_tensor(datatype, shape, place)
+    if given.datatype != "BYTES" or len(data) <= LONG_STRING_BYTES:
+        return raw_tensors.decode(given, data)
+    return defer(given, partial(asyncio.to_thread, raw_tensors.decode, given, data), deferred)
 
 
-def long_json_input(
-    datatype: str,
-    shape: tuple[int, ...],
-    data: UnparsedContainer,
-    place: raw_tensors.InputRef,
-    deferred: DeferredInputs,
-) -> Tensor:
-    """The empty tensor of an input whose elements are a long array of JSON, which is left to `deferred`."""
-    if data.is_object:
-        raise wrong_json_type("data", "non-array as array")
-    deferred[place.input] = partial(_decode_long_json, datatype, shape, data, place)
-    return placeholder_tensor(datatype, shape, place)
-
-
-async def _decode_long_json(
-    datatype: str, shape: tuple[int, ...], source: UnparsedContainer, place: raw_tensors.InputRef
-) -> Tensor:
-    count, done = raw_tensors.element_count(datatype, shape, place), 0
+async def decode_long_json(given: DeclaredInput, array: UnparsedContainer) -> Tensor:
+    """The tensor whose elements are a long array of JSON, which is parsed in pieces."""
+    count, datatype, done = raw_tensors.element_count(given), given.datatype, 0
     data = np.empty(count, NUMPY_TYPES[datatype])
-    async for piece in source.flat_elements():
+    async for piece in array.flat_elements():
         values = json_tensors.flatten(piece)
         if done + len(values) > count:
             json_tensors.check_element_count(datatype, count, done + len(values))
         data[done : done + len(values)] = json_tensors.to_array(datatype, values, "data")
         done += len(values)
     json_tensors.check_element_count(datatype, count, done)
-    return Tensor(place.input, datatype, shape, data.reshape(shape))
+    return given.tensor(data.reshape(given.shape))
 
 
 async def read_up_to_two(responses: ResponseStream[InferResponse]) -> list[InferResponse]:

@@ -33,104 +33,110 @@ _MOST_DIMENSIONS = 64
 """Dimensions that an array of numpy may have."""
 
 
-class InputRef(NamedTuple):
-    """The input of a request that an error message is about."""
+class DeclaredInput(NamedTuple):
+    """An input as its request declares it, before there are data."""
 
     request_id: str
     model: str
-    input: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
 
     def error(self, text: str) -> InvalidArgument:
-        return InvalidArgument(f"{request_id_prefix(self.request_id)}{text}", field=self.input)
+        return InvalidArgument(f"{request_id_prefix(self.request_id)}{text}", field=self.name)
 
     @property
     def description(self) -> str:
-        return f"input '{self.input}' for model '{self.model}'"
+        return f"input '{self.name}' for model '{self.model}'"
+
+    def tensor(self, data: NDArray[Any]) -> Tensor:
+        return Tensor(self.name, self.datatype, self.shape, data)
 
 
-def element_count(datatype: str, shape: tuple[int, ...], place: InputRef) -> int:
-    """The number of elements of a tensor of this shape; raises `InvalidArgument` if none can have it."""
+def element_count(given: DeclaredInput) -> int:
+    """The number of elements of an input; raises `InvalidArgument` if no tensor can have its shape."""
+    _, _, name, datatype, shape = given
     if len(shape) > _MOST_DIMENSIONS:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
-        raise InvalidArgument(f"invalid shape for input '{place.input}': {text}", field=place.input)
+        raise InvalidArgument(f"invalid shape for input '{name}': {text}", field=name)
     count = math.prod(shape)
     if count <= (MAX_STRINGS if datatype == "BYTES" else _MOST_SAFE_ELEMENTS) and (not shape or min(shape) >= 0):
         return count
     # An unknown datatype counts as 1 byte, as BYTES does, whose elements have a size of their own.
     width = _DTYPES[datatype].itemsize if datatype in NUMPY_TYPES and datatype != "BYTES" else 1
     shown = f"[{','.join(map(str, shape))}]"
-    text = f"invalid shape for input '{place.input}': shape {shown}"
+    text = f"invalid shape for input '{name}': shape {shown}"
     if min(shape) < 0:
         text += " contains one or more invalid dimensions"
     elif count > _MOST_ELEMENTS:
         text += f" causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
     elif count * width > _MOST_ELEMENTS:
-        text = f"byte size overflow for input '{place.input}': shape {shown} exceeds {_MOST_ELEMENTS} bytes"
+        text = f"byte size overflow for input '{name}': shape {shown} exceeds {_MOST_ELEMENTS} bytes"
     elif datatype == "BYTES":
         text += f" has {count} strings, more than the {MAX_STRINGS} that a request may have in an input"
     else:
         return count
-    raise InvalidArgument(text, field=place.input)
+    raise InvalidArgument(text, field=name)
 
 
-def decode(datatype: str, shape: tuple[int, ...], raw: RawBytes, place: InputRef) -> Tensor:
+def decode(given: DeclaredInput, raw: RawBytes) -> Tensor:
     """The tensor that the bytes hold: a read-only view of them, or new objects for BYTES.
 
     The data of an unknown datatype are left as bytes: no model has such an input. Raises `InvalidArgument` for more or
     fewer bytes than the shape needs.
     """
-    count = element_count(datatype, shape, place)
+    count, datatype = element_count(given), given.datatype
     if datatype == "BYTES":
-        return Tensor(place.input, datatype, shape, string_array(_split_strings(raw, count, place), count, place))
+        return given.tensor(string_array(given, _split_strings(given, raw, count), count))
     if datatype not in NUMPY_TYPES:
-        return Tensor(place.input, datatype, shape, np.frombuffer(raw, np.uint8))
+        return given.tensor(np.frombuffer(raw, np.uint8))
     dtype = _DTYPES[datatype]
-    check_byte_size(count * dtype.itemsize, len(raw), place)
+    check_byte_size(given, count * dtype.itemsize, len(raw))
     if datatype == "BOOL":  # a byte may say true in 255 ways
-        return Tensor(place.input, datatype, shape, np.not_equal(np.frombuffer(raw, np.uint8), 0))
+        return given.tensor(np.not_equal(np.frombuffer(raw, np.uint8), 0))
     data = np.frombuffer(raw, dtype)
     if type(raw) is not bytes:
         data.flags.writeable = False
-    return Tensor(place.input, datatype, shape, data)
+    return given.tensor(data)
 
 
-def _split_strings(raw: RawBytes, count: int, place: InputRef) -> list[bytes]:
+def _split_strings(given: DeclaredInput, raw: RawBytes, count: int) -> list[bytes]:
     """The elements of a BYTES tensor, at most one more than `count`."""
     elements: list[bytes] = []
     offset = 0
     while offset < len(raw) and len(elements) <= count:
         begin = offset + _LENGTH.size
         if begin > len(raw):
-            raise place.error(
-                f"incomplete string length indicator for inference {place.description}, expecting {_LENGTH.size} bytes "
+            raise given.error(
+                f"incomplete string length indicator for inference {given.description}, expecting {_LENGTH.size} bytes "
                 f"but only {len(raw) - offset} bytes available. Please make sure the string length indicator is in one "
                 "buffer."
             )
         offset = begin + _LENGTH.unpack_from(raw, offset)[0]
         if offset > len(raw):
-            raise place.error(f"incomplete string data for inference {place.description}, the last element is cut off")
+            raise given.error(f"incomplete string data for inference {given.description}, the last element is cut off")
         elements.append(bytes(raw[begin:offset]))
     return elements
 
 
-def check_byte_size(expected: int, got: int, place: InputRef) -> None:
+def check_byte_size(given: DeclaredInput, expected: int, got: int) -> None:
     """Raise `InvalidArgument` if an input has another size in bytes than its shape needs."""
     if expected != got:
-        raise place.error(f"input byte size mismatch for {place.description}. Expected {expected}, got {got}")
+        raise given.error(f"input byte size mismatch for {given.description}. Expected {expected}, got {got}")
 
 
-def check_string_count(expected: int, got: int, place: InputRef) -> None:
+def check_string_count(given: DeclaredInput, expected: int, got: int) -> None:
     """Raise `InvalidArgument` if an input has another number of strings than its shape needs."""
-    whose = f"inference {place.description}"
+    whose = f"inference {given.description}"
     if got > expected:
-        raise place.error(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
+        raise given.error(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
     if got < expected:
-        raise place.error(f"expected {expected} string elements for {whose}, got {got}")
+        raise given.error(f"expected {expected} string elements for {whose}, got {got}")
 
 
-def string_array(elements: list[bytes], count: int, place: InputRef) -> NDArray[Any]:
+def string_array(given: DeclaredInput, elements: list[bytes], count: int) -> NDArray[Any]:
     """The data of a BYTES tensor; raises `InvalidArgument` unless it has `count` elements."""
-    check_string_count(count, len(elements), place)
+    check_string_count(given, count, len(elements))
     data = np.empty(len(elements), np.object_)
     data[:] = elements
     return data

@@ -19,7 +19,7 @@ from ...core.tensor import NUMPY_TYPES, Tensor
 from ...processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from .. import infer_call, raw_tensors
 from ..infer_call import DeferredInputs, InferCall
-from ..raw_tensors import InputRef, RawBytes
+from ..raw_tensors import DeclaredInput, RawBytes
 from ..requested_outputs import RequestedOutput
 from .settings import Caller
 from .wire_format import LazyInferRequest, ProtoMessage, iter_contents
@@ -160,68 +160,64 @@ def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, deferred: Defe
     inputs: dict[str, Tensor] = {}
     model, blobs = message.model_name, iter(message.raw_input_contents)
     contents = message.contents if isinstance(message, LazyInferRequest) else {}
-    for index, given in enumerate(message.inputs):
-        name, refusal = given.name, ""
+    for index, each in enumerate(message.inputs):
+        name, refusal = each.name, ""
         if name in inputs:
             raise InvalidArgument(f"input '{name}' already exists in request", field=name)
-        data: RawBytes | None = _lent_memory(given, regions) if _REGION in given.parameters else None
-        typed = index in contents or given.HasField("contents")
+        data: RawBytes | None = _lent_memory(each, regions) if _REGION in each.parameters else None
+        typed = index in contents or each.HasField("contents")
         if typed and data is not None:
             refusal = f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model"
         elif typed and message.raw_input_contents:
             refusal = f"contents field must not be specified when using raw_input_contents for '{name}' for model"
         if refusal:
             raise InvalidArgument(f"{refusal} '{model}'", field=name)
-        ref = InputRef(message.id, model, name)
+        given = DeclaredInput(message.id, model, name, each.datatype, tuple(each.shape))
         if index in contents:
-            pieces = iter_contents(contents[index])
-            deferred[name] = partial(asyncio.to_thread, _decode_contents, given, pieces, ref)
-            inputs[name] = infer_call.placeholder_tensor(given.datatype, tuple(given.shape), ref)
+            decode = partial(asyncio.to_thread, _decode_contents, given, iter_contents(contents[index]))
+            inputs[name] = infer_call.defer(given, decode, deferred)
         elif typed:
-            inputs[name] = _decode_contents(given, (given.contents,), ref)
+            inputs[name] = _decode_contents(given, (each.contents,))
         else:
             data = next(blobs, None) if data is None else data
             if data is None:
                 text = f"unable to find data for input tensor '{name}' for model '{model}' in request."
                 raise InvalidArgument(text, field=name)
-            inputs[name] = infer_call.raw_input(given.datatype, tuple(given.shape), data, ref, deferred)
+            inputs[name] = infer_call.raw_input(given, data, deferred)
     return inputs
 
 
-def _decode_contents(given: ProtoMessage, pieces: Iterable[ProtoMessage], ref: InputRef) -> Tensor:
+def _decode_contents(given: DeclaredInput, pieces: Iterable[ProtoMessage]) -> Tensor:
     """The tensor of an input whose typed contents come in these pieces, of which there is at least one."""
-    shape, datatype, done = tuple(given.shape), given.datatype, 0
-    count = raw_tensors.element_count(datatype, shape, ref)
+    datatype, count, done = given.datatype, raw_tensors.element_count(given), 0
     dtype = np.dtype(NUMPY_TYPES.get(datatype, np.uint8))
     wide = NUMPY_TYPES[_NARROW[datatype]] if datatype in _NARROW else dtype
     strings, numbers = [], []
     try:
         for piece in pieces:
-            values = _values(given, piece, ref)
+            values = _values(given, piece)
             done += len(values)
             if datatype == "BYTES":
-                raw_tensors.check_string_count(count, max(count, done), ref)
+                raw_tensors.check_string_count(given, count, max(count, done))
                 strings += values
             else:
                 numbers.append(np.array(values, wide).astype(dtype))
     except DecodeError as error:
         raise InvalidArgument(str(error), field=given.name) from None
     if datatype == "BYTES":
-        return Tensor(given.name, datatype, shape, raw_tensors.string_array(strings, count, ref))
-    raw_tensors.check_byte_size(count * dtype.itemsize, done * dtype.itemsize, ref)
-    return Tensor(given.name, datatype, shape, numbers[0] if len(numbers) == 1 else np.concatenate(numbers))
+        return given.tensor(raw_tensors.string_array(given, strings, count))
+    raw_tensors.check_byte_size(given, count * dtype.itemsize, done * dtype.itemsize)
+    return given.tensor(numbers[0] if len(numbers) == 1 else np.concatenate(numbers))
 
 
-def _values(given: ProtoMessage, contents: ProtoMessage, ref: InputRef) -> Any:
+def _values(given: DeclaredInput, contents: ProtoMessage) -> Any:
     """The values of the one typed field that is filled; raises `InvalidArgument` if it is another datatype's."""
     values: Any = ()
     for descriptor, held in contents.ListFields():
         datatype = _CONTENT_DATATYPES[descriptor.name]
         if datatype != _NARROW.get(given.datatype, given.datatype):
-            raise InvalidArgument(
-                f"unexpected explicit tensor data for input tensor '{given.name}' for model '{ref.model}' "
-                f"of type '{datatype}', expected datatype '{given.datatype}'",
-                field=given.name,
-            )
+            text = f"unexpected explicit tensor data for input tensor '{given.name}' for model '{given.model}'"
+            text += f" of type '{datatype}', expected datatype '{given.datatype}'"
+            raise InvalidArgument(text, field=given.name)
         values = held
     return values

@@ -46,7 +46,7 @@ class ClientDisconnected(Exception):
 async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
     """The whole body of a request in JSON, decompressed.
 
-    Raises `InvalidArgument` if the body is longer than `limit` (as soon as that is known), cannot be decompressed, or is
+    Raises `InvalidArgument` if the body is longer than `limit`, as soon as that is known, cannot be decompressed, or is
     a form; `ClientDisconnected` if the client closed the connection while sending it.
     """
     headers = request.headers

@@ -7,11 +7,12 @@ HTTP beyond the body.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, request_id_prefix
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, ParameterValue
 from ...core.tensor import Tensor
@@ -32,7 +33,9 @@ from ..json_values import (
     as_unsigned,
     parse_json_object,
     required_member,
+    wrong_json_type,
 )
+from ..raw_tensors import DeclaredInput
 from ..requested_outputs import RequestedOutput
 from .header_cache import HeaderCache
 
@@ -147,26 +150,29 @@ class _Reading:
                 as_signed("shape", dim)
         parameters = as_object("parameters", given["parameters"]) if "parameters" in given else {}
         _check_one_source(name, given, parameters)
-        place = raw_tensors.InputRef(self._id, self._config.name, name)
+        declared = DeclaredInput(self._id, self._config.name, name, datatype, shape)
         if "data" in given:
-            return name, self._from_json(datatype, shape, given["data"], place)
+            return name, self._from_json(declared, given["data"])
         if "binary_data_size" in parameters:
             data = self._next_raw(name, as_unsigned("binary_data_size", parameters["binary_data_size"]))
         else:
             data = self._shared_memory(parameters)
-        return name, infer_call.raw_input(datatype, shape, data, place, self._deferred)
+        return name, infer_call.raw_input(declared, data, self._deferred)
 
-    def _from_json(self, datatype: str, shape: tuple[int, ...], data: Any, place: raw_tensors.InputRef) -> Tensor:
-        json_tensors.refuse_binary_only(datatype, place.input)
-        count = raw_tensors.element_count(datatype, shape, place)
-        size_limits.check_json_tensor_size(place.input, json_tensors.byte_size(datatype, count), self._reader.max_size)
+    def _from_json(self, given: DeclaredInput, data: Any) -> Tensor:
+        name, datatype = given.name, given.datatype
+        json_tensors.refuse_binary_only(datatype, name)
+        count = raw_tensors.element_count(given)
+        size_limits.check_json_tensor_size(name, json_tensors.byte_size(datatype, count), self._reader.max_size)
         if type(data) is UnparsedContainer:
-            return infer_call.long_json_input(datatype, shape, data, place, self._deferred)
+            if data.is_object:
+                raise wrong_json_type("data", "non-array as array")
+            return infer_call.defer(given, partial(infer_call.decode_long_json, given, data), self._deferred)
         values = json_tensors.flatten(as_array("data", data))
         if datatype not in json_tensors.JSON_DATATYPES:  # no model has such an input, which is said later
-            return raw_tensors.decode(datatype, shape, b"", place)
+            return raw_tensors.decode(given, b"")
         json_tensors.check_element_count(datatype, count, len(values))
-        return Tensor(place.input, datatype, shape, json_tensors.to_array(datatype, values, "data").reshape(shape))
+        return given.tensor(json_tensors.to_array(datatype, values, "data").reshape(given.shape))
 
     def _next_raw(self, name: str, size: int) -> memoryview:
         """The bytes of the next raw tensor."""
@@ -244,27 +250,26 @@ def _read_raw_request(config: ModelConfig, body: memoryview) -> InferRequest:
     """A request that is nothing but the one input of its model, a view of the body: the number of bytes says its one
     free dimension; text is one element.
 
-    Raises:
-        InvalidArgument: the model has several inputs, or not this one.
+    Raises `InvalidArgument` if the model has several inputs, or not this one.
     """
     if len(config.inputs) != 1:
         text = f"to be deduced but got {len(config.inputs)} inputs in '{config.name}' model configuration"
-        raise raw_tensors.InputRef("", config.name, "").error(f"Raw request must only have 1 input (found 1) {text}")
+        raise InvalidArgument(f"{request_id_prefix('')}Raw request must only have 1 input (found 1) {text}", field="")
     [spec] = config.inputs
-    place = raw_tensors.InputRef("", config.name, spec.name)
+    given = DeclaredInput("", config.name, spec.name, spec.datatype, spec.dims)
     free = spec.dims.count(-1)
     if free > 1:
         text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
-        raise place.error(f"{text} variable-sized dimension")
+        raise given.error(f"{text} variable-sized dimension")
     count = math.prod(dim for dim in spec.dims if dim >= 0)
     if spec.datatype == "BYTES":
         if free or count != 1:
-            raise place.error(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        tensor = Tensor(spec.name, "BYTES", spec.dims, raw_tensors.string_array([bytes(body)], 1, place))
+            raise given.error(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        tensor = given.tensor(raw_tensors.string_array(given, [bytes(body)], 1))
     else:
         row = json_tensors.byte_size(spec.datatype, count)
         shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
-        tensor = raw_tensors.decode(spec.datatype, shape, body, place)
+        tensor = raw_tensors.decode(given._replace(shape=shape), body)
     if config.max_batch_size > 0:
         tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
     return InferRequest(inputs={spec.name: tensor})
