@@ -208,6 +208,9 @@ class RequestContext:
 def _summarise(records: list[SequenceRecord]) -> RequestSummary:
     if not records:
         return RequestSummary()
+    if len(records) == 1:
+        [one] = records
+        return RequestSummary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)
     first_choices = [record for record in records if record.choice == 0]
     return RequestSummary(
         choices=len(records),

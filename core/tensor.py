@@ -57,11 +57,8 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def scalar(self) -> Any:
-        """The one element of a one-element tensor, as a Python value.
-
-        Raises:
-            ValueError: the tensor does not hold exactly one element.
-        """
+        """The one element of a one-element tensor, as a Python value. Raises `ValueError` if the tensor does not hold
+        exactly one element."""
         return self.data.item()
 
 

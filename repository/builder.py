@@ -45,11 +45,8 @@ class BackendSettings:
 
     @classmethod
     def parse(cls, flags: Sequence[str]) -> "BackendSettings":
-        """Parse flags of the form `<backend>,<key>=<value>` or `<key>=<value>`.
-
-        Raises:
-            InvalidArgument: a flag has another form.
-        """
+        """Parse flags of the form `<backend>,<key>=<value>` or `<key>=<value>`. Raises `InvalidArgument` if a flag has
+        another form."""
         settings: dict[str, dict[str, str]] = {}
         for flag in flags:
             setting, equals, value = flag.partition("=")
@@ -95,10 +92,8 @@ class ModelBuilder:
         """Read a version's files and reserve its memory; blocks for as long as that and imports take.
 
         `sharers`: models, this one among them, that load side by side and share the host's free memory if they take all
-        that they are granted.
-
-        Raises:
-            CharoniaError: the model cannot be built; the message says where its config is wrong.
+        that they are granted. Raises `CharoniaError` if the model cannot be built; the message says where its config is
+        wrong.
         """
         try:
             check_backend(source.name, source.backend)

@@ -45,11 +45,8 @@ _ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 def fill_backend(config: ConfigMessage, directory: Path) -> None:
     """Fill in `backend`, `platform` and `default_model_filename`: by each other, else by the files of the version's
-    `directory`, else by the model's name.
-
-    Raises:
-        InvalidArgument: backend and platform contradict each other, or nothing tells the backend.
-    """
+    `directory`, else by the model's name. Raises `InvalidArgument` if backend and platform contradict each other, or
+    nothing tells the backend."""
     config.backend = canonical_backend(config.backend)
     if not config.backend and not config.platform:
         _detect_backend(config, directory)

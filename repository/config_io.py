@@ -23,11 +23,8 @@ ConfigMessage: TypeAlias = Any
 
 
 def find_config(directory: Path, name: str = "") -> Path | None:
-    """The config file of a model's directory; with a `name`, `configs/<name>.*` if that is there.
-
-    Raises:
-        InvalidArgument: there are two.
-    """
+    """The config file of a model's directory; with a `name`, `configs/<name>.*` if that is there. Raises
+    `InvalidArgument` if there are two."""
     custom = [directory / "configs" / f"{name}{Path(file).suffix}" for file in CONFIG_FILE_NAMES] if name else []
     for files in (custom, [directory / file for file in CONFIG_FILE_NAMES]):
         found = [file for file in files if file.is_file()]
@@ -45,11 +42,7 @@ def new_config() -> ConfigMessage:
 
 
 def parse_config_file(file: Path) -> ConfigMessage:
-    """Read one config.
-
-    Raises:
-        InvalidArgument: it cannot be read; the message names file, line and field.
-    """
+    """Read one config. Raises `InvalidArgument` if it cannot be read; the message names file, line and field."""
     from google.protobuf import text_format  # type: ignore[import-untyped]
 
     failed = f"failed to read {_FORMATS[file.suffix]} from {file}"
@@ -91,11 +84,8 @@ def parse_config_override(text: str) -> ConfigMessage:
 
 
 def config_from_json(fields: Any) -> ConfigMessage:
-    """The message of protobuf's JSON mapping.
-
-    Raises:
-        InvalidArgument: a field is unknown or wrong; `field` names it where that can be told.
-    """
+    """The message of protobuf's JSON mapping. Raises `InvalidArgument` if a field is unknown or wrong; `field` names it
+    where that can be told."""
     from google.protobuf import json_format
 
     if fields is None:

@@ -113,10 +113,8 @@ def ignored_field_message(path: str) -> str:
 def validate_written_config(config: ConfigMessage) -> None:
     """Check the rules for a config as it is written: they hold before the model's file is read and instances counted.
 
-    A link in the version's directory may lead anywhere: whoever can make it can copy the file there, too.
-
-    Raises:
-        InvalidArgument: a rule is broken; `field` says which.
+    A link in the version's directory may lead anywhere: whoever can make it can copy the file there, too. Raises
+    `InvalidArgument` if a rule is broken; `field` says which.
     """
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
     message = f"model {config.name} has {count} instances, and may have {_MAX_INSTANCES} at most"
@@ -132,11 +130,8 @@ def validate_written_config(config: ConfigMessage) -> None:
 
 
 def validate_config(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
-    """Check a completed config, for a machine with these `gpus`.
-
-    Raises:
-        InvalidArgument: a rule is broken; `field` says which.
-    """
+    """Check a completed config, for a machine with these `gpus`. Raises `InvalidArgument` if a rule is broken; `field`
+    says which."""
     name, policy = config.name, config.version_policy
     _require(bool(name), "name", "model configuration must specify 'name'")
     _require(bool(config.backend or config.platform), "backend", f"must specify 'platform' or 'backend' for {name}")

@@ -146,7 +146,8 @@ class InProcessGateway:
     def ready(self) -> bool:
         if self._exiting or not self._healthy():
             return False
-        return not self._strict or self.registry.ready()
+        wanted = [entry for entry in self.registry.entries.values() if entry.should_serve]
+        return not self._strict or all(entry.ready for entry in wanted)
 
     def exiting(self) -> bool:
         return self._exiting
@@ -168,7 +169,15 @@ class InProcessGateway:
         return tuple(self.registry.entries[name].loaded_versions)
 
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
-        return self.registry.statistics(name, version)
+        if not name:
+            return [each for entry in self.registry.entries.values() for each in entry.statistics()]
+        entry = self.registry.entries.get(name)
+        if entry is None or not entry.loaded_versions:
+            raise InvalidArgument(f"requested model '{name}' is not available")
+        found = entry.statistics(version)
+        if not found:
+            raise InvalidArgument(f"requested model version is not available for model '{name}'")
+        return found
 
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         known = [shown for entry in self.registry.entries.values() for shown in entry.index()]
@@ -179,10 +188,10 @@ class InProcessGateway:
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
         if self._exiting:
             raise ServerExiting
-        await self._explicit_control().load(name, config, files)
+        await self.lifecycle.run_to_completion(self._explicit_control().load(name, config, files))
 
     async def unload_model(self, name: str) -> None:
-        await self._explicit_control().unload(name)
+        await self.lifecycle.run_to_completion(self._explicit_control().unload(name))
 
     def _explicit_control(self) -> ModelControl:
         if self.model_control is None:

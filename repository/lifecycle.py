@@ -94,11 +94,8 @@ class ModelLifecycle:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def run_to_completion(self, change: Coroutine[None, None, None]) -> None:
-        """Load or unload for a client: to the end, even if the client leaves meanwhile.
-
-        Raises:
-            ServerExiting: see `cancel_client_changes`.
-        """
+        """Load or unload for a client: to the end, even if the client leaves meanwhile. Raises `ServerExiting` after
+        `cancel_client_changes`."""
         task = asyncio.create_task(change)
         self._client_changes.add(task)
         task.add_done_callback(self._client_changes.discard)
@@ -128,10 +125,8 @@ class ModelLifecycle:
         """Serve the versions of `source`, and no others of its model; those that are served unchanged stay.
 
         `release` is called once, when all that was loaded has been unloaded or if nothing was loaded. Returns the
-        seconds of the load, without the wait for its turn.
-
-        Raises:
-            LoadFailure: a version did not load; everything is as before.
+        seconds of the load, without the wait for its turn. Raises `LoadFailure` if a version did not load; everything
+        is as before.
         """
         entry, shared = self._registry.get_or_add(source.name), SharedRelease(release)
         if source.backend in FILLS_GRANTED_MEMORY:

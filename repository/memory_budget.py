@@ -47,11 +47,8 @@ class DeviceMemory:
         return max(0, free if self._limit is None else min(free, self._limit - self.reserved))
 
     def reserve(self, name: str, version: str, size: int, granted: int) -> "DeviceReservation":
-        """Reserve `size` bytes for a model that may take `granted` while it loads.
-
-        Raises:
-            InsufficientMemory: they are not free; the message names the largest holders.
-        """
+        """Reserve `size` bytes for a model that may take `granted` while it loads. Raises `InsufficientMemory` if they
+        are not free; the message names the largest holders."""
         left = self.available
         if size > left:
             limit = "" if self._limit is None else f" of {format_bytes(self._limit)}"
@@ -163,11 +160,7 @@ class MemoryBudget:
 
     def reserve(self, name: str, version: str, needs: Sequence[MemoryNeed], granted: int = 0) -> MemoryReservation:
         """Reserve all needs of a model, or nothing; `granted`: bytes of the host's that it may take while it loads. It
-        has a reservation on every GPU, for it may go where it states no need.
-
-        Raises:
-            InsufficientMemory: see `DeviceMemory.reserve`.
-        """
+        has a reservation on every GPU, for it may go where it states no need. Raises as `DeviceMemory.reserve` does."""
         reservation = MemoryReservation()
         try:
             for memory in self._memories:

@@ -40,9 +40,6 @@ class ModelControl:
         return self._catalog.model_names()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        await self._lifecycle.run_to_completion(self._load(name, config, files))
-
-    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         _check_name(name)
         for path in files:
             _check_path(path)
@@ -68,9 +65,6 @@ class ModelControl:
             self._overridden[name] = stamps
 
     async def unload(self, name: str) -> None:
-        await self._lifecycle.run_to_completion(self._unload(name))
-
-    async def _unload(self, name: str) -> None:
         _check_name(name)
         await self._lifecycle.unload(name)
         self._overridden.pop(name, None)  # not before: a load that had to end first has set it

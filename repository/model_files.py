@@ -22,11 +22,8 @@ _STATE_FIELD = "sequence_batching.state.initial_state"
 
 
 def read_label_files(config: ConfigMessage, directory: Path) -> dict[str, tuple[str, ...]]:
-    """The labels of each output that has a label file, one label a line.
-
-    Raises:
-        InvalidArgument: a file cannot be read, or is outside the directory.
-    """
+    """The labels of each output that has a label file, one label a line. Raises `InvalidArgument` if a file cannot be
+    read, or is outside the directory."""
     labels = {}
     for output in config.output:
         if output.label_filename:
@@ -40,11 +37,7 @@ def read_label_files(config: ConfigMessage, directory: Path) -> dict[str, tuple[
 
 
 def path_within(directory: Path, path: str) -> Path:
-    """The path of a file that a config names.
-
-    Raises:
-        InvalidArgument: it would be outside the directory.
-    """
+    """The path of a file that a config names. Raises `InvalidArgument` if it would be outside the directory."""
     file = directory / path
     try:
         within = file.resolve().is_relative_to(directory.resolve())
@@ -56,11 +49,8 @@ def path_within(directory: Path, path: str) -> Path:
 
 
 def read_warmup_requests(config: ConfigMessage, directory: Path) -> tuple[WarmupRequest, ...]:
-    """The requests of `model_warmup`, with data from `warmup/` in the model's directory.
-
-    Raises:
-        InvalidArgument: a sample does not fit the model, or its file not the sample.
-    """
+    """The requests of `model_warmup`, with data from `warmup/` in the model's directory. Raises `InvalidArgument` if a
+    sample does not fit the model, or its file not the sample."""
     requests = []
     for sample in config.model_warmup:
         of, field = f"warm-up sample '{sample.name}' of model '{config.name}'", f"model_warmup.{sample.name}"
@@ -91,11 +81,8 @@ def validate_warmup_requests(config: ModelConfig, samples: Iterable[WarmupReques
 
 def read_initial_states(config: ConfigMessage, directory: Path) -> dict[str, Tensor]:
     """The initial state of each state input of `sequence_batching`, without a batch dimension; data files are in
-    `initial_state/` of the model's directory.
-
-    Raises:
-        InvalidArgument: one does not fit its state, or its file not itself.
-    """
+    `initial_state/` of the model's directory. Raises `InvalidArgument` if one does not fit its state, or its file not
+    itself."""
     states = {}
     for state in config.sequence_batching.state:
         if not state.initial_state:
@@ -118,11 +105,8 @@ def read_initial_states(config: ConfigMessage, directory: Path) -> dict[str, Ten
 
 def _sample_data(given: ConfigMessage, batch: tuple[int, ...], directory: Path, of: str, field: str) -> NDArray[Any]:
     """The data of a message with `data_type`, `dims` and a choice of sources, of shape [*batch, *dims]; a data file is
-    read from `directory`. Errors call it `of`, and its place in the config `field`.
-
-    Raises:
-        InvalidArgument: something of it is missing, or the file does not fit.
-    """
+    read from `directory`. Errors call it `of`, and its place in the config `field`. Raises `InvalidArgument` if
+    something of it is missing, or the file does not fit."""
     if any(dim < 0 for dim in given.dims):
         raise InvalidArgument(f"{of} must have dims of at least 0, got {list(given.dims)}", field=f"{field}.dims")
     if given.data_type == 0:

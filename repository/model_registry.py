@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ..core.errors import InvalidArgument, NotFound, NotReady, Unavailable
+from ..core.errors import NotFound, NotReady, Unavailable
 from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, Reading
 from ..core.model import MeasuredModel, Model, ModelConfig, TextModel
@@ -182,10 +182,6 @@ class ModelRegistry:
     def get_or_add(self, name: str) -> ModelEntry:
         return self.entries.setdefault(name, ModelEntry(name))
 
-    def ready(self) -> bool:
-        """Whether every model that is to be served is ready."""
-        return all(entry.ready for entry in self.entries.values() if entry.should_serve)
-
     def find_loaded(self, name: str, number: str = "", context: RequestContext | None = None) -> LoadedModel:
         """The loaded model of that version, or of the latest; sets the model and version of `context`.
 
@@ -211,15 +207,3 @@ class ModelRegistry:
         if entry.change_lock.locked():
             raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-
-    def statistics(self, name: str, number: str) -> list[ModelStatistics]:
-        """Raises `InvalidArgument` for a model or version that is not served."""
-        if not name:
-            return [each for entry in self.entries.values() for each in entry.statistics()]
-        entry = self.entries.get(name)
-        if entry is None or not entry.loaded_versions:
-            raise InvalidArgument(f"requested model '{name}' is not available")
-        found = entry.statistics(number)
-        if not found:
-            raise InvalidArgument(f"requested model version is not available for model '{name}'")
-        return found

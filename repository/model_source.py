@@ -68,11 +68,8 @@ def with_config_position(error: CharoniaError, file: Path | None) -> CharoniaErr
 
 
 def read_model(directory: Path, override: ConfigMessage = None, config_name: str = "") -> ModelSource:
-    """The source of a model directory; `override` replaces its config.
-
-    Raises:
-        InvalidArgument: the directory is no model; the message names file, line and field.
-    """
+    """The source of a model directory; `override` replaces its config. Raises `InvalidArgument` if the directory is no
+    model; the message names file, line and field."""
     file = None if override is not None else find_config(directory, config_name)
     config = override if override is not None else new_config() if file is None else parse_config_file(file)
     try:
@@ -96,11 +93,8 @@ def read_model(directory: Path, override: ConfigMessage = None, config_name: str
 
 
 def _choose_versions(config: ConfigMessage, directory: Path) -> list[int]:
-    """The versions that the config's policy serves, lowest first; without a policy the latest.
-
-    Raises:
-        InvalidArgument: none of them is there.
-    """
+    """The versions that the config's policy serves, lowest first; without a policy the latest. Raises `InvalidArgument`
+    if none of them is there."""
     policy, present = config.version_policy, find_versions(directory)
     match policy.WhichOneof("policy_choice"):
         case "all":
@@ -168,10 +162,8 @@ def checkpoint_source(
 ) -> ModelSource:
     """The source of a checkpoint directory or hub id (`owner/name` or `owner/name@revision`).
 
-    By default it is named after the last part, and served by the backend that its files call for.
-
-    Raises:
-        InvalidArgument: `model` is neither.
+    By default it is named after the last part, and served by the backend that its files call for. Raises
+    `InvalidArgument` if `model` is neither.
     """
     path = Path(model)
     if not is_checkpoint(path) and path.is_dir() and _is_model_folder(path):
