@@ -258,7 +258,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What was generated since the last chunk: unread tokens of a slow reader arrive merged.
+    """The output since the last chunk; tokens that were not read in time arrive merged.
 
     `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
     has a `finish_reason`; `stop_reason` is the stop string or stop token id of the request that ended the text, if one

@@ -5,6 +5,7 @@ Knows nothing of protocols and models. A request that is refused before any mode
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
@@ -106,6 +107,7 @@ class ExecutionTimes(NamedTuple):
     spent: tuple[int, int, int]
 
 
+@dataclass(slots=True, eq=False)
 class RequestContext:
     """One request from its arrival at an endpoint to its end; a context manager that closes itself.
 
@@ -120,44 +122,27 @@ class RequestContext:
     is `sampled`.
     """
 
-    __slots__ = (
-        "_end_listeners",
-        "_summary",
-        "answered_at",
-        "arrived_at",
-        "client_id",
-        "counted",
-        "end",
-        "ended_at",
-        "endpoint",
-        "execution",
-        "headers",
-        "id",
-        "model",
-        "model_found",
-        "sampled",
-        "sequences",
-        "tenant",
-        "tenant_weight",
-        "trace",
-        "trace_id",
-        "version",
-    )
-
-    def __init__(self, endpoint: str, headers: Headers = ()) -> None:
-        self.endpoint = endpoint
-        self.headers = headers
-        self.id = self.client_id = self.tenant = self.model = self.version = self.trace_id = ""
-        self.tenant_weight = 1.0
-        self.model_found = self.counted = self.sampled = False
-        self.trace: object | None = None
-        self.arrived_at = self.ended_at = time.monotonic()
-        self.answered_at = 0.0
-        self.sequences: list[SequenceRecord] = []
-        self.end: RequestEnd | None = None
-        self.execution: ExecutionTimes | None = None
-        self._summary: RequestSummary | None = None
-        self._end_listeners: list[Callable[[RequestContext], None]] = []
+    endpoint: str
+    headers: Headers = ()
+    id: str = ""
+    client_id: str = ""
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    model: str = ""
+    version: str = ""
+    model_found: bool = False
+    arrived_at: float = field(default_factory=time.monotonic)
+    answered_at: float = 0.0
+    ended_at: float = 0.0
+    execution: ExecutionTimes | None = None
+    sequences: list[SequenceRecord] = field(default_factory=list)
+    end: RequestEnd | None = None
+    counted: bool = False
+    sampled: bool = False
+    trace_id: str = ""
+    trace: object | None = None
+    _summary: RequestSummary | None = None
+    _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 
     def on_end(self, listener: Callable[["RequestContext"], None]) -> None:
         """Call `listener` with this context when the request has ended; the last one added is called first."""

@@ -28,16 +28,16 @@ NUMPY_TYPES: dict[str, DTypeLike] = {
 
 
 MAX_CONFIG_TENSOR_BYTES = 2**31 - 1
-"""Of a tensor that a config asks for by its shape alone: no gRPC message carries more."""
+"""The limit for a tensor that a config asks for by its shape alone: no gRPC message carries more."""
 
 
 def is_config_tensor_size_allowed(datatype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a config may ask for this tensor by its shape, which a few digits make as large as they like."""
+    """Whether a config may ask for this tensor by its shape: a few digits can make it arbitrarily large."""
     return len(shape) <= 64 and math.prod(shape) * np.dtype(NUMPY_TYPES[datatype]).itemsize <= MAX_CONFIG_TENSOR_BYTES
 
 
 def zero_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeros; of BYTES, empty ones."""
+    """Zeros, or empty strings."""
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
@@ -57,14 +57,13 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def scalar(self) -> Any:
-        """The one element of a one-element tensor, as a Python value. Raises `ValueError` if the tensor does not hold
-        exactly one element."""
+        """The element of a one-element tensor, as a Python value. Raises `ValueError` for a tensor of another size."""
         return self.data.item()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a model says of one of its inputs or outputs; -1 in `dims` is a free dimension."""
+    """The declaration of an input or output of a model; -1 in `dims` is a free dimension."""
 
     name: str
     datatype: str

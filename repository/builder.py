@@ -135,9 +135,9 @@ class ModelBuilder:
         reservation = self.budget.reserve(source.name, version.number, needs)
         try:
             whole = self.complete_config(source, version)
-            beside = source.directory or directory
-            config = _to_model_config(whole, version.number, read_label_files(whole, beside))
-            samples = ModelSamples(read_warmup_requests(whole, beside), read_initial_states(whole, beside))
+            root = source.directory or directory
+            config = _to_model_config(whole, version.number, read_label_files(whole, root))
+            samples = ModelSamples(read_warmup_requests(whole, root), read_initial_states(whole, root))
             validate_warmup_requests(config, samples.warmup_requests)
         except BaseException:
             reservation.release()

@@ -21,14 +21,22 @@ class RepositoryCatalog:
 
     Raises:
         InvalidArgument: a repository is no directory.
-        Unsupported: it is somewhere in a cloud.
+        Unsupported: it is in a cloud.
     """
 
     def __init__(
         self, repositories: Sequence[Path] = (), single: ModelSource | None = None, config_name: str = ""
     ) -> None:
         for repository in repositories:
-            _check_directory(repository)
+            if repository.parts[:1] in _CLOUD_SCHEMES:
+                message = f"model repository '{repository}': repositories in clouds are not read; copy it, or mount it"
+                raise Unsupported(message)
+            try:
+                present = repository.is_dir()
+            except OSError as error:
+                raise InvalidArgument(f"cannot read model repository '{repository}': {error.strerror}") from None
+            if not present:
+                raise InvalidArgument(f"model repository '{repository}' is not a directory")
         # One directory may be given twice, also by other names.
         places = [(at.st_dev, at.st_ino) for at in map(os.stat, repositories)]
         self._repositories = tuple(path for at, path in enumerate(repositories) if places.index(places[at]) == at)
@@ -78,18 +86,6 @@ class RepositoryCatalog:
             return read_model(found[0], override, self._config_name)
         except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have
             raise InvalidArgument(f"cannot read model '{name}': {error}") from None
-
-
-def _check_directory(repository: Path) -> None:
-    if repository.parts[:1] in _CLOUD_SCHEMES:
-        message = f"model repository '{repository}': repositories in clouds are not read; copy it, or mount it"
-        raise Unsupported(message)
-    try:
-        there = repository.is_dir()
-    except OSError as error:
-        raise InvalidArgument(f"cannot read model repository '{repository}': {error.strerror}") from None
-    if not there:
-        raise InvalidArgument(f"model repository '{repository}' is not a directory")
 
 
 def _model_folders(repository: Path) -> list[Path] | None:

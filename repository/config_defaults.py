@@ -31,7 +31,7 @@ TRITON_BACKENDS = (
     TritonBackend("tensorflow", "tensorflow_graphdef", "model.graphdef"),
     TritonBackend("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
 )
-"""In the order in which a version's files are tried."""
+"""A version's files are tried in this order."""
 
 LANGUAGE_MODEL_BACKEND = "charonia"
 LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "tensorrtllm")

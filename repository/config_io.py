@@ -85,7 +85,7 @@ def parse_config_override(text: str) -> ConfigMessage:
 
 def config_from_json(fields: Any) -> ConfigMessage:
     """The message of protobuf's JSON mapping. Raises `InvalidArgument` if a field is unknown or wrong; `field` names it
-    where that can be told."""
+    where it is known."""
     from google.protobuf import json_format
 
     if fields is None:

@@ -18,7 +18,7 @@ _MAX_INSTANCES = 1024
 """Each has a thread or a process of its own, and work is assigned by going through all of them."""
 
 _METRIC_TAG = re.compile(r"[a-zA-Z0-9_]+")
-"""What makes a label's name after a `_`: with any other, Prometheus would reject all metrics."""
+"""A label's name is made from it by a leading `_`; Prometheus would reject all metrics for an invalid one."""
 
 _REFUSED = {
     "model_repository_agents": "repository agents are not run",
@@ -113,7 +113,7 @@ def ignored_field_message(path: str) -> str:
 def validate_written_config(config: ConfigMessage) -> None:
     """Check the rules for a config as it is written: they hold before the model's file is read and instances counted.
 
-    A link in the version's directory may lead anywhere: whoever can make it can copy the file there, too. Raises
+    A link in the version's directory may lead anywhere: its creator could have copied the file there, too. Raises
     `InvalidArgument` if a rule is broken; `field` says which.
     """
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)

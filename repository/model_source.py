@@ -83,11 +83,11 @@ def read_model(directory: Path, override: ConfigMessage = None, config_name: str
         raise with_config_position(error, file) from None
     # The config itself is in the mark, and not its file's stamp; a mark with `unique` equals no other.
     text, unique = config.SerializeToString(deterministic=True), None if override is None else object()
-    beside = [entry for entry in directory.iterdir() if entry.name in _DATA_FOLDERS or entry.is_file()]
-    beside = [entry for entry in beside if entry.name not in CONFIG_FILE_NAMES]
+    data = [entry for entry in directory.iterdir() if entry.name in _DATA_FOLDERS or entry.is_file()]
+    data = [entry for entry in data if entry.name not in CONFIG_FILE_NAMES]
     versions = []
     for path in [directory / str(number) for number in served]:
-        stamps = [stamp for entry in (path, *beside) for stamp in file_stamps(entry)]
+        stamps = [stamp for entry in (path, *data) for stamp in file_stamps(entry)]
         versions.append(VersionSource(path.name, str(path), (text, *stamps, unique)))
     return ModelSource(directory.name, config, tuple(versions), directory, file)
 

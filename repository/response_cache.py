@@ -25,7 +25,7 @@ from ..core.request_context import RequestContext
 from ..core.statistics import StatisticDuration, VersionStatistics
 
 _ENTRY_OVERHEAD = 512
-"""Bytes that a response takes beside its tensors, about."""
+"""Bytes, roughly, that a response takes in addition to its tensors."""
 
 _QUEUE_PARAMETERS = ("priority", "timeout")
 """Parameters that change when a request is answered, and not how."""
@@ -42,7 +42,7 @@ class _CachedResponse(NamedTuple):
 
 
 class ResponseCache:
-    """At most `size` bytes of responses, each of an `owner`, a model, by a key of the request."""
+    """At most `size` bytes of responses, each found by its `owner`, a model, and a key of the request."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -93,7 +93,7 @@ class RepositoryWatcher:
 
     async def _record_unreadable(self, name: str, error: CharoniaError) -> None:
         entry = self._registry.get_or_add(name)
-        if isinstance(error, AlreadyExists):  # nothing tells which of them is wanted now
+        if isinstance(error, AlreadyExists):  # it is unknown which of them is wanted
             await self._lifecycle.unload(name)
             entry.should_serve = True
         entry.record_load_failure(error.message, () if entry.loaded_versions else entry.versions)
