@@ -133,7 +133,7 @@ class RequestContext:
     model_found: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     answered_at: float = 0.0
-    ended_at: float = 0.0
+    ended_at: float = field(init=False)
     execution: ExecutionTimes | None = None
     sequences: list[SequenceRecord] = field(default_factory=list)
     end: RequestEnd | None = None
@@ -143,6 +143,9 @@ class RequestContext:
     trace: object | None = None
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ended_at = self.arrived_at
 
     def on_end(self, listener: Callable[["RequestContext"], None]) -> None:
         """Call `listener` with this context when the request has ended; the last one added is called first."""
