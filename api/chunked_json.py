@@ -117,15 +117,10 @@ class _Text:
 
     def _marks(self, block: int) -> tuple[_Marks, _State]:
         before, offset = self._states[block], block * _BLOCK
-        data = self._bytes[offset : offset + _BLOCK]
-        codes = _CODES[data]
-        escaped = before.escaped
-        if escaped:
+        codes = _CODES[self._bytes[offset : offset + _BLOCK]]
+        if before.escaped:
             codes[0] = 0
-        if (codes == _BACKSLASH).any():
-            escaped = _drop_escaped(codes)
-        elif len(data):
-            escaped = False
+        escaped = _drop_escaped(codes)
         at = np.flatnonzero(codes)
         kinds = codes[at]
         quotes = np.cumsum(kinds == _QUOTE) + before.quoted
@@ -140,6 +135,8 @@ class _Text:
 def _drop_escaped(codes: NDArray[np.uint8]) -> bool:
     """Clear the codes of escaped characters; whether the character after the block is escaped."""
     slashes = np.flatnonzero(codes == _BACKSLASH)
+    if not len(slashes):
+        return False
     first = np.flatnonzero(np.diff(slashes, prepend=-2) != 1)
     lengths = np.diff(first, append=len(slashes))
     escaped = (slashes[first] + lengths)[lengths % 2 == 1]

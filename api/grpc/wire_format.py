@@ -28,13 +28,12 @@ _FIXED = {6: 4, 7: 8}
 
 
 class _Field(NamedTuple):
-    """A field of an encoded message: its tag begins at `begin`, its value is from `value` to `end`."""
+    """A field of an encoded message. `encoded`: its tag, length and value."""
 
     number: int
     wire: int
-    begin: int
-    value: int
-    end: int
+    value: memoryview
+    encoded: memoryview
 
 
 class LazyInferRequest:
@@ -60,23 +59,22 @@ def deserialize_infer(data: bytes) -> ProtoMessage:
     """
     if len(data) <= LARGE_BYTES:
         return pb.ModelInferRequest.FromString(data)
-    view, rest = memoryview(data), bytearray()
+    rest, inputs = bytearray(), 0
     raw: list[memoryview] = []
     contents: dict[int, memoryview] = {}
-    inputs = 0
-    for field in _some_fields(view):
-        value: bytes | memoryview = view[field.value : field.end]
-        if (field.number, field.wire) == (_RAW, _DELIMITED):
-            raw.append(view[field.value : field.end])
-        elif (field.number, field.wire) == (_INPUTS, _DELIMITED):
+    for number, wire, value, encoded in _some_fields(memoryview(data)):
+        if (number, wire) == (_RAW, _DELIMITED):
+            raw.append(value)
+        elif (number, wire) == (_INPUTS, _DELIMITED):
             if len(value) > LARGE_BYTES:
-                value, only = _without_contents(view[field.value : field.end])
+                bare, only = _without_contents(value)
+                encoded = memoryview(_delimited(_INPUTS, bare))
                 if only is not None:
                     contents[inputs] = only
-            rest += _delimited(_INPUTS, value)
+            rest += encoded
             inputs += 1
         else:
-            rest += view[field.begin : field.end]
+            rest += encoded
         _check_rest(rest)
     return LazyInferRequest(pb.ModelInferRequest.FromString(bytes(rest)), raw, contents)
 
@@ -93,15 +91,15 @@ def check_message_size(data: bytes, most: int) -> None:
 def iter_contents(view: memoryview) -> Iterator[ProtoMessage]:
     """Decode an InferTensorContents in pieces of about `LARGE_BYTES`, each a message of its own."""
     held = bytearray()
-    for field in _fields(view):
-        if len(held) + field.end - field.begin > LARGE_BYTES and held:
+    for number, wire, value, encoded in _fields(view):
+        if len(held) + len(encoded) > LARGE_BYTES and held:
             yield pb.InferTensorContents.FromString(bytes(held))
             held.clear()
-        if field.end - field.begin <= LARGE_BYTES or field.wire != _DELIMITED or field.number == 8:
-            held += view[field.begin : field.end]
+        if len(encoded) <= LARGE_BYTES or wire != _DELIMITED or number == 8:
+            held += encoded
             continue
-        for piece in _packed_pieces(view[field.value : field.end], _FIXED.get(field.number)):
-            yield pb.InferTensorContents.FromString(_delimited(field.number, piece))
+        for piece in _packed_pieces(value, _FIXED.get(number)):
+            yield pb.InferTensorContents.FromString(_delimited(number, piece))
     yield pb.InferTensorContents.FromString(bytes(held))
 
 
@@ -122,11 +120,11 @@ def _packed_pieces(values: memoryview, width: int | None) -> Iterator[memoryview
 def _without_contents(given: memoryview) -> tuple[bytes, memoryview | None]:
     """An encoded input without its typed contents, and these, if it has any."""
     rest, found = bytearray(), []
-    for field in _some_fields(given):
-        if (field.number, field.wire) == (_CONTENTS, _DELIMITED):
-            found.append(given[field.value : field.end])
+    for number, wire, value, encoded in _some_fields(given):
+        if (number, wire) == (_CONTENTS, _DELIMITED):
+            found.append(value)
         else:
-            rest += given[field.begin : field.end]
+            rest += encoded
             _check_rest(rest)
     if len(found) > 1:  # of several, protobuf makes one
         found = [memoryview(b"".join(found))]
@@ -162,7 +160,7 @@ def _fields(view: memoryview) -> Iterator[_Field]:
             raise _broken()
         if at + size > len(view):
             raise _broken()
-        yield _Field(tag >> 3, wire, begin, at, at + size)
+        yield _Field(tag >> 3, wire, view[at : at + size], view[begin : at + size])
         at += size
 
 

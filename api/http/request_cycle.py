@@ -154,16 +154,13 @@ class Http11Cycle(RequestResponseCycle):
         self._body_halted = True
         self.message_event.set()
 
-    def take_complete_body(self) -> bytes | None:
-        """The body, if all of it has come; it is not received then."""
-        if self.more_body or self.disconnected:
-            return None
-        body, self.body = bytes(self.body), bytearray()
-        return body
+    def sends_by(self, send: Send) -> bool:
+        """Whether `send` is this cycle's, and nothing between the two would change a message."""
+        return send == self.send if self.direct_send is None else send is self.direct_send
 
-    def send_complete_response(self, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send a response of status 200; False if messages have to do it."""
-        if self.access_log or self.flow.write_paused:
+    def send_complete_response(self, send: Send, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+        """Send a response of status 200 past `send`; False if messages have to do it."""
+        if not self.sends_by(send) or self.access_log or self.flow.write_paused:
             return False
         if self.disconnected:
             return True
@@ -180,10 +177,6 @@ class Http11Cycle(RequestResponseCycle):
         self.message_event.set()
         self.on_response()
         return True
-
-    def sends_by(self, send: Send) -> bool:
-        """Whether `send` is this cycle's, and nothing between the two would change a message."""
-        return send == self.send if self.direct_send is None else send is self.direct_send
 
     def release(self, _: object = None) -> None:
         """Break the reference cycles of a request that has ended."""
@@ -217,7 +210,10 @@ def _cycle_of(scope: Scope) -> Http11Cycle | None:
 def take_complete_body(scope: Scope, receive: Receive) -> bytes | None:
     """The request's body, if all of it has come and `receive` would give it unchanged; it is not received then."""
     cycle = _cycle_of(scope)
-    return None if cycle is None or receive != cycle.receive else cycle.take_complete_body()
+    if cycle is None or receive != cycle.receive or cycle.more_body or cycle.disconnected:
+        return None
+    body, cycle.body = bytes(cycle.body), bytearray()
+    return body
 
 
 def send_complete_response(scope: Scope, send: Send, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
@@ -226,7 +222,7 @@ def send_complete_response(scope: Scope, send: Send, head: bytes, parts: Sequenc
     False: nothing was sent, as `send` would change it, or the access log or a slow reader wants messages.
     """
     cycle = _cycle_of(scope)
-    return cycle is not None and cycle.sends_by(send) and cycle.send_complete_response(head, parts)
+    return cycle is not None and cycle.send_complete_response(send, head, parts)
 
 
 def add_response_header(scope: Scope, send: Send, name: bytes, value: bytes) -> Send:
