@@ -1,4 +1,4 @@
-"""The gRPC door on a port of its own, and a client that is refused there."""
+"""The gRPC endpoint on a port of its own, and a client that is refused there."""
 
 import asyncio
 from collections.abc import AsyncIterator

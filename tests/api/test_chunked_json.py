@@ -43,14 +43,14 @@ async def at_once(body: bytes) -> Any:
 
 texts = st.text(st.sampled_from('a,[]{}:"\\\n é\U0001f600\ud800'), max_size=8)
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | texts
-documents = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=10)
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=10)
 spaces = st.sampled_from([None, 0, 1])
 
 
 @settings(max_examples=50)
-@given(documents, spaces, st.booleans())
-def test_any_document(document: Any, indent: int | None, ascii: bool) -> None:
-    body = json.dumps(document, indent=indent, ensure_ascii=ascii).encode(errors="surrogatepass")
+@given(values, spaces, st.booleans())
+def test_any_text(value: Any, indent: int | None, ascii: bool) -> None:
+    body = json.dumps(value, indent=indent, ensure_ascii=ascii).encode(errors="surrogatepass")
     try:
         expected = chunked_json.parse_json(body)
     except InvalidArgument:
@@ -62,8 +62,8 @@ def test_any_document(document: Any, indent: int | None, ascii: bool) -> None:
 
 @settings(max_examples=50)
 @given(st.recursive(st.lists(scalars), lambda inner: st.lists(inner | scalars), max_leaves=10), spaces)
-def test_elements_of_arrays_in_arrays(document: list[Any], indent: int | None) -> None:
-    body = json.dumps(document, indent=indent).encode()
+def test_elements_of_arrays_in_arrays(value: list[Any], indent: int | None) -> None:
+    body = json.dumps(value, indent=indent).encode()
 
     async def elements() -> list[Any]:
         found = await read_long_json(body)

@@ -121,10 +121,10 @@ async def test_nothing_stays_of_those_who_left(tokenizer_only: Path, monkeypatch
         assert b'"text_output"' in await whole_answer(port)
 
 
-async def hurried(port: int, path: str, body: Any, patience: float) -> None:
-    """Leave after `patience` seconds, wherever the exchange is by then."""
+async def hurried(port: int, path: str, body: Any, timeout: float) -> None:
+    """Leave after `timeout` seconds, wherever the request is by then."""
     _, writer = await ask(port, path, body)
-    await asyncio.sleep(patience)
+    await asyncio.sleep(timeout)
     writer.transport.abort()
 
 

@@ -1,4 +1,4 @@
-"""The v2 door of a real server, to the byte."""
+"""The v2 endpoints of a real server, to the byte."""
 
 import json
 import re
@@ -129,11 +129,11 @@ V2_BODIES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("door", ["generate", "generate_stream"])
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
 @pytest.mark.parametrize(("body", "names"), V2_BODIES)
-def test_bad_requests_are_refused(server: Any, door: str, body: Any, names: str) -> None:
+def test_bad_requests_are_refused(server: Any, endpoint: str, body: Any, names: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = httpx.post(f"{server.url}/v2/models/fake/{door}", content=content, timeout=60)
+    response = httpx.post(f"{server.url}/v2/models/fake/{endpoint}", content=content, timeout=60)
     assert response.status_code == 400, response.text
     assert names in response.json()["error"]
 

@@ -1,4 +1,4 @@
-"""The gRPC door of a real server, driven by tritonclient: sync with callbacks, and aio."""
+"""The gRPC endpoint of a real server, driven by tritonclient: sync with callbacks, and aio."""
 
 import asyncio
 import queue

@@ -159,7 +159,7 @@ def test_a_second_signal_forces(serve: Any, tokenizer_only: Path) -> None:
 def test_the_exit_timeout_ends_what_runs_with_an_error(
     serve: Any, tmp_path: Path, tokenizer_only: Path, sibling: Callable[[str], ModuleType]
 ) -> None:
-    """On every door, and though a model in a thread computes for ever."""
+    """At every endpoint, and though a model in a thread computes for ever."""
     write_model(tmp_path / "r", "m", tokenizer_only, **FAKE, fake_step_seconds=0.2)
     sibling("onnx_models.py").write_loop(
         write_config(tmp_path / "r", "endless", 'backend: "onnxruntime"') / "model.onnx"
@@ -239,7 +239,7 @@ def test_a_port_in_use(serve: Any, tokenizer_only: Path) -> None:
             assert server.said == expected
 
 
-def test_two_doors_on_one_port(serve: Any, tokenizer_only: Path) -> None:
+def test_two_endpoints_on_one_port(serve: Any, tokenizer_only: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     with serve(str(tokenizer_only), *FLAGS, "--http-port", port, "--metrics-port", port) as server:

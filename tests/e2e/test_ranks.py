@@ -1,4 +1,4 @@
-"""The demo model on several ranks, behind the same doors; and what is left of ranks that die: nothing."""
+"""The demo model on several ranks, behind the same endpoints; and what is left of ranks that die: nothing."""
 
 import json
 import os
@@ -26,12 +26,12 @@ SPLITS: dict[str, dict[str, int]] = {
 RANKS = 4
 
 
-def test_ranks_behind_the_doors(serve: Any, root: Path, tmp_path: Path) -> None:
+def test_ranks_behind_the_endpoints(serve: Any, root: Path, tmp_path: Path) -> None:
     """As one rank, over two that share its layers, and over two stages, it says the same; then a rank dies, and then a
     core, and then the server."""
     with serve("--model-repository", str(repository(root, tmp_path / "split"))) as server:
         for model in ("across", "along"):
-            every_door_says(server, model, generate(server, "whole"))
+            every_endpoint_says(server, model, generate(server, "whole"))
             assert scores(server, model) == pytest.approx(scores(server, "whole"), abs=1e-4)
         a_killed_rank_takes_its_model_away_for_a_while(server)
         a_killed_core_takes_its_ranks_along(server)
@@ -73,7 +73,7 @@ def events(server: Any, model: str, body: dict[str, Any]) -> Iterator[dict[str, 
             yield json.loads(line.removeprefix("data: "))
 
 
-def every_door_says(server: Any, model: str, text: str) -> None:
+def every_endpoint_says(server: Any, model: str, text: str) -> None:
     assert generate(server, model) == text
     assert "".join(event["text_output"] for event in events(server, model, ASKED)) == text
     body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}

@@ -42,7 +42,7 @@ async def test_a_restricted_protocol_wants_its_header(gateway: Any) -> None:
             refusal = await refused(stub.LogSettings(pb.LogSettingsRequest(), metadata=metadata))
             assert refusal == (StatusCode.UNAVAILABLE, RESTRICTED)
         assert not gateway.asked
-        assert {exchange.end.outcome for exchange in gateway.contexts} == {Outcome.REJECTED}
+        assert {context.end.outcome for context in gateway.contexts} == {Outcome.REJECTED}
         await stub.ModelInfer(ASKED, metadata=PAID)
         assert len(await streamed(stub, PAID)) == 1
         assert (await stub.LogSettings(pb.LogSettingsRequest(), metadata=PAID)).settings

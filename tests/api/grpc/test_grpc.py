@@ -1,4 +1,4 @@
-"""The gRPC door: every code and text a client may rely on, over a real port and a gateway that needs no model."""
+"""The gRPC endpoint: every code and text a client may rely on, over a real port and a gateway that needs no model."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -408,8 +408,8 @@ class Gone:
 
 async def test_who_left_a_stream_has_cancelled_its_requests(gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
     await StreamInferCall(gateway, Gone(), asyncio.Event(), Caller()).run()
-    (exchange,) = gateway.contexts
-    assert exchange.end.outcome is Outcome.CANCELLED
+    (context,) = gateway.contexts
+    assert context.end.outcome is Outcome.CANCELLED
     assert not caplog.records
 
 

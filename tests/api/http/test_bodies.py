@@ -1,4 +1,4 @@
-"""Bodies on every door: compressed ones, forms, those that are too large; and methods that are not there."""
+"""Bodies at every endpoint: compressed ones, forms, those that are too large; and methods that are not there."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Requests whose bodies come to a halt, over real connections: told so on every door, while who is slow is served."""
+"""Requests whose bodies come to a halt, over real connections: told so at every endpoint, while who is slow is served."""
 
 import asyncio
 import json
@@ -23,13 +23,13 @@ RULES = parse_http_rules(HttpOptions(http_body_timeout_secs=0.2))
 
 @pytest.fixture
 async def ports(gateway: Any) -> AsyncIterator[tuple[int, int]]:
-    """Of HTTP, and of a cloud's door."""
+    """The ports of HTTP and of a cloud."""
     app = build_app(gateway, ServerInfo(), rules=RULES)
     [cloud] = parse_clouds(CloudOptions(allow_sagemaker="true"), {"SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "numbers"})
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        doors = CloudMiddleware(app, cloud, lambda: ["numbers"])
+        in_cloud = CloudMiddleware(app, cloud, lambda: ["numbers"])
         servers = [
-            HttpServer(each, sock, False, None, RULES.body_timeout) for each, sock in ((app, one), (doors, other))
+            HttpServer(each, sock, False, None, RULES.body_timeout) for each, sock in ((app, one), (in_cloud, other))
         ]
         for server in servers:
             await server.start()
@@ -51,7 +51,7 @@ async def halted(port: int, path: str, *headers: str) -> tuple[bytes, Any]:
     return head.split(b"\r\n")[0], json.loads(body)
 
 
-async def test_every_door_tells_who_stops_half_way(ports: tuple[int, int], gateway: Any) -> None:
+async def test_every_endpoint_tells_who_stops_half_way(ports: tuple[int, int], gateway: Any) -> None:
     http, cloud = ports
     length = "content-length: 1000"
     v2 = [
@@ -67,7 +67,7 @@ async def test_every_door_tells_who_stops_half_way(ports: tuple[int, int], gatew
     status = b"HTTP/1.1 408 Request Timeout"
     assert answers == [(status, {"error": TEXT})] * len(v2) + [(status, {"error": OPENAI})] * len(openai)
     assert not gateway.asked
-    assert {exchange.end.outcome for exchange in gateway.contexts} == {Outcome.REJECTED}
+    assert {context.end.outcome for context in gateway.contexts} == {Outcome.REJECTED}
 
 
 async def test_a_stream_may_be_silent(ports: tuple[int, int], gateway: Any) -> None:

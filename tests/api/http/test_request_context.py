@@ -1,4 +1,4 @@
-"""Every request of every door has one exchange, and how it ended is known; health and lookups have none."""
+"""Every request of every endpoint has one context, and how it ended is known; health and lookups have none."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}]}
 GENERATE = {"text_input": "hi"}
 
 Asked = tuple[str, Any]
-DOORS: dict[str, Asked] = {
+ENDPOINTS: dict[str, Asked] = {
     "generate": ("/v2/models/llm/generate", GENERATE),
     "generate_stream": ("/v2/models/llm/versions/1/generate_stream", GENERATE),
     "completions": ("/v1/completions", {"model": "llm", "prompt": "hi"}),
@@ -43,23 +43,23 @@ def ends(gateway: Any) -> list[tuple[str, str, str, str]]:
     return [(each.endpoint, each.tenant, each.end.outcome.value, each.end.reason) for each in gateway.contexts]
 
 
-@pytest.mark.parametrize("door", DOORS)
-async def test_a_refusal_before_any_model_is_an_end(keyed: httpx.AsyncClient, gateway: Any, door: str) -> None:
-    path, body = DOORS[door]
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_a_refusal_before_any_model_is_an_end(keyed: httpx.AsyncClient, gateway: Any, endpoint: str) -> None:
+    path, body = ENDPOINTS[endpoint]
     assert (await keyed.post(path, json=body)).status_code == 401
     assert (await keyed.post(path, content=b"{", headers=KEY)).status_code == 400
     assert (await keyed.post(path, content=b" " * 3000, headers=KEY)).status_code == 413
     invalid = ("rejected", "invalid_argument")
     expected = [("", "rejected", "unauthenticated"), ("alice", *invalid), ("alice", *invalid)]
-    assert ends(gateway) == [(door, *each) for each in expected]
+    assert ends(gateway) == [(endpoint, *each) for each in expected]
 
 
-@pytest.mark.parametrize("door", DOORS)
-async def test_an_unknown_model_is_an_end(keyed: httpx.AsyncClient, gateway: Any, door: str) -> None:
-    path, body = DOORS[door]
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_an_unknown_model_is_an_end(keyed: httpx.AsyncClient, gateway: Any, endpoint: str) -> None:
+    path, body = ENDPOINTS[endpoint]
     answer = await keyed.post(path.replace("llm", "nope"), json=body | {"model": "nope"}, headers=KEY)
     assert answer.status_code == 404
-    assert ends(gateway) == [(door, "alice", "rejected", "not_found")]
+    assert ends(gateway) == [(endpoint, "alice", "rejected", "not_found")]
 
 
 @pytest.mark.parametrize(
@@ -71,18 +71,18 @@ async def test_an_unknown_model_is_an_end(keyed: httpx.AsyncClient, gateway: Any
         (ZeroDivisionError(), ("error", "internal")),
     ],
 )
-@pytest.mark.parametrize("door", ["generate", "generate_stream", "completions", "chat"])
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream", "completions", "chat"])
 async def test_an_error_of_the_model_is_an_end(
-    keyed: httpx.AsyncClient, gateway: Any, door: str, error: Exception, end: tuple[str, str]
+    keyed: httpx.AsyncClient, gateway: Any, endpoint: str, error: Exception, end: tuple[str, str]
 ) -> None:
     gateway.texts, gateway.error = (), error
-    path, body = DOORS[door]
+    path, body = ENDPOINTS[endpoint]
     assert (await keyed.post(path, json=body, headers=KEY)).status_code >= 400
-    assert ends(gateway) == [(door, "alice", *end)]
+    assert ends(gateway) == [(endpoint, "alice", *end)]
 
 
-async def test_more_answers_than_the_door_gives_are_an_end(keyed: httpx.AsyncClient, gateway: Any) -> None:
-    path, body = DOORS["generate"]
+async def test_more_answers_than_the_endpoint_gives_are_an_end(keyed: httpx.AsyncClient, gateway: Any) -> None:
+    path, body = ENDPOINTS["generate"]
     assert (await keyed.post(path, json=body | {"stream": True}, headers=KEY)).status_code == 200  # as Triton's
     assert ends(gateway) == [("generate", "alice", "rejected", "unsupported")]
 

@@ -27,43 +27,43 @@ def transports(count: int) -> tuple[list[str], list[Transport]]:
 
 
 async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
-    outbox, (sent, [one, other]) = WriteCoalescer(), transports(2)
-    outbox.write_soon(one, b"1")
-    outbox.write_soon(other, b"2")
-    assert one in outbox
+    coalescer, (sent, [one, other]) = WriteCoalescer(), transports(2)
+    coalescer.write_soon(one, b"1")
+    coalescer.write_soon(other, b"2")
+    assert one in coalescer
     assert not sent
     await asyncio.sleep(0)
     assert sent == ["a1", "b2"]
-    assert one not in outbox
-    outbox.write_soon(other, b"3")
+    assert one not in coalescer
+    coalescer.write_soon(other, b"3")
     await asyncio.sleep(0)
     assert sent[2:] == ["b3"]
 
 
 async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
-    outbox, (sent, many) = WriteCoalescer(), transports(20)
+    coalescer, (sent, many) = WriteCoalescer(), transports(20)
     for each in many:
-        outbox.write_soon(each, b"")
+        coalescer.write_soon(each, b"")
     assert sent == [each.name for each in many[:16]]
     await asyncio.sleep(0)
     assert sent == [each.name for each in many]
 
 
 async def test_two_answers_to_one_client_keep_their_order() -> None:
-    outbox, (sent, [one]) = WriteCoalescer(), transports(1)
-    outbox.write_soon(one, b"1")
-    outbox.write_soon(one, b"2")
+    coalescer, (sent, [one]) = WriteCoalescer(), transports(1)
+    coalescer.write_soon(one, b"1")
+    coalescer.write_soon(one, b"2")
     assert sent == ["a1"]
     await asyncio.sleep(0)
     assert sent == ["a1", "a2"]
 
 
 async def test_who_left_is_passed_over() -> None:
-    outbox, (sent, [one, other]) = WriteCoalescer(), transports(2)
-    outbox.write_soon(one, b"1")
-    outbox.write_soon(other, b"2")
+    coalescer, (sent, [one, other]) = WriteCoalescer(), transports(2)
+    coalescer.write_soon(one, b"1")
+    coalescer.write_soon(other, b"2")
     one.closing = True
-    outbox.flush()
+    coalescer.flush()
     assert sent == ["b2"]
     await asyncio.sleep(0)
     assert sent == ["b2"]

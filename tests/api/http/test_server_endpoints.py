@@ -71,7 +71,7 @@ async def test_a_slash_at_the_end_changes_nothing(client: httpx.AsyncClient, gat
     body = {"model": "llm", "prompt": "x"}
     with_and_without = [await client.post(path + end, json=body) for end in ("", "/")]
     assert [answer.status_code for answer in with_and_without] == [200, 200]
-    assert len({exchange.endpoint for exchange in gateway.contexts}) == 1
+    assert len({context.endpoint for context in gateway.contexts}) == 1
     assert len(gateway.contexts) == 2
 
 
