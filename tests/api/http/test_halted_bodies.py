@@ -1,4 +1,4 @@
-"""Requests whose bodies come to a halt, over real connections: told so at every endpoint, while who is slow is served."""
+"""Requests whose bodies come to a halt, over real connections: every endpoint says so, and slow ones are served."""
 
 import asyncio
 import json
