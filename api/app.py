@@ -36,7 +36,6 @@ from .openai.routes import OpenAIRoutes
 from .prometheus import metrics_response
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
-from .triton.shared_memory import SharedMemoryEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,6 @@ def all_routes(
     """The routes of every protocol; they match to the very end of a path, a line break there included."""
     routes = [
         *ControlEndpoints(gateway, info.max_input_size).routes(),
-        *SharedMemoryEndpoints(gateway, info.max_input_size).routes(),
         *V2Endpoints(gateway, info, rules.forwarding).routes(),
         *OpenAIRoutes(gateway, info).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),

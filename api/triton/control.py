@@ -1,11 +1,11 @@
-"""The routes of v2 over HTTP for control: configs, statistics, the model repository, settings of logs and traces.
+"""The routes of v2 over HTTP for control: configs, statistics, the repository, shared memory, logs and traces.
 
 Translates between the protocol and the gateway. The extensions are described at
 https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,10 +15,9 @@ from starlette.routing import Route
 
 from ...core.errors import InvalidArgument, Unavailable, Unsupported
 from ...core.gateway import RepositoryIndexEntry
-from ...core.statistics import ModelStatistics
+from ...processes.client_shared_memory import SharedMemoryRegistry
 from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
-from ...telemetry.trace_settings import TraceSettingsChange
 from ..chunked_json import read_whole_json_object
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
@@ -28,9 +27,27 @@ from .endpoints import model_and_version
 
 _MODEL = "/v2/models/{model}"
 _VERSION = _MODEL + "/versions/{version:int}"
+_SYSTEM_MEMORY, _CUDA_MEMORY = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 _FILE = "file:"
 _PIECE = 1 << 16
 """Characters of base64 that are decoded at a time."""
+
+
+def _as_log_format(name: str, value: Any) -> str:
+    try:
+        return parse_log_format(as_string(name, value), "--log_format")
+    except InvalidArgument as error:
+        raise Unavailable(error.message, field=name) from None  # 503, as Triton has it here
+
+
+_LOG_SETTINGS: Mapping[str, Callable[[str, Any], Any]] = {
+    "log_file": as_string,
+    "log_info": as_boolean,
+    "log_warning": as_boolean,
+    "log_error": as_boolean,
+    "log_verbose_level": as_unsigned,
+    "log_format": _as_log_format,
+}
 
 
 class ControlEndpoints:
@@ -41,18 +58,28 @@ class ControlEndpoints:
         self._max_size = max_size
 
     def routes(self) -> list[Route]:
-        load, unload = "models/{model}/load", "models/{model}/unload"
-        return [
+        routes = [
             # Before anything that may take "stats" for a model.
             Route("/v2/models/stats", self.statistics, methods=["GET"]),
             *[Route(f"{path}/stats", self.statistics, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *[Route(f"{path}/config", self.config, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *_repositories("index", self.index),
-            *_repositories(load, self.load),
-            *_repositories(unload, self.unload),
+            *_repositories("models/{model}/load", self.load),
+            *_repositories("models/{model}/unload", self.unload),
             Route("/v2/logging", self.log_settings, methods=["GET", "POST"]),
             *[Route(f"{at}/trace/setting", self.trace_settings, methods=["GET", "POST"]) for at in ("/v2", _MODEL)],
         ]
+        for root, status, register, unregister in (
+            (_SYSTEM_MEMORY, self.memory_status, self.register_memory, self.unregister_memory),
+            (_CUDA_MEMORY, self.cuda_memory_status, self.register_cuda_memory, self.unregister_cuda_memory),
+        ):
+            region = root + "/region/{region}"
+            routes += [
+                *[Route(f"{path}/status", status, methods=["GET"]) for path in (root, region)],
+                Route(f"{region}/register", register, methods=["POST"]),
+                *[Route(f"{path}/unregister", unregister, methods=["POST"]) for path in (root, region)],
+            ]
+        return routes
 
     # Models
 
@@ -61,24 +88,27 @@ class ControlEndpoints:
 
     async def statistics(self, request: Request) -> Response:
         found = self._gateway.model_statistics(*model_and_version(request))
-        return json_response({"model_stats": [_statistics(each) for each in found]})
+        stats = []
+        for each in found:
+            explained = {"explain": dict(each.statistics.explain)} if each.statistics.explain else {}
+            stats.append(model_stats_json(each) | explained)
+        return json_response({"model_stats": stats})
 
     # Repository
 
     async def index(self, request: Request) -> Response:
-        document = await self._document(request)
-        if not isinstance(document.get("ready", False), bool):
+        ready = (await self._document(request)).get("ready", False)
+        if not isinstance(ready, bool):
             raise InvalidArgument(
                 "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean",
                 field="ready",
             )
-        return json_response([_entry(each) for each in self._gateway.repository_index(document.get("ready", False))])
+        return json_response([_entry(each) for each in self._gateway.repository_index(ready)])
 
     async def load(self, request: Request) -> Response:
         _refuse_repository(request)
-        parameters = _parameters(await self._document(request))
         config, files = None, {}
-        for key, value in parameters.items():
+        for key, value in (await self._parameters(request)).items():
             if key == "config":
                 config = as_string(key, value)
             elif key.startswith(_FILE):
@@ -91,50 +121,92 @@ class ControlEndpoints:
 
     async def unload(self, request: Request) -> Response:
         _refuse_repository(request)
-        for key, value in _parameters(await self._document(request)).items():
+        for key, value in (await self._parameters(request)).items():
             if key != "unload_dependents":
                 raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
             as_boolean(key, value)  # no model has dependents: ensembles are not served
         await self._gateway.unload_model(request.path_params["model"])
         return Response()
 
+    # Shared memory of clients
+
+    @property
+    def _regions(self) -> SharedMemoryRegistry:
+        return self._gateway.shared_state.shared_memory
+
+    async def memory_status(self, request: Request) -> Response:
+        return json_response([region._asdict() for region in self._regions.status(_named(request))])
+
+    async def register_memory(self, request: Request) -> Response:
+        document = await self._document(request)
+        key = as_string("key", _required(document, "key"))
+        offset = as_unsigned("offset", document.get("offset", 0))
+        self._regions.register(_named(request), key, offset, as_unsigned("byte_size", _required(document, "byte_size")))
+        return Response()
+
+    async def unregister_memory(self, request: Request) -> Response:
+        self._regions.unregister(_named(request))
+        return Response()
+
+    async def cuda_memory_status(self, request: Request) -> Response:
+        self._regions.status_cuda(_named(request))
+        return json_response([])
+
+    async def register_cuda_memory(self, request: Request) -> Response:
+        document = await self._document(request)
+        handle = as_object("raw_handle", _required(document, "raw_handle"))
+        try:
+            base64.b64decode(as_string("b64", _required(handle, "b64")), validate=True)
+        except ValueError:
+            raise InvalidArgument("'b64' of 'raw_handle' is not base64", field="raw_handle") from None
+        as_unsigned("byte_size", _required(document, "byte_size"))
+        self._regions.register_cuda(_named(request))
+        return Response()
+
+    async def unregister_cuda_memory(self, request: Request) -> Response:
+        self._regions.unregister_cuda()
+        return Response()
+
     # Settings
 
     async def log_settings(self, request: Request) -> Response:
         """The settings; a body changes some first."""
-        logs = self._gateway.shared_state.logs
-        changed = {name: _log_setting(name, value) for name, value in (await self._document(request)).items()}
+        logs, changed = self._gateway.shared_state.logs, {}
+        for name, value in (await self._document(request)).items():
+            if name not in _LOG_SETTINGS:
+                raise InvalidArgument(f"unknown log setting '{name}'", field=name)
+            changed[name] = _LOG_SETTINGS[name](name, value)
         return json_response(asdict(logs.update(replace(logs.settings, **changed)) if changed else logs.settings))
 
     async def trace_settings(self, request: Request) -> Response:
-        """The settings; a body changes some first."""
-        model, traces = self._traced_model(request), self._gateway.shared_state.traces
-        change: TraceSettingsChange = {
-            name: _trace_setting(name, value) for name, value in (await self._document(request)).items()
-        }
-        return json_response(
-            _traces((traces.update(change, model) if change else traces.settings(model)).as_v2_texts())
-        )
-
-    def _traced_model(self, request: Request) -> str:
+        """The settings; a body changes some first, or takes back what was set with null. Levels are a list."""
         model: str = request.path_params.get("model", "")
         if model and not self._gateway.is_model_ready(model):
             raise InvalidArgument(f"Request for unknown model : {model}", field="model")
-        return model
+        change: dict[str, Sequence[str] | None] = {}
+        for name, value in (await self._document(request)).items():
+            if value is None:
+                change[name] = None
+            elif name == "trace_level":
+                change[name] = tuple(as_string(name, level) for level in as_array(name, value))
+            else:
+                change[name] = (as_string(name, value),)
+        traces = self._gateway.shared_state.traces
+        texts = (traces.update(change, model) if change else traces.settings(model)).as_v2_texts()
+        shown = {name: list(each) if name == "trace_level" else ",".join(each) for name, each in texts.items()}
+        return json_response(shown)
 
     async def _document(self, request: Request) -> JsonObject:
         body = await read_json_body(request, self._max_size) if request.method == "POST" else b""
         return await read_whole_json_object(body) if body else {}
 
+    async def _parameters(self, request: Request) -> JsonObject:
+        return as_object("parameters", (await self._document(request)).get("parameters", {}))
+
 
 def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:
     """The routes of a path, with and without the name of a repository."""
     return [Route(f"/v2/repository/{each}{path}", handler, methods=["POST"]) for each in ("", "{repository}/")]
-
-
-def _statistics(statistics: ModelStatistics) -> JsonObject:
-    members, reasons = model_stats_json(statistics), statistics.statistics.explain
-    return {**members, "explain": dict(reasons)} if reasons else members
 
 
 def _entry(entry: RepositoryIndexEntry) -> JsonObject:
@@ -148,10 +220,6 @@ def _entry(entry: RepositoryIndexEntry) -> JsonObject:
 def _refuse_repository(request: Request) -> None:
     if "repository" in request.path_params:
         raise Unsupported("'repository_name' specification is not supported", field="repository_name")
-
-
-def _parameters(document: JsonObject) -> JsonObject:
-    return as_object("parameters", document["parameters"]) if "parameters" in document else {}
 
 
 def _decoded(key: str, text: str) -> bytes:
@@ -171,29 +239,12 @@ def _decoded(key: str, text: str) -> bytes:
         raise InvalidArgument(f"load parameter '{key}' is not base64", field=key) from None
 
 
-def _log_setting(name: str, value: Any) -> Any:
-    if name == "log_format":
-        try:
-            return parse_log_format(as_string(name, value), "--log_format")
-        except InvalidArgument as error:
-            raise Unavailable(error.message, field=name) from None  # 503, as Triton has it here
-    if name == "log_verbose_level":
-        return as_unsigned(name, value)
-    if name == "log_file":
-        return as_string(name, value)
-    if name in ("log_info", "log_warning", "log_error"):
-        return as_boolean(name, value)
-    raise InvalidArgument(f"unknown log setting '{name}'", field=name)
+def _named(request: Request) -> str:
+    name: str = request.path_params.get("region", "")
+    return name
 
 
-def _trace_setting(name: str, value: Any) -> tuple[str, ...] | None:
-    """A setting's values; None, from null, to take back what was set. Levels are a list, all else is one text."""
-    if value is None:
-        return None
-    if name == "trace_level":
-        return tuple(as_string(name, level) for level in as_array(name, value))
-    return (as_string(name, value),)
-
-
-def _traces(texts: dict[str, tuple[str, ...]]) -> JsonObject:
-    return {name: list(values) if name == "trace_level" else ",".join(values) for name, values in texts.items()}
+def _required(document: JsonObject, key: str) -> Any:
+    if key not in document:
+        raise InvalidArgument(f"Shared memory register request has no '{key}' field", field=key)
+    return document[key]
