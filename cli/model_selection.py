@@ -75,9 +75,7 @@ def select_models(
 ) -> ModelSelection:
     """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint. `quantiles`: of
     the summaries of latencies, none for no summaries.
-
-    Raises:
-        InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
+    Raises `InvalidArgument` if there is nothing to serve, or what is asked for contradicts itself.
     """
     if options.load_model and options.model_control_mode != "explicit":
         raise InvalidArgument("Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")

@@ -52,8 +52,7 @@ class ServePlan:
 def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> ServePlan:
     """Read the files and the environment that the options name, and warn of what is risky or has no effect.
 
-    Raises:
-        CharoniaError: there is nothing to serve, or an option means nothing or contradicts another.
+    Raises `CharoniaError` if there is nothing to serve, or an option means nothing or contradicts another.
     """
     endpoints, metrics = endpoint_settings(options), parse_metrics_config(options.server.metrics_config)
     warn_of_unprotected_control(options, endpoints)

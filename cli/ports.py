@@ -30,9 +30,7 @@ def reserve_ports(
 ) -> Iterator[ReservedPorts]:
     """The ports that the options ask for, given back at the end of the block.
 
-    Raises:
-        Unavailable: one is taken, or its address is not ours; the message names the flag.
-        InvalidArgument: two ports are the same, or no endpoint for requests is wanted.
+    Raises `Unavailable` as `bind_port`, and `InvalidArgument` if two are the same, or none is for requests.
     """
     if not is_true(server.allow_http) and not is_true(grpc.allow_grpc) and not clouds:
         raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
@@ -62,11 +60,8 @@ def reserve_ports(
 def bind_port(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:
     """The port, reserved but not listening: clients are turned away until there is something to serve.
 
-    `shared`: other processes may listen on it too, if they say so as well.
-
-    Raises:
-        Unavailable: the port is taken, or the address is not ours; the message names `flag`, or the one that goes
-            with it.
+    `shared`: other processes may listen on it too, if they say so as well. Raises `Unavailable` if the port is taken,
+    or the address is not ours; the message names `flag`, or the one that goes with it.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

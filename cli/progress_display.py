@@ -4,7 +4,6 @@ Knows nothing of what is loaded.
 """
 
 import sys
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -27,7 +26,7 @@ class ProgressDisplay:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._bars.stop()
 
@@ -49,12 +48,15 @@ class ProgressDisplay:
         return on_progress
 
     def on_loaded(self, name: str, seconds: float) -> None:
-        self._hide_all(name)
-        self.print_line(f"{name}: ready after {_seconds(seconds)}")
+        self._end(name, f"ready after {_seconds(seconds)}")
 
     def on_failed(self, name: str, reason: str) -> None:
-        self._hide_all(name)
-        self.print_line(f"{name}: FAILED: {reason}")
+        self._end(name, f"FAILED: {reason}")
+
+    def _end(self, name: str, result: str) -> None:
+        for title in [title for title in self._phases if title.startswith(f"{name}: ")]:
+            self._hide(title)
+        self.print_line(f"{name}: {result}")
 
     def _show(self, title: str, fraction: float) -> None:
         if title not in self._phases:
@@ -64,11 +66,6 @@ class ProgressDisplay:
     def _hide(self, title: str) -> None:
         if title in self._phases:
             self._bars.remove_task(self._phases.pop(title))
-
-    def _hide_all(self, name: str) -> None:
-        """Of that model."""
-        for title in [title for title in self._phases if title.startswith(f"{name}: ")]:
-            self._hide(title)
 
 
 def _seconds(seconds: float) -> str:

@@ -21,8 +21,7 @@ from .options import ConfigOptions
 def print_check_report(repository: Path, options: ConfigOptions) -> int:
     """Print the findings of a repository; returns the exit status, 1 if a model would not load.
 
-    Raises:
-        InvalidArgument: the directory is missing or empty, or an option is wrong.
+    Raises `InvalidArgument` if the directory is missing or empty, or an option is wrong.
     """
     backends = BackendSettings.parse(options.backend_config)
     memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))  # where it will be served there may be more than here

@@ -33,10 +33,7 @@ removes the space."""
 
 class ChatTemplate:
     """A compiled template. `tokens`: the special tokens that it may name, such as `bos_token`. `whose` names it in
-    errors; `field` is the request's, of a template that came with one.
-
-    Raises:
-        InvalidArgument: it does not compile.
+    errors; `field` is the request's, of a template that came with one. Raises `InvalidArgument` if it does not compile.
     """
 
     def __init__(
@@ -53,10 +50,9 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> str:
         """The prompt of a conversation, up to the assistant's next turn or the rest of the last one.
 
-        Raises:
-            InvalidArgument: the template refuses them (`field` is messages) or does more than it may, or a variable has
-                a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
-                continued.
+        Raises `InvalidArgument` if the template refuses the messages (`field` is messages) or does more than it may, a
+        variable has a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
+        continued.
         """
         turns = []
         for message in conversation.messages:
@@ -96,8 +92,7 @@ class ChatTemplate:
 def read_template(given: str) -> str:
     """The source of a template that is given as the name of a file or as itself.
 
-    Raises:
-        InvalidArgument: there is no such file, or it can't be read.
+    Raises `InvalidArgument` if there is no such file, or it can't be read.
     """
     if set("{}\n") & set(given):
         return given

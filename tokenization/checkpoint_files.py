@@ -17,9 +17,7 @@ def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
     """The directory of a checkpoint, given as such or as a hub id, owner/name or owner/name@revision: of that, the
     `files` (patterns) that are not there yet are fetched first.
 
-    Raises:
-        NotFound: neither a directory nor a model of the hub.
-        InvalidArgument: it holds an adapter and no model.
+    Raises `NotFound` for neither a directory nor a model of the hub, `InvalidArgument` for an adapter without a model.
     """
     directory = Path(model).expanduser()
     if not directory.is_dir():
@@ -69,8 +67,7 @@ def checkpoint_fingerprint(directory: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when there is no such file.
 
-    Raises:
-        InvalidArgument: the file does not hold a JSON object.
+    Raises `InvalidArgument` if the file does not hold one.
     """
     if not path.is_file():
         return {}

@@ -1,7 +1,4 @@
-"""Tokenizes texts and pairs of texts for encoders: with special tokens and segments, cut to the model's length.
-
-Never imports transformers or torch. Thread-safe once loaded.
-"""
+"""Tokenizes texts and pairs of texts for encoders: with special tokens and segments, cut to the model's length."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +19,7 @@ class EncodedText(NamedTuple):
 
 class EncoderTokenizer:
     """A checkpoint's tokenizer.json, cutting what is longer than `length` tokens, special ones included. Of a pair, the
-    longer one is cut first."""
+    longer one is cut first. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, length: int, lowercase: bool = False) -> None:
         self._backend = backend
@@ -39,8 +36,7 @@ class EncoderTokenizer:
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[EncodedText]:
         """The tokens of each text, or of each text and the one in the same place of `pairs`.
 
-        Raises:
-            InvalidArgument: one is not Unicode.
+        Raises `InvalidArgument` if one is not Unicode.
         """
         if self._lowercase:
             texts = [text.lower() for text in texts]

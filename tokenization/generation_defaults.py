@@ -41,8 +41,7 @@ class GenerationDefaults(NamedTuple):
 def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
     """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer.
 
-    Raises:
-        InvalidArgument: a field is no number, or one that no request could have.
+    Raises `InvalidArgument` for a field that is no number, or one that no request could have.
     """
     file = directory / "generation_config.json"
     generation = read_json(file)

@@ -207,7 +207,9 @@ def spend_method(meter: WorkMeter, of: Any, name: str, given: Sequence[Any]) -> 
     elif name == "replace":
         _spend_replacing(meter, of, given)
     elif name in ("format", "format_map"):
-        _spend_format(meter, of, weight)
+        if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(of)):
+            raise TemplateLimitExceeded("it computes the width of a field")
+        meter.spend(len(of) + _numbers_in(of) + (of.count("{") + 1) * weight)
 
 
 def _spend_replacing(meter: WorkMeter, text: str, given: Sequence[Any]) -> None:
@@ -220,12 +222,6 @@ def _spend_printf(meter: WorkMeter, form: str, values: Any) -> None:
     if re.search(r"%[-+ #0-9.]*\*", form):
         raise TemplateLimitExceeded("it computes the width of a field")
     meter.spend(len(form) + _numbers_in(form) + (form.count("%") + 1) * meter.weigh(values))
-
-
-def _spend_format(meter: WorkMeter, form: str, weight: int) -> None:
-    if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(form)):
-        raise TemplateLimitExceeded("it computes the width of a field")
-    meter.spend(len(form) + _numbers_in(form) + (form.count("{") + 1) * weight)
 
 
 def _numbers_in(text: str) -> int:

@@ -3,8 +3,8 @@
 Knows nothing of requests or engines; never imports transformers or torch. Thread-safe once loaded.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class Tokenizer:
         self._chat = chat
         compiled = partial(ChatTemplate, tokens=named, whose="the request's", field="chat_template")
         self._given = lru_cache(_TEMPLATES)(compiled)
-        self._pieces: dict[int, TokenPiece] = {}
+        self.token_piece: Callable[[int], TokenPiece] = cache(partial(read_token_piece, backend))
         self.bytes: TokenBytes | None = None
         self.bytes_with_special: TokenBytes | None = None
         if isinstance(backend.decoder, decoders.ByteLevel):
@@ -56,12 +56,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
-        """Read a checkpoint directory. `chat_template`: a file or a template to take in place of its own.
-
-        Raises:
-            NotFound: no tokenizer.json in it.
-            InvalidArgument: a file there cannot be read.
-        """
+        """Read a checkpoint directory; raises as `read_tokenizer_json`. `chat_template`: a file or a template to use
+        instead of its own."""
         backend, named = read_tokenizer_json(directory)
         backend.no_truncation()
         backend.no_padding()
@@ -69,18 +65,12 @@ class Tokenizer:
         return cls(backend, named, None if source is None else ChatTemplate(source, named))
 
     def prompt_ids(
-        self,
-        prompt: Prompt,
-        special: bool = True,
-        limit: TokenLimit | None = None,
-        kept: int | None = None,
+        self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
     ) -> list[int]:
-        """The token ids of any kind of prompt, see `TokenizeRequest`. With `kept`, its last so many, however long it
-        is.
+        """The token ids of any kind of prompt, see `TokenizeRequest`; with `kept`, its last so many of them.
 
-        Raises:
-            InvalidArgument: a conversation that the model cannot render, or text that is not Unicode.
-            TooLong: text that has far more tokens than `limit`, before all of it was read.
+        Raises `InvalidArgument` for a conversation that the model cannot render, or text that is not Unicode, and
+        `ContextLengthExceeded` for text that has far more tokens than `limit`, before all of it was read.
         """
         if not isinstance(prompt, str | Conversation):
             return list(prompt if kept is None else prompt[-kept:])
@@ -152,13 +142,6 @@ class Tokenizer:
         forms = (form for word in words for form in (word, f" {word.lstrip()}"))
         ids = (tuple(self.encode(form, special=False)) for form in forms)
         return list(dict.fromkeys(word for word in ids if word))
-
-    def token_piece(self, token: int) -> TokenPiece:
-        """The text of a single token, a leading space and special tokens included."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = read_token_piece(self._backend, token)
-        return piece
 
     def _render(self, conversation: Conversation) -> str:
         chat = self._given(conversation.chat_template) if conversation.chat_template else self._chat

@@ -15,9 +15,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     """A checkpoint's tokenizer, and its special tokens that have a role: a name such as `bos_token` -> the text.
 
-    Raises:
-        NotFound: no tokenizer.json in it.
-        InvalidArgument: a file there cannot be read.
+    Raises `NotFound` if there is no tokenizer.json, `InvalidArgument` if a file cannot be read.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():

@@ -56,8 +56,7 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
 def parse_embeddings(members: JsonBody) -> EmbeddingsBody:
     """Parse a body of /v1/embeddings; its `input` becomes a list of texts, or a list of lists of token ids.
 
-    Raises:
-        InvalidArgument: `field` names what is wrong.
+    Raises `InvalidArgument`, whose `field` names what is wrong.
     """
     body = decode_body(members, EmbeddingsBody, _EMBEDDINGS_NO_OP_VALUES)
     if body.encoding_format not in (None, "float", "base64"):

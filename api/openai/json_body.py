@@ -30,7 +30,6 @@ NoOpValues: TypeAlias = Mapping[str, tuple[Any, ...]]
 """By the name of an unsupported field: its values that ask for nothing, and are accepted. Null always is."""
 
 JsonBody: TypeAlias = dict[str, Any]
-"""The members of a JSON object."""
 
 IGNORED_FIELDS = frozenset(
     ("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
@@ -47,11 +46,8 @@ async def read_members(request: Request, limit: int) -> JsonBody:
     """Read a request's body of at most `limit` bytes; a long one is parsed in pieces between which the event loop runs.
 
     A long body may have `MAX_VALUES` values in a member, or `MAX_IDS` where the member may be a list of token ids, and
-    long strings only where texts belong.
-
-    Raises:
-        InvalidArgument: as `read_json_body`; or the body is no JSON object, or has more in a member.
-        ClientDisconnected: the client left while it sent the body.
+    long strings only where texts belong. Raises as `read_json_body`, and `InvalidArgument` if the body is no JSON
+    object, or has more in a member.
     """
     body = await read_json_body(request, limit)
     if len(body) <= PIECE_BYTES:
@@ -84,8 +80,7 @@ def _parse(text: Buffer, offset: int) -> Any:
 def supported_members(body: Mapping[str, Any], names: Iterable[str], no_ops: NoOpValues) -> dict[str, Any]:
     """The members of a body that `names` has; integers written as 8.0 are integers, alone or in a list.
 
-    Raises:
-        InvalidArgument: a member is unknown, or unsupported and not at a value of `no_ops`; `field` names it.
+    Raises `InvalidArgument` for one that is unknown, or unsupported and not at a value of `no_ops`; `field` names it.
     """
     names = frozenset(names)
     reject_unsupported(body, names | IGNORED_FIELDS, no_ops, "")
@@ -95,8 +90,7 @@ def supported_members(body: Mapping[str, Any], names: Iterable[str], no_ops: NoO
 def decode_body(body: Mapping[str, Any], kind: type[_Struct], no_ops: NoOpValues) -> _Struct:
     """The supported members of a body as the struct `kind`, which has a field for each.
 
-    Raises:
-        InvalidArgument: as `supported_members`, or a member has a value of the wrong type.
+    Raises `InvalidArgument` as `supported_members`, or if a member has a value of the wrong type.
     """
     return convert_fields(supported_members(body, kind.__struct_fields__, no_ops), kind)
 
@@ -137,8 +131,7 @@ def shortened(value: Any) -> str:
 def convert_fields(members: Mapping[str, Any], kind: type[_Struct], where: str = "") -> _Struct:
     """The struct `kind` made of those of `members` that it has fields for.
 
-    Raises:
-        InvalidArgument: a value has the wrong type; `field` is its path below `where`.
+    Raises `InvalidArgument` if a value has the wrong type; `field` is its path below `where`.
     """
     try:
         return msgspec.convert(members, kind)

@@ -62,8 +62,7 @@ class ParsedCompletion(msgspec.Struct, frozen=True):
 def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     """Parse a body of /v1/completions; the response's id is `cmpl-` and `request_id`.
 
-    Raises:
-        InvalidArgument: a field is unknown, unsupported or wrong; `field` names it.
+    Raises `InvalidArgument` for a field that is unknown, unsupported or wrong; `field` names it.
     """
     members = supported_members(body, _COMPLETION_FIELDS, COMPLETION_NO_OP_VALUES)
     fields = convert_fields(members, CompletionBody)
@@ -81,8 +80,7 @@ def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompleti
 def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     """Parse a body of /v1/chat/completions; the response's id is `chatcmpl-` and `request_id`.
 
-    Raises:
-        InvalidArgument: a field is unknown, unsupported or wrong; `field` names it.
+    Raises `InvalidArgument` for a field that is unknown, unsupported or wrong; `field` names it.
     """
     members = supported_members(body, _CHAT_FIELDS, CHAT_NO_OP_VALUES)
     fields = convert_fields(members, ChatBody)

@@ -80,9 +80,9 @@ class OpenAIRoutes:
         writer = OpenAIResponseWriter(api_format, parsed.response, self._fingerprint(model.config))
         streams = [model.generate(each) for each in parsed.requests]
         if parsed.stream and len(streams) == 1:
-            return EventStreamResponse(streams[0], SingleStreamEvents(writer))
+            return EventStreamResponse(streams[0], CompletionEvents(writer))
         if parsed.stream:
-            return EventStreamResponse(merge_streams(streams), MergedStreamEvents(writer))
+            return EventStreamResponse(merge_streams(streams), CompletionEvents(writer))
         chunks: list[list[GenerateChunk]] = [[] for _ in streams]
         async with CancelOnDisconnect(request.receive), aclosing(merge_streams(streams)) as merged:
             async for index, chunk in merged:
@@ -125,26 +125,20 @@ class OpenAIRoutes:
 
 
 class CompletionEvents:
-    """The end of a stream of events, with an error or without."""
+    """Encodes a stream of one choice's chunks, or one of several choices as `merge_streams` makes it."""
 
     def __init__(self, writer: OpenAIResponseWriter) -> None:
         self._writer = writer
+
+    def encode_item(self, item: GenerateChunk | tuple[int, GenerateChunk]) -> bytes:
+        index, chunk = item if isinstance(item, tuple) else (0, item)
+        return self._writer.chunk_event(index, chunk)
 
     def encode_end(self) -> bytes:
         return self._writer.usage_event() + _DONE
 
     def encode_error(self, error: CharoniaError) -> bytes:
         return sse_event(orjson.dumps(openai_error_body(error))) + _DONE
-
-
-class SingleStreamEvents(CompletionEvents):
-    def encode_item(self, chunk: GenerateChunk) -> bytes:
-        return self._writer.chunk_event(0, chunk)
-
-
-class MergedStreamEvents(CompletionEvents):
-    def encode_item(self, item: tuple[int, GenerateChunk]) -> bytes:
-        return self._writer.chunk_event(*item)
 
 
 async def merge_streams(streams: Sequence[ResponseStream[T]]) -> AsyncGenerator[tuple[int, T], None]:

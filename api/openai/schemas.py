@@ -45,11 +45,7 @@ _NO_OP_VALUES: NoOpValues = {
 # A text gets the special tokens that the tokenizer puts around it, a conversation those that its template writes.
 COMPLETION_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (True,)}
 CHAT_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (False,)}
-TOKENIZE_NO_OP_VALUES: NoOpValues = {
-    "return_token_strs": (False,),
-    "tools": ([],),
-    "mm_processor_kwargs": ({},),
-}
+TOKENIZE_NO_OP_VALUES: NoOpValues = {"return_token_strs": (False,), "tools": ([],), "mm_processor_kwargs": ({},)}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,8 +103,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     def guided_decoding(self) -> GuidedDecoding | None:
         """The form that the text must have, by `response_format` or by the parameters of guided decoding.
 
-        Raises:
-            InvalidArgument: by both, or the parameters contradict each other.
+        Raises `InvalidArgument` for both, or for parameters that contradict each other.
         """
         guide = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
         wanted = self.response_format

@@ -49,8 +49,7 @@ class CloudEndpoint(NamedTuple):
 def sagemaker_endpoint(port: int, environment: Mapping[str, str]) -> CloudEndpoint:
     """SageMaker's, of which the environment says which model is asked for what.
 
-    Raises:
-        InvalidArgument: it does not; the message names the variable.
+    Raises `InvalidArgument` if it does not; the message names the variable.
     """
     model = _variable(environment, "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME", "--allow-sagemaker")
     ping = _choice(environment, "SAGEMAKER_TRITON_PING_MODE", ("ready", "live"))
@@ -72,8 +71,7 @@ def sagemaker_endpoint(port: int, environment: Mapping[str, str]) -> CloudEndpoi
 def vertex_ai_endpoint(port: int | None, model: str, environment: Mapping[str, str]) -> CloudEndpoint:
     """Vertex AI's, of which the environment says the paths, and the port where it is None; `model`: the one asked.
 
-    Raises:
-        InvalidArgument: it does not; the message names the variable.
+    Raises `InvalidArgument` if it does not; the message names the variable.
     """
     health = _variable(environment, "AIP_HEALTH_ROUTE", "--allow-vertex-ai")
     predict = _variable(environment, "AIP_PREDICT_ROUTE", "--allow-vertex-ai")

@@ -28,8 +28,7 @@ class JsonObjectPairs(list[tuple[str, Any]]):
 async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig) -> bytes | JsonObjectPairs:
     """The members of a long body, inputs of numbers as numpy arrays; a short body as it is.
 
-    Raises:
-        InvalidArgument: malformed JSON, or a list that is longer than any parameter's.
+    Raises `InvalidArgument` for malformed JSON, or a list that is longer than any parameter's.
     """
     if len(body) <= PIECE_BYTES:
         return bytes(body)
@@ -63,8 +62,7 @@ async def _opened(spec: TensorSpec | None, value: Any) -> Any:
 def generate_body_to_infer_request(body: bytes | JsonObjectPairs, config: ModelConfig, stream: bool) -> InferRequest:
     """Translate a generate body for the model that `config` describes; `stream` fills an absent `stream` input.
 
-    Raises:
-        InvalidArgument: malformed JSON, or a member of the wrong type.
+    Raises `InvalidArgument` for malformed JSON, or a member of the wrong type.
     """
     mapping = _Mapping(config)
     try:

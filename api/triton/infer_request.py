@@ -65,10 +65,7 @@ class InferRequestReader:
         """The request that `body` is.
 
         `header_length`: bytes of the JSON in front of raw tensors; None: all is JSON; 0: nothing is. `document`: that
-        JSON, if `parse_long_document` has read it already.
-
-        Raises:
-            CharoniaError: the body is no such request.
+        JSON, if `parse_long_document` has read it already. Raises `CharoniaError` if the body is no such request.
         """
         if header_length:
             known = self.headers.find(config.name, body, header_length)
@@ -91,8 +88,7 @@ class InferRequestReader:
 async def parse_long_document(text: Buffer) -> JsonObject:
     """The JSON of a long request, parsed but for the data of inputs that is long itself.
 
-    Raises:
-        InvalidArgument: it is no JSON object.
+    Raises `InvalidArgument` if it is no JSON object.
     """
     if len(text) <= PIECE_BYTES:
         return parse_json_object(text)
@@ -248,9 +244,7 @@ def _parameter(key: str, value: Any) -> ParameterValue:
 
 def _read_raw_request(config: ModelConfig, body: memoryview) -> InferRequest:
     """A request that is nothing but the one input of its model, a view of the body: the number of bytes says its one
-    free dimension; text is one element.
-
-    Raises `InvalidArgument` if the model has several inputs, or not this one.
+    free dimension; text is one element. Raises `InvalidArgument` if the model has several inputs, or not this one.
     """
     if len(config.inputs) != 1:
         text = f"to be deduced but got {len(config.inputs)} inputs in '{config.name}' model configuration"

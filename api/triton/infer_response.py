@@ -40,8 +40,7 @@ def is_long(call: InferCall, response: InferResponse) -> bool:
 def encode_infer_response(config: ModelConfig, call: InferCall, response: InferResponse) -> EncodedInferResponse:
     """The body of the response, each output as `call` asks for it.
 
-    Raises:
-        CharoniaError: an output cannot be returned like that.
+    Raises `CharoniaError` if an output cannot be returned like that.
     """
     outputs: list[_OutputJson] = []
     blobs: list[bytes | memoryview] = []
