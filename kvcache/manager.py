@@ -107,9 +107,8 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks of one sequence in order of position; filled and freed by the manager alone, append-only.
-
-    `cached`: tokens that `open` found. `committed`: leading blocks that are findable, or equal to one that is.
+    """The blocks of one sequence in order of position; filled and freed by the manager alone, append-only. `cached`:
+    tokens that `open` found. `committed`: leading blocks that are findable, or equal to one that is.
     `promised`: the hashes known at `open`; those from `committed` on are what this sequence is computing.
     """
 
@@ -240,11 +239,8 @@ class KVCacheManager:
             del self._computing[block_hash]
 
     def check_integrity(self) -> None:
-        """Recompute free + cached + used == total, holders and promises from the tables.
-
-        Raises:
-            AssertionError: something leaked.
-        """
+        """Recompute free + cached + used == total, holders and promises from the tables. Raises `AssertionError` where
+        something leaked."""
         self._pool.check_integrity(block for table in self._tables for block in table.blocks)
         computing: Counter[bytes] = Counter()
         for table in self._tables:

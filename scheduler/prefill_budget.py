@@ -58,12 +58,7 @@ class StepTimeModel:
     unit and no scale needs to be known, and each coefficient moves by as much as it had a part in the step.
     """
 
-    __slots__ = ("_coefficients", "calibrated")
-
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
         self.calibrated = False
         # Of a model of half a billion parameters on two cores. The first step that is timed scales them all.
         self._coefficients = [1.0, 0.02, 2e-5, 0.05, 1e-5]
@@ -133,11 +128,11 @@ class PrefillLane:
 
 
 class PrefillBudget:
-    """Lanes for each step. `target`: seconds a step may take on account of prompts, long or short; 0 bounds nothing,
-    None goes by what the step costs without them. Nothing is bounded, and no prompt long, until a step was timed."""
+    """Lanes for each step. `target_ms`: how long prompts may make a step, long or short; 0 bounds nothing, None goes by
+    what the step costs without them. Nothing is bounded, and no prompt long, until a step was timed."""
 
-    def __init__(self, target: float | None) -> None:
-        self._target = target
+    def __init__(self, target_ms: float | None) -> None:
+        self._target = None if target_ms is None else target_ms / 1e3
         self._steps_beside_prompts = 0
         self._model = StepTimeModel()
         self._observed: list[tuple[StepWork, float]] = []

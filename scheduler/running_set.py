@@ -175,30 +175,16 @@ class RunningSet:
                 sequence.rank = sequence.seniority  # most of it is still cached
                 self.waiting.enqueue(sequence)
 
-    # Decoding rows
-
-    def decode_gaps(self) -> IntArray:
-        """[size] tokens that each decoding row could compute now. The last token of all is never computed: nothing
-        follows it."""
-        ends: IntArray = np.maximum(np.minimum(self.expected, self.decode_limit), self.scheduled)
-        return ends - self.scheduled
-
-    def start_decoding(self, row: int) -> None:
-        """The row is sampled for the first time: from here on it decodes."""
-        self.prefilling.remove(row)
-        self.decode_limit[row] = self.token_limit[row] - 1
-
-    def await_results(self, row: int) -> None:
-        """Schedule the row no more until `resume_settled` finds its plans back."""
-        self.awaiting_results.add(row)
-        self.decode_limit[row] = 0
-
-    def resume_settled(self) -> None:
-        """Rows that awaited results and whose plans are all back continue from what is computed."""
-        for row in [row for row in self.awaiting_results if not self.is_in_flight(row)]:
-            self.awaiting_results.remove(row)
-            self.scheduled[row] = self.computed[row]
-            self.decode_limit[row] = self.token_limit[row] - 1 if self.running[row] else 0
+    def await_results(self, rows: Iterable[int]) -> None:
+        """Schedule these rows no more until their plans are back; those whose plans are back by now continue from what
+        is computed."""
+        self.awaiting_results.update(rows)
+        for row in list(self.awaiting_results):
+            self.decode_limit[row] = 0
+            if not self.is_in_flight(row):
+                self.awaiting_results.remove(row)
+                self.scheduled[row] = self.computed[row]
+                self.decode_limit[row] = self.token_limit[row] - 1 if self.running[row] else 0
 
     # Steps in flight
 
@@ -214,11 +200,7 @@ class RunningSet:
         return counts
 
     def check_integrity(self) -> None:
-        """Recompute what can be recomputed.
-
-        Raises:
-            AssertionError: counters are out of order, or rows and sequences do not match.
-        """
+        """Raises `AssertionError` where counters are out of order, or rows and sequences do not match."""
         occupied = sorted(self.sequences)
         assert sorted(self._free + occupied) == list(range(self.size))
         assert self.tables.keys() == self.sequences.keys()

@@ -38,7 +38,7 @@ class Scheduler:
         self.config = config
         self._cache = cache
         self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
-        self._prefill = PrefillBudget(None if config.target_step_ms is None else config.target_step_ms / 1e3)
+        self._prefill = PrefillBudget(config.target_step_ms)
         self._waiting = WaitingQueue(self._fairness, self._has_long_prompt)
         self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight)
         self._live: dict[int, Sequence] = {}
@@ -59,7 +59,7 @@ class Scheduler:
 
     def reset_step_times(self) -> None:
         """Forget the times of steps so far: they say nothing of those to come."""
-        self._prefill.time_model.reset()
+        self._prefill = PrefillBudget(self.config.target_step_ms)
 
     @property
     def running(self) -> int:
@@ -84,9 +84,8 @@ class Scheduler:
         """Put a sequence into the waiting queue.
 
         Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its prompt
-        may need: equal ranks are in order of arrival, a short prompt overtakes a long one, and no sequence is overtaken
-        forever, since ranks stand still while time passes. Between tenants of a class, service comes before rank: see
-        `Fairness`.
+        may need: a short prompt overtakes a long one, and no sequence is overtaken forever, since ranks stand still
+        while time passes. Between tenants of a class, service comes before rank: see `Fairness`.
 
         Raises:
             InvalidArgument: it can never run; nothing was done.
@@ -105,10 +104,8 @@ class Scheduler:
         self._waiting.enqueue(sequence)
 
     def abort(self, keys: Iterable[int]) -> None:
-        """Forget these sequences: nothing of them is reported any more. Unknown keys are ignored.
-
-        Blocks in use by plans in flight are free when the last of those is applied.
-        """
+        """Forget these sequences: nothing of them is reported any more, and their blocks are free as soon as no plan in
+        flight uses them. Unknown keys are ignored."""
         for key in keys:
             if key in self._live:
                 self._end(key)
@@ -253,17 +250,15 @@ def _truncate_at_ends(
 
 
 def _reconcile(rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray) -> None:
-    """Move the counters of all rows that ran, where not all brought what later plans count on.
+    """Move the counters of all rows that ran, where not all brought the one token a sample that later plans count on.
 
-    Plans made ahead expect one token a sample. A row that got another number waits until all of them are back, and
-    continues from what is computed: less than planned where tokens did not come (a rejected draft, say), and in any
-    case without the newest known token, which has to run, again if it brought no successor.
+    A row that got another number waits until those plans are back, and continues from what is computed: less than
+    planned where tokens did not come (a rejected draft, say), and in any case without the newest known token, which has
+    to run, again if it brought no successor.
     """
     ran, surplus = flight.rows, np.zeros(rows.size, np.int32)
     surplus[result.rows] = kept
     surplus[flight.sampled_rows] -= 1
     rows.expected[ran] += surplus[ran]
     rows.computed[ran] = np.minimum(flight.scheduled_ends, rows.known[ran] - 1)
-    for row in ran[surplus[ran] != 0].tolist():
-        rows.await_results(row)
-    rows.resume_settled()
+    rows.await_results(ran[surplus[ran] != 0].tolist())

@@ -34,11 +34,8 @@ class SequenceRequest:
     max_in_flight: int = 0
 
     def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
-        """Refuse a sequence that could never run, whatever else runs.
-
-        Raises:
-            InvalidArgument: the model's length or the cache is too small; `field` is the parameter to change.
-        """
+        """Raises `InvalidArgument` where the sequence could never run, whatever else runs: the model's length or the
+        cache is too small. `field` is the parameter to change."""
         prompt, new = len(self.prompt), self.max_tokens
         if prompt < 1:
             raise InvalidArgument("the prompt is empty", field="prompt")
@@ -101,11 +98,8 @@ class Sequence:
         return self.prompt_logprobs_done if self.lacks_prompt_logprobs else self.known
 
     def take_prompt_logprobs(self, computed: PromptLogprobs) -> PromptLogprobs:
-        """Take in `computed` and return the part that is new: after a preemption some come again.
-
-        Raises:
-            RuntimeError: some before them are missing.
-        """
+        """Take in `computed` and return the part that is new: after a preemption some come again. Raises `RuntimeError`
+        where some before them are missing."""
         done = self.prompt_logprobs_done
         if computed.start > done:
             raise RuntimeError(f"log-probabilities from position {computed.start} on, where {done} is next")

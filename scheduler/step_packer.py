@@ -50,7 +50,8 @@ class StepPacker:
     ) -> None:
         self._config, self._rows, self._fairness, self._prefill, self._step = config, rows, fairness, prefill, step
         self._cache, self._waiting = rows.cache, rows.waiting
-        self._counts = rows.decode_gaps()
+        # Of decoding rows at first. The last token of all is never computed: nothing follows it.
+        self._counts = np.maximum(np.minimum(rows.expected, rows.decode_limit), rows.scheduled) - rows.scheduled
         self._budget_left = config.max_num_batched_tokens
         self._work = StepWork()
         self._appended: list[tuple[int, int]] = []
@@ -80,7 +81,8 @@ class StepPacker:
         rows.scheduled[chosen], rows.expected[chosen] = ends, expected + samples
         sampled = list(compress(chosen.tolist(), samples.tolist()))
         for row in rows.prefilling.intersection(sampled) if rows.prefilling else ():
-            rows.start_decoding(row)
+            rows.prefilling.remove(row)
+            rows.decode_limit[row] = rows.token_limit[row] - 1
         pairs = [pair for pair in self._appended if self._counts[pair[0]]]
         appended = np.array(pairs, np.int32) if pairs else _NO_PAIRS
         closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else _NO_ROWS
@@ -101,11 +103,8 @@ class StepPacker:
 
     def _choose_decoding_rows(self) -> None:
         """Leave out rows that may not be in another plan, or that the budget does not suffice for; give the others
-        blocks.
-
-        In a pipeline a row waits for its own last result while plans of other rows may be under way. A plan then takes
-        its share of all decoding rows: were they together, they would wait together, for one stage after the other.
-        """
+        blocks. In a pipeline, where a row waits for its own last result while plans of others are under way, a plan
+        takes its share of all decoding rows: together, they would wait together, for one stage after the other."""
         rows, counts = self._rows, self._counts
         full = self._full_rows()
         if full is not None:

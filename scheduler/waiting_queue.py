@@ -23,12 +23,10 @@ class Fairness:
     """A virtual token counter per tenant, after Sheng et al., "Fairness in Serving Large Language Models" (2024).
 
     `service[slot]`: weighted tokens computed for a tenant, divided by the tenant's weight. Tenants are numbered by
-    slots, in arrays: choosing one is a handful of array operations however many there are.
-
-    Among tenants whose first waiting sequence has the same class, the one served least is next. A class is counted in
-    `ageing_steps` from now: a sequence that waited long enough to be as urgent as the most urgent class counts as of
-    that class. `credit`: the most, in the unit of `service`, that a tenant may save that asks for less than its share;
-    an idle tenant saves none.
+    slots, in arrays: choosing one is a handful of array operations however many there are. Among tenants whose first
+    waiting sequence has the same class, the one served least is next. A class is counted in `ageing_steps` from now: a
+    sequence that waited long enough to be as urgent as the most urgent class counts as of that class. `credit`: the
+    most, in the unit of `service`, that a tenant may save that asks for less than its share; an idle tenant saves none.
     """
 
     def __init__(self, ageing_steps: int, credit: float) -> None:
@@ -61,12 +59,9 @@ class Fairness:
         return slot
 
     def sequence_arrived(self, slot: int) -> None:
-        """Count a sequence that is about to be enqueued.
-
-        A tenant without a waiting sequence is lifted to the one served least: service it did not ask for is no credit,
-        but for a little while it has a sequence running. Without that, a tenant that asks for just its share would lose
-        a bit of it in each pause.
-        """
+        """Count a sequence that is about to be enqueued. A tenant without a waiting one is lifted to the one served
+        least: service it did not ask for is no credit, but for a little while it has a sequence running. Without that,
+        a tenant that asks for just its share would lose a bit of it in each pause."""
         self._live[slot] += 1
         if self._seniority[slot] != _NOT_WAITING:
             return

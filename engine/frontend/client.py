@@ -1,26 +1,35 @@
-"""The engine of one model as the frontend sees it: carries requests to its cores and tokens back to their readers.
+"""The engine of one model as the frontend sees it: carries requests to its replicas and tokens back to their readers.
 
 Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
 
-from ...core.errors import NotReady
+from ...core.errors import CharoniaError, InvalidArgument, NotReady
 from ...core.model import ReservedMemory
-from ...core.request import GenerateRequest
+from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..config import EngineConfig
-from ..core.messages import AddRequest, CoreLoading, CoreReady, EngineLoad
+from ..core.messages import (
+    NO_TOTALS,
+    AbortRequests,
+    AddRequest,
+    CoreLoading,
+    CoreReady,
+    CoreTotals,
+    RequestRejected,
+    RequestUpdates,
+)
 from .admission import AdmissionControl, QueueLimits, QueueTicket
-from .core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
+from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
 from .engine import count_by_priority
-from .replica import Replica, sum_totals
-from .routing import ReplicaCandidate, choose_replica, prompt_prefixes
+from .routing import TOKENS_PER_REQUEST, PrefixIndex, ReplicaCandidate, choose_replica, prompt_prefixes
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
@@ -40,11 +49,127 @@ def split_config(config: EngineConfig, threads: int, memory: int) -> list[Engine
     return [msgspec.structs.replace(shared, replica=number) for number in range(count)]
 
 
+class Replica:
+    """One engine core with its requests, as the listener of its supervisor `core`. `prefix_index`: the prompts that its
+    prefix cache likely holds. `losses`: cores that died."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        metrics: LlmMetrics,
+        on_progress: Callable[[CoreLoading], None],
+        timeouts: CoreTimeouts,
+    ) -> None:
+        self.core = CoreSupervisor(config, self, timeouts)
+        self.prefix_index = PrefixIndex()
+        self.losses = 0
+        self._totals = self._lost_totals = NO_TOTALS
+        self._config = config
+        self._metrics = metrics
+        self._on_progress = on_progress
+        self._streams: dict[int, TokenStream] = {}
+        self._uncomputed_tokens = 0
+        self._closing = False
+
+    @property
+    def streams(self) -> Collection[TokenStream]:
+        """The streams of its requests."""
+        return self._streams.values()
+
+    @property
+    def pending_work(self) -> int:
+        """The work ahead of it, in tokens as `routing.ReplicaCandidate` counts."""
+        return len(self._streams) * TOKENS_PER_REQUEST + self._uncomputed_tokens
+
+    @property
+    def totals(self) -> CoreTotals:
+        """The counters of all its cores, the lost ones included."""
+        return sum_totals((self._lost_totals, self._totals))
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens that the cache blocks in use hold, and that all of them would."""
+        info = self.core.info
+        if info is None:
+            return 0, 0
+        return (info.blocks - self.core.load.free_blocks) * info.block_size, info.blocks * info.block_size
+
+    async def close(self) -> None:
+        """Stop the core; streams still open end with `Unavailable`. May be called again."""
+        self._closing = True
+        await self.core.close()
+
+    def submit(self, add: AddRequest, stream: TokenStream) -> None:
+        """Send a new request, whose tokens go into `stream` until it is released."""
+        self._streams[add.key] = stream
+        self._uncomputed_tokens += stream.uncomputed_tokens
+        self.core.send(add)
+
+    def release(self, key: int) -> None:
+        """The reader of this request is gone: abort it, unless it ended."""
+        stream = self._streams.pop(key)
+        self._settle(stream)
+        if not stream.ended:
+            self.core.send(AbortRequests([key]))
+
+    def _settle(self, stream: TokenStream) -> None:
+        """The prompt is computed, or does not need to be."""
+        self._uncomputed_tokens -= stream.uncomputed_tokens
+        stream.uncomputed_tokens = 0
+
+    def on_progress(self, loading: CoreLoading) -> None:
+        if self._config.data_parallel_size > 1:
+            loading = msgspec.structs.replace(loading, phase=f"replica {self._config.replica}: {loading.phase}")
+        self._on_progress(loading)
+
+    def on_updates(self, updates: RequestUpdates) -> None:
+        streams, stats, now = self._streams, updates.stats, time.monotonic()
+        if stats.tokens:
+            self._metrics.step.observe(stats.seconds)
+            self._metrics.step_tokens.observe(stats.tokens)
+            self._metrics.step_sequences.observe(stats.sequences)
+        self._totals = updates.totals
+        for key, cached in updates.started:
+            if key in streams:
+                streams[key].ticket.release(started=True)
+                streams[key].start(cached, now - stats.seconds)
+        for key, scores in updates.prompt_logprobs:
+            if key in streams:
+                streams[key].push_prompt_scores(scores)
+        tokens, logprobs, at = updates.tokens, updates.logprobs, 0
+        for key, count in zip(updates.keys, updates.counts, strict=True):
+            stream, end = streams.get(key), at + count
+            if stream is not None:
+                if stream.uncomputed_tokens:
+                    self._settle(stream)
+                stream.push(tokens[at:end], now, logprobs[at:end])
+            at = end
+        for key, reason in updates.finished:
+            if key in streams:
+                streams[key].finish(FinishReason(reason))
+
+    def on_refused(self, refused: RequestRejected) -> None:
+        if refused.key in self._streams:
+            self._streams[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
+
+    def on_loss(self, error: CharoniaError) -> None:
+        self.losses += not self._closing
+        self._lost_totals, self._totals = self.totals, NO_TOTALS  # the next core counts from zero
+        self.prefix_index.clear()
+        for stream in self._streams.values():
+            stream.fail(error)
+
+
+def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
+    return CoreTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
+
+
 class EngineClient:
     """An `Engine` over our own cores: one or several replicas, alike in everything, each with its own cache.
 
     `start()` spawns them, they are restarted when they die, and are gone after `close()`. `affinity`: a request goes to
-    the replica that has the beginning of its prompt cached, if that is not too busy.
+    the replica that has the beginning of its prompt cached, if that is not too busy. `admission` counts the requests
+    that no core has started yet, those being prepared included.
     """
 
     def __init__(
@@ -56,7 +181,7 @@ class EngineClient:
         affinity: bool = True,
     ) -> None:
         self._metrics = metrics or LlmMetrics()
-        self._admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
+        self.admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
         self._default_timeout = config.default_request_timeout
         memory = available_memory() if config.host_memory is None else config.host_memory
         configs = split_config(config, usable_cores().threads, memory)
@@ -71,17 +196,6 @@ class EngineClient:
         return next((replica.core.info for replica in self.replicas if replica.core.info is not None), None)
 
     @property
-    def load(self) -> EngineLoad:
-        """The load of all replicas together after their last steps; the step time is that of the slowest."""
-        loads = [replica.core.load for replica in self.replicas]
-        return EngineLoad(
-            sum(load.running for load in loads),
-            sum(load.waiting for load in loads),
-            sum(load.free_blocks for load in loads),
-            max(load.step_seconds for load in loads),
-        )
-
-    @property
     def ready(self) -> bool:
         """Whether a core is: requests of a dead one are lost, new ones go to the others."""
         return any(replica.core.ready for replica in self.replicas)
@@ -90,11 +204,6 @@ class EngineClient:
     def pids(self) -> list[int]:
         """The core processes that exist."""
         return [replica.core.pid for replica in self.replicas if replica.core.pid is not None]
-
-    @property
-    def queued(self) -> int:
-        """The requests that no engine has started yet, those being prepared included."""
-        return self._admission.waiting.requests
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
@@ -106,7 +215,7 @@ class EngineClient:
         used, capacity = self.kv_tokens
         waiting = [stream for replica in self.replicas for stream in replica.streams if not stream.started]
         return EngineState(
-            running=self.load.running,
+            running=sum(replica.core.load.running for replica in self.replicas),
             waiting=count_by_priority(stream.priority for stream in waiting),
             queue_age=max((stream.stats.seconds_waited for stream in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
@@ -130,10 +239,10 @@ class EngineClient:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
-        self._admission.check_count(request.prompt_count, request.choice_count)
+        self.admission.check_count(request.prompt_count, request.choice_count)
         if self.info is None:
             raise NotReady("the engine is not ready")
-        return self._admission.admit(tenant, request.choice_count)
+        return self.admission.admit(tenant, request.choice_count)
 
     @contextmanager
     def open_stream(
@@ -141,8 +250,8 @@ class EngineClient:
     ) -> Iterator[TokenStream]:
         """See `Engine.open_stream`. A sequence that has no `ticket` yet is admitted here."""
         stats = stats or SequenceStats(self._metrics)
-        with ticket or self._admission.admit(add.tenant) as ticket:
-            self._admission.add_prompt(ticket, len(add.prompt))
+        with ticket or self.admission.admit(add.tenant) as ticket:
+            self.admission.add_prompt(ticket, len(add.prompt))
             timeout = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1
             add = msgspec.structs.replace(add, key=self._last_key, timeout=timeout)

@@ -102,7 +102,7 @@ async def test_blocks_are_free_soon_after(tokenizer_only: Path, monkeypatch: pyt
             await steps.until(lambda steps=steps: steps.reports[-1].load.free_blocks == info.blocks)
             # One more report may have been under way, already made when the abort was sent.
             assert steps.holding_after_abort(info.blocks) <= ahead + 1 + 1, path
-            assert model.client.load.running == 0
+            assert model.client.replicas[0].core.load.running == 0
 
 
 async def test_nothing_stays_of_those_who_left(tokenizer_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ async def test_nothing_stays_of_those_who_left(tokenizer_only: Path, monkeypatch
             lambda: steps.reports[-1].load == EngineLoad(0, 0, info.blocks, steps.reports[-1].load.step_seconds)
         )
         await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - tasks - {asyncio.current_task()})), 60)
-        assert model.client.queued == 0
+        assert model.client.admission.waiting.requests == 0
         assert b'"text_output"' in await whole_answer(port)
 
 

@@ -22,7 +22,7 @@ def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...
     return build_add_request(request, RequestContext("test"), [1], model, READY, bad_words)
 
 
-def test_who_asks_for_nothing_gets_no_shaping() -> None:
+def test_a_request_that_asks_for_nothing_has_no_logits_params() -> None:
     assert add().sampling.logits is None
     assert add(min_tokens=3, ignore_eos=True).sampling.logits is None
     assert add(repetition_penalty=1.0, presence_penalty=0.0, stop=("x",)).sampling.logits is None
@@ -30,7 +30,7 @@ def test_who_asks_for_nothing_gets_no_shaping() -> None:
     assert (add().sampling.logprobs, add(logprobs=0).sampling.logprobs) == (None, 0)
 
 
-def test_shaping_crosses_the_wire_as_it_is() -> None:
+def test_logits_params_cross_the_wire_as_they_are() -> None:
     wishes = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {3: -100.0}, "min_tokens": 2}
     asked = add(bad_words=((1, 2), (5, 100), (4,)), min_p=0.1, repetition_penalty=1e-300, **wishes)
     expected = LogitsParams(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
@@ -84,9 +84,9 @@ def test_no_more_than_the_models_length_is_kept() -> None:
 
 
 def test_a_minimum_beyond_the_models_length_is_its_length() -> None:
-    shaping = add(min_tokens=2**70, max_tokens=None).sampling.logits
-    assert shaping is not None
-    assert shaping.min_tokens == 64
+    logits = add(min_tokens=2**70, max_tokens=None).sampling.logits
+    assert logits is not None
+    assert logits.min_tokens == 64
 
 
 CHAT = Conversation((ChatMessage("user", "x"),))

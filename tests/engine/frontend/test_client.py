@@ -12,7 +12,7 @@ import pytest
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.request import FinishReason, GenerateRequest
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
-from charonia.engine.core.messages import AbortRequests, AddRequest, CoreLoading, Shutdown
+from charonia.engine.core.messages import AbortRequests, AddRequest, CoreLoading, EngineLoad, Shutdown
 from charonia.engine.frontend import core_supervisor
 from charonia.engine.frontend.client import EngineClient
 from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
@@ -71,6 +71,11 @@ def left_in(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
+def load(client: EngineClient) -> EngineLoad:
+    """The load of its only core after its last step."""
+    return client.replicas[0].core.load
+
+
 def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> AddRequest:
     return AddRequest(key=0, prompt=prompt, max_tokens=max_tokens, timeout=timeout)
 
@@ -98,7 +103,7 @@ async def test_concurrent_requests_get_their_own_tokens(start: Start, ahead: int
     assert all(deltas[-1].finish_reason is FinishReason.LENGTH for deltas in answers)
     assert all(delta.finish_reason is None for deltas in answers for delta in deltas[:-1])
     assert client.ready
-    assert client.load.free_blocks == BLOCKS
+    assert load(client).free_blocks == BLOCKS
 
 
 async def test_a_repeated_prompt_is_found_in_the_cache(start: Start) -> None:
@@ -122,7 +127,7 @@ async def test_a_slow_reader_finds_everything_merged(start: Start) -> None:
     client = await start(step_seconds=0.001)
     with client.open_stream(add([1], max_tokens=100)) as channel:
         first = await channel.read()
-        await until(lambda: client.load.running == 0)
+        await until(lambda: load(client).running == 0)
         rest = await channel.read()
     assert tokens([first, rest]) == list(range(2, 102))
     assert rest.finish_reason is FinishReason.LENGTH
@@ -133,20 +138,20 @@ async def test_cancelling_the_reader_frees_the_blocks(start: Start, ahead: int) 
     client = await start(step_seconds=0.01, ahead=ahead)
     other = asyncio.create_task(read_all(client, [2], max_tokens=20))
     reader = asyncio.create_task(read_all(client, [1] * 100, max_tokens=400))
-    await until(lambda: client.load.running == 2)
+    await until(lambda: load(client).running == 2)
     reader.cancel()
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     assert not other.done()
     await other
-    await until(lambda: client.load.free_blocks == BLOCKS)
+    await until(lambda: load(client).free_blocks == BLOCKS)
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back(start: Start) -> None:
     client = await start(step_seconds=0.01, max_num_seqs=1, max_queued_requests=2)
     tasks = [asyncio.create_task(read_all(client, [1], max_tokens=30))]
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     tasks += [asyncio.create_task(read_all(client, [key], max_tokens=2)) for key in (2, 3)]
-    await until(lambda: client.queued == 2)
+    await until(lambda: client.admission.waiting.requests == 2)
     with pytest.raises(QueueFull, match="2 requests") as refusal:
         await read_all(client, [4])
     assert refusal.value.retry_after >= 1
@@ -157,14 +162,14 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(start: Start) -> 
 async def test_a_queue_full_of_tokens_refuses_too(start: Start) -> None:
     client = await start(step_seconds=0.01, max_num_seqs=1, max_queued_tokens=50)
     tasks = [asyncio.create_task(read_all(client, [1], max_tokens=30))]
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     tasks.append(asyncio.create_task(read_all(client, [2] * 40, max_tokens=2)))
-    await until(lambda: client.queued == 1)
+    await until(lambda: client.admission.waiting.requests == 1)
     with pytest.raises(QueueFull, match="40 prompt tokens"):
         await read_all(client, [4] * 11)
     tasks.append(asyncio.create_task(read_all(client, [3] * 10, max_tokens=2)))
     await asyncio.gather(*tasks)
-    assert client.queued == 0
+    assert client.admission.waiting.requests == 0
 
 
 async def test_a_request_that_is_being_prepared_has_its_place(start: Start) -> None:
@@ -173,7 +178,7 @@ async def test_a_request_that_is_being_prepared_has_its_place(start: Start) -> N
     with client.admit(request), pytest.raises(QueueFull):
         client.admit(request)
     assert tokens(await read_all(client, [4], max_tokens=1)) == [5]
-    assert client.queued == 0
+    assert client.admission.waiting.requests == 0
 
 
 async def test_what_no_queue_has_room_for_is_refused_for_good_whether_a_core_serves_or_not() -> None:
@@ -187,14 +192,14 @@ async def test_what_no_queue_has_room_for_is_refused_for_good_whether_a_core_ser
 async def test_time_that_runs_out_is_a_finish_reason_or_before_the_first_token_an_error(start: Start) -> None:
     client = await start(step_seconds=0.02, max_num_seqs=1)
     running = asyncio.create_task(read_all(client, [1], max_tokens=400, timeout=2.0))
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     with pytest.raises(RequestTimeout, match="Request timeout expired"):
         await read_all(client, [2], timeout=0.1)
     deltas = await running
     assert deltas[-1].finish_reason is FinishReason.TIMEOUT
     assert tokens(deltas) == list(range(2, 2 + len(tokens(deltas))))
-    assert client.queued == 0
-    await until(lambda: client.load.free_blocks == BLOCKS)
+    assert client.admission.waiting.requests == 0
+    await until(lambda: load(client).free_blocks == BLOCKS)
 
 
 async def test_a_request_without_a_timeout_has_the_models(start: Start) -> None:
@@ -205,7 +210,7 @@ async def test_a_request_without_a_timeout_has_the_models(start: Start) -> None:
 async def test_a_killed_core_ends_its_streams_and_comes_back(start: Start, sockets: Path) -> None:
     client = await start(step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     [killed] = client.pids
     os.kill(killed, signal.SIGKILL)
     with pytest.raises(Unavailable, match="exit code -9"):
@@ -223,7 +228,7 @@ async def test_a_killed_core_ends_its_streams_and_comes_back(start: Start, socke
 async def test_a_core_that_hangs_is_killed_and_comes_back(start: Start) -> None:
     client = await start(CoreTimeouts(turn=2.5, hung=1.2, watch=0.1), step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     [hung] = client.pids
     os.kill(hung, signal.SIGSTOP)
     await until(lambda: not client.ready)
@@ -237,7 +242,7 @@ async def test_a_core_that_hangs_is_killed_and_comes_back(start: Start) -> None:
 async def test_signals_to_the_group_are_the_frontends_to_decide(start: Start, number: signal.Signals) -> None:
     client = await start(step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=50))
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     os.kill(client.pids[0], number)
     assert tokens(await reader) == list(range(2, 52))
 
@@ -305,7 +310,7 @@ async def test_sockets_that_cannot_be_made_fail_the_load(sockets: Path, monkeypa
 async def test_closing_ends_streams_and_may_be_repeated(start: Start) -> None:
     client = await start(step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
-    await until(lambda: client.load.running == 1)
+    await until(lambda: load(client).running == 1)
     await asyncio.gather(client.close(), client.close())
     with pytest.raises(Unavailable, match="stopped"):
         await reader

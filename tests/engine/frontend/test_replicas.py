@@ -25,9 +25,8 @@ from charonia.engine.core.messages import (
     RequestRejected,
     RequestUpdates,
 )
-from charonia.engine.frontend import replica as replica_module
-from charonia.engine.frontend.client import EngineClient, split_config
-from charonia.engine.frontend.replica import Replica
+from charonia.engine.frontend import client as client_module
+from charonia.engine.frontend.client import EngineClient, Replica, split_config
 from charonia.engine.frontend.routing import TOKENS_PER_REQUEST
 from charonia.engine.frontend.token_stream import TokenStream
 from charonia.scheduler.config import SchedulerConfig
@@ -101,7 +100,7 @@ class Fleet:
 @pytest.fixture(autouse=True)
 def fake_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "client" not in request.fixturenames:
-        monkeypatch.setattr(replica_module, "CoreSupervisor", FakeCore)
+        monkeypatch.setattr(client_module, "CoreSupervisor", FakeCore)
 
 
 # Who gets a request
@@ -223,7 +222,7 @@ actions = st.lists(
 @given(actions)
 def test_work_is_counted_to_the_token_whatever_happens(moves: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_module, "CoreSupervisor", FakeCore)
+        patch.setattr(client_module, "CoreSupervisor", FakeCore)
         fleet = Fleet(3)
     for what, number in moves:
         _move(fleet, what, number)
@@ -235,7 +234,7 @@ def test_work_is_counted_to_the_token_whatever_happens(moves: list[tuple[str, in
     for key in list(fleet.taken):
         fleet.leave(key)
     assert [replica.pending_work for replica in fleet.all] == [0] * 3
-    assert fleet.client.queued == 0
+    assert fleet.client.admission.waiting.requests == 0
 
 
 def _move(fleet: Fleet, what: str, number: int) -> None:
@@ -341,7 +340,7 @@ async def test_two_cores_serve_and_one_outlives_the_other(client: EngineClient) 
         assert isinstance(end, Unavailable)
         assert "the engine core of replica 0 died (exit code -9); it is being restarted" in end.message
     assert client.ready
-    assert client.queued == 0
+    assert client.admission.waiting.requests == 0
     assert await ask(client, [7], 2) == [8, 9]
     await until(lambda: client.state().replicas_ready == 2)
     assert lost not in client.pids
@@ -364,7 +363,7 @@ async def test_a_replica_that_cannot_start_fails_the_load(
 
 
 def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "CoreSupervisor", FakeCore)
+    monkeypatch.setattr(client_module, "CoreSupervisor", FakeCore)
     replica = Fleet(1).all[0]
     for totals in (CoreTotals(1, 10, 5), CoreTotals(2, 20, 6)):
         replica.on_updates(updates(totals))
