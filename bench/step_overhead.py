@@ -144,7 +144,7 @@ class ClockedOutbox:
 
     def send(self, message: FromCore) -> None:
         self._send(message)
-        if isinstance(message, RequestUpdates) and len(message.keys) == self._sequences:
+        if isinstance(message, RequestUpdates) and len(message.updates.keys) == self._sequences:
             self._left -= 1
         if self._left == 0:
             self.stop()

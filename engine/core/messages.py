@@ -7,10 +7,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import SamplerParams
+from ...scheduler.plan import SamplerParams, StepUpdates
 from ...scheduler.sequence import GREEDY
 
 
@@ -101,19 +100,13 @@ NO_TOTALS = CoreTotals()
 
 
 class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
-    """A step's updates, see `scheduler.plan.StepUpdates`. Empty ones are the heartbeat."""
+    """The outcome of a turn of the loop. Without updates it is the heartbeat."""
 
     step: int
-    keys: list[int]
-    counts: list[int]
-    tokens: list[int]
-    started: list[tuple[int, int]]
-    finished: list[tuple[int, str]]
+    updates: StepUpdates
     load: EngineLoad
     stats: StepStats = NO_STEP
     totals: CoreTotals = NO_TOTALS
-    logprobs: list[Logprobs | None] = []
-    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
 
 
 class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=True):

@@ -167,17 +167,9 @@ class EngineCore:
 
     def _message(self, updates: StepUpdates, expired: list[int], stats: StepStats) -> RequestUpdates:
         """The updates, with the end of sequences whose deadline had passed before the step."""
+        if expired:
+            updates = updates._replace(finished=updates.finished + [(key, "timeout") for key in expired])
         scheduler, totals = self._scheduler, self._scheduler.totals
-        return RequestUpdates(
-            self._step,
-            updates.keys,
-            updates.counts,
-            updates.tokens,
-            updates.started,
-            updates.finished + [(key, "timeout") for key in expired],
-            EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds),
-            stats,
-            CoreTotals(totals.preemptions, totals.prefix_queries, totals.prefix_hits),
-            list(updates.logprobs),
-            list(updates.prompt_logprobs),
-        )
+        load = EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
+        counted = CoreTotals(totals.preemptions, totals.prefix_queries, totals.prefix_hits)
+        return RequestUpdates(self._step, updates, load, stats, counted)

@@ -122,13 +122,13 @@ class Replica:
             loading = msgspec.structs.replace(loading, phase=f"replica {self._config.replica}: {loading.phase}")
         self._on_progress(loading)
 
-    def on_updates(self, updates: RequestUpdates) -> None:
-        streams, stats, now = self._streams, updates.stats, time.monotonic()
+    def on_updates(self, message: RequestUpdates) -> None:
+        streams, updates, stats, now = self._streams, message.updates, message.stats, time.monotonic()
         if stats.tokens:
             self._metrics.step.observe(stats.seconds)
             self._metrics.step_tokens.observe(stats.tokens)
             self._metrics.step_sequences.observe(stats.sequences)
-        self._totals = updates.totals
+        self._totals = message.totals
         for key, cached in updates.started:
             if key in streams:
                 streams[key].ticket.release(started=True)

@@ -45,14 +45,14 @@ class Memory:
     def tokens(self, key: int) -> list[int]:
         found: list[int] = []
         for message in self.updates():
-            rest = iter(message.tokens)
-            for owner, count in zip(message.keys, message.counts, strict=True):
+            rest = iter(message.updates.tokens)
+            for owner, count in zip(message.updates.keys, message.updates.counts, strict=True):
                 taken = [next(rest) for _ in range(count)]
                 found += taken if owner == key else []
         return found
 
     def finished(self) -> dict[int, str]:
-        return dict(entry for message in self.updates() for entry in message.finished)
+        return dict(entry for message in self.updates() for entry in message.updates.finished)
 
     def refused(self) -> list[RequestRejected]:
         return [message for message in list(self.sent) if isinstance(message, RequestRejected)]
@@ -140,7 +140,7 @@ def test_one_message_per_step() -> None:
         for key in range(4):
             loop.add(key, [key], max_tokens=20)
         loop.wait(lambda: len(loop.outbox.finished()) == 4)
-    steps = [message.step for message in loop.outbox.updates() if message.keys or message.started]
+    steps = [message.step for message in loop.outbox.updates() if message.updates.keys or message.updates.started]
     assert len(steps) == len(set(steps))
 
 
@@ -200,7 +200,7 @@ def test_an_idle_loop_turns_at_least_once_a_second() -> None:
     with Running(Spy()) as loop:
         loop.wait(lambda: len(loop.outbox.updates()) >= 2)
         beat = loop.outbox.updates()[-1]
-    assert (beat.keys, beat.started, beat.finished) == ([], [], [])
+    assert beat.updates == ([], [], [], [], [], (), ())
     assert beat.load.free_blocks == BLOCKS
 
 

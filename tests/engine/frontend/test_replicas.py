@@ -30,7 +30,7 @@ from charonia.engine.frontend.client import EngineClient, Replica, split_config
 from charonia.engine.frontend.routing import TOKENS_PER_REQUEST
 from charonia.engine.frontend.token_stream import TokenStream
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import SamplerParams, StepUpdates
 
 from ...waiting import until
 
@@ -93,8 +93,8 @@ class Fleet:
 
     def say(self, at: int, **what: object) -> None:
         """What replica `at` reports of a step."""
-        empty = {"step": 1, "keys": [], "counts": [], "tokens": [], "started": [], "finished": [], "load": EngineLoad()}
-        self.all[at].on_updates(RequestUpdates(**(empty | what)))
+        updates = StepUpdates([], [], [], [], [])._replace(**what)
+        self.all[at].on_updates(RequestUpdates(1, updates, EngineLoad()))
 
 
 @pytest.fixture(autouse=True)
@@ -376,4 +376,4 @@ def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def updates(totals: CoreTotals) -> RequestUpdates:
-    return RequestUpdates(0, [], [], [], [], [], EngineLoad(), totals=totals)
+    return RequestUpdates(0, StepUpdates([], [], [], [], []), EngineLoad(), totals=totals)
