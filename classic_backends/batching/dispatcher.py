@@ -7,14 +7,14 @@ come until then join the batch. The event loop wakes free instances and keeps th
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
 from .batch_execution import BatchLayout, ExecutionResult, execute_batch, execute_decoupled
-from .dynamic_batcher import BatchDecision, RequestBatch
+from .dynamic_batcher import BatchDecision, DynamicBatcher, RequestBatch
 from .instance import Instance, call_in_loop
 from .queued_request import QueuedRequest
 
@@ -42,29 +42,6 @@ class DispatchListener(Protocol):
 
     def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
         """The request left the queue without being executed."""
-
-
-class BatchQueue(Protocol):
-    """The requests that wait, and which of them leave together; see `DynamicBatcher`. One caller at a time."""
-
-    work_per_instance: int
-
-    @property
-    def backlog(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def add(self, request: QueuedRequest, now: int) -> bool: ...
-
-    def remove(self, request: QueuedRequest) -> bool: ...
-
-    def expire_requests(self, now: int) -> BatchDecision: ...
-
-    def peek_batch(self, now: int) -> BatchDecision: ...
-
-    def take_batch(self, now: int) -> BatchDecision: ...
-
-    def drain(self) -> Sequence[QueuedRequest]: ...
 
 
 class DeadlineTimer:
@@ -103,7 +80,7 @@ class Dispatcher:
     `decoupled`: the model makes any number of responses to a request.
     """
 
-    def __init__(self, queue: BatchQueue, layout: BatchLayout, listener: DispatchListener, decoupled: bool) -> None:
+    def __init__(self, queue: DynamicBatcher, layout: BatchLayout, listener: DispatchListener, decoupled: bool) -> None:
         self._call_in_loop = partial(call_in_loop, asyncio.get_running_loop())
         self._layout = layout
         self._listener = listener

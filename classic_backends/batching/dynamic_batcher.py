@@ -57,10 +57,8 @@ class _Delay(NamedTuple):
 
 
 class DynamicBatcher:
-    """The queue of one model and the batches made from it; a `dispatcher.BatchQueue`.
-
-    `work_per_instance`: how much of the `backlog` keeps one instance busy.
-    """
+    """The queue of one model and the batches made from it. `work_per_instance`: how much of the `backlog` keeps one
+    instance busy."""
 
     def __init__(self, config: BatchingConfig) -> None:
         self._config = config
@@ -120,9 +118,9 @@ class DynamicBatcher:
 
     def drain(self) -> list[QueuedRequest]:
         """Remove and return all requests."""
-        waiting = list(self._queue)
+        waiting, self._delay = list(self._queue), None
         for request in waiting:
-            self.remove(request)
+            self._queue.remove(request)
         return waiting
 
     def _next_batch(self, now: int) -> RequestBatch | None:

@@ -13,22 +13,19 @@ from .sequence_config import SequenceConfig
 from .sequence_support import state_shapes
 
 
-class SequenceBatcher:
-    """A `BatchQueue`. Each sequence's first request is in a `DynamicBatcher`; its others wait until that one is
-    done."""
+class SequenceBatcher(DynamicBatcher):
+    """A `DynamicBatcher` of each sequence's first request; its others wait until that one is done."""
 
     def __init__(self, config: SequenceConfig) -> None:
-        self._batcher = DynamicBatcher(config.batching)
+        super().__init__(config.batching)
         self._fixed_rows = config.slots.fixed_rows
         self._free_states = tuple(state for state in config.states if -1 in state.dims)
         self._later: dict[SequenceContext, deque[QueuedRequest]] = {}
         self._taken: Sequence[QueuedRequest] = ()
         self._later_count = 0
-        self.work_per_instance = self._batcher.work_per_instance
-        self.expire_requests = self._batcher.expire_requests
 
     def __len__(self) -> int:
-        return len(self._batcher) + self._later_count
+        return super().__len__() + self._later_count
 
     @property
     def backlog(self) -> int:
@@ -43,13 +40,13 @@ class SequenceBatcher:
             self._later_count += 1
         else:
             self._later[sequence] = deque()
-            self._add_to_batcher(request)
+            self._add_first(request)
         return True
 
     def remove(self, request: QueuedRequest) -> bool:
         """Cancel a request. False: it does not wait here, or is being executed."""
         sequence = _sequence_of(request)
-        if self._batcher.remove(request):
+        if super().remove(request):
             self._advance(sequence)
             return True
         if request not in self._later.get(sequence, ()):
@@ -60,13 +57,14 @@ class SequenceBatcher:
 
     def peek_batch(self, now: int) -> BatchDecision:
         """As `take_batch`, only while the instance executes nothing."""
-        self._advance_taken()
-        return self._batcher.peek_batch(now)
+        taken, self._taken = self._taken, ()  # that batch is done
+        for request in taken:
+            self._advance(_sequence_of(request))
+        return super().peek_batch(now)
 
     def take_batch(self, now: int) -> BatchDecision:
         """The instance's next batch, in the order of fixed rows."""
-        self._advance_taken()
-        decision = self._batcher.take_batch(now)
+        decision = super().take_batch(now)
         if decision.batch is None:
             return decision
         self._taken = decision.batch.requests
@@ -75,37 +73,29 @@ class SequenceBatcher:
         return decision._replace(batch=decision.batch._replace(requests=self._taken))
 
     def drain(self) -> list[QueuedRequest]:
-        """Remove and return all requests that wait."""
-        waiting = [*self._batcher.drain(), *(request for later in self._later.values() for request in later)]
+        waiting = [*super().drain(), *(request for later in self._later.values() for request in later)]
         self._later = {_sequence_of(request): deque() for request in self._taken}
         self._later_count = 0
         return waiting
-
-    def _advance_taken(self) -> None:
-        """The batch that was taken is done."""
-        taken, self._taken = self._taken, ()
-        for request in taken:
-            self._advance(_sequence_of(request))
 
     def _advance(self, sequence: SequenceContext) -> None:
         """Its first request has left: the next one takes its place."""
         later = self._later[sequence]
         if later:
             self._later_count -= 1
-            self._add_to_batcher(later.popleft())
+            self._add_first(later.popleft())
         else:
             del self._later[sequence]
 
-    def _add_to_batcher(self, request: QueuedRequest) -> None:
+    def _add_first(self, request: QueuedRequest) -> None:
         if self._free_states:
             request.batch_key = (request.batch_key, state_shapes(self._free_states, request.job))
-        self._batcher.add(request, request.arrived_at)
+        super().add(request, request.arrived_at)
 
     def check_integrity(self) -> None:
-        """Recompute everything. Raises `AssertionError`."""
-        self._batcher.check_integrity()
+        super().check_integrity()
         assert self._later_count == sum(map(len, self._later.values()))
-        assert len(self._later) == len(self._batcher) + len(self._taken)
+        assert len(self._later) == super().__len__() + len(self._taken)
 
 
 def _sequence_of(request: QueuedRequest) -> SequenceContext:
