@@ -96,11 +96,9 @@ class BuiltinLoader(NamedTuple):
 
 
 def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> Runtime:
-    """As many outputs as inputs, each of the same datatype.
-
-    Triton's parameters: `execute_delay_ms` for each execution, times the instance's number and
-    `instance_wise_delay_multiplier` where that is more; `creation_delay_sec` to load.
-    """
+    """As many outputs as inputs, each of the same datatype. Triton's parameters: `execute_delay_ms` for each execution,
+    times the instance's number and `instance_wise_delay_multiplier` where that is more; `creation_delay_sec` to
+    load."""
     # Triton's takes no notice of a sequence's controls.
     hidden, _ = sequence_tensor_names(config.raw)
     config = replace(config, inputs=tuple(spec for spec in config.inputs if spec.name not in hidden))

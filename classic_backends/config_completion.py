@@ -37,11 +37,8 @@ def declares_tensors(raw: RawConfig) -> bool:
 
 
 def complete_config(raw: RawConfig, found: FoundModel, parameters: Mapping[str, str]) -> dict[str, Any]:
-    """`raw` with the inputs, outputs and batch size that it lacks.
-
-    Raises:
-        InvalidArgument: it has a max_batch_size, and the model cannot batch.
-    """
+    """`raw` with the inputs, outputs and batch size that it lacks. Raises `InvalidArgument` if it has a max_batch_size,
+    and the model cannot batch."""
     size, tensors = int(raw.get("max_batch_size") or 0), (*found.inputs, *found.outputs)
     ranks = {each.name: len(each.shape or ()) for each in tensors}
     given = [*(raw.get("input") or ()), *(raw.get("output") or ())]
@@ -87,11 +84,8 @@ def config_type(datatype: str) -> str:
 
 
 def check_config_matches(config: ModelConfig, found: FoundModel) -> None:
-    """Check that each tensor of the config is one of the model's, of its type and of a shape that fits.
-
-    Raises:
-        InvalidArgument: one is not; `field` names it.
-    """
+    """Check that each tensor of the config is one of the model's, of its type and of a shape that fits. Raises
+    `InvalidArgument` if one is not; `field` names it."""
     batch_inputs = (name for each in config.raw.get("batch_input", ()) for name in each.get("target_name", ()))
     given = {*batch_inputs, *(spec.name for spec in config.inputs)}
     missing = [each.name for each in found.inputs if each.name not in given and not each.optional]

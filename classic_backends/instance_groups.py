@@ -22,11 +22,8 @@ class InstanceSlot(NamedTuple):
 
 
 def read_instance_slots(model: str, raw: RawConfig) -> tuple[InstanceSlot, ...]:
-    """The instances of all groups in order, at least one; a GPU group has `count` on each of its GPUs.
-
-    Raises:
-        InvalidArgument: all of them are passive.
-    """
+    """The instances of all groups in order, at least one; a GPU group has `count` on each of its GPUs. Raises
+    `InvalidArgument` if all of them are passive."""
     slots = tuple(_all_slots(model, raw))
     if all(slot.passive for slot in slots):
         message = f"model '{model}' has no instance that takes requests"

@@ -35,15 +35,10 @@ _NO_SAMPLES = ModelSamples()
 
 
 class ClassicModel:
-    """One version of a model, on as many instances as its config asks for.
-
-    `directory`: of the version. `parameters`: the backend's; those of the model's config override them. `samples`: a
-    failing warm-up request fails the load. `quantiles`: of the latency summaries, empty for no summaries.
-
-    Raises:
-        InvalidArgument: values of the config contradict each other; `field` names one of them.
-        Unsupported: the config asks for what is not built.
-    """
+    """One version of a model, on as many instances as its config asks for. `directory`: of the version. `parameters`:
+    the backend's; those of the model's config override them. `samples`: a failing warm-up request fails the load.
+    `quantiles`: of the latency summaries, empty for no summaries. Raises `InvalidArgument` if values of the config
+    contradict each other, of which `field` names one, and `Unsupported` if it asks for what is not built."""
 
     def __init__(
         self,
@@ -154,28 +149,25 @@ class ClassicModel:
         return result.responses[0]
 
     async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
-        queued, timer = self._submit(request, context)
+        queued = self._submit(request, context)
         try:
             response = await queued.channel.next_response()
         finally:
-            self._finish(queued, timer)
+            self._finish(queued)
         assert response is not None
         return response
 
     async def _infer_decoupled(
         self, request: InferRequest, context: RequestContext
     ) -> AsyncGenerator[InferResponse, None]:
-        queued, timer = self._submit(request, context)
+        queued = self._submit(request, context)
         try:
             while (response := await queued.channel.next_response()) is not None:
                 yield response
         finally:
-            self._finish(queued, timer)
+            self._finish(queued)
 
-    def _submit(
-        self, request: InferRequest, context: RequestContext
-    ) -> tuple[QueuedRequest, asyncio.TimerHandle | None]:
-        """Queue a request. The timer is for a request whose own timeout may run out while it is executed."""
+    def _submit(self, request: InferRequest, context: RequestContext) -> QueuedRequest:
         size = self._signature.batch_size(request)
         job = InferenceJob(self._signature.to_arrays(request), request.outputs)
         if self._sequences is not None:
@@ -200,19 +192,19 @@ class ClassicModel:
             self._metrics.record_failure(FailureReason.REJECTED, 0)
             queued.channel.end()
             raise
-        if queued.answer_deadline is None:
-            return queued, None
-        seconds = max(0, queued.answer_deadline - time.monotonic_ns()) / 1e9
-        return queued, asyncio.get_running_loop().call_later(seconds, self._time_out, queued)
+        if queued.answer_deadline is not None:  # its own timeout may run out while it is executed
+            seconds = max(0, queued.answer_deadline - time.monotonic_ns()) / 1e9
+            queued.answer_timer = asyncio.get_running_loop().call_later(seconds, self._time_out, queued)
+        return queued
 
     def _time_out(self, queued: QueuedRequest) -> None:
         if not queued.channel.ended:
             self._give_up(queued, FailureReason.REJECTED, RequestTimeout())
 
-    def _finish(self, queued: QueuedRequest, timer: asyncio.TimerHandle | None) -> None:
+    def _finish(self, queued: QueuedRequest) -> None:
         """Called when the reader has all responses, or left."""
-        if timer is not None:
-            timer.cancel()
+        if queued.answer_timer is not None:
+            queued.answer_timer.cancel()
         if not queued.channel.ended:
             self._give_up(queued, FailureReason.CANCELED)
 

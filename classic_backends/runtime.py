@@ -45,13 +45,10 @@ class RuntimeProcess(Protocol):
 
 
 class RuntimeTraits(NamedTuple):
-    """The abilities of a runtime that its scheduler must know.
-
-    `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: it takes ragged
-    inputs, as one flat tensor. `process`: its own; an instance that loses it is replaced. `interrupt`: makes the
-    current execution fail for the reason given, from any thread, though the runtime may be lost with it; None where
-    that is impossible.
-    """
+    """The abilities of a runtime that its scheduler must know. `inline`: an execution takes microseconds, so it may run
+    in the event loop's thread. `ragged`: it takes ragged inputs, as one flat tensor. `process`: its own; an instance
+    that loses it is replaced. `interrupt`: makes the current execution fail for the reason given, from any thread,
+    though the runtime may be lost with it; None where that is impossible."""
 
     inline: bool = False
     ragged: bool = False
@@ -60,20 +57,16 @@ class RuntimeTraits(NamedTuple):
 
 
 class Runtime(Protocol):
-    """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's.
-
-    An exception that is no `CharoniaError` is the model's own failure; the instance is used again.
-    """
+    """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's. An
+    exception that is no `CharoniaError` is the model's own failure; the instance is used again."""
 
     @property
     def traits(self) -> RuntimeTraits: ...
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        """The outputs for a batch of inputs: exactly once or, of a decoupled model, any number of times.
-
-        `inputs` are read-only, valid until the next execution, and lack optional inputs that were not given. Outputs
-        beyond `output_names` are ignored. Closing the iterator early abandons the rest of the computation.
-        """
+        """The outputs for a batch of inputs: exactly once or, of a decoupled model, any number of times. `inputs` are
+        read-only, valid until the next execution, and lack optional inputs that were not given. Outputs beyond
+        `output_names` are ignored. Closing the iterator early abandons the rest of the computation."""
 
     def close(self) -> None:
         """Free everything; the last call."""
@@ -94,11 +87,8 @@ class RuntimeLoader(Protocol):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
         """One instance, ready to execute. `directory`: of the model's version; `parameters`: the backend's, from
-        `--backend-config`, overridden by the model's own.
-
-        Raises:
-            CharoniaError: the model cannot be loaded; `field` names a wrong parameter.
-        """
+        `--backend-config`, overridden by the model's own. Raises `CharoniaError` if the model cannot be loaded; `field`
+        names a wrong parameter."""
 
     def uses_gpus(self) -> bool:
         """Whether its libraries were built for GPUs."""
@@ -108,8 +98,5 @@ class RuntimeLoader(Protocol):
         `raw`: the config with a normalised `instance_group`."""
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
-        """`raw` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file.
-
-        Raises:
-            CharoniaError: it contradicts the model.
-        """
+        """`raw` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file. Raises
+        `CharoniaError` if it contradicts the model."""

@@ -71,11 +71,8 @@ class ModelSignature:
         return (shapes, frozenset(given)) if self._has_optional else shapes
 
     def to_tensors(self, outputs: Arrays, requested: Sequence[str] | None) -> tuple[Tensor, ...]:
-        """The `requested` outputs (None: all) of one request, in the model's order and in the shapes of clients.
-
-        Raises:
-            Internal: an output is not as the config declares it.
-        """
+        """The `requested` outputs (None: all) of one request, in the model's order and in the shapes of clients. Raises
+        `Internal` if an output is not as the config declares it."""
         bindings = self._outputs
         return tuple(
             [

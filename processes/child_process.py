@@ -47,10 +47,8 @@ class ChildProcess:
     it ignores them. It is in no list of `multiprocessing` or `subprocess`: those reap, from any thread and for any
     library, every child that they know of. It is killed when this interpreter exits.
 
-    `sentinel`: a descriptor that becomes readable when the process has ended.
-
-    Raises:
-        OSError: the process cannot be started.
+    `sentinel`: a descriptor that becomes readable when the process has ended. Raises `OSError` if the process cannot be
+    started.
     """
 
     def __init__(self, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
@@ -112,14 +110,10 @@ class ChildProcess:
 
 
 def python_child(name: str, target: Callable[..., None], *arguments: Any) -> ChildProcess:
-    """Run `target(*arguments)` in a new interpreter, whose process `ps` shows as `name` (15 characters at most).
-
-    Target and arguments are pickled; among the arguments may be `Connection`s and `SharedArena`s, which the child gets
-    descriptors of. The child ignores SIGINT and SIGTERM and ends as soon as this process does.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
+    """Run `target(*arguments)` in a new interpreter, whose process `ps` shows as `name` (15 characters at most). Target
+    and arguments are pickled; among the arguments may be `Connection`s and `SharedArena`s, which the child gets
+    descriptors of. The child ignores SIGINT and SIGTERM and ends as soon as this process does. Raises `OSError` if the
+    process cannot be started."""
     with open(anonymous_file("charonia-arguments"), "w+b") as file:
         pickle.dump(sys.path, file)
         pickler = _ArgumentPickler(file)

@@ -36,11 +36,9 @@ class SharedMemorySlice(NamedTuple):
 
 
 class SharedMemoryRegistry:
-    """Every registered region. Without `allowed` none can be registered; `status` always works.
-
-    A region that is taken back stays mapped, and in the status, while a view of it is held, and no longer: the mapping
-    is the view's base, and goes with the last of them.
-    """
+    """Every registered region. Without `allowed` none can be registered; `status` always works. A region that is taken
+    back stays mapped, and in the status, while a view of it is held, and no longer: the mapping is the view's base, and
+    goes with the last of them."""
 
     def __init__(self, allowed: bool = False) -> None:
         self._allowed = allowed
@@ -48,14 +46,9 @@ class SharedMemoryRegistry:
         self._leaving: list[tuple[SharedMemoryRegion, weakref.ref[mmap.mmap]]] = []
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Map a client's region.
-
-        Raises:
-            Unsupported: the server was not started for that.
-            AlreadyExists: the name is taken.
-            InvalidArgument: the object has no such bytes, or the key is reserved or names nothing.
-            Internal: there is no such object, or it may not be opened.
-        """
+        """Map a client's region. Raises `Unsupported` if the server was not started for that, `AlreadyExists` if the
+        name is taken, `InvalidArgument` if the object has no such bytes, or the key is reserved or names nothing, and
+        `Internal` if there is no such object, or it may not be opened."""
         self._check_allowed()
         if name in self._mapped:
             raise AlreadyExists(f"shared memory region '{name}' already in manager", field="name")
@@ -74,23 +67,15 @@ class SharedMemoryRegistry:
         self._leaving = [*self._in_use(), *((region, weakref.ref(memory)) for region, memory in taken)]
 
     def status(self, name: str = "") -> list[SharedMemoryRegion]:
-        """All regions, or one.
-
-        Raises:
-            NotFound: there is none of this name.
-        """
+        """All regions, or one. Raises `NotFound` if there is none of this name."""
         known = {region.name: region for region, _ in (*self._in_use(), *self._mapped.values())}
         if name and name not in known:
             raise NotFound(f"Unable to find system shared memory region: '{name}'", field="name")
         return [known[name]] if name else list(known.values())
 
     def view(self, span: SharedMemorySlice) -> memoryview:
-        """Its bytes, to read and to write. Hold it no longer than the request.
-
-        Raises:
-            NotFound: there is no such region.
-            InvalidArgument: it has no such bytes, or its object was made shorter since.
-        """
+        """Its bytes, to read and to write. Hold it no longer than the request. Raises `NotFound` if there is no such
+        region, and `InvalidArgument` if it has no such bytes, or its object was made shorter since."""
         if span.region not in self._mapped:
             raise NotFound(f"Unable to find shared memory region: '{span.region}'", field=span.region)
         region, memory = self._mapped[span.region]

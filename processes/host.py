@@ -106,10 +106,8 @@ def release_free_memory() -> None:
 
 
 def raise_open_file_limit(enough: int = _WANTED_FILES) -> int:
-    """Raise the process's own limit to `enough`, or as near as it may; returns the new limit.
-
-    Logs a warning where that is little: beyond it, connections are cut without a word.
-    """
+    """Raise the process's own limit to `enough`, or as near as it may; returns the new limit. Logs a warning where that
+    is little: beyond it, connections are cut without a word."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

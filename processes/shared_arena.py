@@ -12,13 +12,8 @@ _GROWTH_BYTES = 1 << 20
 
 class SharedArena:
     """`size` bytes of memory, mapped here and by each child that gets the arena as an argument of `python_child`.
-
     `memory` is the mapping; it is replaced by a larger one when either side needs more. A view of the former one stays
-    valid, and is of the same memory.
-
-    Raises:
-        OSError: the memory cannot be had.
-    """
+    valid, and is of the same memory. Raises `OSError` if the memory cannot be had."""
 
     def __init__(self, size: int = 1 << 16, descriptor: int | None = None) -> None:
         """`descriptor`: of an arena that exists already, and is this object's from now on; `size` is not used then."""

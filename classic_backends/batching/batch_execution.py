@@ -127,11 +127,7 @@ def gather_inputs(layout: BatchLayout, jobs: Sequence[InferenceJob]) -> Arrays:
 
 
 def split_outputs(layout: BatchLayout, jobs: Sequence[InferenceJob], outputs: Arrays) -> list[InferResponse]:
-    """One response for each job that is no idle row.
-
-    Raises:
-        Internal: an output does not have the batch's size.
-    """
+    """One response for each job that is no idle row. Raises `Internal` if an output does not have the batch's size."""
     parts: Sequence[Arrays] = [outputs]
     if len(jobs) > 1 or layout.ragged.outputs:
         split = {name: _split_output(layout, jobs, name, array) for name, array in outputs.items()}

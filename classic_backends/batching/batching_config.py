@@ -21,12 +21,9 @@ NS_PER_US = 1000
 
 
 class QueuePolicy(NamedTuple):
-    """The limits of one priority level.
-
-    A request may wait for `timeout_ns` (0: for ever); then it is rejected or, with `postpone`, served after all others
-    of its level. With `allow_override` a request may ask for a shorter timeout. `max_size`: requests that may wait, 0
-    for any number.
-    """
+    """The limits of one priority level. A request may wait for `timeout_ns` (0: for ever); then it is rejected or, with
+    `postpone`, served after all others of its level. With `allow_override` a request may ask for a shorter timeout.
+    `max_size`: requests that may wait, 0 for any number."""
 
     timeout_ns: int = 0
     postpone: bool = False
@@ -54,11 +51,9 @@ NO_POLICY = QueuePolicy()
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
     """How requests become batches of at most `max_batch_size`; without `combine_requests`, each is a batch of its own.
-
     Batches of `preferred_sizes` (ascending) leave at once, others when the oldest request has waited `max_delay_ns`.
     Priority levels run from 1, the highest, to `priority_levels`. With `preserve_ordering` responses leave in the order
-    of their requests.
-    """
+    of their requests."""
 
     combine_requests: bool = False
     max_batch_size: int = 1
@@ -90,10 +85,7 @@ class BatchingConfig:
 
 def read_batching_config(raw: RawConfig, max_batch_size: int, decoupled: bool) -> BatchingConfig:
     """Parse `dynamic_batching` of a model's config; without it, requests are not combined (Triton's default scheduler).
-
-    Raises:
-        InvalidArgument: the values contradict each other; `field` names one of them.
-    """
+    Raises `InvalidArgument` if the values contradict each other; `field` names one of them."""
     if "dynamic_batching" not in raw:
         return BatchingConfig()
     asked: RawConfig = raw["dynamic_batching"]
@@ -114,11 +106,8 @@ def read_batching_config(raw: RawConfig, max_batch_size: int, decoupled: bool) -
 
 
 def read_preferred_sizes(asked: RawConfig, max_batch_size: int, field: str) -> tuple[int, ...]:
-    """`preferred_batch_size` in ascending order; `field` is the path of `asked` in the config.
-
-    Raises:
-        InvalidArgument: no batch can have one of the sizes.
-    """
+    """`preferred_batch_size` in ascending order; `field` is the path of `asked` in the config. Raises `InvalidArgument`
+    if no batch can have one of the sizes."""
     sizes = tuple(sorted({int(size) for size in asked.get("preferred_batch_size", ())}))
     for size in sizes:
         if size < 1 or size > max(max_batch_size, 1):
@@ -196,11 +185,8 @@ class RaggedConfig(NamedTuple):
 
 
 def read_ragged_config(raw: RawConfig) -> RaggedConfig:
-    """Parse `batch_input` and `batch_output`.
-
-    Raises:
-        InvalidArgument: a kind, type or source is unknown; `field` names it.
-    """
+    """Parse `batch_input` and `batch_output`. Raises `InvalidArgument` if a kind, type or source is unknown; `field`
+    names it."""
     names = {each["name"] for each in raw.get("input", ())}
     inputs: list[BatchInput] = []
     for asked in raw.get("batch_input", ()):

@@ -75,10 +75,8 @@ class DeadlineTimer:
 
 
 class Dispatcher:
-    """The queue and the instances of one model; the `WorkSource` of these.
-
-    `decoupled`: the model makes any number of responses to a request.
-    """
+    """The queue and the instances of one model; the `WorkSource` of these. `decoupled`: the model makes any number of
+    responses to a request."""
 
     def __init__(self, queue: DynamicBatcher, layout: BatchLayout, listener: DispatchListener, decoupled: bool) -> None:
         self._call_in_loop = partial(call_in_loop, asyncio.get_running_loop())
@@ -117,11 +115,7 @@ class Dispatcher:
             self._listener.on_rejected(request, restarting_error(request))
 
     def submit(self, request: QueuedRequest) -> None:
-        """Queue a request.
-
-        Raises:
-            Unavailable: the queue is full or closed, or no instance is there.
-        """
+        """Queue a request. Raises `Unavailable` if the queue is full or closed, or no instance is there."""
         if self._closed:
             raise stopping_error(request)
         if not self._instances:

@@ -38,9 +38,7 @@ class RequestBatch(NamedTuple):
 
 class BatchDecision(NamedTuple):
     """The answer of a batch queue: a `batch` if one is due, and the requests that have `expired` and left the queue.
-
-    Without a batch, `ask_again_at` is the time of the next decision if no request comes or leaves (None: never).
-    """
+    Without a batch, `ask_again_at` is the time of the next decision if no request comes or leaves (None: never)."""
 
     batch: RequestBatch | None
     expired: Sequence[QueuedRequest] = ()

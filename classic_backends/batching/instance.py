@@ -34,11 +34,9 @@ _MEDIAN_OF = 64
 
 
 class ExecutionTimer:
-    """How long the executions of an instance take; its thread starts and stops it, the event loop reads it.
-
-    An execution is overdue after 30 s and 20 times the median of the last 64; each response of a decoupled model counts
-    as an execution. `clock`: nanoseconds.
-    """
+    """How long the executions of an instance take; its thread starts and stops it, the event loop reads it. An
+    execution is overdue after 30 s and 20 times the median of the last 64; each response of a decoupled model counts as
+    an execution. `clock`: nanoseconds."""
 
     def __init__(self, clock: Callable[[], int] = monotonic_ns) -> None:
         self._clock = clock
@@ -93,11 +91,9 @@ class WorkSource(Protocol):
 
 class Instance:
     """The instance of a slot, whose name is its thread's and stands in messages. `process`: the runtime's, if it has
-    one of its own. `current_batch` is read by the event loop.
-
-    For its pool: `backoff`: of the slot; `started_at`: of `time.monotonic`; `overdue_logged`: the log has that its
-    execution is overdue; `timed_out`: its execution was interrupted, or cannot be.
-    """
+    one of its own. `current_batch` is read by the event loop. For its pool, `backoff` is the slot's; `started_at`: of
+    `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its execution was
+    interrupted, or cannot be."""
 
     def __init__(self, slot: InstanceSlot, load: Callable[[InstanceSlot], Runtime], backoff: RestartBackoff) -> None:
         self.slot = slot

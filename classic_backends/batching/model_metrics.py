@@ -83,11 +83,9 @@ ResponseSums: TypeAlias = defaultdict[str, DurationSum]
 
 
 class LatencyMetrics:
-    """Triton's summaries of latencies, and the histogram of the time to a request's first response.
-
-    `quantiles`: of the summaries, empty for none; `bounds`: of the histogram, in milliseconds. Only a `decoupled` model
-    reports first responses; for others the answer is the first response.
-    """
+    """Triton's summaries of latencies, and the histogram of the time to a request's first response. `quantiles`: of the
+    summaries, empty for none; `bounds`: of the histogram, in milliseconds. Only a `decoupled` model reports first
+    responses; for others the answer is the first response."""
 
     def __init__(
         self, quantiles: Sequence[float] = (), bounds: Sequence[float] = FIRST_RESPONSE_BOUNDS, decoupled: bool = False
@@ -114,11 +112,8 @@ class LatencyMetrics:
 
 
 def first_response_bounds(raw: RawConfig) -> tuple[float, ...]:
-    """The histogram's bounds in milliseconds: of the config's `model_metrics`, or Triton's.
-
-    Raises:
-        InvalidArgument: they do not rise.
-    """
+    """The histogram's bounds in milliseconds: of the config's `model_metrics`, or Triton's. Raises `InvalidArgument` if
+    they do not rise."""
     for control in raw.get("model_metrics", {}).get("metric_control", ()):
         if control.get("metric_identifier", {}).get("family") == _FIRST_RESPONSE:
             bounds = tuple(map(float, control.get("histogram_options", {}).get("buckets", ())))

@@ -30,12 +30,9 @@ class SequenceFlags(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SequenceContext:
-    """One open sequence, as its instance sees it.
-
-    `row`: its row in the batches of a model with fixed rows, set before its first request is handed over. `states`:
-    state tensors that its last request left, by the input that takes them next; only the instance's thread touches
-    them while a request of the sequence runs.
-    """
+    """One open sequence, as its instance sees it. `row`: its row in the batches of a model with fixed rows, set before
+    its first request is handed over. `states`: state tensors that its last request left, by the input that takes them
+    next; only the instance's thread touches them while a request of the sequence runs."""
 
     id: SequenceId
     row: int = 0
@@ -44,11 +41,9 @@ class SequenceContext:
 
 @dataclass(slots=True, eq=False)
 class InferenceJob:
-    """The inputs of one request in the model's shapes, and its requested outputs (None: all).
-
-    For stateful models, `sequence_flags` as the request gave them, and `sequence` once it is known; without it, the job
-    is an idle row of a batch.
-    """
+    """The inputs of one request in the model's shapes, and its requested outputs (None: all). For stateful models,
+    `sequence_flags` as the request gave them, and `sequence` once it is known; without it, the job is an idle row of a
+    batch."""
 
     inputs: Mapping[str, NDArray[Any]]
     requested_outputs: Sequence[str] | None = None
@@ -63,11 +58,9 @@ class InferenceJob:
 
 class ResponseChannel:
     """The responses of one request, which a task reads one by one. `ended`: no more of them come, though the reader may
-    not have read all.
-
-    `unread_slots`: a decoupled model takes one for each response, the reader gives it back; an instance that finds none
-    waits. `held`: earlier requests of its `orderer`, if it has one, have not ended, so nothing can be read yet.
-    """
+    not have read all. `unread_slots`: a decoupled model takes one for each response, the reader gives it back; an
+    instance that finds none waits. `held`: earlier requests of its `orderer`, if it has one, have not ended, so nothing
+    can be read yet."""
 
     def __init__(self, decoupled: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -132,12 +125,10 @@ class ResponseOrderer:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A job on its way through the queue and back to its reader.
-
-    `batch_size`: its items in a batch, at least 1; only requests with equal `batch_key` share a batch. `priority` and
-    `timeout_ns` as the request asked, 0 for neither. `given_up`: the reader left or was told an error; set by the event
-    loop, read by the instance's thread. The queue sets the fields from `arrived_at` on.
-    """
+    """A job on its way through the queue and back to its reader. `batch_size`: its items in a batch, at least 1; only
+    requests with equal `batch_key` share a batch. `priority` and `timeout_ns` as the request asked, 0 for neither.
+    `given_up`: the reader left or was told an error; set by the event loop, read by the instance's thread. The queue
+    sets the fields from `arrived_at` to `queued`. `answer_timer`: runs out at `answer_deadline`."""
 
     job: InferenceJob
     channel: ResponseChannel
@@ -153,6 +144,7 @@ class QueuedRequest:
     queue_deadline: int | None = None
     answer_deadline: int | None = None
     queued: bool = False
+    answer_timer: asyncio.TimerHandle | None = None
 
     def give_up(self) -> None:
         self.given_up = True

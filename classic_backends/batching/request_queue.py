@@ -29,11 +29,8 @@ class _PriorityLevel:
 
 
 class RequestQueue:
-    """`total_batch_size`: the sum over all requests that wait.
-
-    A level exists while a request waits in it (the default level always): a config may have as many as a 64-bit number
-    says.
-    """
+    """`total_batch_size`: the sum over all requests that wait. A level exists while a request waits in it (the default
+    level always): a config may have as many as a 64-bit number says."""
 
     def __init__(self, config: BatchingConfig) -> None:
         self._config = config

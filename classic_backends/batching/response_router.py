@@ -24,10 +24,8 @@ class _StreamProgress:
 
 
 class ResponseRouter:
-    """A `DispatchListener`. A request that was given up is already recorded, and gets nothing more.
-
-    `batched`: the model's tensors have a batch dimension.
-    """
+    """A `DispatchListener`. A request that was given up is already recorded, and gets nothing more. `batched`: the
+    model's tensors have a batch dimension."""
 
     def __init__(self, metrics: ModelMetrics, batched: bool) -> None:
         self._metrics = metrics

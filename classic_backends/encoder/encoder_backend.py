@@ -42,9 +42,7 @@ _SMALL_BATCH = 256
 
 class EncoderLoader:
     """Loads the version's directory itself: modules.json beside a transformer, or a transformer's config.json.
-
-    Parameters: `max_batch_tokens` computed together, padding included; `intra_op_thread_count`.
-    """
+    Parameters: `max_batch_tokens` computed together, padding included; `intra_op_thread_count`."""
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
@@ -148,10 +146,8 @@ def _decoded(array: NDArray[Any]) -> list[str]:
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Batches of indices of `lengths`, each index in exactly one; the longest come first.
-
-    No batch has more than `max_tokens`, padding included, unless it is a single sequence; and little is padding.
-    """
+    """Batches of indices of `lengths`, each index in exactly one; the longest come first. No batch has more than
+    `max_tokens`, padding included, unless it is a single sequence; and little is padding."""
     batch: list[int] = []
     longest = tokens = 0
     for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):

@@ -86,13 +86,8 @@ class CrossEncoderFiles:
 
 
 def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
-    """The encoder in a directory.
-
-    Raises:
-        NotFound: there is none.
-        InvalidArgument: a file cannot be read.
-        Unsupported: it has an unknown step.
-    """
+    """The encoder in a directory. Raises `NotFound` if there is none, `InvalidArgument` if a file cannot be read, and
+    `Unsupported` if it has an unknown step."""
     if (directory / "modules.json").is_file():
         return _read_embedder(directory)
     config = read_json(directory / "config.json")

@@ -117,12 +117,10 @@ def _execute(
 
 
 def _set_up_process(connection: Connection) -> MessageWriter[FromInstance]:
-    """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported.
-
-    Threads of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two at
-    the same time would each take several times as long as alone. And the threads of a language model stand still
-    together when one of them has no core.
-    """
+    """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported. Threads
+    of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two at the
+    same time would each take several times as long as alone. And the threads of a language model stand still together
+    when one of them has no core."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
     os.nice(NICENESS)

@@ -98,12 +98,8 @@ class TensorArena(SharedArena):
     """Tensors on their way between the server and an isolated instance, in one direction."""
 
     def pack(self, arrays: Arrays) -> tuple[PackedTensor, ...]:
-        """Write the arrays over the former ones.
-
-        Raises:
-            OSError: there is no memory for them.
-            TypeError: an element of an array of objects is not `bytes`.
-        """
+        """Write the arrays over the former ones. Raises `OSError` if there is no memory for them, and `TypeError` if an
+        element of an array of objects is not `bytes`."""
         packed, sources, end = [], [], 0
         for name, array in arrays.items():
             source = _as_bytes(name, array) if array.dtype.hasobject else array

@@ -51,10 +51,8 @@ _LEAVE_SECONDS = 5.0
 
 class IsolatableLoader(NamedTuple):
     """A backend's `RuntimeLoader`, in a child process or in this one, as the parameter says or else `default`.
-
     `loader`: of the backend, see `resolve_loader`. `library_bytes`: memory that a process takes with the libraries it
-    imports. `completes_in_process`: completing a config imports them too, which the server must not.
-    """
+    imports. `completes_in_process`: completing a config imports them too, which the server must not."""
 
     loader: str
     default: Literal["isolated", "thread"] = THREAD
@@ -64,11 +62,8 @@ class IsolatableLoader(NamedTuple):
     def load(
         self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
-        """Load as the backend's own loader does, in a child process where that is chosen.
-
-        Raises:
-            Internal: the process ended while it loaded.
-        """
+        """Load as the backend's own loader does, in a child process where that is chosen. Raises `Internal` if the
+        process ended while it loaded."""
         isolated, own = self._read(parameters)
         if isolated:
             return IsolatedRuntime(InstanceTask(self.loader, directory, config, place, own))
@@ -175,13 +170,9 @@ class ProcessLost(Exception):
 
 class InstanceProcess:
     """The server's end of a child process that runs `target(connection, *arguments)`. `send` and `receive` belong to
-    one thread. A process that is lost is replaced by a new `InstanceProcess`.
-
-    `pid`; `sentinel`: a descriptor that becomes readable when the process has ended; `lost`: its end was noticed.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
+    one thread. A process that is lost is replaced by a new `InstanceProcess`. `pid`; `sentinel`: a descriptor that
+    becomes readable when the process has ended; `lost`: its end was noticed. Raises `OSError` if the process cannot be
+    started."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         self._encode = msgspec.msgpack.Encoder().encode

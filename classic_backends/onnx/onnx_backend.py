@@ -27,9 +27,7 @@ _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 class OnnxLoader:
     """Loads `model.onnx`, or the `default_model_filename`; either may be a directory with a file of that name in it.
-
-    The session that completed a config is kept until the load that follows, or the next config: a file is read once.
-    """
+    The session that completed a config is kept until the load that follows, or the next config: a file is read once."""
 
     def __init__(self) -> None:
         self._completed: Session | None = None

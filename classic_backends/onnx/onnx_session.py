@@ -37,12 +37,8 @@ _has_global_pool = False
 
 class Session:
     """One loaded model, which several threads may run at once. `tensors`: those that its file declares; an output that
-    is no tensor is left out.
-
-    Raises:
-        InvalidArgument: it cannot be loaded.
-        Unsupported: onnxruntime was built without what the plan needs, or an input is no tensor.
-    """
+    is no tensor is left out. Raises `InvalidArgument` if it cannot be loaded, and `Unsupported` if onnxruntime was
+    built without what the plan needs, or an input is no tensor."""
 
     def __init__(self, file: Path, plan: SessionPlan) -> None:
         available = onnxruntime.get_available_providers()

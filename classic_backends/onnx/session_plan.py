@@ -46,11 +46,9 @@ KNOWN_PARAMETERS = {
 
 
 class SessionPlan(NamedTuple):
-    """Equal plans for one file make equal sessions.
-
-    `global_thread_pool`: threads are shared with every model that wants that. `config_entries`: onnxruntime's session
-    config entries. `shrink_arenas`: the arenas that give back memory after each run, such as "cpu:0"; empty for none.
-    """
+    """Equal plans for one file make equal sessions. `global_thread_pool`: threads are shared with every model that
+    wants that. `config_entries`: onnxruntime's session config entries. `shrink_arenas`: the arenas that give back
+    memory after each run, such as "cpu:0"; empty for none."""
 
     providers: tuple[Provider, ...]
     intra_op_threads: int

@@ -53,10 +53,8 @@ class ControlTensor(NamedTuple):
 
 
 class StateTensor(NamedTuple):
-    """The `output` of a sequence's request that is the `input` of the next.
-
-    `initial`: for the first request, with a batch dimension of 1 in front if the model has one.
-    """
+    """The `output` of a sequence's request that is the `input` of the next. `initial`: for the first request, with a
+    batch dimension of 1 in front if the model has one."""
 
     input: str
     output: str
@@ -66,10 +64,8 @@ class StateTensor(NamedTuple):
 
 
 class SlotRules(NamedTuple):
-    """The sequences that may be open on one instance, and how long each may be without a request.
-
-    `fixed_rows` (the "direct" strategy): an open sequence has a row of the batch to itself.
-    """
+    """The sequences that may be open on one instance, and how long each may be without a request. `fixed_rows` (the
+    "direct" strategy): an open sequence has a row of the batch to itself."""
 
     slots_per_instance: int
     max_idle_ns: int = _DEFAULT_IDLE_US * NS_PER_US
@@ -88,12 +84,8 @@ class SequenceConfig:
 
 def read_sequence_config(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceConfig | None:
     """Parse `sequence_batching`; None without it. `initial`: the first request's state, by its input; zeros where
-    absent.
-
-    Raises:
-        InvalidArgument: values contradict each other, or a state is too large; `field` names one of them.
-        Unsupported: the config asks for what is not built.
-    """
+    absent. Raises `InvalidArgument` if values contradict each other, or a state is too large, which `field` names, and
+    `Unsupported` if the config asks for what is not built."""
     if "sequence_batching" not in config.raw:
         return None
     asked: RawConfig = config.raw["sequence_batching"]
@@ -193,11 +185,8 @@ def _read_datatype(asked: RawConfig) -> str:
 def with_sequence_tensors(
     config: ModelConfig, controls: Sequence[ControlTensor], states: Sequence[StateTensor]
 ) -> ModelConfig:
-    """The config as a runtime sees it.
-
-    Raises:
-        InvalidArgument: two inputs share a name, two states an output, or a state has another type than its output.
-    """
+    """The config as a runtime sees it. Raises `InvalidArgument` if two inputs share a name, two states an output, or a
+    state has another type than its output."""
     inputs = [
         *config.inputs,
         *(TensorSpec(control.name, control.datatype, (1,)) for control in controls),

@@ -27,9 +27,8 @@ from .sequence_table import OpenSequence, SequenceTable
 
 class SequenceScheduler:
     """Stands where other models have a `Dispatcher`, and is the `DispatchListener` of those of its instances.
-
-    `decoupled`: the model makes any number of responses to a request. Its length is the number of requests that wait.
-    """
+    `decoupled`: the model makes any number of responses to a request. Its length is the number of requests that
+    wait."""
 
     def __init__(
         self, config: SequenceConfig, layout: BatchLayout, listener: DispatchListener, decoupled: bool
@@ -74,12 +73,8 @@ class SequenceScheduler:
             self._reject(self._table.close_all(), restarting_error)
 
     def submit(self, request: QueuedRequest) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidArgument: its sequence is not open.
-            Unavailable: the model is stopping, or no instance is there.
-        """
+        """Queue a request. Raises `InvalidArgument` if its sequence is not open, and `Unavailable` if the model is
+        stopping, or no instance is there."""
         if self._closed:
             raise stopping_error(request)
         if not self._dispatchers:

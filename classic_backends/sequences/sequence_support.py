@@ -106,11 +106,8 @@ class SequenceSupport(NamedTuple):
         return inputs
 
     def store_states(self, jobs: Sequence[InferenceJob], outputs: Sequence[Arrays]) -> None:
-        """Keep the states that each job's outputs leave its sequence: all of them or, after an error, none.
-
-        Raises:
-            Internal: a state has another type or shape than its config says.
-        """
+        """Keep the states that each job's outputs leave its sequence: all of them or, after an error, none. Raises
+        `Internal` if a state has another type or shape than its config says."""
         kept = [{each.input: self._checked(each, part[each.output]) for each in self.config.states} for part in outputs]
         for job, states in zip(jobs, kept, strict=True):
             if job.sequence is not None and job.sequence_flags is not None:

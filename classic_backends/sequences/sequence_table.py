@@ -43,8 +43,6 @@ class OpenSequence:
 
 
 class SequenceTable:
-    """Its length is the number of sequences that requests may still join."""
-
     def __init__(self, model: str, rules: SlotRules) -> None:
         self._model = model
         self._rules = rules
@@ -57,9 +55,6 @@ class SequenceTable:
         # Of each instance, how many slots were ever used.
         self._used: dict[Instance, int] = {}
         self._serial = count()
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     @property
     def waiting_requests(self) -> int:
@@ -92,11 +87,8 @@ class SequenceTable:
                 self.close_sequence(sequence)
 
     def add_request(self, request: QueuedRequest, now: int) -> OpenSequence:
-        """The sequence of a new request; if it has no slot it is in the backlog.
-
-        Raises:
-            InvalidArgument: it is not open, and the request does not start it.
-        """
+        """The sequence of a new request; if it has no slot it is in the backlog. Raises `InvalidArgument` if it is not
+        open, and the request does not start it."""
         flags = request.job.sequence_flags
         assert flags is not None
         sequence = self._open.get(flags.id)

@@ -38,13 +38,9 @@ class OpenedModel:
 
 
 def open_model_file(file: Path, device: str | None) -> OpenedModel:
-    """Load a model. `device`: of its weights; None leaves them where they were when it was saved.
-
-    Raises:
-        NotFound: there is no such file.
-        InvalidArgument: PyTorch cannot load it.
-        Unsupported: an argument is no tensor.
-    """
+    """Load a model. `device`: of its weights; None leaves them where they were when it was saved. Raises `NotFound` if
+    there is no such file, `InvalidArgument` if PyTorch cannot load it, and `Unsupported` if an argument is no
+    tensor."""
     if not file.is_file():
         raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
     map_large_blocks_separately()

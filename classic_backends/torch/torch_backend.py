@@ -59,7 +59,14 @@ class TorchLoader:
 
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         modes = read_inference_modes(parameters)
-        _check_tensors(config)
+        for side, specs in (("input", config.inputs), ("output", config.outputs)):
+            if not specs:
+                message = f"model '{config.name}' must have its {side}s in its config: the file does not tell them"
+                raise InvalidArgument(message, field=side)
+            for spec in specs:
+                if spec.datatype == "BYTES":
+                    message = f"{side} '{spec.name}' of model '{config.name}' is TYPE_STRING, which PyTorch has no"
+                    raise Unsupported(f"{message} tensors of", field=f"{side}.{spec.name}")
         threads = read_thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_per_instance(config.raw)
         set_torch_threads(threads, read_thread_count(parameters, "INTER_OP_THREAD_COUNT"))
         device = {"KIND_MODEL": None, "KIND_GPU": f"cuda:{placement.device}"}.get(placement.kind, "cpu")
@@ -99,17 +106,6 @@ def read_inference_modes(parameters: Mapping[str, str]) -> InferenceModes:
     )
 
 
-def _check_tensors(config: ModelConfig) -> None:
-    for side, specs in (("input", config.inputs), ("output", config.outputs)):
-        if not specs:
-            message = f"model '{config.name}' must have its {side}s in its config: the file does not tell them"
-            raise InvalidArgument(message, field=side)
-        text = next((spec.name for spec in specs if spec.datatype == "BYTES"), None)
-        if text is not None:
-            message = f"{side} '{text}' of model '{config.name}' is TYPE_STRING, which PyTorch has no tensors of"
-            raise Unsupported(message, field=f"{side}.{text}")
-
-
 def _model_file(directory: Path, raw: RawConfig) -> Path:
     named = raw.get("default_model_filename")
     if named:
@@ -119,14 +115,9 @@ def _model_file(directory: Path, raw: RawConfig) -> Path:
 
 
 def argument_positions(model: str, names: Sequence[str], arguments: Sequence[str]) -> tuple[int, ...]:
-    """The position of the argument of each input. `arguments`: the names of forward's, empty if unknown.
-
-    By Triton's naming conventions: the inputs have the arguments' names, or names as INPUT__0 with the position, or
-    they are in the config in the arguments' order.
-
-    Raises:
-        InvalidArgument: two inputs have the same argument, or one has none.
-    """
+    """The position of the argument of each input. `arguments`: the names of forward's, empty if unknown. By Triton's
+    naming conventions: the inputs have the arguments' names, or names as INPUT__0 with the position, or they are in the
+    config in the arguments' order. Raises `InvalidArgument` if two inputs have the same argument, or one has none."""
     if arguments and set(names) <= set(arguments):
         return tuple(arguments.index(name) for name in names)
     positions = indexed_positions(model, "input", names)

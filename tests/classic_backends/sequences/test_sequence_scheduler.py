@@ -293,7 +293,7 @@ async def test_closing_refuses_everybody_who_waits_or_comes() -> None:
         table.ask(0)
     await table.settle()
     assert [each.got for each in asked[:2]] == [[1], [2]]
-    assert len(table.desk._table) == 0
+    assert len(table.desk._table._open) == 0
     table.desk._table.check_integrity()
 
 

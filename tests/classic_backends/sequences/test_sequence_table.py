@@ -60,7 +60,7 @@ def test_the_first_request_must_start_the_sequence() -> None:
     asked.answer(asked.start(42, end=True))
     with pytest.raises(InvalidArgument, match="sequence 42"):
         asked.ask(42)
-    assert len(asked.table) == 0
+    assert len(asked.table._open) == 0
 
 
 def test_instances_share_sequences_and_the_first_rows_go_first() -> None:
@@ -100,7 +100,7 @@ def test_who_is_idle_for_too_long_is_closed_and_who_waits_is_not() -> None:
     asked = Asked(seats=2)
     asked.answer(asked.start(1), now=10)
     computed = asked.start(2)
-    assert (asked.table.next_expiry, len(asked.table)) == (10 + IDLE, 2)
+    assert (asked.table.next_expiry, len(asked.table._open)) == (10 + IDLE, 2)
     asked.expire(9 + IDLE)
     asked.answer(asked.ask(1), now=50)
     asked.expire(10 + IDLE)
@@ -143,7 +143,7 @@ def test_an_id_may_be_used_again_as_soon_as_its_end_is_asked_for(caplog: pytest.
     assert not caplog.records
     asked.start(1)
     assert "sequence 1 starts anew, though it had not ended" in caplog.text
-    assert len(asked.table) == 1
+    assert len(asked.table._open) == 1
 
 
 def test_a_lost_instance_takes_its_sequences_along() -> None:
@@ -166,4 +166,4 @@ def test_nothing_is_left_of_what_was_cleared() -> None:
     assert [each.context.id for each in asked.table.close_all()] == [2]
     for each in (held, waits):
         asked.answer(each)
-    assert (len(asked.table), asked.table.next_expiry, asked.table.waiting_requests) == (0, None, 0)
+    assert (len(asked.table._open), asked.table.next_expiry, asked.table.waiting_requests) == (0, None, 0)
