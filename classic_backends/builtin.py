@@ -27,48 +27,14 @@ _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "c
 Specs: TypeAlias = Sequence[TensorSpec]
 
 
-class Identity:
-    """Copies inputs to outputs, by (input, output) `pairs`; `delay`: seconds of an execution."""
+class BuiltinRuntime(NamedTuple):
+    """A runtime that holds nothing. `compute`: inputs -> outputs, any number of times."""
 
-    def __init__(self, pairs: Sequence[tuple[str, str]], delay: float, ragged: bool) -> None:
-        self._pairs = tuple(pairs)
-        self._delay = delay
-        self.traits = RuntimeTraits(inline=not delay and not ragged, ragged=ragged)
+    compute: Callable[[Arrays], Iterator[Arrays]]
+    traits: RuntimeTraits = RuntimeTraits()
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        if self._delay:
-            time.sleep(self._delay)
-        yield {output: inputs[given] for given, output in self._pairs if given in inputs}
-
-    def close(self) -> None:
-        pass
-
-
-class Repeat:
-    """A response for each element of `IN`, `DELAY` milliseconds after the one before it; `IDX` counts them."""
-
-    traits = RuntimeTraits()
-
-    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        if inputs["IN"].shape != inputs["DELAY"].shape:
-            shapes = f"{list(inputs['IN'].shape)} and {list(inputs['DELAY'].shape)}"
-            raise InvalidArgument(f"expected IN and DELAY shape to match, got {shapes}", field="DELAY")
-        for index, delay_ms in enumerate(inputs["DELAY"].tolist()):
-            time.sleep(delay_ms / 1000)
-            yield {"OUT": inputs["IN"][index : index + 1], "IDX": np.array([index], np.uint32)}
-
-    def close(self) -> None:
-        pass
-
-
-class Square:
-    """As many responses as `IN` says, each of which is `IN`."""
-
-    traits = RuntimeTraits()
-
-    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        for _ in range(int(inputs["IN"].item())):
-            yield {"OUT": inputs["IN"]}
+        return self.compute(inputs)
 
     def close(self) -> None:
         pass
@@ -110,10 +76,19 @@ def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters
             raise InvalidArgument(f"model '{config.name}': {message}", field="output")
     time.sleep(read_integer(parameters, "creation_delay_sec", 0))
     factor = max(1, placement.number * read_integer(parameters, "instance_wise_delay_multiplier", 0))
-    delay_ms = read_integer(parameters, "execute_delay_ms", 0) * factor
+    delay = read_integer(parameters, "execute_delay_ms", 0) * factor / 1000
     warn_unknown_parameters(config.name, config.parameters, _IDENTITY_PARAMETERS)
     pairs = [(given.name, made.name) for given, made in zip(config.inputs, config.outputs, strict=True)]
-    return Identity(pairs, delay_ms / 1000, _is_ragged(config, pairs))
+    ragged = _is_ragged(config, pairs)
+    traits = RuntimeTraits(inline=not (delay or ragged), ragged=ragged)
+    return BuiltinRuntime(partial(_identity, pairs, delay), traits)
+
+
+def _identity(pairs: Sequence[tuple[str, str]], delay: float, inputs: Arrays) -> Iterator[Arrays]:
+    """Copies inputs to outputs, by (input, output) `pairs`; `delay`: seconds."""
+    if delay:
+        time.sleep(delay)
+    yield {output: inputs[given] for given, output in pairs if given in inputs}
 
 
 def _is_ragged(config: ModelConfig, pairs: Sequence[tuple[str, str]]) -> bool:
@@ -127,7 +102,23 @@ def _is_ragged(config: ModelConfig, pairs: Sequence[tuple[str, str]]) -> bool:
     return bool(ragged)
 
 
-def _decoupled_loader(runtime: type[Repeat] | type[Square], inputs: Specs, outputs: Specs) -> BuiltinLoader:
+def _repeat(inputs: Arrays) -> Iterator[Arrays]:
+    """A response for each element of `IN`, `DELAY` milliseconds after the one before it; `IDX` counts them."""
+    if inputs["IN"].shape != inputs["DELAY"].shape:
+        shapes = f"{list(inputs['IN'].shape)} and {list(inputs['DELAY'].shape)}"
+        raise InvalidArgument(f"expected IN and DELAY shape to match, got {shapes}", field="DELAY")
+    for index, delay_ms in enumerate(inputs["DELAY"].tolist()):
+        time.sleep(delay_ms / 1000)
+        yield {"OUT": inputs["IN"][index : index + 1], "IDX": np.array([index], np.uint32)}
+
+
+def _square(inputs: Arrays) -> Iterator[Arrays]:
+    """As many responses as `IN` says, each of which is `IN`."""
+    for _ in range(int(inputs["IN"].item())):
+        yield {"OUT": inputs["IN"]}
+
+
+def _decoupled_loader(compute: Callable[[Arrays], Iterator[Arrays]], inputs: Specs, outputs: Specs) -> BuiltinLoader:
     """The loader of a backend whose models all have these tensors, are decoupled, and do not batch."""
 
     def make(config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> Runtime:
@@ -139,19 +130,18 @@ def _decoupled_loader(runtime: type[Repeat] | type[Square], inputs: Specs, outpu
         if missing:
             raise InvalidArgument(f"model '{config.name}' lacks inputs {sorted(missing)}", field="input")
         _check_specs(config.name, "output", config.outputs, outputs)
-        return runtime()
+        return BuiltinRuntime(compute)
 
-    return BuiltinLoader(make, partial(_fill_decoupled, inputs, outputs))
+    def fill(raw: RawConfig) -> RawConfig:
+        filled = dict(raw)
+        for side, specs in (("input", inputs), ("output", outputs)):
+            filled[side] = raw.get(side) or [
+                {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(spec.dims)} for spec in specs
+            ]
+        filled.setdefault("model_transaction_policy", {"decoupled": True})
+        return filled
 
-
-def _fill_decoupled(inputs: Specs, outputs: Specs, raw: RawConfig) -> RawConfig:
-    filled = dict(raw)
-    for side, specs in (("input", inputs), ("output", outputs)):
-        filled[side] = raw.get(side) or [
-            {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(spec.dims)} for spec in specs
-        ]
-    filled.setdefault("model_transaction_policy", {"decoupled": True})
-    return filled
+    return BuiltinLoader(make, fill)
 
 
 def _check_specs(model: str, side: str, given: Specs, known: Specs) -> None:
@@ -168,8 +158,8 @@ def _check_specs(model: str, side: str, given: Specs, known: Specs) -> None:
 
 IDENTITY = BuiltinLoader(_make_identity, lambda raw: raw)
 REPEAT = _decoupled_loader(
-    Repeat,
+    _repeat,
     (TensorSpec("IN", "INT32", (-1,)), TensorSpec("DELAY", "UINT32", (-1,)), TensorSpec("WAIT", "UINT32", (1,))),
     (TensorSpec("OUT", "INT32", (1,)), TensorSpec("IDX", "UINT32", (1,))),
 )
-SQUARE = _decoupled_loader(Square, (TensorSpec("IN", "INT32", (1,)),), (TensorSpec("OUT", "INT32", (1,)),))
+SQUARE = _decoupled_loader(_square, (TensorSpec("IN", "INT32", (1,)),), (TensorSpec("OUT", "INT32", (1,)),))

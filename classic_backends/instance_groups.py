@@ -42,13 +42,15 @@ def with_one_instance(raw: RawConfig, placement: InstancePlacement) -> dict[str,
     return {**raw, "instance_group": [{"kind": placement.kind, "gpus": gpus}]}
 
 
-def memory_per_instance(raw: RawConfig, size: int) -> tuple[MemoryNeed, ...]:
-    """The needs of a model whose instances have `size` bytes of weights each."""
+def memory_per_instance(raw: RawConfig, weights: Path) -> tuple[MemoryNeed, ...]:
+    """The needs of a model whose instances load that file, or all files of a directory, each for itself."""
+    size = _bytes_on_disk(weights)
     return tuple(MemoryNeed(size * count, gpu) for gpu, count in instances_per_gpu(raw).items())
 
 
-def memory_shared_by_instances(raw: RawConfig, size: int) -> tuple[MemoryNeed, ...]:
-    """The needs of a model whose instances on one device share `size` bytes of weights."""
+def memory_shared_by_instances(raw: RawConfig, weights: Path) -> tuple[MemoryNeed, ...]:
+    """The needs of a model whose instances on one device share what they load."""
+    size = _bytes_on_disk(weights)
     return tuple(MemoryNeed(size, gpu) for gpu in instances_per_gpu(raw))
 
 
@@ -57,8 +59,7 @@ def threads_per_instance(raw: RawConfig) -> int:
     return max(1, usable_cores().threads // max(1, instances_per_gpu(raw)[None]))
 
 
-def bytes_on_disk(path: Path) -> int:
-    """The size of a file, or of all files in a directory; 0 if there is none."""
+def _bytes_on_disk(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 

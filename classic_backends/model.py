@@ -53,7 +53,7 @@ class ClassicModel:
         self._loader = loader
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
-        execution_timeout = read_number(self._parameters, EXECUTION_TIMEOUT, 0.0)
+        execution_timeout = read_number(self._parameters, EXECUTION_TIMEOUT)
         self._parameters.pop(EXECUTION_TIMEOUT, None)
         self._warmup_requests = samples.warmup_requests
         self._sequences = sequences = read_sequence_support(config, samples.initial_states)

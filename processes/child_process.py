@@ -145,7 +145,9 @@ class _ArgumentPickler(pickle.Pickler):
 
 def run_target(name: str, parent: int, file: IO[bytes]) -> None:
     """In the child: run what `python_child` of the process `parent` wrote into `file`."""
-    ignore_stop_signals()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     set_process_name(name)
     threading.Thread(target=_end_with_parent, args=(parent,), name="parent", daemon=True).start()
     with file:
@@ -173,13 +175,6 @@ def _end_with_parent(parent: int) -> None:
     for cleanup in _cleanups:
         cleanup()
     os._exit(1)
-
-
-def ignore_stop_signals() -> None:
-    """Leave SIGINT and SIGTERM to the parent, also where they were blocked when this process started."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def set_process_name(name: str) -> None:

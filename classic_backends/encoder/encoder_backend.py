@@ -18,7 +18,7 @@ from ...tokenization.checkpoint_files import read_json
 from ...tokenization.encoder_tokenizer import EncodedText, EncoderTokenizer
 from ..backend_parameters import read_integer, read_thread_count, warn_unknown_parameters
 from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors
-from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance
+from ..instance_groups import memory_per_instance, threads_per_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 
@@ -65,7 +65,7 @@ class EncoderLoader:
         return torch_has_cuda()
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        return memory_per_instance(raw, bytes_on_disk(directory))
+        return memory_per_instance(raw, directory)
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         if declares_tensors(raw):

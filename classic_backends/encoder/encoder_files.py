@@ -93,11 +93,16 @@ def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
     config = read_json(directory / "config.json")
     if not config:
         raise NotFound(f"{directory} has neither modules.json nor config.json: no encoder")
-    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
-        return _read_cross_encoder(directory, config)
-    # sentence-transformers gives a bare transformer mean pooling.
-    tokenization, size = _read_tokenization(directory, directory), _read_hidden_size(config, directory)
-    return EmbedderFiles(directory, tokenization, Pooling.MEAN, (), False, size)
+    tokenization = _read_tokenization(directory, directory)
+    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        # sentence-transformers gives a bare transformer mean pooling.
+        return EmbedderFiles(directory, tokenization, Pooling.MEAN, (), False, _read_hidden_size(config, directory))
+    labels = len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
+    own: Mapping[str, Any] = config.get("sentence_transformers") or {}
+    named = own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    default = Activation.SIGMOID if labels == 1 else Activation.IDENTITY
+    activation = default if named is None else _activation(str(named), directory)
+    return CrossEncoderFiles(directory, tokenization, labels, activation)
 
 
 def _read_embedder(directory: Path) -> EmbedderFiles:
@@ -141,15 +146,6 @@ def _read_dense(directory: Path) -> DenseFiles:
         raise InvalidArgument(f"{directory / 'config.json'} is no Dense module: {error}") from error
     activation = _activation(config.get("activation_function", "torch.nn.modules.activation.Tanh"), directory)
     return DenseFiles(directory, *sizes, bool(config.get("bias", True)), activation)
-
-
-def _read_cross_encoder(directory: Path, config: Mapping[str, Any]) -> CrossEncoderFiles:
-    labels = len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
-    own: Mapping[str, Any] = config.get("sentence_transformers") or {}
-    named = own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-    default = Activation.SIGMOID if labels == 1 else Activation.IDENTITY
-    activation = default if named is None else _activation(str(named), directory)
-    return CrossEncoderFiles(directory, _read_tokenization(directory, directory), labels, activation)
 
 
 def _activation(name: str, directory: Path) -> Activation:

@@ -5,7 +5,7 @@ Imported only where an encoder is loaded.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,19 +23,6 @@ _ACTIVATIONS: dict[Activation, nn.Module] = {
     Activation.SIGMOID: nn.Sigmoid(),
     Activation.TANH: nn.Tanh(),
 }
-
-
-class PaddedBatch(NamedTuple):
-    """int64 [texts, tokens]; where `mask` is 0 is padding, at the end of a row."""
-
-    ids: Tensor
-    mask: Tensor
-    segments: Tensor
-
-
-class Encoder(Protocol):
-    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        """[texts, size]"""
 
 
 class Transformer:
@@ -56,19 +43,18 @@ class Transformer:
         self._has_segments = (getattr(module.config, "type_vocab_size", 0) or 0) > 1
         self._pad_id = int(module.config.pad_token_id or 0)
 
-    def pad(self, texts: Sequence[EncodedText]) -> PaddedBatch:
+    def __call__(self, texts: Sequence[EncodedText]) -> tuple[Any, Tensor]:
+        """The module's outputs for texts, padded at their ends, and the mask, int64 [texts, tokens]: 0 is padding."""
         rows = len(texts), max(len(each.ids) for each in texts)
         ids, mask, segments = np.full(rows, self._pad_id), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         for row, each in enumerate(texts):
             length = len(each.ids)
             ids[row, :length], mask[row, :length], segments[row, :length] = each.ids, 1, each.segments
-        return PaddedBatch(*(torch.from_numpy(array).to(self._device) for array in (ids, mask, segments)))
-
-    def __call__(self, batch: PaddedBatch) -> Any:
-        given = {"input_ids": batch.ids, "attention_mask": batch.mask}
+        given = {"input_ids": ids, "attention_mask": mask}
         if self._has_segments:
-            given["token_type_ids"] = batch.segments
-        return self._module(**given)
+            given["token_type_ids"] = segments
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in given.items()}
+        return self._module(**tensors), tensors["attention_mask"]
 
 
 class Embedder:
@@ -84,12 +70,11 @@ class Embedder:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        batch = self._transformer.pad(texts)
-        hidden = self._transformer(batch).last_hidden_state
-        vectors: Tensor = self._dense(pool_tokens(hidden.float(), batch.mask, self._pooling))
-        made: NDArray[np.float32] = (
-            (nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors).cpu().numpy()
-        )
+        outputs, mask = self._transformer(texts)
+        vectors: Tensor = self._dense(pool_tokens(outputs.last_hidden_state.float(), mask, self._pooling))
+        if self._normalize:
+            vectors = nn.functional.normalize(vectors, dim=-1)
+        made: NDArray[np.float32] = vectors.cpu().numpy()
         return made
 
 
@@ -104,9 +89,13 @@ class CrossEncoder:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        logits = self._transformer(self._transformer.pad(texts)).logits
-        scores: NDArray[np.float32] = self._activation(logits.float()).cpu().numpy()
+        outputs, _ = self._transformer(texts)
+        scores: NDArray[np.float32] = self._activation(outputs.logits.float()).cpu().numpy()
         return scores
+
+
+Encoder: TypeAlias = Embedder | CrossEncoder
+"""Its `encode` makes an array [texts, size]."""
 
 
 def pool_tokens(tokens: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

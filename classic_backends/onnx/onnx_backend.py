@@ -15,7 +15,7 @@ from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import release_free_memory
 from ..backend_parameters import warn_unknown_parameters
 from ..config_completion import check_config_matches, complete_config, declares_tensors
-from ..instance_groups import bytes_on_disk, memory_shared_by_instances, read_instance_slots
+from ..instance_groups import memory_shared_by_instances, read_instance_slots
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .session_plan import KNOWN_PARAMETERS, read_session_plan
 
@@ -47,7 +47,7 @@ class OnnxLoader:
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         file = _model_file(directory, raw)
-        return memory_shared_by_instances(raw, bytes_on_disk(file if file.parent == directory else file.parent))
+        return memory_shared_by_instances(raw, file if file.parent == directory else file.parent)
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         if declares_tensors(raw):

@@ -128,33 +128,31 @@ def _read_strategy(asked: RawConfig, config: ModelConfig) -> tuple[int, Batching
     return size, BatchingConfig(combine, size, range(enough, size + 1), delay)
 
 
-def _read_controls(asked: RawConfig) -> tuple[ControlTensor, ...]:
+def _read_controls(sequence_batching: RawConfig) -> tuple[ControlTensor, ...]:
     controls = []
-    for each in asked.get("control_input", ()):
+    for each in sequence_batching.get("control_input", ()):
         name, kinds = each.get("name"), each.get("control", ())
         if not name:
             raise _refuse("control tensor must have a name")
         if len(kinds) != 1:
             raise _refuse(f"control tensor '{name}' must have exactly one control")
-        controls.append(_read_control(name, kinds[0]))
+        asked: RawConfig = kinds[0]
+        kind, datatype = ControlKind(asked.get("kind") or ControlKind.START), _read_datatype(asked)
+        given, control = [form for form in _VALUE_TYPES if asked.get(form)], f"control '{name}' of kind {kind}"
+        if kind is ControlKind.ID:
+            if given or datatype not in _ID_TYPES:
+                wanted = "a data_type of UINT64, INT64, UINT32, INT32 or STRING and no values"
+                raise _refuse(f"{control} must have {wanted}")
+            controls.append(ControlTensor(name, kind, datatype))
+            continue
+        if len(given) != 1 or len(asked[given[0]]) != 2:
+            wanted = "exactly one of int32_false_true, fp32_false_true and bool_false_true, with 2 values"
+            raise _refuse(f"{control} must have {wanted}")
+        if datatype:
+            raise _refuse(f"{control} must not have a data_type: its values tell it")
+        controls.append(ControlTensor(name, kind, _VALUE_TYPES[given[0]], tuple(asked[given[0]])))
     _check_distinct("control kind", [control.kind.value for control in controls])
     return tuple(controls)
-
-
-def _read_control(name: str, asked: RawConfig) -> ControlTensor:
-    kind = ControlKind(asked.get("kind") or ControlKind.START)
-    given, datatype = [each for each in _VALUE_TYPES if asked.get(each)], _read_datatype(asked)
-    if kind is ControlKind.ID:
-        if given or datatype not in _ID_TYPES:
-            wanted = "a data_type of UINT64, INT64, UINT32, INT32 or STRING and no values"
-            raise _refuse(f"control '{name}' of kind {kind} must have {wanted}")
-        return ControlTensor(name, kind, datatype)
-    if len(given) != 1 or len(asked[given[0]]) != 2:
-        wanted = "exactly one of int32_false_true, fp32_false_true and bool_false_true, with 2 values"
-        raise _refuse(f"control '{name}' of kind {kind} must have {wanted}")
-    if datatype:
-        raise _refuse(f"control '{name}' of kind {kind} must not have a data_type: its values tell it")
-    return ControlTensor(name, kind, _VALUE_TYPES[given[0]], tuple(asked[given[0]]))
 
 
 def _read_state(asked: RawConfig, initial: Mapping[str, Tensor], batched: bool) -> StateTensor:

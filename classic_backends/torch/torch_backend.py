@@ -19,7 +19,7 @@ from ...core.tensor import TensorSpec
 from ...processes.host import torch_has_cuda
 from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
 from ..config_completion import FoundModel, check_config_matches, complete_config, declares_tensors
-from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance
+from ..instance_groups import memory_per_instance, threads_per_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class TorchLoader:
         return torch_has_cuda()
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        return memory_per_instance(raw, bytes_on_disk(_model_file(directory, raw)))
+        return memory_per_instance(raw, _model_file(directory, raw))
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         """Only exported programs declare the types and shapes of their tensors."""
