@@ -97,6 +97,6 @@ def test_a_record_has_all_attributes_for_handlers_that_ask() -> None:
     assert copy(record).getMessage() == request_log_line(context) == str(request_log_fields(context))
     assert record.args == (request_log_fields(context),)
     assert request_log_fields(context)._asdict().items() <= vars(record).items()
-    assert vars(logging.makeLogRecord({})).keys() <= vars(record).keys()
+    assert vars(logging.LogRecord("", 0, "", 0, "", (), None)).keys() <= vars(record).keys()
     with pytest.raises(AttributeError):
         _ = record.nonsense
