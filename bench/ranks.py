@@ -83,22 +83,22 @@ def _import_torch(line: Connection) -> None:
 
 def measure(checkpoint: str, parallel: ParallelConfig, tokens: int, sequences: int) -> RankCost:
     """Load over so many ranks, fill a cache of so many tokens, and let so many sequences decode."""
-    crews: list[LocalRanks] = []
+    started: list[LocalRanks] = []
 
-    def muster(config: EngineConfig, layout: RankLayout) -> LocalRanks:
-        crews.append(LocalRanks(config, layout))
-        return crews[-1]
+    def start_ranks(config: EngineConfig, layout: RankLayout) -> LocalRanks:
+        started.append(LocalRanks(config, layout))
+        return started[-1]
 
     scheduler = SchedulerConfig(max_num_seqs=sequences)
     cache = CacheConfig(block_size=BLOCK, blocks=tokens // BLOCK)
     config = EngineConfig(model=checkpoint, device="cpu", parallel=parallel, cache=cache, scheduler=scheduler)
-    with closing(RanksExecutor(config, muster)) as executor:
+    with closing(RanksExecutor(config, start_ranks)) as executor:
         begun = time.perf_counter()
         executor.load(lambda phase, fraction: None)
         loaded = time.perf_counter() - begun
         executor.allocate(tokens // BLOCK)
         _generate(executor, config, tokens, fill=True)
-        held = [anonymous(pid) for pid in crews[0].pids]
+        held = [anonymous(pid) for pid in started[0].pids]
         steps = [_generate(executor, config, tokens, fill=False) for _ in range(3)]
     return RankCost(loaded, statistics.median(steps) * 1e3, held)
 

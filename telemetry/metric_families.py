@@ -111,33 +111,32 @@ TRITON_FAMILIES = (
     MetricFamily("nv_pinned_memory_pool_used_bytes", "gauge", "Pinned memory pool in use in bytes"),
 )
 
-_FAMILY_BY_NAME = {family.name: family for family in CHARONIA_FAMILIES}
-
 _VLLM_NAMES = {
-    "charonia_requests_running": "vllm:num_requests_running",
-    "charonia_requests_waiting": "vllm:num_requests_waiting",
-    "charonia_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
-    "charonia_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
-    "charonia_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
-    "charonia_preemptions_total": "vllm:num_preemptions_total",
-    "charonia_prompt_tokens_total": "vllm:prompt_tokens_total",
-    "charonia_generation_tokens_total": "vllm:generation_tokens_total",
-    "charonia_requests_total": "vllm:request_success_total",
-    "charonia_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "charonia_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "charonia_request_seconds": "vllm:e2e_request_latency_seconds",
-    "charonia_queue_seconds": "vllm:request_queue_time_seconds",
-    "charonia_prefill_seconds": "vllm:request_prefill_time_seconds",
-    "charonia_decode_seconds": "vllm:request_decode_time_seconds",
-    "charonia_step_tokens": "vllm:iteration_tokens_total",
+    "vllm:num_requests_running": "charonia_requests_running",
+    "vllm:num_requests_waiting": "charonia_requests_waiting",
+    "vllm:kv_cache_usage_perc": "charonia_kv_cache_usage_ratio",
+    "vllm:prefix_cache_queries_total": "charonia_prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total": "charonia_prefix_cache_hits_total",
+    "vllm:num_preemptions_total": "charonia_preemptions_total",
+    "vllm:prompt_tokens_total": "charonia_prompt_tokens_total",
+    "vllm:generation_tokens_total": "charonia_generation_tokens_total",
+    "vllm:request_success_total": "charonia_requests_total",
+    "vllm:time_to_first_token_seconds": "charonia_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "charonia_inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds": "charonia_request_seconds",
+    "vllm:request_queue_time_seconds": "charonia_queue_seconds",
+    "vllm:request_prefill_time_seconds": "charonia_prefill_seconds",
+    "vllm:request_decode_time_seconds": "charonia_decode_seconds",
+    "vllm:iteration_tokens_total": "charonia_step_tokens",
+    "vllm:time_per_output_token_seconds": "charonia_inter_token_latency_seconds",
 }
-_FORMER_VLLM_NAMES = {"charonia_inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
+"""vLLM's names, a former one of them too, -> ours."""
 
+_FAMILY_BY_NAME = {family.name: family for family in CHARONIA_FAMILIES}
 VLLM_FAMILIES = (
     *(
         MetricFamily(theirs, _FAMILY_BY_NAME[ours].kind, _FAMILY_BY_NAME[ours].help)
-        for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES)
-        for ours, theirs in names.items()
+        for theirs, ours in _VLLM_NAMES.items()
     ),
     MetricFamily("vllm:request_prompt_tokens", "histogram", "Prompt tokens per answered request"),
     MetricFamily("vllm:request_generation_tokens", "histogram", "Generated tokens per answered request"),
@@ -151,19 +150,14 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
     """The series that vLLM exports too, under its names: summed over the labels that it does not have."""
     sums: dict[tuple[str, str], float] = {}
     for family, value, labels in readings:
-        if isinstance(value, QuantileSummary):
-            continue
+        names = [theirs for theirs, ours in _VLLM_NAMES.items() if ours == family]
+        finished = _VLLM_FINISHED_REASONS.get(labels["outcome"]) if "outcome" in labels else ""
         if isinstance(value, Histogram):
             if family.startswith("vllm:"):
                 yield Reading(family, value)
-            for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES):
-                if family in names:
-                    yield Reading(names[family], value)
-            continue
-        finished = _VLLM_FINISHED_REASONS.get(labels["outcome"]) if "outcome" in labels else ""
-        if family in _VLLM_NAMES and finished is not None:
-            key = _VLLM_NAMES[family], finished
-            sums[key] = sums.get(key, 0) + value
+            yield from (Reading(name, value) for name in names)
+        elif names and finished is not None and not isinstance(value, QuantileSummary):
+            sums[names[0], finished] = sums.get((names[0], finished), 0) + value
     for (name, finished), value in sums.items():
         yield Reading(name, value, {"finished_reason": finished})
 

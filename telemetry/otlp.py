@@ -41,7 +41,8 @@ class OtlpTracer:
         else:
             resource = Resource.create(dict(settings.resource))
             queue_size, delay = settings.bsp_max_queue_size, float(settings.bsp_schedule_delay)
-            processor = BatchSpanProcessor(self._exporter, queue_size, delay, settings.batch_size)
+            batch_size = min(settings.bsp_max_export_batch_size, queue_size)  # no more than may wait
+            processor = BatchSpanProcessor(self._exporter, queue_size, delay, batch_size)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("charonia", version)

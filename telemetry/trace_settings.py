@@ -80,11 +80,6 @@ class SpanSettings:
             )
         return replace(self, **changed)
 
-    @property
-    def batch_size(self) -> int:
-        """Spans that leave together at most: no more than may wait."""
-        return min(self.bsp_max_export_batch_size, self.bsp_max_queue_size)
-
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:

@@ -1,6 +1,5 @@
 """The arrangement of a model's ranks, in numbers. Knows no processes and no tensors."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -24,11 +23,9 @@ class RankLayout(NamedTuple):
     def stage_of(self, rank: int) -> int:
         return rank // self.tensor
 
-    def ranks_of_stage(self, stage: int) -> range:
-        return range(stage * self.tensor, (stage + 1) * self.tensor)
-
-    def stages(self) -> Iterator[range]:
-        return map(self.ranks_of_stage, range(self.pipeline))
+    def stages(self) -> list[range]:
+        """The ranks of each stage."""
+        return [range(first, first + self.tensor) for first in range(0, self.world, self.tensor)]
 
     def rank_name(self, rank: int) -> str:
         """The rank's name in logs and errors: its number of how many, and its place in the layout."""

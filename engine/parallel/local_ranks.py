@@ -39,7 +39,7 @@ class LocalRanks:
     """`LaunchedRanks` on this machine.
 
     Raises:
-        OSError: connections or processes cannot be made; nothing is left of them.
+        OSError: connections or processes cannot be made; none is left.
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout) -> None:
@@ -85,7 +85,7 @@ class LocalRanks:
 
 
 def _rank_main(config: EngineConfig, place: RankPlace, connection: Connection) -> None:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost rank is told of in pages of C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost rank is logged in pages of C++
     from .rank import run_rank  # imports torch
 
     run_rank(config, place, connection)

@@ -14,7 +14,7 @@ from .local_ranks import LaunchedRanks
 from .rank_messages import RankFailed, RankReport, StepComputed, decode_report
 
 _GRACE_SECONDS = 1.0
-"""How long a rank that lost another one waits for that one's own end to be known, which says more."""
+"""How long the report of a rank that lost another one waits for that one's own, which says more."""
 
 
 class ReceivedReport(NamedTuple):

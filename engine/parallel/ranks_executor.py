@@ -140,8 +140,8 @@ class RanksExecutor:
     def _wait_for_all(
         self, kind: type[R], deadline: float | None = None, progress: ProgressCallback = lambda phase, fraction: None
     ) -> dict[int, R]:
-        """Every rank's report of this kind; until all are there, `progress` hears of the weights that are read."""
-        told = 0.0
+        """Every rank's report of this kind; until all are there, `progress` is called as weights are read."""
+        reported = 0.0
         while len(self._reports[kind]) < self._layout.world:
             received = self._started.monitor.next_report(deadline)
             if received is None:
@@ -150,9 +150,9 @@ class RanksExecutor:
                 raise Unavailable(f"{names} did not join within {self._join_seconds:g} s")
             self._reports[type(received.report)][received.rank] = received.report
             read = sum(report.fraction for report in self._reports[WeightsProgress].values()) / self._layout.world
-            if told < read < 1.0:
-                told = read
-                progress("weights", told)
+            if reported < read < 1.0:
+                reported = read
+                progress("weights", read)
         return self._reports.pop(kind)
 
     def _on_result(self, result: StepResult) -> None:
@@ -163,16 +163,16 @@ class RanksExecutor:
 
 
 class PendingSteps:
-    """The steps whose results have not come yet, in order; for any thread. `loss`: why no result will come any more."""
+    """The steps without a result, in order; for any thread. `loss`: why none will come any more."""
 
     def __init__(self) -> None:
         self._steps: deque[Future[StepResult]] = deque()
         self._lock = threading.Lock()
-        self._tell: Callable[[CharoniaError], None] = lambda error: None
+        self._on_loss: Callable[[CharoniaError], None] = lambda error: None
         self.loss: CharoniaError | None = None
 
     def add_step(self) -> Future[StepResult]:
-        """The future of one step more; it has failed already if there will be no result."""
+        """The future of one more step; it has failed already if there will be no result."""
         step: Future[StepResult] = Future()
         with self._lock:
             if self.loss is None:
@@ -182,28 +182,27 @@ class PendingSteps:
         return step
 
     def resolve_oldest(self, result: StepResult) -> None:
-        """Give the oldest step its result."""
         with self._lock:
             step = self._steps.popleft()
         step.set_result(result)
 
     def fail_all(self, error: CharoniaError) -> None:
-        """No result will come, for these steps and all to be added."""
+        """Fail these steps, and all to be added."""
         with self._lock:
             self.loss = error
             steps, self._steps = self._steps, deque()
-            tell = self._tell
+            on_loss = self._on_loss
         for step in steps:
             step.set_exception(error)
-        tell(error)
+        on_loss(error)
 
-    def on_loss(self, tell: Callable[[CharoniaError], None]) -> None:
-        """Call `tell` when `fail_all` is called, at once if it was."""
+    def on_loss(self, callback: Callable[[CharoniaError], None]) -> None:
+        """Call `callback` when `fail_all` is called, at once if it was."""
         with self._lock:
-            self._tell = tell
+            self._on_loss = callback
             error = self.loss
         if error is not None:
-            tell(error)
+            callback(error)
 
     def cancel_all(self) -> None:
         with self._lock:

@@ -110,8 +110,8 @@ class RankActor:
     """The Ray actor that runs one rank."""
 
     def serve(self, args: RemoteRankArgs) -> None:
-        """Be that rank until it is told to leave. The process, and its connection with it, waits to be ended then: what
-        torch would tidy up by itself takes seconds."""
+        """Run that rank until the core says to leave. The process, and its connection with it, stays until Ray ends it:
+        torch's own cleanup takes seconds."""
         set_process_name("charonia-rank")
         interface = interface_of(args.place.host)
         own = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
@@ -127,8 +127,8 @@ class RankActor:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address, if the system tells: gloo would ask for the machine's name,
-    which many resolve to loopback."""
+    """The network interface that has this IPv4 address, if one has: gloo would look up the machine's name, which many
+    resolve to loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none

@@ -10,9 +10,10 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -30,17 +31,16 @@ Actor: TypeAlias = Any
 """Ray has no type for a handle that a checker without Ray could read."""
 
 
-class RayTimeouts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RayTimeouts:
     """Seconds that the cluster may take to find `room`, and then the ranks to `join`."""
 
     room: float = 300.0
     join: float = 300.0
 
 
-DEFAULT_RAY_TIMEOUTS = RayTimeouts()
-
 _WARN_SECONDS = 10.0
-"""After which it is told that ranks wait for room."""
+"""After which it is logged that ranks wait for room."""
 _POLL_SECONDS = 0.5
 _DEATH_SECONDS = 5.0
 """How long Ray may take to end a process: on a machine that is gone it never does."""
@@ -54,7 +54,7 @@ class RayRanks:
         Unavailable: there is no cluster, no room in it, or a rank does not start; nothing is left of the others.
     """
 
-    def __init__(self, config: EngineConfig, layout: RankLayout, timeouts: RayTimeouts = DEFAULT_RAY_TIMEOUTS) -> None:
+    def __init__(self, config: EngineConfig, layout: RankLayout, timeouts: RayTimeouts = RayTimeouts()) -> None:
         self._layout, self._timeouts = layout, timeouts
         self._actors: list[Actor] = []
         self._served: list[Any] = []
@@ -81,11 +81,6 @@ class RayRanks:
     @property
     def connections(self) -> Sequence[Connection]:
         return [self._connected[rank] for rank in sorted(self._connected)]
-
-    @property
-    def hosts(self) -> list[str]:
-        """The host of each rank."""
-        return [place.host for place in self._places]
 
     def exit_reason(self, rank: int) -> str:
         return f"is lost, on {self._places[rank].host}"

@@ -24,8 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RANK_TIMEOUT_SECONDS = 1800.0
-"""Seconds that ranks wait for each other, while one loads from a slow disk or computes. The core gives up a rank that
-does not join much sooner."""
+"""Seconds that ranks wait for each other while one loads or computes; the core waits less for a rank to join."""
 
 _MAX_UNRECEIVED = 4
 """Steps that a stage may be ahead of the one after it before it waits."""

@@ -20,7 +20,7 @@ from .runtime import TrtllmRuntime, TrtllmRuntimeLoader
 
 _TOKENS = 8
 _SECONDS = 120.0
-"""Given to one generation, once the model is loaded."""
+"""For all generations, once the model is loaded."""
 
 _FINISH_REASONS = ("stop", "length", "timeout", "cancelled")
 
@@ -34,7 +34,7 @@ _STATISTICS = (
     "inflightBatchingStats.numCtxTokens",
     "inflightBatchingStats.numPausedRequests",
 )
-"""Paths of what we read in the record of an iteration."""
+"""Paths of the numbers that we read in the record of an iteration."""
 
 
 def report(model: str | None) -> int:
@@ -58,17 +58,17 @@ def report(model: str | None) -> int:
 
 
 class CompatReport:
-    """Collects in `found` whatever is not as expected, each once."""
+    """Collects in `found` the differences from what the adapter expects, each once."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
-    def expect(self, holds: bool, said: str) -> None:
-        if not holds and said not in self.found:
-            self.found.append(said)
+    def expect(self, holds: bool, otherwise: str) -> None:
+        if not holds and otherwise not in self.found:
+            self.found.append(otherwise)
 
     def check_attributes(self, path: str, thing: object) -> None:
-        """Whether `thing` has the attributes of the stub at `path`."""
+        """Expect the attributes of the stub at `path`."""
         stub = read_stubs()[path]
         for name in sorted(stub.attributes):
             self.expect(hasattr(thing, name), f"{stub.name.removeprefix('_')} has no attribute {name}")

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PERIOD_SECONDS = 1.0
-"""Between two readings of TensorRT-LLM's statistics, which it tells only when asked."""
+"""Between two readings of TensorRT-LLM's statistics."""
 
 
 class TrtllmClient:
-    """Requests to one `LLM`, which `start()` makes and `close()` ends. If it breaks it is not ready any more and is not
-    made again: the operator loads the model anew."""
+    """Requests to one `LLM`, which `start()` makes and `close()` ends. One that breaks is not made again: the operator
+    loads the model anew."""
 
     def __init__(
         self,
@@ -88,8 +88,7 @@ class TrtllmClient:
         self._on_progress(CoreLoading("TensorRT-LLM", 0.0, 0.0))
         runtime = await self._loader.load()
         self._on_progress(CoreLoading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.version))
-        self._queue = AdmissionQueue(runtime.max_sequences)
-        self._runtime = runtime
+        self._runtime, self._queue = runtime, AdmissionQueue(runtime.max_sequences)
         self._following = asyncio.create_task(self._stats.follow(runtime.llm))
         return runtime.ready
 

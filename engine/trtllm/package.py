@@ -21,7 +21,7 @@ SUPPORTED = "1.1 to before 1.3"
 _SUPPORTED = re.compile(r"1\.(1(?!\.0rc)|2)(\D|$)")
 
 _NO_TELEMETRY = "TRTLLM_NO_USAGE_STATS"
-"""TensorRT-LLM reports its use to NVIDIA unless this is 1; a server of ours does so only if its operator says."""
+"""TensorRT-LLM reports its use to NVIDIA unless this is 1, which it is by default here."""
 
 _STUBS = Path(__file__).parents[2] / "typings" / "tensorrt_llm"
 
@@ -43,7 +43,7 @@ def import_tensorrt_llm() -> str:
     os.environ.setdefault(_NO_TELEMETRY, "1")
     try:
         version = str(import_module("tensorrt_llm").__version__)
-    except Exception as error:  # a missing driver or library says so in many ways
+    except Exception as error:  # a missing driver or library raises many things
         raise Unsupported(f"tensorrt_llm is installed and cannot be imported: {error}", field="backend") from error
     if not _SUPPORTED.match(version):
         known = f"which this adapter does not know; it knows {SUPPORTED}"
@@ -102,10 +102,10 @@ def differences() -> Iterator[str]:
             real = getattr(import_module(stub.module), stub.name)
             for name, expected in stub.methods.items():
                 if name == "__init__":
-                    yield from (f"{path}: {said}" for said in _compare(expected, _constructor_defaults(path, real)))
+                    yield from (f"{path}: {each}" for each in _compare(expected, _constructor_defaults(path, real)))
                 elif not name.startswith("__"):
                     defaults = _defaults(getattr(real, name))
-                    yield from (f"{path}.{name}: {said}" for said in _compare(expected, defaults))
+                    yield from (f"{path}.{name}: {each}" for each in _compare(expected, defaults))
         except (ImportError, AttributeError) as error:
             yield f"{path} is not there ({error})"
 

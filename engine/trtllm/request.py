@@ -36,8 +36,7 @@ class GenerateArguments(NamedTuple):
 
 
 class ResultDelta(NamedTuple):
-    """The tokens that came since the last look. `finish_reason` may come before TensorRT-LLM's own end: it then has to
-    be told to abort."""
+    """The tokens since the last reading. With `finish_reason` a request that TensorRT-LLM has not ended is aborted."""
 
     tokens: list[int]
     logprobs: list[Logprobs]
@@ -57,8 +56,8 @@ class ResultReader:
         """Raises `CharoniaError` if TensorRT-LLM gave the request up, or says something unexpected."""
         output = result.outputs[0]
         tokens = list(output.token_ids[self._seen :])
-        if said := getattr(result, "error", None):  # of a request that was refused late, and did not raise
-            raise Internal(f"TensorRT-LLM: {said}")
+        if error := getattr(result, "error", None):  # of a request that was refused late, and did not raise
+            raise Internal(f"TensorRT-LLM: {error}")
         reason = _finish_reason(output.finish_reason, result.finished)
         earliest = max(0, self._min_tokens - self._seen)
         stops = (at for at in range(earliest, len(tokens)) if tokens[at] in self._stop_token_ids)
@@ -94,14 +93,14 @@ class ResultReader:
         return Logprobs(float(given[token].logprob), ids, values)
 
 
-def _finish_reason(said: str | None, finished: bool) -> FinishReason | None:
-    if said is None and not finished:
+def _finish_reason(reason: str | None, finished: bool) -> FinishReason | None:
+    if reason is None and not finished:
         return None
-    if said == "cancelled":
+    if reason == "cancelled":
         raise Unavailable("TensorRT-LLM gave the request up")
-    if said not in _REASONS:
-        raise Internal(f"TensorRT-LLM ended the request with '{said}'")
-    return _REASONS[said]
+    if reason not in _REASONS:
+        raise Internal(f"TensorRT-LLM ended the request with '{reason}'")
+    return _REASONS[reason]
 
 
 class TrtllmRequest:
@@ -111,10 +110,7 @@ class TrtllmRequest:
     def __init__(
         self, add: AddRequest, arguments: GenerateArguments, stream: TokenStream, queued: QueuedSequence
     ) -> None:
-        self.add = add
-        self.arguments = arguments
-        self.stream = stream
-        self.queued = queued
+        self.add, self.arguments, self.stream, self.queued = add, arguments, stream, queued
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.result: RequestOutput | None = None
@@ -122,9 +118,8 @@ class TrtllmRequest:
         self._began = 0.0
 
     def begin(self, result: "RequestOutput") -> None:
-        """TensorRT-LLM has it."""
-        self.result = result
-        self._began = time.monotonic()
+        """TensorRT-LLM computes it."""
+        self.result, self._began = result, time.monotonic()
 
     def forward_results(self, result: "RequestOutput") -> int:
         """Write what is new into the stream; the number of tokens. Raises as `ResultReader.read_delta` does."""
@@ -139,12 +134,12 @@ class TrtllmRequest:
         return len(delta.tokens)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error. Of one that is ours, TensorRT-LLM knows nothing yet and is told to abort."""
+        """End the stream with an error. Where the error is ours, TensorRT-LLM goes on and is aborted."""
         self._drop_result(ended=not isinstance(error, CharoniaError))
         self.stream.fail(error if isinstance(error, CharoniaError) else Internal(f"TensorRT-LLM: {error}"))
 
     def stop(self) -> None:
-        """The stream's reader is gone: end whatever still works for it."""
+        """End all work for the stream, whose reader is gone."""
         if self.timer is not None:
             self.timer.cancel()
         if self.task is not None and self.task is not asyncio.current_task():
@@ -157,5 +152,5 @@ class TrtllmRequest:
             return
         try:
             result.abort()
-        except Exception as error:  # it may be gone by now, and no client is to suffer for that
+        except Exception as error:  # it may have ended by now
             log.warning("TensorRT-LLM could not be told to abort: %s", error)

@@ -1,4 +1,4 @@
-"""A loaded `LLM` of TensorRT-LLM: made in a thread of its own, asked in the event loop, shut down.
+"""A loaded `LLM` of TensorRT-LLM: made and shut down in a thread of its own, used in the event loop.
 
 Knows nothing of queues and streams.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
 from ..core.messages import AddRequest, CoreReady
-from .llm_factory import TrtllmModelInfo, make_llm, read_model_info
+from .llm_factory import make_llm, read_model_info
 from .options import TrtllmOptions
 from .package import differences, import_tensorrt_llm
 from .request import GenerateArguments, ResultReader
@@ -26,13 +26,14 @@ log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 60.0
 """Given to a shutdown; then the process goes on without it."""
 
+_REFUSALS = (ValueError, TypeError, NotImplementedError)
 _BLOCK_SIZE = 32
 """Tokens in a block where nothing else is set; TensorRT-LLM's default is the same."""
 
 
 @dataclass(eq=False, slots=True)
 class TrtllmRuntime:
-    """`max_sequences`: run at once. `adapters`: paths of LoRA adapters by name."""
+    """A loaded model. `max_sequences`: run at once. `adapters`: paths of LoRA adapters by name."""
 
     version: str
     llm: "LLM"
@@ -59,8 +60,8 @@ class TrtllmRuntime:
         try:
             adapter = self._lora_request(add.adapter) if add.adapter else None
             return GenerateArguments(add.prompt, self.sampling.translate(add), adapter, salt)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise _refused(error) from error
+        except _REFUSALS as error:
+            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
 
     def submit(self, arguments: GenerateArguments) -> "RequestOutput":
         """Begin a generation; called in the event loop that iterates the result.
@@ -68,17 +69,16 @@ class TrtllmRuntime:
         Raises:
             InvalidArgument: it is refused. Any other error means that the engine is lost.
         """
-        inputs, sampling_params, lora_request, cache_salt = arguments
         try:
             return self.llm.generate_async(
-                inputs=inputs,
-                sampling_params=sampling_params,
-                lora_request=lora_request,
+                inputs=arguments.inputs,
+                sampling_params=arguments.sampling_params,
+                lora_request=arguments.lora_request,
                 streaming=True,
-                cache_salt=cache_salt,
+                cache_salt=arguments.cache_salt,
             )
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise _refused(error) from error
+        except _REFUSALS as error:
+            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
 
     def _lora_request(self, name: str) -> "LoRARequest":
         from tensorrt_llm.llmapi import LoRARequest
@@ -96,7 +96,7 @@ class TrtllmRuntime:
         return isinstance(error, CharoniaError | RequestError)
 
     async def warm_up(self) -> None:
-        """Return when it generated a token."""
+        """Return when the model generated a token."""
         add = AddRequest(key=0, prompt=[0], max_tokens=1)
         reader = ResultReader(add)
         async for result in self.submit(self.translate(add)):
@@ -105,12 +105,8 @@ class TrtllmRuntime:
         raise Internal("TensorRT-LLM generated nothing")
 
 
-def _refused(error: Exception) -> InvalidArgument:
-    return InvalidArgument(f"TensorRT-LLM refuses the request: {error}")
-
-
 class TrtllmRuntimeLoader:
-    """Makes a `TrtllmRuntime`. Importing the package, reading and loading take their time in one thread of its own."""
+    """Loads a `TrtllmRuntime` in a thread of its own: importing the package and loading the model take long."""
 
     def __init__(self, model: str, options: TrtllmOptions) -> None:
         self._model = model
@@ -160,7 +156,13 @@ class TrtllmRuntimeLoader:
             raise InvalidArgument(f"TensorRT-LLM refuses the model: {error}") from error
         except Exception as error:  # drivers, memory, MPI
             raise Unavailable(f"TensorRT-LLM cannot load the model: {error}") from error
-        return _runtime(version, llm, model, options)
+        applies_all = model.engine or options.sampler_type == "TRTLLMSampler"
+        sampling = SamplingTranslator(
+            version, model.vocab_size, applies_all, lambda ids: llm.tokenizer.decode(list(ids))
+        )
+        ready = CoreReady(model.vocab_size, model.max_model_len, options.block_size or _BLOCK_SIZE, 0)
+        max_sequences = min(options.max_num_seqs, model.max_num_seqs or options.max_num_seqs)
+        return TrtllmRuntime(version, llm, ready, max_sequences, sampling, options.adapters)
 
 
 def _shut_down(loading: "Future[TrtllmRuntime]") -> None:
@@ -170,11 +172,3 @@ def _shut_down(loading: "Future[TrtllmRuntime]") -> None:
         loading.result().llm.shutdown()
     except Exception:
         log.warning("TensorRT-LLM did not shut down", exc_info=True)
-
-
-def _runtime(version: str, llm: "LLM", model: TrtllmModelInfo, options: TrtllmOptions) -> TrtllmRuntime:
-    applies_all = model.engine or options.sampler_type == "TRTLLMSampler"
-    sampling = SamplingTranslator(version, model.vocab_size, applies_all, lambda ids: llm.tokenizer.decode(list(ids)))
-    ready = CoreReady(model.vocab_size, model.max_model_len, options.block_size or _BLOCK_SIZE, 0)
-    max_sequences = min(options.max_num_seqs, model.max_num_seqs or options.max_num_seqs)
-    return TrtllmRuntime(version, llm, ready, max_sequences, sampling, options.adapters)

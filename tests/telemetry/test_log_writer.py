@@ -37,10 +37,10 @@ def logger_of(lines: LogWriter) -> logging.Logger:
 
 
 def ended() -> logging.LogRecord:
-    exchange = RequestContext("infer")
-    exchange.finish()
-    exchange.close()
-    return RequestLogRecord(exchange)
+    context = RequestContext("infer")
+    context.finish()
+    context.close()
+    return RequestLogRecord(context)
 
 
 def test_what_somebody_reads_is_written_in_order_and_all_of_it_at_the_end() -> None:

@@ -106,11 +106,11 @@ def test_lines_of_the_web_server_are_for_the_curious() -> None:
 
 
 def ended(tenant: str) -> RequestContext:
-    exchange = RequestContext("infer")
-    exchange.tenant = tenant
-    exchange.finish()
-    exchange.close()
-    return exchange
+    context = RequestContext("infer")
+    context.tenant = tenant
+    context.finish()
+    context.close()
+    return context
 
 
 def test_requests_that_ended_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,11 +30,11 @@ def tracing(path: Path, **settings: Any) -> tuple[TraceControl, TraceFileWriter]
 
 
 def ended(model: str = "m", request_id: str = "", found: bool = True) -> RequestContext:
-    exchange = RequestContext("infer")
-    exchange.id, exchange.model, exchange.version, exchange.model_found = request_id, model, "3", found
-    exchange.finish()
-    exchange.close()
-    return exchange
+    context = RequestContext("infer")
+    context.id, context.model, context.version, context.model_found = request_id, model, "3", found
+    context.finish()
+    context.close()
+    return context
 
 
 def written(path: Path) -> list[dict[str, Any]]:
@@ -48,15 +48,15 @@ def ids(path: Path) -> list[int]:
 
 def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
     _, file = tracing(path)
-    exchange = ended("m", "r1")
-    file(exchange)
+    context = ended("m", "r1")
+    file(context)
     file(ended(found=False))
     file.close()
     asked, times = json.loads(path.read_text())
     assert asked == {"id": 1, "model_name": "m", "model_version": 3, "request_id": "r1"}
     assert times["id"] == 1
     stamps = {each["name"]: each["ns"] for each in times["timestamps"]}
-    arrived, answered, ended_ = (int(1e9 * at) for at in (exchange.arrived_at, exchange.answered_at, exchange.ended_at))
+    arrived, answered, ended_ = (int(1e9 * at) for at in (context.arrived_at, context.answered_at, context.ended_at))
     assert stamps == {
         "HTTP_RECV_START": arrived,
         "REQUEST_START": arrived,
@@ -70,11 +70,11 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
 
 def test_what_was_refused_has_no_answer(path: Path) -> None:
     _, file = tracing(path)
-    exchange = RequestContext("ModelInfer")
-    exchange.model, exchange.model_found = "m", True
-    exchange.fail(InvalidArgument("no"))
-    exchange.close()
-    file(exchange)
+    context = RequestContext("ModelInfer")
+    context.model, context.model_found = "m", True
+    context.fail(InvalidArgument("no"))
+    context.close()
+    file(context)
     file.close()
     [_, times] = json.loads(path.read_text())
     names = ["GRPC_WAITREAD_START", "REQUEST_START", "REQUEST_END", "GRPC_SEND_END"]
@@ -83,9 +83,9 @@ def test_what_was_refused_has_no_answer(path: Path) -> None:
 
 def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
     _, file = tracing(path)
-    exchange = ended()
-    exchange.execution = ExecutionTimes(queued=100, begun=250, spent=(10, 20, 30))
-    file(exchange)
+    context = ended()
+    context.execution = ExecutionTimes(queued=100, begun=250, spent=(10, 20, 30))
+    file(context)
     file.close()
     [_, times] = json.loads(path.read_text())
     assert [(each["name"], each["ns"]) for each in times["timestamps"][1:8]] == [
@@ -116,17 +116,17 @@ async def test_tensors_are_written_as_they_passed(path: Path) -> None:
         Tensor.from_values("HALF", "BF16", np.array(0x3F80, np.uint16)),
     ]
     for model in ("not picked", "m"):
-        exchange, ended = RequestContext("infer"), list[bool]()
-        exchange.model, exchange.version, exchange.model_found = model, "3", True
-        exchange.execution = ExecutionTimes(1, 2, (3, 4, 5))
+        context, ended = RequestContext("infer"), list[bool]()
+        context.model, context.version, context.model_found = model, "3", True
+        context.execution = ExecutionTimes(1, 2, (3, 4, 5))
         answers = trace_tensors(
-            request_trace(exchange, traces), inputs, answered([InferResponse((each,)) for each in made], ended)
+            request_trace(context, traces), inputs, answered([InferResponse((each,)) for each in made], ended)
         )
         lent[:] = 7  # a client may, as soon as it is answered
         assert [response.outputs[0] async for response in answers] == made
         lent[:] = [0.1, 1e-30, np.nan]
-        exchange.close()
-        file(exchange)
+        context.close()
+        file(context)
         assert ended == [True]
     file.close()
     first, *said = written(path)
@@ -150,13 +150,13 @@ async def test_a_tensor_without_end_is_cut(path: Path) -> None:
         Tensor.from_values("N", "INT32", np.arange(1 << 20)),
         *[Tensor.from_values("S", "BYTES", [b"x" * 100] * 10000)] * 5,
     ]
-    exchange = RequestContext("infer")
-    exchange.model_found = True
+    context = RequestContext("infer")
+    context.model_found = True
     responses = [InferResponse((Tensor.from_values("OUT", "INT8", [number % 100]),)) for number in range(3000)]
-    answers = trace_tensors(request_trace(exchange, traces), large, answered(responses, []))
+    answers = trace_tensors(request_trace(context, traces), large, answered(responses, []))
     assert len([response async for response in answers]) == 3000
-    exchange.close()
-    file(exchange)
+    context.close()
+    file(context)
     said = [each for each in written(path.with_name("trace.json.0")) if "tensor" in each]
     assert said[0]["tensor"]["data"].endswith("16382,16383,...")
     assert 200_000 < len(said[1]["tensor"]["data"]) < 300_000
@@ -167,10 +167,10 @@ async def test_a_tensor_without_end_is_cut(path: Path) -> None:
 def test_the_file_is_whole_when_those_picked_last_end_first(path: Path) -> None:
     traces, file = tracing(path, trace_count=2)
     first, last = ended(request_id="first"), ended(request_id="last")
-    for exchange in (first, last):
-        request_trace(exchange, traces)
-    for exchange in (last, first):
-        file(exchange)
+    for context in (first, last):
+        request_trace(context, traces)
+    for context in (last, first):
+        file(context)
     asked = [each.get("request_id") for each in written(path.with_name("trace.json.0"))]
     assert asked == ["last", None, "first", None]
 

@@ -1,4 +1,4 @@
-"""Whether requests are traced, and where to; what spans an exchange has, without any collector."""
+"""Whether requests are traced, and where to; what spans an context has, without any collector."""
 
 import subprocess
 import sys
@@ -60,7 +60,8 @@ def test_tritons_mode_says_where_spans_go_and_it_alone() -> None:
         otlp_endpoint("http://other", {}, told)
     with pytest.raises(InvalidArgument, match="--trace-config opentelemetry,url must be an HTTP URL"):
         otlp_endpoint("", {}, SpanSettings("http://"))
-    assert SpanSettings(bsp_max_queue_size=10).batch_size == 10
+    with open_tracer(told.url, "1", SpanSettings(bsp_max_queue_size=10)) as tracer:
+        assert tracer is not None, "a batch is no larger than the queue"
 
 
 def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() -> None:
@@ -72,7 +73,7 @@ def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() 
         sampled(asked(str(number)))
     sampled(asked("theirs", (b"traceparent", b"00-1-2-01")))
     sampled(asked("of nobody", found=False))
-    assert [exchange.id for exchange in seen] == ["1", "3", "theirs"]
+    assert [context.id for context in seen] == ["1", "3", "theirs"]
     with pytest.raises(Unsupported, match="trace settings can not be updated in mode opentelemetry"):
         traces.update({"trace_rate": ["1"]})
     assert traces.settings("m").as_v2_texts() == {
@@ -89,10 +90,10 @@ def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() 
 
 
 def asked(name: str, *headers: tuple[bytes, bytes], found: bool = True) -> RequestContext:
-    exchange = RequestContext("infer", headers)
-    exchange.id, exchange.model_found = name, found
-    exchange.close()
-    return exchange
+    context = RequestContext("infer", headers)
+    context.id, context.model_found = name, found
+    context.close()
+    return context
 
 
 def test_in_tritons_mode_nothing_is_traced_without_a_level() -> None:
@@ -158,19 +159,19 @@ def part(**fields: object) -> SimpleNamespace:
 
 
 def closed(*parts: SimpleNamespace, error: Exception | None = None) -> RequestContext:
-    exchange = RequestContext("chat")
-    exchange.id, exchange.model, exchange.tenant, exchange.arrived_at = "chatcmpl-1", "m", "alice", 0.5
-    exchange.sequences.extend(parts)
+    context = RequestContext("chat")
+    context.id, context.model, context.tenant, context.arrived_at = "chatcmpl-1", "m", "alice", 0.5
+    context.sequences.extend(parts)
     if error is not None:
-        exchange.fail(error)
-    exchange.close()
-    exchange.ended_at = 12.0
-    return exchange
+        context.fail(error)
+    context.close()
+    context.ended_at = 12.0
+    return context
 
 
 def test_an_answered_request() -> None:
-    exchange = closed(part())
-    whole = request_span(exchange)
+    context = closed(part())
+    whole = request_span(context)
     assert (whole.name, whole.start, whole.end, whole.is_error) == ("chat m", 0.5, 12.0, False)
     expected = {
         "gen_ai.operation.name": "chat",
@@ -193,7 +194,7 @@ def test_an_answered_request() -> None:
     }
     assert expected.items() <= whole.attributes.items()
     assert "error.type" not in whole.attributes
-    phases = [(span.name, span.start, span.end) for span in phase_spans(exchange)]
+    phases = [(span.name, span.start, span.end) for span in phase_spans(context)]
     assert phases == [("tokenize", 1, 2), ("queue", 2, 4), ("prefill", 4, 7), ("decode", 7, 11)]
 
 
@@ -201,23 +202,23 @@ def test_a_request_that_broke_off_in_the_queue() -> None:
     late = part(
         end=RequestEnd(Outcome.TIMEOUT), begun=None, first=None, last=None, cached=None, generated=0, finish_reason=None
     )
-    exchange = closed(late)
-    whole = request_span(exchange)
+    context = closed(late)
+    whole = request_span(context)
     assert whole.is_error
     assert whole.attributes["error.type"] == "timeout"
     assert "gen_ai.latency.time_in_queue" not in whole.attributes
-    assert [(span.name, span.end) for span in phase_spans(exchange)] == [("tokenize", 2.0), ("queue", 12.0)]
+    assert [(span.name, span.end) for span in phase_spans(context)] == [("tokenize", 2.0), ("queue", 12.0)]
 
 
 def test_a_refusal_is_the_clients_and_has_no_phases() -> None:
-    exchange = closed(error=QueueFull("full", retry_after=1))
-    whole = request_span(exchange)
+    context = closed(error=QueueFull("full", retry_after=1))
+    whole = request_span(context)
     assert not whole.is_error
     assert whole.attributes["error.type"] == "queue_full_requests"
-    assert list(phase_spans(exchange)) == []
+    assert list(phase_spans(context)) == []
 
 
 def test_several_answers_tell_their_phases_apart() -> None:
-    exchange = closed(part(), part(choice=1))
-    assert [span.attributes["charonia.choice"] for span in phase_spans(exchange)] == [0] * 4 + [1] * 4
-    assert request_span(exchange).attributes["gen_ai.request.choice.count"] == 2
+    context = closed(part(), part(choice=1))
+    assert [span.attributes["charonia.choice"] for span in phase_spans(context)] == [0] * 4 + [1] * 4
+    assert request_span(context).attributes["gen_ai.request.choice.count"] == 2

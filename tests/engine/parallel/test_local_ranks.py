@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
 
     executor: RanksExecutor
     alone: InlineExecutor
-    crew: LocalRanks
+    processes: LocalRanks
     stages: int
 
 
@@ -49,17 +49,17 @@ def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
 @pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def ranks(request: pytest.FixtureRequest, config: Callable[..., EngineConfig]) -> Iterator[Ranks]:
     name, parallel = request.param
-    crews: list[LocalRanks] = []
+    started: list[LocalRanks] = []
 
-    def muster(config: EngineConfig, layout: RankLayout) -> LocalRanks:
-        crews.append(LocalRanks(config, layout))
-        return crews[-1]
+    def start_ranks(config: EngineConfig, layout: RankLayout) -> LocalRanks:
+        started.append(LocalRanks(config, layout))
+        return started[-1]
 
-    executor, alone = RanksExecutor(config(name, parallel), muster), InlineExecutor(config(name, ParallelConfig()))
+    executor, alone = RanksExecutor(config(name, parallel), start_ranks), InlineExecutor(config(name, ParallelConfig()))
     try:
         executor.load(lambda phase, fraction: None)
         alone.load(lambda phase, fraction: None)
-        yield Ranks(executor, alone, crews[0], parallel.pipeline)
+        yield Ranks(executor, alone, started[0], parallel.pipeline)
     finally:
         executor.close()
         alone.close()
@@ -102,7 +102,7 @@ def test_a_killed_rank_takes_everything_with_it(ranks: Ranks, split: Any) -> Non
     """The last of the tests that need these ranks."""
     told: list[CharoniaError] = []
     ranks.executor.watch(told.append)
-    pids = ranks.crew.pids
+    pids = ranks.processes.pids
     os.kill(pids[-1], signal.SIGKILL)
     name = f"rank {len(pids) - 1} of {len(pids)}"
     with pytest.raises(Unavailable, match=rf"^{name}.* died \(exit code -9\)$"):

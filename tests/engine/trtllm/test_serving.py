@@ -1,4 +1,4 @@
-"""The way to a model of TensorRT-LLM: model repositories, the command line, and the doors' gateway."""
+"""The way to a model of TensorRT-LLM: model repositories, the command line, and the gateway."""
 
 import shutil
 from collections.abc import Callable
