@@ -74,7 +74,7 @@ def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompleti
         raise InvalidArgument("best_of can't be streamed: the best are known when all have ended", field="best_of")
     max_tokens = _COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     spec = _response_spec(f"cmpl-{request_id}", fields, best_of or n, bool(fields.echo))
-    return _parsed(spec, fields, _prompts(fields.prompt), _sampling(members, fields, max_tokens))
+    return _parsed(spec, fields, _prompts(fields.prompt), _sampling(members, fields, spec, max_tokens))
 
 
 def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
@@ -88,7 +88,7 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     spec = _response_spec(f"chatcmpl-{request_id}", fields, _choices(fields.n))
     limit = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     try:
-        return _parsed(spec, fields, [conversation], _sampling(members, fields, getattr(fields, limit)))
+        return _parsed(spec, fields, [conversation], _sampling(members, fields, spec, getattr(fields, limit)))
     except InvalidArgument as error:
         if error.field != "max_tokens":
             raise
@@ -111,7 +111,9 @@ def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
     return TokenizeRequest(prompt=parse_messages(body.messages, body))
 
 
-def _response_spec(response_id: str, fields: GenerationBody, best_of: int, echo: bool = False) -> ResponseSpec:
+def _response_spec(
+    response_id: str, fields: CompletionBody | ChatBody, best_of: int, echo: bool = False
+) -> ResponseSpec:
     options = fields.stream_options or StreamOptions()
     return ResponseSpec(
         id=response_id,
@@ -198,16 +200,18 @@ def _parsed(
     return ParsedCompletion(requests, stream, spec)
 
 
-def _sampling(members: Mapping[str, Any], fields: GenerationBody, max_tokens: int | None) -> SamplingParams:
+def _sampling(
+    members: Mapping[str, Any], fields: CompletionBody | ChatBody, spec: ResponseSpec, max_tokens: int | None
+) -> SamplingParams:
     named = msgspec.structs.asdict(convert_fields(members, SamplingFields))
-    logprobs, n, best_of = fields.num_logprobs, fields.n or 1, getattr(fields, "best_of", None) or 1
+    ranked = spec.logprobs is None and spec.best_of > spec.n  # the best are found by their logprobs
     return SamplingParams(
         **{name: value for name, value in named.items() if value is not None},
         max_tokens=max_tokens,
         stop=_non_empty(fields.stop),
         bad_words=_non_empty(fields.bad_words),
         logit_bias=_logit_bias(fields.logit_bias or {}),
-        logprobs=0 if logprobs is None and best_of > n else logprobs,  # the best are found by their logprobs
+        logprobs=0 if ranked else spec.logprobs,
         prompt_logprobs=fields.num_prompt_logprobs,
     )
 

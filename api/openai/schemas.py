@@ -116,16 +116,6 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             return GuidedDecoding("json", parameter="response_format")
         return GuidedDecoding("json_schema", orjson.dumps(wanted.json_schema.schema).decode(), "response_format")
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many likeliest tokens stand beside each chosen one; None: no logprob is shown at all."""
-        raise NotImplementedError
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """How many likeliest tokens are computed for each token of the prompt; None: no logprob at all."""
-        return self.prompt_logprobs
-
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: Any
@@ -135,10 +125,12 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
+        """How many likeliest tokens stand beside each chosen one; None: no logprob is shown at all."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens are computed for each token of the prompt; None: no logprob at all."""
         echoed = self.logprobs if self.echo else None
         return max((most for most in (echoed, self.prompt_logprobs) if most is not None), default=None)
 
@@ -161,6 +153,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         if top and not self.logprobs:
             raise InvalidArgument("top_logprobs needs logprobs to be true", field="top_logprobs")
         return top if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
 
 _OWN_FORM = {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__}

@@ -1,4 +1,4 @@
-"""OpenAI's door: shapes, usage, and refusals that name the field."""
+"""OpenAI's endpoints: shapes, usage, and refusals that name the field."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""OpenAI's door: what it says of prompts (echo, their logprobs), and the best of several answers."""
+"""OpenAI's endpoints: what it says of prompts (echo, their logprobs), and the best of several answers."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""SageMaker's and Vertex AI's doors: their paths and headers in front of v2's answers."""
+"""SageMaker's and Vertex AI's endpoints: their paths and headers in front of v2's answers."""
 
 import json
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ OUT = Tensor.from_values("OUT", "FP32", [[[1.5, 2.0]]])
 
 
 @asynccontextmanager
-async def door(gateway: Any, options: CloudOptions, environment: dict[str, str]) -> AsyncIterator[httpx.AsyncClient]:
+async def served(gateway: Any, options: CloudOptions, environment: dict[str, str]) -> AsyncIterator[httpx.AsyncClient]:
     gateway.responses = (InferResponse((OUT,)),)
     [cloud] = parse_clouds(options, environment)
     app = build_app(gateway, ServerInfo(name="ferry"))
@@ -37,7 +37,7 @@ async def door(gateway: Any, options: CloudOptions, environment: dict[str, str])
 
 
 async def test_sagemaker_pings_and_invokes(gateway: Any) -> None:
-    async with door(gateway, SAGEMAKER, DEFAULT) as client:
+    async with served(gateway, SAGEMAKER, DEFAULT) as client:
         assert (await client.get("/ping")).status_code == 200
         gateway.is_ready = False
         assert (await client.get("/ping")).status_code == 400
@@ -58,7 +58,7 @@ async def test_sagemaker_may_ask_whether_it_lives_and_for_texts(gateway: Any) ->
         "SAGEMAKER_TRITON_INFERENCE_TYPE": "generate_stream",
     }
     gateway.is_ready = False
-    async with door(gateway, SAGEMAKER, told) as client:
+    async with served(gateway, SAGEMAKER, told) as client:
         gateway.responses = None
         assert (await client.get("/ping")).status_code == 200
         answer = await client.post("/invocations", json={"text_input": "x"})
@@ -80,7 +80,7 @@ async def test_the_type_of_a_body_tells_how_long_its_json_is(
     given = {**MATRIX, "parameters": {"binary_data_size": len(raw)}}
     del given["data"]
     head = json.dumps({"inputs": [given], "outputs": [{"name": "OUT", "parameters": {"binary_data": True}}]}).encode()
-    async with door(gateway, options, told) as client:
+    async with served(gateway, options, told) as client:
         sent = {"content-type": f"{media.replace(';', '; ')}{len(head)}"}
         answer = await client.post(path, content=head + raw, headers=sent)
     assert answer.status_code == 200
@@ -93,7 +93,7 @@ async def test_the_type_of_a_body_tells_how_long_its_json_is(
 
 
 async def test_vertex_ai_reaches_all_of_v2_by_a_header(gateway: Any) -> None:
-    async with door(gateway, VERTEX_AI, ROUTES) as client:
+    async with served(gateway, VERTEX_AI, ROUTES) as client:
         assert (await client.get("/health")).status_code == 200
         for redirect, name in (
             ("v2", "ferry"),
@@ -114,7 +114,7 @@ async def test_vertex_ai_reaches_all_of_v2_by_a_header(gateway: Any) -> None:
 
 
 async def test_vertex_ai_asks_the_only_model_there_is(gateway: Any) -> None:
-    async with door(gateway, CloudOptions(allow_vertex_ai="1"), ROUTES) as client:
+    async with served(gateway, CloudOptions(allow_vertex_ai="1"), ROUTES) as client:
         answer = await client.post("/predict", json={"inputs": [MATRIX]})
     assert answer.status_code == 400
     assert answer.json() == {"error": "there are 2 models: --vertex-ai-default-model does not say which is asked"}
@@ -131,7 +131,7 @@ async def test_vertex_ai_asks_the_only_model_there_is(gateway: Any) -> None:
     ],
 )
 async def test_what_is_not_there(gateway: Any, method: str, path: str, status: int, error: str) -> None:
-    async with door(gateway, SAGEMAKER, DEFAULT) as client:
+    async with served(gateway, SAGEMAKER, DEFAULT) as client:
         answer = await client.request(method, path)
     assert (answer.status_code, answer.json()) == (status, {"error": error})
 

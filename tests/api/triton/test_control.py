@@ -32,7 +32,7 @@ DISABLED = "Client shared memory is disabled. Start the server with '--allow-cli
 
 
 @asynccontextmanager
-async def door(gateway: Any, **flags: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def served(gateway: Any, **flags: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = build_app(gateway, ServerInfo(max_input_size=2000), rules=parse_http_rules(HttpOptions(**flags)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as client:
         yield client
@@ -226,7 +226,7 @@ async def test_setting_errors(client: httpx.AsyncClient, path: str, body: Any, s
 async def test_regions_come_and_go(gateway: Any, shared_memory: str) -> None:
     gateway.shared_state = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     region = f"{SYSTEM}/region/r"
-    async with door(gateway) as client:
+    async with served(gateway) as client:
         assert (await client.get(f"{SYSTEM}/status")).json() == []
         body = {"key": shared_memory, "offset": 8, "byte_size": 16}
         for path, sent in (
@@ -294,7 +294,7 @@ MEMORY_ERRORS = [
 @pytest.mark.parametrize(("method", "path", "body", "status", "text"), MEMORY_ERRORS)
 async def test_memory_errors(gateway: Any, method: str, path: str, body: Any, status: int, text: str) -> None:
     gateway.shared_state = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
-    async with door(gateway) as client:
+    async with served(gateway) as client:
         response = await client.request(method, path, json=body)
     assert (response.status_code, response.json()) == (status, {"error": text})
 
@@ -345,7 +345,7 @@ BELONGS = {
 
 @pytest.mark.parametrize("name", APIS)
 async def test_restricted(gateway: Any, name: str) -> None:
-    async with door(gateway, http_restricted_api=(f"{name}:X-Key=se=cret",)) as client:
+    async with served(gateway, http_restricted_api=(f"{name}:X-Key=se=cret",)) as client:
         for other, paths in BELONGS.items():
             for path in paths:
                 for headers in ({}, {"x-key": "wrong"}):

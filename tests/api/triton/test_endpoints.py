@@ -1,4 +1,4 @@
-"""The v2 door: every status and text a client may rely on."""
+"""The v2 endpoints: every status and text a client may rely on."""
 
 import json
 from collections.abc import Callable

@@ -604,4 +604,4 @@ async def test_a_client_who_leaves_is_not_computed_for(gateway: Any) -> None:
     scope = {"type": "http", "method": "POST", "path": NUMBERS, "headers": [], "query_string": b""}
     await build_app(gateway, ServerInfo())(scope, receive, send)
     assert (sent[0]["status"], gateway.open_streams) == (499, 0)
-    assert [exchange.end.outcome for exchange in gateway.contexts] == ["cancelled"]
+    assert [context.end.outcome for context in gateway.contexts] == ["cancelled"]
