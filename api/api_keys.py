@@ -1,7 +1,4 @@
-"""API keys, and the tenants that they stand for.
-
-Knows nothing of HTTP and gRPC but the `authorization` text they carry. Keeps digests only: no key can be logged.
-"""
+"""API keys, and the tenants that they stand for. Only digests are kept: no key can be logged."""
 
 import hmac
 import math
@@ -39,9 +36,7 @@ class Keyring:
 
     def authenticate(self, authorization: str | None) -> Tenant:
         """The tenant of the key in an `authorization` header or metadata; as slow for a wrong key as for a right one.
-
-        Raises `Unauthenticated` for an unknown key, or none.
-        """
+        Raises `Unauthenticated` for an unknown key, or none."""
         if not self._tenants:
             return ANONYMOUS
         if authorization is None or not authorization.lower().startswith(_SCHEME):
@@ -56,11 +51,8 @@ class Keyring:
 
 
 def load_keyring(given: Sequence[str] = (), file: Path | None = None) -> Keyring:
-    """The keys of the flags --api-key and --api-key-file and of the environment.
-
-    Raises `InvalidArgument` if one is malformed (its place is named, never itself), given twice, or two disagree on a
-    tenant.
-    """
+    """The keys of the flags --api-key and --api-key-file and of the environment. Raises `InvalidArgument` if one is
+    malformed (its place is named, never itself), given twice, or two disagree on a tenant."""
     placed = [(f"--api-key {number}", text) for number, text in enumerate(given, 1)]
     placed += [] if file is None else _lines(file)
     variable = os.environ.get(ENVIRONMENT, "").replace(",", " ").split()

@@ -158,10 +158,8 @@ class ValueBudget:
 
 
 class UnparsedContainer:
-    """An array or an object whose text is longer than a piece: from its bracket at `begin` to before `stop`.
-
-    Its methods raise `InvalidArgument` for malformed JSON, and `TooManyValues`.
-    """
+    """An array or an object whose text is longer than a piece: from its bracket at `begin` to before `stop`. Its
+    methods raise `InvalidArgument` for malformed JSON, and `TooManyValues`."""
 
     def __init__(self, text: _Text, begin: int, stop: int, depth: int) -> None:
         self._text, self._begin, self._stop, self._depth = text, begin, stop, depth
@@ -295,9 +293,7 @@ def _after_space(view: memoryview, begin: int, end: int) -> int:
 
 async def read_long_json(body: Buffer, read: JsonParser = parse_json, longest: int = MAX_STRING_BYTES) -> Any:
     """The value of a long body, long containers as text. `read` parses pieces; `longest`: the most bytes of a string.
-
-    Raises `InvalidArgument` if the JSON is malformed, as far as it was read.
-    """
+    Raises `InvalidArgument` if the JSON is malformed, as far as it was read."""
     text = _Text(body, read, longest)
     await text.scan()
     begin = _after_space(text.view, 0, len(text))

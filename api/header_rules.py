@@ -1,10 +1,8 @@
-"""Rules about the headers of clients, from tritonserver's flags: those that parts of v2 require, and those that models
-get as parameters.
+"""Rules for the headers of HTTP and the metadata of gRPC: those that parts of v2 require, those that models get.
 
-The parts and the flags' form are described at
-https://github.com/triton-inference-server/server/blob/main/docs/customization_guide/inference_protocols.md, forwarding
-at https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_parameters.md. Endpoints of
-OpenAI and vLLM go with those of v2 that do the same. Metadata of gRPC are headers too.
+The flags are tritonserver's, described in its docs/customization_guide/inference_protocols.md and
+docs/protocol/extension_parameters.md (https://github.com/triton-inference-server/server). Endpoints of OpenAI and vLLM
+go with those of v2 that do the same.
 """
 
 import hmac
@@ -49,10 +47,8 @@ class RequiredHeader(NamedTuple):
 
 
 def read_restrictions(groups: Sequence[str], flag: str) -> Mapping[str, RequiredHeader]:
-    """The header that each restricted API requires. `groups`: `<api>[,<api>]:<key>=<value>`.
-
-    Raises `InvalidArgument` if one is malformed (its value is not told), or restricts what is restricted already.
-    """
+    """The header that each restricted API requires. `groups`: `<api>[,<api>]:<key>=<value>`. Raises `InvalidArgument`
+    if one is malformed (its value is not told), or restricts what is restricted already."""
     required: dict[str, RequiredHeader] = {}
     for group in groups:
         names, colon, rest = group.partition(":")
@@ -77,9 +73,7 @@ def restricted_api_of(path: str) -> str | None:
 
 class HeaderForwarding:
     """The headers of which `pattern` matches a part of the name; case does not matter unless it begins with `(?-i)`.
-
-    Raises `InvalidArgument`, which names `flag`, if it is no regular expression.
-    """
+    Raises `InvalidArgument`, which names `flag`, if it is no regular expression."""
 
     def __init__(self, pattern: str = "", flag: str = "--http-header-forward-pattern") -> None:
         exact = pattern.startswith(_EXACT)

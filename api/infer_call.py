@@ -35,10 +35,8 @@ _TRUE = (True, "true", "True", "TRUE", "1")
 
 
 class InferCall(NamedTuple):
-    """The request, how the outputs that it names are to be returned, and how all others are.
-
-    `deferred`: inputs that are empty in the request until `decode_deferred`.
-    """
+    """The request, how the outputs that it names are to be returned, and how all others are. `deferred`: inputs that
+    are empty in the request until `decode_deferred`."""
 
     request: InferRequest
     outputs: Mapping[str, RequestedOutput]
@@ -46,10 +44,8 @@ class InferCall(NamedTuple):
     deferred: DeferredInputs = {}
 
     async def decode_deferred(self, model: ModelHandle) -> "InferCall":
-        """The call with all its inputs, decoded once the model finds that the request fits it.
-
-        Raises `InvalidArgument` if it does not fit, before anything is decoded, or if an input cannot be decoded.
-        """
+        """The call with all its inputs, decoded once the model finds that the request fits it. Raises `InvalidArgument`
+        if it does not fit, before anything is decoded, or if an input cannot be decoded."""
         model.validate(self.request)
         inputs = {name: await decode() for name, decode in self.deferred.items()}
         request = msgspec.structs.replace(self.request, inputs={**self.request.inputs, **inputs})
@@ -57,10 +53,8 @@ class InferCall(NamedTuple):
 
 
 def defer(given: DeclaredInput, decode: DecodeTensor, deferred: DeferredInputs) -> Tensor:
-    """Leave an input to `deferred`; the empty tensor that stands for it until then.
-
-    Raises as `raw_tensors.element_count`.
-    """
+    """Leave an input to `deferred`; the empty tensor that stands for it until then. Raises as
+    `raw_tensors.element_count`."""
     raw_tensors.element_count(given)
     deferred[given.name] = decode
     return given.tensor(_NO_ELEMENTS)
@@ -88,10 +82,8 @@ async def decode_long_json(given: DeclaredInput, array: UnparsedContainer) -> Te
 
 
 async def read_up_to_two(responses: ResponseStream[InferResponse]) -> list[InferResponse]:
-    """The first response of a stream, and a second where there is one: enough to tell whether it holds exactly one.
-
-    A final response without outputs does not count. The caller closes the stream.
-    """
+    """The first response of a stream, and a second where there is one: enough to tell whether it holds exactly one. A
+    final response without outputs does not count. The caller closes the stream."""
     answers: list[InferResponse] = []
     async for response in responses:
         if not is_empty_final(response):

@@ -17,10 +17,8 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 def parse_json(body: Buffer, offset: int = 0) -> Any:
-    """The value of a JSON text, in which NaN and infinities may be bare words. Raises `InvalidArgument`.
-
-    `offset`: where the text begins in the body.
-    """
+    """The value of a JSON text, in which NaN and infinities may be bare words. Raises `InvalidArgument`. `offset`:
+    where the text begins in the body."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:

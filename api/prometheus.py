@@ -74,10 +74,8 @@ def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | Quan
 
 
 def render_exposition(metrics: Iterable[Metric]) -> bytes:
-    """The metrics in Prometheus's text format, each under its own name.
-
-    prometheus_client's writer would add `_total` to the names of counters, which Triton's do not have.
-    """
+    """The metrics in Prometheus's text format, each under its own name. prometheus_client's writer would add `_total`
+    to the names of counters, which Triton's do not have."""
     lines: list[str] = []
     for metric in metrics:
         lines.append(f"# HELP {metric.name} {_escaped(metric.documentation)}")

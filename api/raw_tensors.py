@@ -1,8 +1,7 @@
 """Tensors as raw bytes: little-endian and row-major, each BYTES element behind its length in 4 bytes.
 
-The format of KServe's binary tensor data extension, with Triton's error texts
-(https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md). Knows no protocol
-that carries the bytes.
+The format of KServe's binary tensor data extension, with Triton's error texts:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md.
 """
 
 import math

@@ -29,10 +29,8 @@ class RequestedOutput(NamedTuple):
     binary: bool = False
 
     def apply(self, config: ModelConfig, output: Tensor) -> Tensor:
-        """The tensor that the response tells of; its data are written to `memory` if there is one.
-
-        Raises `InvalidArgument` for an output that cannot be classified, `Internal` for one larger than the memory.
-        """
+        """The tensor that the response tells of; its data are written to `memory` if there is one. Raises
+        `InvalidArgument` for an output that cannot be classified, `Internal` for one larger than the memory."""
         tensor = classify(config, output, self.classes) if self.classes else output
         if self.memory is None:
             return tensor

@@ -24,10 +24,8 @@ class TlsFiles(NamedTuple):
 
 
 def parse_key_pair(certificate: Path | None, key: Path | None, prefix: str) -> KeyPair | None:
-    """The pair, or None where neither is given; `prefix` of the flags names them in messages.
-
-    Raises `InvalidArgument` if one is missing, unreadable, or they do not belong together.
-    """
+    """The pair, or None where neither is given; `prefix` of the flags names them in messages. Raises `InvalidArgument`
+    if one is missing, unreadable, or they do not belong together."""
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:

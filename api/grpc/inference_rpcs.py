@@ -94,10 +94,8 @@ class StreamInferCall:
         self._last_in_order: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Return when everything is answered; cancelling this cancels every request.
-
-        Raises `CharoniaError`, the status that the call ends with.
-        """
+        """Return when everything is answered; cancelling this cancels every request. Raises `CharoniaError`, the status
+        that the call ends with."""
         try:
             async with asyncio.TaskGroup() as answering, aclosing(self._requests()) as requests:
                 async for request in requests:

@@ -1,8 +1,4 @@
-"""A ModelInferRequest becomes an `InferCall`.
-
-Knows the published protobuf messages and Triton's error texts; nothing of calls and streams. Whether a request fits the
-model is checked behind the gateway.
-"""
+"""A ModelInferRequest becomes an `InferCall`. Whether a request fits the model is checked behind the gateway."""
 
 import asyncio
 import re
@@ -83,10 +79,8 @@ def read_parameter(parameter: ProtoMessage, kind: str, what: str, field: str) ->
 
 
 def parse_infer_message(message: ProtoMessage, regions: SharedMemoryRegistry, caller: Caller) -> InferCall:
-    """Parse a ModelInferRequest; what `caller` has of forwarded metadata becomes parameters.
-
-    Raises `CharoniaError` if a parameter, an input or an output cannot be what it claims to be.
-    """
+    """Parse a ModelInferRequest; what `caller` has of forwarded metadata becomes parameters. Raises `CharoniaError` if
+    a parameter, an input or an output cannot be what it claims to be."""
     parameters: dict[str, ParameterValue] = dict(caller.parameters)
     if message.parameters:
         parameters |= {key: _parameter(key, value) for key, value in message.parameters.items()}

@@ -53,10 +53,8 @@ async def write_response_off_loop(
 def write_response(
     config: ModelConfig, call: InferCall, response: InferResponse, final: bool | None = None
 ) -> ProtoMessage:
-    """The message of one response; tensors are raw contents. `final`: whether it is the last of a stream.
-
-    Raises `CharoniaError` if an output cannot be returned as `call` asks for it, or the message would be too large.
-    """
+    """The message of one response; tensors are raw contents. `final`: whether it is the last of a stream. Raises
+    `CharoniaError` if an output cannot be returned as `call` asks for it, or the message would be too large."""
     message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=call.request.id)
     outputs, contents = message.outputs, message.raw_output_contents
     for output in response.outputs:

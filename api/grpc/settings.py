@@ -81,10 +81,8 @@ class GrpcCallPolicy:
         return Caller(self.authorize(rpc, texts), self.forwarding.select(texts.items()), request_id)
 
     def authorize(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
-        """The tenant of a call.
-
-        Raises `Unavailable` without the header that the RPC requires, `Unauthenticated` without a valid API key.
-        """
+        """The tenant of a call. Raises `Unavailable` without the header that the RPC requires, `Unauthenticated`
+        without a valid API key."""
         required = self.required_headers.get(rpc)
         if required is not None and not required.matches(metadata.get(_PREFIX + required.key.lower())):
             raise Unavailable(f"This protocol is restricted, expecting header '{_PREFIX}{required.key}'")
@@ -92,10 +90,8 @@ class GrpcCallPolicy:
 
 
 def build_call_policy(restrictions: Sequence[str], forward_pattern: str, keys: Keyring) -> GrpcCallPolicy:
-    """The policy that --grpc-restricted-protocol and --grpc-header-forward-pattern ask for.
-
-    Raises `InvalidArgument` for a flag that means nothing.
-    """
+    """The policy that --grpc-restricted-protocol and --grpc-header-forward-pattern ask for. Raises `InvalidArgument`
+    for a flag that means nothing."""
     required = read_restrictions(restrictions, "--grpc-restricted-protocol")
     by_rpc = {rpc: header for name, header in required.items() for rpc in _PROTOCOLS[name]}
     return GrpcCallPolicy(keys, by_rpc, HeaderForwarding(forward_pattern, "--grpc-header-forward-pattern"))

@@ -37,11 +37,8 @@ class _Field(NamedTuple):
 
 
 class LazyInferRequest:
-    """A ModelInferRequest whose tensors are not decoded.
-
-    `raw_input_contents`, and by the index of their input the long typed `contents`, are views of the received bytes.
-    All other fields are those of the decoded `message`.
-    """
+    """A ModelInferRequest whose tensors are not decoded. `raw_input_contents`, and by the index of their input the long
+    typed `contents`, are views of the received bytes. All other fields are those of the decoded `message`."""
 
     def __init__(self, message: ProtoMessage, raw: list[memoryview], contents: dict[int, memoryview]) -> None:
         self._message = message
@@ -53,10 +50,8 @@ class LazyInferRequest:
 
 
 def deserialize_infer(data: bytes) -> ProtoMessage:
-    """Deserialize a ModelInferRequest, a long one into a `LazyInferRequest`.
-
-    Raises `DecodeError` if the bytes are no such message, or it has more fields, or more beside tensors, than any has.
-    """
+    """Deserialize a ModelInferRequest, a long one into a `LazyInferRequest`. Raises `DecodeError` if the bytes are no
+    such message, or it has more fields, or more beside tensors, than any has."""
     if len(data) <= LARGE_BYTES:
         return pb.ModelInferRequest.FromString(data)
     rest, inputs = bytearray(), 0

@@ -30,10 +30,8 @@ class HttpRules:
 
 
 def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
-    """The origins of `--allowed-origins`: each as it is, or several as a JSON list, as vLLM takes them.
-
-    Raises `InvalidArgument` for a text that is no origin, and would never be equal to one that a browser sends.
-    """
+    """The origins of `--allowed-origins`: each as it is, or several as a JSON list, as vLLM takes them. Raises
+    `InvalidArgument` for a text that is no origin, and would never be equal to one that a browser sends."""
     origins: list[str] = []
     for text in given:
         try:

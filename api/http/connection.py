@@ -1,7 +1,4 @@
-"""The client's end of an HTTP request: reading the body, noticing a disconnect, streaming events.
-
-Knows nothing of models and of what the bytes mean.
-"""
+"""The client's end of an HTTP request: reading the body, noticing a disconnect, streaming events."""
 
 import asyncio
 import logging
@@ -75,10 +72,8 @@ async def offload_if_large(size: int, work: Callable[P, T], *given: P.args, **na
 
 
 async def receive_body(request: Request, announced: bytes, check: Callable[[int], None]) -> bytes | bytearray:
-    """The whole body, of which a header may have `announced` the length; copied once if it came in parts.
-
-    Raises what `check` raises for its size, and `ClientDisconnected`.
-    """
+    """The whole body, of which a header may have `announced` the length; copied once if it came in parts. Raises what
+    `check` raises for its size, and `ClientDisconnected`."""
     whole = take_complete_body(request.scope, request.receive)
     if whole is not None:
         check(len(whole))

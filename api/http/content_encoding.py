@@ -1,7 +1,4 @@
-"""Compression of requests and responses: gzip and deflate, and the headers that choose them.
-
-As tritonserver has it. Knows nothing of what is in a body.
-"""
+"""Compression of requests and responses as tritonserver has it: gzip and deflate, and the headers that choose them."""
 
 import zlib
 from collections.abc import Sequence

@@ -13,10 +13,8 @@ T = TypeVar("T")
 
 
 class EagerAwaitable(Generic[T]):
-    """A coroutine, run until it waits for the first time, or to its end. Raises what it raises.
-
-    Unless it is `done` it must be awaited, by one task.
-    """
+    """A coroutine, run until it waits for the first time, or to its end. Raises what it raises. Unless it is `done` it
+    must be awaited, by one task."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._work = work

@@ -64,10 +64,8 @@ class WriteCoalescer:
 
 
 class HttpServerState(ServerState):
-    """The state that the connections of a server share.
-
-    `body_timeout`: seconds to wait for the next piece of a body. `access_log`: write one while its logger is on.
-    """
+    """The state that the connections of a server share. `body_timeout`: seconds to wait for the next piece of a body.
+    `access_log`: write one while its logger is on."""
 
     _joined_headers: object = None
     _ok = b""
@@ -217,10 +215,8 @@ def take_complete_body(scope: Scope, receive: Receive) -> bytes | None:
 
 
 def send_complete_response(scope: Scope, send: Send, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-    """Send a whole response of status 200: the lines of its headers, content-length among them, and its body.
-
-    False: nothing was sent, as `send` would change it, or the access log or a slow reader wants messages.
-    """
+    """Send a whole response of status 200: the lines of its headers, content-length among them, and its body. False:
+    nothing was sent, as `send` would change it, or the access log or a slow reader wants messages."""
     cycle = _cycle_of(scope)
     return cycle is not None and cycle.send_complete_response(send, head, parts)
 

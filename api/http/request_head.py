@@ -1,7 +1,4 @@
-"""The head of an HTTP request: its limits, its target, the offers in it that are not taken up, and refusals of it.
-
-Everything here happens below ASGI and knows neither uvicorn nor applications.
-"""
+"""The head of an HTTP request: its limits, its target, the offers in it that are not taken up, and refusals of it."""
 
 import asyncio
 import json
@@ -29,9 +26,7 @@ _UPGRADE_TOKENS = {b"upgrade", b"http2-settings"}
 
 class HttpProtocolError(Exception):
     """Raised in callbacks of the parser: the bytes become no request, and are answered with `status`.
-
-    `client_still_sends`: the connection stays open for a while, or the client would lose the answer.
-    """
+    `client_still_sends`: the connection stays open for a while, or the client would lose the answer."""
 
     def __init__(self, status: HTTPStatus, text: str, client_still_sends: bool = False) -> None:
         super().__init__(text)
@@ -68,10 +63,8 @@ class RequestTarget(NamedTuple):
 
 
 def parse_target(url: bytes) -> RequestTarget:
-    """Short targets are parsed once: clients ask for the same few.
-
-    Raises `HttpProtocolError` for an escaped control character in the path: to many a pattern a line break is an end.
-    """
+    """Short targets are parsed once: clients ask for the same few. Raises `HttpProtocolError` for an escaped control
+    character in the path: to many a pattern a line break is an end."""
     return _parse_cached(url) if len(url) < _LONGEST_CACHED_TARGET else _parse(url)
 
 
