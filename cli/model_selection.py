@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
-from ..repository.builder import BackendSettings, ModelBuilder
+from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_defaults import CHECKPOINT_BACKENDS, canonical_backend
 from ..repository.gateway import InProcessGateway
@@ -88,7 +88,7 @@ def select_models(
     _check_flags(options, engine, single is not None, bool(repositories))
     catalog = RepositoryCatalog(repositories, single, options.configs.model_config_name)
     limit = f"execution_timeout_secs={options.execution_timeout_secs:g}"  # as if it were said of all backends
-    backends = BackendSettings.parse((limit, *options.configs.backend_config))
+    backends = parse_backend_config((limit, *options.configs.backend_config))
     cache = parse_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
     budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)

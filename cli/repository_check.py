@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..repository.builder import BackendSettings, ModelBuilder
+from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_validation import ignored_field_message, ignored_fields
 from ..repository.lifecycle import ignore_progress
@@ -23,7 +23,7 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
 
     Raises `InvalidArgument` if the directory is missing or empty, or an option is wrong.
     """
-    backends = BackendSettings.parse(options.backend_config)
+    backends = parse_backend_config(options.backend_config)
     memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))  # where it will be served there may be more than here
     builder = ModelBuilder(backends, not options.disable_auto_complete_config, memory)
     catalog = RepositoryCatalog([repository], config_name=options.model_config_name)

@@ -37,31 +37,21 @@ from .response_cache import CachedModel, ResponseCache
 _DEFAULT_BATCH_KEY = "default-max-batch-size"
 
 
-@dataclass(frozen=True, slots=True)
-class BackendSettings:
-    """`--backend-config`: parameters by backend name; those under the empty name are for all backends."""
-
-    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, flags: Sequence[str]) -> "BackendSettings":
-        """Parse flags of the form `<backend>,<key>=<value>` or `<key>=<value>`. Raises `InvalidArgument` if a flag has
-        another form."""
-        settings: dict[str, dict[str, str]] = {}
-        for flag in flags:
-            setting, equals, value = flag.partition("=")
-            backend, _, key = setting.rpartition(",")
-            if not equals or not key:
-                message = f"--backend-config must be <backend>,<key>=<value> or <key>=<value>, got '{flag}'"
-                raise InvalidArgument(message)
-            settings.setdefault(backend, {})[key] = value
-        size = settings.get("", {}).get(_DEFAULT_BATCH_KEY, "1")
-        if not size.isdecimal():
-            raise InvalidArgument(f"--backend-config: {_DEFAULT_BATCH_KEY} must be a whole number, got '{size}'")
-        return cls(settings)
-
-    def for_backend(self, backend: str) -> dict[str, str]:
-        return {_DEFAULT_BATCH_KEY: "4", **self.settings.get("", {}), **self.settings.get(backend, {})}
+def parse_backend_config(flags: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parameters by backend name, from flags `<backend>,<key>=<value>`; those of `<key>=<value>`, under the empty name,
+    are for all backends. Raises `InvalidArgument` if a flag has another form."""
+    settings: dict[str, dict[str, str]] = {}
+    for flag in flags:
+        setting, equals, value = flag.partition("=")
+        backend, _, key = setting.rpartition(",")
+        if not equals or not key:
+            message = f"--backend-config must be <backend>,<key>=<value> or <key>=<value>, got '{flag}'"
+            raise InvalidArgument(message)
+        settings.setdefault(backend, {})[key] = value
+    size = settings.get("", {}).get(_DEFAULT_BATCH_KEY, "1")
+    if not size.isdecimal():
+        raise InvalidArgument(f"--backend-config: {_DEFAULT_BATCH_KEY} must be a whole number, got '{size}'")
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +68,12 @@ class ModelFactory:
 class ModelBuilder:
     """The settings that models are built with.
 
-    `auto_complete`: backends complete configs from their models' files. `quantiles`: those of the summaries of
-    latencies, none for no summaries. `cache`: for the responses of models whose configs ask for one.
+    `backends`: see `parse_backend_config`. `auto_complete`: backends complete configs from their models' files.
+    `quantiles`: those of the summaries of latencies, none for no summaries. `cache`: for the responses of models whose
+    configs ask for one.
     """
 
-    backends: BackendSettings = field(default_factory=BackendSettings)
+    backends: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     auto_complete: bool = True
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     quantiles: tuple[float, ...] = ()
@@ -109,7 +100,7 @@ class ModelBuilder:
     def _prepare_text_model(
         self, backend: TextBackend, source: ModelSource, version: VersionSource, sharers: int
     ) -> ModelFactory:
-        parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
+        parameters = {**self.backends.get(source.backend, {}), **source.parameters}
         needs: Sequence[MemoryNeed] = ()
         granted: dict[str, int] = {}
         if backend.estimate_memory is not None:
@@ -126,7 +117,7 @@ class ModelBuilder:
         return ModelFactory(build, reservation, examine)
 
     def _prepare_classic_model(self, source: ModelSource, version: VersionSource) -> ModelFactory:
-        settings, directory = self.backends.for_backend(source.backend), Path(version.path)
+        settings, directory = self._classic_settings(source.backend), Path(version.path)
         loader, builder = classic_runtime_loader(source.backend), classic_model_builder()
         # Memory is reserved before anything reads the model, as completing its config does.
         placed = copy.deepcopy(source.config)
@@ -155,13 +146,16 @@ class ModelBuilder:
         """The config of one version of a classic model, completed, with its defaults, and validated."""
         whole = copy.deepcopy(source.config)
         if self.auto_complete:
-            parameters = {**self.backends.for_backend(source.backend), **source.parameters}
+            parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = classic_runtime_loader(source.backend)
             whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
             enable_default_batching(whole, size_given=source.config.max_batch_size > 0)
         self._fill_defaults(whole)
         validate_config(whole, usable_gpus())
         return whole
+
+    def _classic_settings(self, backend: str) -> dict[str, str]:
+        return {_DEFAULT_BATCH_KEY: "4", **self.backends.get("", {}), **self.backends.get(backend, {})}
 
     def _fill_defaults(self, config: ConfigMessage) -> None:
         gpus = usable_gpus()

@@ -146,17 +146,13 @@ class MemoryBudget:
         gpus = {gpu: DeviceMemory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
         return cls(DeviceMemory(lambda: max(0, available_memory() - promised()), limit), gpus)
 
-    def available_on(self, gpus: Sequence[int]) -> int | None:
-        """The least bytes available on any of these `gpus`; None if nothing is known of them."""
-        return min((self._gpus[gpu].available for gpu in gpus if gpu in self._gpus), default=None)
-
     def grant(self, needs: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
         """Bytes for a model that takes what it is granted. `memory`: what it needs of the host's and its share of the
-        rest among `sharers`; `gpu_memory`: all that is left on its GPUs, if it needs any."""
+        rest among `sharers`; `gpu_memory`: the least that is left on one of its GPUs, if it needs any."""
         stated, left = sum(need.size for need in needs if need.gpu is None), self.host.available
         granted = {"memory": stated + max(0, left - stated) // sharers}
-        on_each = self.available_on([need.gpu for need in needs if need.gpu is not None])
-        return granted if on_each is None else {**granted, "gpu_memory": on_each}
+        on_gpus = [memory.available for gpu, memory in self._gpus.items() if any(need.gpu == gpu for need in needs)]
+        return {**granted, "gpu_memory": min(on_gpus)} if on_gpus else granted
 
     def reserve(self, name: str, version: str, needs: Sequence[MemoryNeed], granted: int = 0) -> MemoryReservation:
         """Reserve all needs of a model, or nothing; `granted`: bytes of the host's that it may take while it loads. It

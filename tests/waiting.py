@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds."""
 
 
 async def until(holds: Callable[[], object]) -> None:
     """Look again and again, the loop running meanwhile."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-PATIENCE = 90.0
+TIMEOUT = 90.0
 """Seconds anything here may take on a machine that is busy with something else."""
 
 
@@ -64,7 +64,7 @@ class Server:
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait for something that must happen while the server lives."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not holds():
             assert self.process.poll() is None, f"the server ended:\n{self.said}"
             assert time.monotonic() < deadline, f"it did not happen:\n{self.said}"
@@ -80,7 +80,7 @@ class Server:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, and return the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(PATIENCE)
+        return self.process.wait(TIMEOUT)
 
 
 def children(pid: int) -> list[int]:
@@ -119,7 +119,7 @@ def serving(scratch: Path, *arguments: str) -> Iterator[Server]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE)
+        process.wait(TIMEOUT)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_control import ModelControl
 from charonia.repository.watcher import RepositoryWatcher
 
+from ..waiting import until
+
 CONFIG = """
 backend: "toy"
 input { name: "A" data_type: TYPE_INT32 dims: 1 }
@@ -30,14 +32,6 @@ output { name: "A" data_type: TYPE_INT32 dims: 1 }
 
 
 _NO_SAMPLES = ModelSamples()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen")
 
 
 class Toy:

@@ -18,7 +18,8 @@ from charonia.core.tensor import Tensor
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.watcher import RepositoryWatcher
 
-from .conftest import CONFIG, Toy, World, until
+from ..waiting import until
+from .conftest import CONFIG, Toy, World
 
 LABELLED = CONFIG.replace("output {", 'output { label_filename: "no"')
 ALL = CONFIG + "version_policy { all {} }"

@@ -19,7 +19,7 @@ from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.statistics import InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.core.tensor import Tensor
-from charonia.repository.builder import BackendSettings, ModelBuilder
+from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.config_validation import ignored_fields, is_response_cache_enabled
 from charonia.repository.lifecycle import ignore_progress
@@ -180,7 +180,7 @@ def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
         (tmp_path / name / "config.pbtxt").write_text(config + tensors)
     catalog, cache = RepositoryCatalog([tmp_path]), parse_cache_config(["local,size=4096"])
     for caching, kept in ((cache, True), (None, False)):
-        builder = ModelBuilder(BackendSettings(), cache=caching)
+        builder = ModelBuilder(cache=caching)
         made = {
             name: builder.prepare(source := catalog.read(name), source.versions[0]).build(ignore_progress)
             for name in catalog.model_names()

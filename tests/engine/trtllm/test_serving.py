@@ -14,7 +14,7 @@ from charonia.cli.options import ConfigOptions, RepositoryOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GenerateRequest, SamplingParams
-from charonia.repository.builder import BackendSettings, ModelBuilder
+from charonia.repository.builder import ModelBuilder, parse_backend_config
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_source import checkpoint_source
@@ -49,7 +49,7 @@ async def test_a_repository_of_tritons_backend_is_served(
 ) -> None:
     package = install()
     source = RepositoryCatalog([repository(TRITONS.format(backend=backend))]).read("tensorrt_llm")
-    settings = BackendSettings.parse(["tensorrtllm,max_num_seqs=3"])
+    settings = parse_backend_config(["tensorrtllm,max_num_seqs=3"])
     hub = InProcessGateway(builder=ModelBuilder(settings))
     await hub.lifecycle.load(source)
     try:
