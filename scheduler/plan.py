@@ -64,11 +64,11 @@ class NewSequence(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step, as the difference from the step before. R rows run, in this order.
+    """One step of R rows, as the difference from the step before.
 
-    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`,
-    then the rows. It keeps per row the token ids (sampled ones included, so that a row may be scheduled again
-    before the host has seen its last token) and the append-only block table.
+    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`, then the rows. It
+    keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the host has
+    seen its last token) and the append-only block table.
     """
 
     step: int

@@ -54,7 +54,7 @@ class StepWork(NamedTuple):
 class StepTimeModel:
     """Seconds of a step as a sum over its work: a constant and four terms, each with a positive coefficient.
 
-    The logarithms of the coefficients are projected onto the time of the newest step (Kaczmarz' method, damped). So no
+    The logarithms of the coefficients are projected onto the time of the newest step (Kaczmarz' method, damped): no
     unit and no scale needs to be known, and each coefficient moves by as much as it had a part in the step.
     """
 
@@ -81,7 +81,6 @@ class StepTimeModel:
         return int(2 * seconds / (linear + math.sqrt(linear * linear + 2 * attended * seconds)))
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
         parts = self._parts(work)
         expected = sum(parts)
         if not self.calibrated:
@@ -178,11 +177,9 @@ class PrefillBudget:
         return PrefillLane(self.time_model, tokens, seconds)
 
     def note_launched(self, work: StepWork) -> None:
-        """Count steps that compute prompts beside decoding rows."""
         self._steps_beside_prompts = self._steps_beside_prompts + 1 if work.decode_tokens and work.prefill_tokens else 0
 
     def observe_step(self, work: StepWork, seconds: float) -> None:
-        """A step took so long."""
         self._observed.append((work, seconds))
         if len(self._observed) == _OBSERVATIONS:
             _ = self.time_model

@@ -36,10 +36,7 @@ from .token_stream import TokenStream
 
 def split_config(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:
     """The configuration of each replica's core, on a host with so many `threads` to compute with and `memory` bytes
-    free.
-
-    An even share to each: so their caches are alike whichever loads first, and when one restarts beside the others.
-    """
+    free: even shares, so that their caches are alike whichever loads first, and when one restarts beside the others."""
     count = config.data_parallel_size
     if count == 1:
         return [config]

@@ -48,12 +48,10 @@ _CONNECT_SECONDS = 0.01
 
 
 class CoreTimeouts(NamedTuple):
-    """Times of a core, in seconds.
-
-    A step loop whose last step, or idle turn, is older than max(`turn`, `turn_steps` recent steps) is not ready; at
-    `hung` times that age the core is killed. A dead core is restarted after `first_retry`, then twice as long each time
-    up to `last_retry`, until one has served for `stable`. `stop`: for a core to leave by itself. `watch`: between two
-    checks.
+    """Times of a core, in seconds. A step loop whose last step, or idle turn, is older than max(`turn`, `turn_steps`
+    recent steps) is not ready; at `hung` times that age the core is killed. A dead core is restarted after
+    `first_retry`, then twice as long each time up to `last_retry`, until one has served for `stable`. `stop`: for a
+    core to leave by itself. `watch`: between two checks.
     """
 
     turn: float = 5.0
@@ -83,10 +81,8 @@ class CoreListener(Protocol):
 
 
 class CoreSupervisor:
-    """`info`: the engine's sizes while a core serves, otherwise None. `load`: the load after its last step.
-
-    Once closed, it is not started again.
-    """
+    """`info`: the engine's sizes while a core serves, otherwise None. `load`: the load after its last step. Once it is
+    closed, it is not started again."""
 
     def __init__(self, config: EngineConfig, listener: CoreListener, timeouts: CoreTimeouts) -> None:
         self._config = config

@@ -180,7 +180,10 @@ def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
 
 
 def _convert(given: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -> T:
-    wanted = {name: _whole(each.value) for name, each in given.items() if name in names}
+    wanted = {name: each.value for name, each in given.items() if name in names}
+    for name, value in wanted.items():  # an integer of more than 64 bits comes as a float, and its range is checked
+        if type(value) is float and value.is_integer():
+            wanted[name] = int(value)
     for name in _LISTS & wanted.keys():
         if isinstance(wanted[name], int | str):
             wanted[name] = [wanted[name]]
@@ -199,8 +202,3 @@ def _convert(given: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -
         if culprit is None or culprit.name == error.field:
             raise
         raise InvalidArgument(f"parameter '{culprit.name}': {error.message}", field=culprit.name) from None
-
-
-def _whole(value: Any) -> Any:
-    """An integer of more than 64 bits comes as a float: the range check is to see an integer."""
-    return int(value) if type(value) is float and value.is_integer() else value

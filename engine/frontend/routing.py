@@ -41,11 +41,8 @@ class ReplicaCandidate(NamedTuple):
 
 
 def choose_replica(candidates: Sequence[ReplicaCandidate], prompt: int) -> int:
-    """The index of the cheapest for a prompt of so many tokens; between equals, of the emptiest cache.
-
-    Never one that has more than `MAX_EXTRA_WORK` of work beyond the least busy; without anything cached, one of the
-    least busy.
-    """
+    """The index of the cheapest for a prompt of so many tokens; between equals, of the emptiest cache. Never one that
+    has more than `MAX_EXTRA_WORK` of work beyond the least busy; without anything cached, one of the least busy."""
 
     def cost(index: int) -> tuple[int, int]:
         candidate = candidates[index]
@@ -89,7 +86,8 @@ def _cuts(length: int) -> Iterator[int]:
 
 
 class PrefixIndex:
-    """An index of the prompts that a replica's prefix cache likely holds, as far as the requests sent to it tell.
+    """An index of the prompts that a replica's prefix cache likely holds, as far as the requests sent to it tell; of
+    `tokens` tokens in all.
 
     A model of the cache: it knows prompts, not the texts generated after them, and hears of no eviction, but keeps to
     the cache's size and order. The least recently used prefix goes first, of one prompt the longest before the shorter,
@@ -98,7 +96,6 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._spans: OrderedDict[int, int] = OrderedDict()
         self.tokens = 0
-        """How many tokens it holds."""
 
     def longest_match(self, beginnings: Sequence[PromptPrefix]) -> int:
         """The tokens of the longest prefix that is held."""

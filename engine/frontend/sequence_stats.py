@@ -21,10 +21,8 @@ _DEFAULTS = SamplingParams()
 
 
 class SequenceStats:
-    """A `core.request_context.SequenceRecord`. `arrived`: when an endpoint got the request that it is for.
-
-    Tests and benchmarks measure sequences that have no request and context.
-    """
+    """A `core.request_context.SequenceRecord`. `arrived`: when an endpoint got the request that it is for. Tests and
+    benchmarks measure sequences that have no request and context."""
 
     def __init__(
         self, metrics: LlmMetrics, request: GenerateRequest | None = None, context: RequestContext | None = None
@@ -57,7 +55,6 @@ class SequenceStats:
         return left if limit else 0.0
 
     def record_submission(self, prompt: int) -> None:
-        """The engine got it, with that many prompt tokens."""
         self.prompt = prompt
         self.submitted = time.monotonic()
 
@@ -67,7 +64,6 @@ class SequenceStats:
         return time.monotonic() - (self.submitted or self.opened)
 
     def record_start(self, cached: int, at: float) -> None:
-        """Its first step began, at about `at`."""
         submitted = self.opened if self.submitted is None else self.submitted
         self.begun = max(at, submitted)
         self.cached = cached
@@ -75,7 +71,6 @@ class SequenceStats:
         self.metrics.queue.observe(self.begun - submitted)
 
     def record_tokens(self, count: int, at: float) -> None:
-        """`count` tokens came."""
         self.generated += count
         self.tokens.generated += count
         if self.last is None:
@@ -138,10 +133,8 @@ def _microseconds(seconds: float) -> int:
 
 
 def v2_statistics(metrics: LlmMetrics) -> VersionStatistics:
-    """A language model's counters as v2's statistics, by the same rules as its `nv_inference_` metrics.
-
-    One request is one execution of batch size 1, as in Triton's own decoupled back ends. The time of failed requests is
-    not measured."""
+    """A language model's counters as v2's statistics, by the same rules as its `nv_inference_` metrics. One request is
+    one execution of batch size 1, as in Triton's own decoupled back ends; the time of failed ones is not measured."""
     answered, spent = metrics.answered, metrics.durations
 
     def took(microseconds: int) -> StatisticDuration:

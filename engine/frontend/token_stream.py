@@ -29,9 +29,8 @@ class TokenStream:
     """One writer, one reader, both in the same event loop. It ends with a finish reason or an error.
 
     `stats` records everything when it is written, however late it is read. `ticket`: its place among the requests that
-    wait, in the class `priority`, until it starts. `uncomputed_tokens`: of its prompt, as its replica counts.
-
-    Where no new tokens are wanted, the one that a computed prompt brings anyway is dropped.
+    wait, in the class `priority`, until it starts. `uncomputed_tokens`: of its prompt, as its replica counts. Where no
+    new tokens are wanted, the one that a computed prompt brings anyway is dropped.
     """
 
     def __init__(
