@@ -30,7 +30,7 @@ _REPOSITORY_ALTERNATIVES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSelection:
-    """What is served, and how it is loaded. `is_single_checkpoint`: one alone, without which nothing is served."""
+    """The models to serve, and their builder. `is_single_checkpoint`: there is one, without which nothing is served."""
 
     catalog: RepositoryCatalog
     builder: ModelBuilder
@@ -44,8 +44,7 @@ class ModelSelection:
         return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle)
 
     async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:
-        """Load the models of the start, and show the progress; whether enough of them are loaded to serve.
-        `strict`: all of them must be."""
+        """Load the models of the start, and show the progress; true if enough are loaded to serve: all if `strict`."""
         names, wanted = self.catalog.model_names(), self.options.load_model
         if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
             names = list(dict.fromkeys(wanted))
@@ -73,8 +72,9 @@ class ModelSelection:
 def select_models(
     model: str | None, options: RepositoryOptions, engine: Mapping[str, str], quantiles: tuple[float, ...] = ()
 ) -> ModelSelection:
-    """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint. `quantiles`: of
-    the summaries of latencies, none for no summaries.
+    """The models that the argument `model` (a checkpoint, a hub id or a repository) and the flags name.
+
+    `engine`: settings for a checkpoint; `quantiles`: of the summaries of latencies, none for no summaries.
     Raises `InvalidArgument` if there is nothing to serve, or what is asked for contradicts itself.
     """
     if options.load_model and options.model_control_mode != "explicit":

@@ -29,7 +29,7 @@ def _level(hint: Any, tokens: Sequence[Token]) -> int:
 
 
 BooleanFlag: TypeAlias = Annotated[Literal["true", "false", "1", "0"], Parameter(converter=_boolean)]
-"""As tritonserver takes them: `--flag=false`, `--flag false` and `--flag False` alike."""
+"""A boolean as tritonserver takes it: `--flag=false`, `--flag false` and `--flag False` alike."""
 _Port: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 _Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 - 1))]
 _MemoryLimit: TypeAlias = Annotated[int | None, Parameter(validator=Number(gt=0))]
@@ -42,7 +42,7 @@ def is_true(flag: BooleanFlag) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigOptions:
-    """How configs are read and completed."""
+    """Flags for reading and completing configs."""
 
     model_config_name: str = ""
     """Name of the config file to use, in configs/ of each model that has it."""
@@ -178,7 +178,7 @@ class HttpOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyOptions:
-    """Who may ask. Without any key everybody may."""
+    """API keys. Without any, every client may ask."""
 
     api_key: _Texts = field(default=(), repr=False)
     """A key clients must show, as `key`, `name:key` or `name:key:weight`; may be given several times. Other users of

@@ -28,7 +28,7 @@ _LOADS = "model-repository"
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """Who may use which endpoint, and how. `tls`: of HTTP."""
+    """Settings of all endpoints: access, forwarded headers, TLS. `tls` is HTTP's."""
 
     keys: Keyring
     http: HttpRules
@@ -99,7 +99,7 @@ def parse_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple
 
 
 def warn_of_unprotected_control(options: ServeOptions, endpoints: EndpointSettings) -> None:
-    """In mode explicit, warn of endpoints that let everybody load a model, and so run the code that it brings."""
+    """In mode explicit, warn of endpoints that let any client load a model, and so run the code that it brings."""
     if options.repository.model_control_mode != "explicit" or endpoints.keys:
         return
     open_endpoints = []

@@ -44,7 +44,7 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
 
 
 def _check_model(source: ModelSource, builder: ModelBuilder) -> Iterator[str]:
-    """How a model would be served; raises `CharoniaError` if it would not load."""
+    """The lines about a model that would load; raises `CharoniaError` for another."""
     notes, made = [], []
     for version in source.versions:
         try:

@@ -1,4 +1,4 @@
-"""What the steps of a chat template cost, and the meter that counts it down.
+"""The costs of a chat template's steps, and the meter that counts them down.
 
 - turns: of loops, and calls of macros and methods;
 - work: characters that are made or looked through, elements of lists likewise, and what a loop's body or a macro has in

@@ -31,7 +31,7 @@ _CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_
 
 
 class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How the response to a body is written.
+    """The form of the response to a body.
 
     `best_of` choices are generated for each prompt, and the best `n` shown. `logprobs`: how many of the likeliest
     tokens stand beside each one of the text, which with `echo` begins with the prompt; `prompt_logprobs`: beside those

@@ -23,7 +23,7 @@ JsonObject = dict[str, Any]
 _PLAIN = GenerateChunk(text="\0text\0", token_ids=(), usage=Usage(0, 0))
 """Stands for a chunk whose text is not known yet; no model has this text for a name."""
 _TEXT = orjson.dumps(_PLAIN.text)
-"""That text as it stands in the JSON of an event."""
+"""The same text in the JSON of an event."""
 
 
 class CompletionFormat:

@@ -125,12 +125,12 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens stand beside each chosen one; None: no logprob is shown at all."""
+        """The number of likeliest tokens beside each chosen one; None: no logprob is shown at all."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many likeliest tokens are computed for each token of the prompt; None: no logprob at all."""
+        """The number of likeliest tokens computed for each token of the prompt; None: no logprob at all."""
         echoed = self.logprobs if self.echo else None
         return max((most for most in (echoed, self.prompt_logprobs) if most is not None), default=None)
 
