@@ -3,7 +3,7 @@
 import hmac
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +54,12 @@ def load_keyring(given: Sequence[str] = (), file: Path | None = None) -> Keyring
     """The keys of the flags --api-key and --api-key-file and of the environment. Raises `InvalidArgument` if one is
     malformed (its place is named, never itself), given twice, or two disagree on a tenant."""
     placed = [(f"--api-key {number}", text) for number, text in enumerate(given, 1)]
-    placed += [] if file is None else _lines(file)
+    if file is not None:
+        try:
+            lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(f"cannot read --api-key-file {file}: {error.__class__.__name__}") from None
+        placed += [(f"{file}:{number}", text) for number, text in enumerate(lines, 1) if text]
     variable = os.environ.get(ENVIRONMENT, "").replace(",", " ").split()
     placed += [(f"{ENVIRONMENT} {number}", text) for number, text in enumerate(variable, 1)]
     keys: dict[str, Tenant] = {}
@@ -67,17 +72,6 @@ def load_keyring(given: Sequence[str] = (), file: Path | None = None) -> Keyring
             raise InvalidArgument(f"{place} gives tenant '{tenant.name}' another weight")
         keys[key] = tenant
     return Keyring(keys.items())
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """The place and the text of each line but empty ones and comments."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"cannot read --api-key-file {path}: {error.__class__.__name__}") from None
-    for number, line in enumerate(lines, 1):
-        if text := line.partition("#")[0].strip():
-            yield f"{path}:{number}", text
 
 
 def _parse(text: str, place: str) -> tuple[str, Tenant]:

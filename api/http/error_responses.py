@@ -22,13 +22,8 @@ _STATUS = {
     ErrorCode.RESOURCE_EXHAUSTED: 429,
     ErrorCode.UNAUTHENTICATED: 401,
 }
-_REQUEST_TIMEOUT = 408
-_TOO_LARGE = 413
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
 _OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
-_TOO_LONG = "context_length_exceeded"
-
-_OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
 
 INTERNAL_SERVER_ERROR = Internal("Internal Server Error")
 
@@ -43,8 +38,8 @@ class BodyTimeout(InvalidArgument):
 def status_of(error: CharoniaError) -> int:
     """The HTTP status of an error, the same for all protocols."""
     if isinstance(error, BodyTimeout):
-        return _REQUEST_TIMEOUT
-    return _TOO_LARGE if isinstance(error, BodyTooLarge) else _STATUS[error.code]
+        return 408
+    return 413 if isinstance(error, BodyTooLarge) else _STATUS[error.code]
 
 
 def v2_error_body(error: CharoniaError) -> dict[str, Any]:
@@ -54,7 +49,7 @@ def v2_error_body(error: CharoniaError) -> dict[str, Any]:
 def openai_error_body(error: CharoniaError) -> dict[str, Any]:
     status = status_of(error)
     kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    code = _TOO_LONG if isinstance(error, ContextLengthExceeded) else _OPENAI_CODE.get(status)
+    code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else _OPENAI_CODE.get(status)
     return {"error": {"message": printable(error.message), "type": kind, "param": error.field, "code": code}}
 
 
@@ -69,22 +64,19 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 def error_response(error: CharoniaError, path: str) -> Response:
     """The response to a request to `path` that ended with `error`."""
+    headers = None
+    if error.retry_after:
+        headers = {"retry-after": str(math.ceil(error.retry_after))}
+    elif isinstance(error, Unauthenticated):
+        headers = {"www-authenticate": "Bearer"}
+    elif isinstance(error, UnsupportedEncoding):
+        headers = {"accept-encoding": ACCEPTED_ENCODINGS}
+    elif isinstance(error, BodyTimeout):
+        headers = {"connection": "close"}
     body = openai_error_body(error) if is_openai_path(path) else v2_error_body(error)
-    return json_response(body, status_of(error), _headers(error))
+    return json_response(body, status_of(error), headers)
 
 
 def is_openai_path(path: str) -> bool:
     """Whether errors on `path` have OpenAI's form, and not v2's."""
-    return path.startswith(_OPENAI_PATHS)
-
-
-def _headers(error: CharoniaError) -> dict[str, str] | None:
-    if error.retry_after:
-        return {"retry-after": str(math.ceil(error.retry_after))}
-    if isinstance(error, Unauthenticated):
-        return {"www-authenticate": "Bearer"}
-    if isinstance(error, UnsupportedEncoding):
-        return {"accept-encoding": ACCEPTED_ENCODINGS}
-    if isinstance(error, BodyTimeout):
-        return {"connection": "close"}
-    return None
+    return path.startswith(("/v1/", "/tokenize", "/detokenize"))
