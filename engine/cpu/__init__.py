@@ -16,7 +16,7 @@ How it is put together, and how to add a kernel:
   operations.
 - Each exported function is called `charonia_...`, has a line in `library.SIGNATURES`, a typed face in a module beside
   it that checks nothing at run time (its callers own shapes and dtypes), a reference in torch, and a test against
-  float64 at every level the machine has (`library.at_level(level)`, fixture `level` of tests/engine/cpu).
+  float64 at every level the machine has (fixture `level` of tests/engine/cpu).
 - A kernel that is part of a decoder's program has a kind in `op_trace.py` and `program.h`, a case in `program.c`, and a
   face that records itself when it is called with a `SymbolicTensor`.
 - Without a compiler, or with CHARONIA_KERNELS=none, `library.level()` is None: callers ask `library.supports(dtype,

@@ -2,8 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -47,14 +46,9 @@ SIGNATURES = {
 """The arguments of every exported function, a letter each (p: address, i: int, l: int64, f: float, s: string), and its
 result, where that is not int or nothing."""
 
-_hidden = False
-"""True within `without_library`."""
-
 
 def level() -> str | None:
     """The level in use; None where there is no library, or LEVEL_VARIABLE forbids it."""
-    if _hidden:
-        return None
     return LEVELS[bind_function("charonia_level")()] if _open_library() is not None else None
 
 
@@ -93,30 +87,6 @@ def bind_function(name: str) -> Callable[..., Any]:
     function.argtypes = [_TYPES[letter] for letter in arguments]  # type: ignore[attr-defined]
     function.restype = _TYPES[result or "i"]  # type: ignore[attr-defined]
     return function
-
-
-@contextmanager
-def at_level(name: str) -> Iterator[None]:
-    """Run at level `name`, or at the best below it that the machine has: for tests and measurements."""
-    before = level()
-    if before is None:
-        raise RuntimeError("the C extension is not there")
-    bind_function("charonia_limit")(LEVELS.index(name))
-    try:
-        yield
-    finally:
-        bind_function("charonia_limit")(LEVELS.index(before))
-
-
-@contextmanager
-def without_library() -> Iterator[None]:
-    """Act as if there were no library, so that layers are built on the torch path: for tests and measurements."""
-    global _hidden
-    before, _hidden = _hidden, True
-    try:
-        yield
-    finally:
-        _hidden = before
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -39,12 +38,10 @@ _COMPUTED_TENSORS = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class NativeBuilder:
-    """A `CheckpointBuilder` of an architecture in the table. `language_part`: of a model that takes more than text."""
+    """A `CheckpointBuilder` of an architecture in the table."""
 
-    directory: Path
+    checkpoint: Checkpoint
     spec: ModelSpec
-    builder: DecoderFactory
-    language_part: bool = False
 
     @property
     def dtype(self) -> str:
@@ -61,26 +58,27 @@ class NativeBuilder:
         return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
 
     def build(self, context: BuildContext) -> BuiltDecoder:
-        shard = context.shard
-        check_partition(self.spec, str(self.directory), shard.group.size, shard.stage, context.whole_experts)
-        weights, spec = CheckpointWeights(self.directory, text_tensor_name if self.language_part else str), self.spec
-        if self.language_part:  # the whole's config.json has a default that its language part may not follow
+        shard, spec = context.shard, self.spec
+        directory, part = self.checkpoint.directory, self.checkpoint.language_part
+        check_partition(spec, str(directory), shard.group.size, shard.stage, context.whole_experts)
+        weights = CheckpointWeights(directory, text_tensor_name if part else str)
+        if part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
-        decoder = self.builder(spec, WeightLoader(weights, context))
+        decoder = ARCHITECTURES[spec.architecture](spec, WeightLoader(weights, context))
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
-        if self.language_part and shard.is_whole:
+        if part and shard.is_whole:
             message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
-            log.warning(message, self.directory, len(unread), next(iter(unread), "none"))
+            log.warning(message, directory, len(unread), next(iter(unread), "none"))
         elif unread:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
-            log.warning(message, self.directory, len(unread), unread[0])
+            log.warning(message, directory, len(unread), unread[0])
         return BuiltDecoder(decoder, spec)
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
         """Build on torch's meta device, which holds shapes alone: every tensor is looked up and none is read."""
         stage = PipelineStage(0, parallel.pipeline, parallel.layers)
-        check_partition(self.spec, str(self.directory), parallel.tensor, stage, parallel.whole_experts)
+        check_partition(self.spec, str(self.checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
         self.build(BuildContext(context.dtype, torch.device("meta"), 1))
         return ""
 
@@ -108,4 +106,4 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
             raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
         log.warning("%s; so transformers computes it", variant.message)
         return found
-    return NativeBuilder(checkpoint.directory, spec, ARCHITECTURES[spec.architecture], checkpoint.language_part)
+    return NativeBuilder(checkpoint, spec)

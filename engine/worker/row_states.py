@@ -134,8 +134,9 @@ class RowStates:
         tokens of prompts."""
         last: LongArray = batch.first_places + plan.counts - 1
         spans, scored_places = list[PromptSpan](), list[LongArray]()
-        for row in self._scoring.keys() & set(plan.rows.tolist()) if self._scoring else ():
-            at = int(np.flatnonzero(plan.rows == row)[0])
+        for at, row in enumerate(plan.rows.tolist() if self._scoring else ()):
+            if row not in self._scoring:
+                continue
             prompt, top_n = self._scoring[row]
             start, count, first = int(plan.starts[at]), int(plan.counts[at]), int(batch.first_places[at])
             length = min(count, prompt - 1 - start)
@@ -144,8 +145,7 @@ class RowStates:
                 scored_places.append(np.arange(first, first + length))
         if not spans:
             return last[plan.samples], None, None
-        order = np.argsort([each[0] for each in scored_places])
-        spans, places = [spans[at] for at in order], np.concatenate([scored_places[at] for at in order])
+        places = np.concatenate(scored_places)
         rows = np.repeat([span.row for span in spans], [span.length for span in spans])
         positions = np.concatenate([np.arange(span.first, span.first + span.length) for span in spans])
         tokens = gather_entries(self._tokens, rows, positions).long()

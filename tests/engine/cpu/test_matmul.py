@@ -158,24 +158,23 @@ def test_memory_is_zeros_at_lines_and_lives_with_its_parts() -> None:
 
 UNEVEN = """
 import torch
-from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
 
 torch.set_num_threads(1)
-with library.at_level("{level}"):
-    for kept, rows in ((torch.float32, 92), (torch.bfloat16, 92), (torch.int8, 142)):
-        x = torch.float32 if kept == torch.float32 else torch.bfloat16
-        packed = PackedMatmul(MatmulFormat(4400, 1700, kept, x, x), None, HugePageArena())
-        company = torch.zeros(rows, 1700, dtype=x)
-        for _ in range(3):
-            packed(company)
+for kept, rows in ((torch.float32, 92), (torch.bfloat16, 92), (torch.int8, 142)):
+    x = torch.float32 if kept == torch.float32 else torch.bfloat16
+    packed = PackedMatmul(MatmulFormat(4400, 1700, kept, x, x), None, HugePageArena())
+    company = torch.zeros(rows, 1700, dtype=x)
+    for _ in range(3):
+        packed(company)
 """
 
 
 def test_a_last_few_rows_stay_within_their_memory(level: str) -> None:
     """They sum more groups at once than those before them: the allocator ends a process that wrote too far."""
-    environment = {**os.environ, "LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
-    asked = [sys.executable, "-c", UNEVEN.format(level=level)]
+    checked = {"LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
+    environment = {**os.environ, **checked, "CHARONIA_KERNELS": level}
+    asked = [sys.executable, "-c", UNEVEN]
     done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
