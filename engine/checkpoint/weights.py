@@ -25,8 +25,6 @@ from .model_spec import CheckpointError
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The supported dtypes: safetensors' name -> torch's."""
 
-_NAMES = {dtype: name for name, dtype in STORED.items()}
-
 WHOLE = slice(None)
 
 TILE_BYTES = 1 << 24
@@ -48,13 +46,6 @@ class TensorSlice(NamedTuple):
     @property
     def width(self) -> int:
         return len(range(*self.columns.indices(self.shape[1])))
-
-
-class RowTile(NamedTuple):
-    """Rows of a matrix as the checkpoint stores them; `first` is the index of the first one in the whole."""
-
-    first: int
-    rows: Tensor
 
 
 class CheckpointWeights:
@@ -100,8 +91,10 @@ class CheckpointWeights:
             found = file[stored] if isinstance(file, dict) else file.get_slice(stored)
         except (SafetensorError, KeyError) as error:
             raise CheckpointError(f"{path}: tensor {stored} is missing, though the index puts it here") from error
-        dtype, shape = _dtype_and_shape(found)
-        if dtype not in STORED:
+        is_tensor = isinstance(found, Tensor)
+        dtype = found.dtype if is_tensor else STORED.get(found.get_dtype(), found.get_dtype())
+        shape = tuple(found.shape if is_tensor else found.get_shape())
+        if dtype not in STORED.values():
             supported = f"which is not supported ({', '.join(STORED)} are)"
             raise CheckpointError(f"{path}: tensor {piece.name} has dtype {dtype}, {supported}")
         if shape != piece.shape:
@@ -135,13 +128,6 @@ def _load_torch_file(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
         raise CheckpointError(f"{path}: it must hold tensors by their names, and nothing else")
     return found
-
-
-def _dtype_and_shape(found: Any) -> tuple[str, tuple[int, ...]]:
-    """The dtype, by safetensors' name, and shape of a tensor, or of a slice of safetensors."""
-    if isinstance(found, Tensor):
-        return _NAMES.get(found.dtype, str(found.dtype)), tuple(found.shape)
-    return found.get_dtype(), tuple(found.get_shape())
 
 
 class ReadProgress:
@@ -208,8 +194,8 @@ class WeightLoader:
             self.reading.count(piece.name, view)
         return whole
 
-    def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[RowTile]:
-        """The matrices one below the other, a few rows at a time, as mapped views of the file."""
+    def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, Tensor]]:
+        """The matrices one below the other, a few rows at a time: (index of the first in the whole, mapped view)."""
         first = 0
         for piece in pieces:
             rows, row_bytes = piece.row_range, piece.shape[1] * torch.float32.itemsize
@@ -217,6 +203,6 @@ class WeightLoader:
             for start in range(rows.start, rows.stop, step):
                 part = piece._replace(rows=slice(start, min(start + step, rows.stop)))
                 view = self._weights.read(part)
-                yield RowTile(first, view)
+                yield first, view
                 first += len(view)
                 self.reading.count(piece.name, view)

@@ -107,14 +107,14 @@ def build_matmul(
     if library.supports(loader.dtype, loader.device):
         kept, result = torch.int8 if quantized else loader.dtype, torch.float32 if use.float32 else loader.dtype
         packed = PackedMatmul(MatmulFormat(outputs, inputs, kept, loader.dtype, result), bias, loader.memory)
-        for tile in loader.tiles(slices):
-            packed.pack(tile.first, tile.rows)
+        for first, rows in loader.tiles(slices):
+            packed.pack(first, rows)
         return packed
     if quantized:
         weight, scales = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
-        for tile in loader.tiles(slices):
-            rows = slice(tile.first, tile.first + len(tile.rows))
-            weight[rows], scales[rows] = quantize_rows(tile.rows)
+        for first, rows in loader.tiles(slices):
+            some = slice(first, first + len(rows))
+            weight[some], scales[some] = quantize_rows(rows)
         return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
     if use is LM_HEAD:
         [table] = slices

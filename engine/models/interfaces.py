@@ -1,14 +1,13 @@
 """The interfaces between architectures and the worker: a decoder, a step that is being computed, and the builder that
 makes a decoder from a checkpoint."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from ..checkpoint.build_context import BuildContext
-from ..checkpoint.model_spec import DecoderShape, ModelSpec
-from ..checkpoint.weights import WeightLoader
+from ..checkpoint.model_spec import DecoderShape
 from ..config import ParallelConfig
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens
@@ -56,10 +55,6 @@ class Decoder(Protocol):
 
     def close(self) -> None:
         """End the threads of `begin_step`, when everything begun is computed; no step may follow."""
-
-
-DecoderFactory: TypeAlias = Callable[[ModelSpec, WeightLoader], Decoder]
-"""Builds a decoder, or the rank's share of it, from its spec and weights."""
 
 
 class BuiltDecoder(NamedTuple):

@@ -1,6 +1,7 @@
 """The architectures that are written here, and the way to all others."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,13 +14,13 @@ from ..checkpoint.weights import CheckpointWeights, WeightLoader
 from ..config import ParallelConfig
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .gemma import build_gemma2, build_gemma3
-from .interfaces import BuiltDecoder, CheckpointBuilder, DecoderFactory
+from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder
 from .llama import build_llama, build_mistral, build_phi3, build_qwen2, build_qwen3
 from .mixtures import build_mixtral, build_qwen3_moe
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES: dict[str, DecoderFactory] = {
+ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
     "LlamaForCausalLM": build_llama,
@@ -30,7 +31,7 @@ ARCHITECTURES: dict[str, DecoderFactory] = {
     "Qwen3ForCausalLM": build_qwen3,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
 }
-"""The entry in config.json's `architectures` -> the function that builds the decoder."""
+"""The entry in config.json's `architectures` -> the function that builds the decoder, or the rank's share of it."""
 
 _COMPUTED_TENSORS = "rotary_emb.inv_freq"
 """Tensors of older checkpoints that are computed here instead."""
