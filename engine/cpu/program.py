@@ -75,7 +75,7 @@ class ProgramInputs(NamedTuple):
 
 
 Head: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
-"""The output of the traced decoder (`DecoderOutput`), called for places that a program was not asked for."""
+"""The output of the traced decoder (`DecoderEnds.output`), called for places that a program was not asked for."""
 
 
 class _StepWorkspace:

@@ -5,7 +5,7 @@ stage goes on with the very numbers that one rank would have.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,58 +15,16 @@ from ..checkpoint.build_context import PipelineLink, rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu.elementwise import trace_embedding
-from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable
+from ..cpu.op_trace import OpTrace, SymbolicTensor
 from .linear import LMHead, split_reason
 from .norm import NormFactory
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class DecoderInput(Traceable, Protocol):
-    """Token ids [N] -> hidden states [N, hidden], in memory of their own."""
-
-    def __call__(self, tokens: Tensor) -> Tensor: ...
-
-    def trace(self, trace: OpTrace) -> SymbolicTensor:
-        """Record the same as operations; only if `untraceable` gives no reason against it."""
-
-
-class DecoderOutput(Traceable, Protocol):
-    """The last layer's hidden states -> logits."""
-
-    def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
-        """The residual stream `x` and what is still to be added to it, both [N, hidden], may be overwritten. Each
-        selection is packed places [S], ascending, and no place is in two of them. Its logits [S, vocabulary] are
-        computed when the iterator comes to it. None: this stage is not the last and handed its states on."""
-
-    def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
-        """Record logits of selected places as operations; only if `untraceable` gives no reason against it."""
-
-
-class DecoderEnds(NamedTuple):
-    """A decoder's input and output, and the width of the hidden states between them."""
-
-    input: DecoderInput
-    output: DecoderOutput
-    hidden_size: int
-
-
-def build_ends(spec: ModelSpec, loader: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
-    """The ends of this rank's pipeline stage. `scale` multiplies embeddings, in the model's dtype; `norm` makes the
-    norm before the LM head."""
-    link, stage = loader.context.shard.link, loader.context.shard.stage
-    first: DecoderInput = (
-        Embedding(loader, spec, scale)
-        if link is None or stage.first
-        else _StageReceiver(link, spec.hidden_size, loader.dtype, loader.device)
-    )
-    last: DecoderOutput = _LogitsOutput(spec, loader, norm) if link is None or stage.last else _StageSender(link)
-    return DecoderEnds(first, last, spec.hidden_size)
-
-
 class Embedding:
-    """Token ids [N] -> rows [N, hidden] of the embedding table, the vocabulary split over the group. The table stays in
-    the memory-mapped file where it can: a step reads few rows of it."""
+    """Token ids [N] -> rows [N, hidden] of the embedding table, in memory of their own, the vocabulary split over the
+    group. The table stays in the memory-mapped file where it can: a step reads few rows of it."""
 
     def __init__(self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0) -> None:
         self._part = rank_slice(spec.vocab_size, loader.group)
@@ -88,26 +46,24 @@ class Embedding:
         return x if self._scale is None else x * self._scale
 
     def trace(self, trace: OpTrace) -> SymbolicTensor:
+        """Record the same as operations; only if `untraceable` gives no reason against it."""
         return trace_embedding(trace, self._table, 1.0 if self._scale is None else float(self._scale))
 
 
-class _StageReceiver:
-    untraceable: str | None = "its hidden states come from the stage before"
+class StageReceiver:
+    untraceable = "its hidden states come from the stage before"
 
-    def __init__(self, link: PipelineLink, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._link, self._hidden, self._dtype, self._device = link, hidden, dtype, device
+    def __init__(self, link: PipelineLink, spec: ModelSpec, loader: WeightLoader) -> None:
+        self._link, self._hidden, self._dtype, self._device = link, spec.hidden_size, loader.dtype, loader.device
 
     def __call__(self, tokens: Tensor) -> Tensor:
         x = torch.empty(len(tokens), self._hidden, dtype=self._dtype, device=self._device)
         self._link.receive(x)
         return x
 
-    def trace(self, trace: OpTrace) -> SymbolicTensor:
-        raise NotImplementedError(self.untraceable)
 
-
-class _StageSender:
-    untraceable: str | None = "its hidden states go to the stage after"
+class StageSender:
+    untraceable = "its hidden states go to the stage after"
 
     def __init__(self, link: PipelineLink) -> None:
         self._link = link
@@ -115,11 +71,8 @@ class _StageSender:
     def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> None:
         self._link.send(x + delta)  # in memory of its own: the layers' is written to again while this is on its way
 
-    def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
-        raise NotImplementedError(self.untraceable)
 
-
-class _LogitsOutput:
+class LogitsOutput:
     """The last norm and the LM head. Logits are softly capped where the model wants it: cap * tanh(logit / cap)."""
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, norm: NormFactory) -> None:
@@ -130,9 +83,13 @@ class _LogitsOutput:
         self.untraceable = self._head.untraceable if self._cap is None else "its logits are capped"
 
     def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The residual stream `x` and what is still to be added to it, both [N, hidden], may be overwritten. Each
+        selection is packed places [S], ascending, and no place is in two of them. Its logits [S, vocabulary] are
+        computed when the iterator comes to it."""
         return (self._logits(x, delta, places) for places in selections)
 
     def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
+        """Record logits of selected places as operations; only if `untraceable` gives no reason against it."""
         norm, head = cast(Any, self._norm), cast(Any, self._head)  # declared for tensors
         logits: SymbolicTensor = head(norm.add_and_norm(x.select(), delta.select()))
         return logits
@@ -142,3 +99,20 @@ class _LogitsOutput:
             x, delta = x[places], delta[places]
         logits = self._head(self._norm.add_and_norm(x, delta))
         return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)
+
+
+class DecoderEnds(NamedTuple):
+    """A decoder's input and output, and the width of the hidden states between them."""
+
+    input: Embedding | StageReceiver
+    output: LogitsOutput | StageSender
+    hidden_size: int
+
+
+def build_ends(spec: ModelSpec, loader: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
+    """The ends of this rank's pipeline stage. `scale` multiplies embeddings, in the model's dtype; `norm` makes the
+    norm before the LM head."""
+    link, stage = loader.context.shard.link, loader.context.shard.stage
+    first = Embedding(loader, spec, scale) if link is None or stage.first else StageReceiver(link, spec, loader)
+    last = LogitsOutput(spec, loader, norm) if link is None or stage.last else StageSender(link)
+    return DecoderEnds(first, last, spec.hidden_size)

@@ -1,30 +1,13 @@
 """RMS norm (arXiv 1910.07467), by the C kernels where they serve, else by torch."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..cpu import library
 from ..cpu.elementwise import FusedNorm
-
-
-class Norm(Protocol):
-    """x [..., n] -> [..., n], in x's dtype."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Adds `delta` to x [N, n] in place; returns the norm of the sum."""
-
-    def norm_heads(self, x: Tensor, heads: int) -> None:
-        """Normalizes the first `heads` of x [N, more heads, n] in place."""
-
-
-NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
-"""Makes a model's kind of norm, `rms_norm` or `offset_rms_norm`, of its weight [n], or [heads, n] for x [N, heads, n],
-and epsilon."""
 
 
 class TorchNorm:
@@ -40,11 +23,21 @@ class TorchNorm:
         return wide.to(self._weight.dtype).mul_(self._weight).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to x [N, n] in place; returns the norm of the sum."""
         return self(x.add_(delta))
 
     def norm_heads(self, x: Tensor, heads: int) -> None:
+        """Normalizes the first `heads` of x [N, more heads, n] in place."""
         some = x[:, :heads]
         some.copy_(self(some))
+
+
+Norm: TypeAlias = TorchNorm | FusedNorm
+"""x [..., n] -> [..., n], in x's dtype."""
+
+NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
+"""Makes a model's kind of norm, `rms_norm` or `offset_rms_norm`, of its weight [n], or [heads, n] for x [N, heads, n],
+and epsilon."""
 
 
 def rms_norm(weight: Tensor, eps: float) -> Norm:

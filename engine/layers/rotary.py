@@ -2,7 +2,7 @@
 config.json: linear, llama3, yarn (arXiv 2309.00071) and longrope (arXiv 2402.13753)."""
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,21 +10,6 @@ from torch import Tensor
 from ..checkpoint.model_spec import RopeSpec
 from ..cpu import library
 from ..cpu.elementwise import apply_rope
-from ..cpu.op_trace import Traceable
-
-
-class RotaryAngles(Protocol):
-    """The rotation of each of a step's N tokens."""
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [N, heads, head_dim] rotated by each token's position, in x's dtype."""
-
-
-class Rotary(Traceable, Protocol):
-    """One rotary embedding of a model, for every position it can have; layers share it."""
-
-    def __call__(self, positions: Tensor) -> RotaryAngles:
-        """The rotation of tokens at `positions` [N]."""
 
 
 class TorchAngles(NamedTuple):
@@ -79,6 +64,13 @@ class FusedRotary:
 
     def __call__(self, positions: Tensor) -> FusedAngles:
         return FusedAngles(self.cos_sin, positions)
+
+
+RotaryAngles: TypeAlias = TorchAngles | FusedAngles
+"""The rotation of each of a step's N tokens: `rotate` turns x [N, heads, head_dim] by their positions, in x's dtype."""
+
+Rotary: TypeAlias = TorchRotary | FusedRotary
+"""One rotary embedding of a model, for every position it can have; layers share it. Called with `positions` [N]."""
 
 
 def build_rotary(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Rotary:

@@ -2,15 +2,14 @@
 SwiGLU."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ..checkpoint.model_spec import ModelSpec, RopeSpec
 from ..checkpoint.weights import WeightLoader
-from ..cpu.op_trace import Traceable
 from ..layers.embed_and_head import build_ends
-from ..layers.mlp import GatedMLP, GatedMLPSpec
+from ..layers.mlp import GatedMLP, GatedMLPSpec, MixtureOfExperts
 from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary, build_rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
@@ -18,11 +17,8 @@ from ..layers.step_context import StepContext
 from .interfaces import Decoder
 from .native_decoder import NativeDecoder
 
-
-class FeedForward(Traceable, Protocol):
-    """The second part of a layer, x [N, hidden] -> [N, hidden]: a gated MLP or a mixture of experts."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+FeedForward: TypeAlias = GatedMLP | MixtureOfExperts
+"""The second part of a layer, x [N, hidden] -> [N, hidden]."""
 
 
 def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:

@@ -20,7 +20,7 @@ from ..cpu.op_trace import (
     TraceIO,
 )
 from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun
-from ..layers.embed_and_head import DecoderEnds
+from ..layers.embed_and_head import DecoderEnds, Embedding, LogitsOutput
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens
@@ -97,13 +97,17 @@ class NativeDecoder:
             if end is not None:
                 log.info("layers are computed as one program without %s: %s", kept, end)
         trace = OpTrace(attention.dtype)
-        x = trace.add_op(OpStruct(kind=INPUT, size=width), None, width) if first.untraceable else first.trace(trace)
+        if isinstance(first, Embedding) and first.untraceable is None:
+            x = first.trace(trace)
+        else:
+            x = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
         context = _SymbolicContext(attention.output_size)
         delta = trace.no_delta
         for layer in self._layers:
             delta = cast(Any, layer)(x, delta, context)  # declared for tensors and their context
-        layer_ops, logits = len(trace.ops), None if last.untraceable else last.trace(x, delta)
-        if logits is not None:
+        layer_ops, logits = len(trace.ops), None
+        if isinstance(last, LogitsOutput) and last.untraceable is None:
+            logits = last.trace(x, delta)
             trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled
         io = TraceIO(x, delta, layer_ops, first.untraceable is None, logits)
         return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], last)
