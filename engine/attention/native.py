@@ -40,13 +40,12 @@ class NativeAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        kind = library.DTYPE_CODES[spec.dtype]
+        kind, usual_scale = library.DTYPE_CODES[spec.dtype], spec.head_dim**-0.5
         stored = INT8_CODE if spec.kv_cache_dtype == "int8" else kind
         sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
-        scales = (spec.head_dim**-0.5 if each.scale is None else each.scale for each in spec.distinct_attention)
         self._params = [
-            AttentionParams(*sizes, each.window or 0, kind, stored, scale, each.softcap or 0.0)
-            for each, scale in zip(spec.distinct_attention, scales, strict=True)
+            AttentionParams(*sizes, each.window or 0, kind, stored, each.scale or usual_scale, each.softcap or 0.0)
+            for each in spec.distinct_attention
         ]
         self._layer_bytes = spec.block_size // TILE_TOKENS * spec.kv_heads * self._params[0].tile_bytes
         self.allocate(0)

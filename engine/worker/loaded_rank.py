@@ -120,15 +120,9 @@ def _build_context(
         raise InvalidArgument(f"quantization must be none or int8, got {quantization!r}", field="quantization")
     if quantization == "int8" and device.type != "cpu":
         raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
-    return BuildContext(
-        getattr(torch, name),
-        device,
-        wanted or found.default_length,
-        shard,
-        progress,
-        quantized=quantization == "int8",
-        whole_experts=config.parallel.whole_experts,
-    )
+    dtype, max_positions = getattr(torch, name), wanted or found.default_length
+    quantized, whole_experts = quantization == "int8", config.parallel.whole_experts
+    return BuildContext(dtype, device, max_positions, shard, progress, quantized, whole_experts)
 
 
 def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:
