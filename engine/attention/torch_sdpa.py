@@ -120,8 +120,7 @@ class TorchSdpaAttention(TorchBackend):
 
 
 def _group_by_length(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Indices of `lengths`, in groups whose longest is at most MAX_PADDING_RATIO times (and a block or so above) the
-    shortest."""
+    """Indices of `lengths`, in groups whose longest is at most MAX_PADDING_RATIO times the shortest, and 16 more."""
     order = np.argsort(lengths, kind="stable")
     ordered = lengths[order]
     begin = 0
@@ -152,8 +151,7 @@ def _mix(part: _AttentionPart, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | 
 
 
 def _additive_mask(ends: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[len(ends), length] with minus infinity for the tokens from each of `ends` on, and those before the window that
-    ends there."""
+    """[len(ends), length]: minus infinity for tokens from each of `ends` on, and before the window that ends there."""
     places, ends = torch.arange(length), ends.unsqueeze(-1)
     hidden = places >= ends if window is None else (places >= ends) | (places < ends - window)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)

@@ -117,8 +117,7 @@ def _open(path: Path) -> Any:
 
 
 def _load_torch_file(path: Path) -> dict[str, Tensor]:
-    """A file of `torch.save`, read by torch's safe loader, which runs none of its code. It is mapped unless it is of
-    the oldest form."""
+    """A file of `torch.save`, by torch's safe loader, which runs none of its code; the oldest form is not mapped."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:

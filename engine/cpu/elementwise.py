@@ -78,7 +78,6 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def trace_embedding(trace: OpTrace, table: Tensor, factor: float) -> SymbolicTensor:
-    """The rows of `table` [vocabulary, n], contiguous and of the trace's dtype, that the step's token ids name,
-    multiplied by `factor`."""
+    """The token ids' rows of `table` [vocabulary, n], contiguous and of the trace's dtype, multiplied by `factor`."""
     size = table.shape[1]
     return trace.add_op(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), None, size)

@@ -110,8 +110,7 @@ class DecoderEnds(NamedTuple):
 
 
 def build_ends(spec: ModelSpec, loader: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
-    """The ends of this rank's pipeline stage. `scale` multiplies embeddings, in the model's dtype; `norm` makes the
-    norm before the LM head."""
+    """The ends of this rank's pipeline stage. `scale` multiplies embeddings; `norm` makes the one before the head."""
     link, stage = loader.context.shard.link, loader.context.shard.stage
     first = Embedding(loader, spec, scale) if link is None or stage.first else StageReceiver(link, spec, loader)
     last = LogitsOutput(spec, loader, norm) if link is None or stage.last else StageSender(link)

@@ -36,8 +36,7 @@ Norm: TypeAlias = TorchNorm | FusedNorm
 """x [..., n] -> [..., n], in x's dtype."""
 
 NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
-"""Makes a model's kind of norm, `rms_norm` or `offset_rms_norm`, of its weight [n], or [heads, n] for x [N, heads, n],
-and epsilon."""
+"""`rms_norm` or `offset_rms_norm`: makes a norm of its weight [n], or [heads, n] for x [N, heads, n], and epsilon."""
 
 
 def rms_norm(weight: Tensor, eps: float) -> Norm:

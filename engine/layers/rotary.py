@@ -40,8 +40,7 @@ class TorchRotary:
 
 
 class FusedAngles(NamedTuple):
-    """`cos_sin`: the table of a `FusedRotary`, float32 [positions, 2, rotary_dim / 2]; `positions` [N] of the
-    tokens."""
+    """The table of a `FusedRotary`, float32 [positions, 2, rotary_dim / 2], and the tokens' `positions` [N]."""
 
     cos_sin: Tensor
     positions: Tensor

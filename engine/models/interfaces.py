@@ -13,8 +13,7 @@ from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens
 
 LogitsIterator: TypeAlias = Iterator[Tensor]
-"""The logits [S, vocabulary] of one selection of places after the other, each computed when the iterator comes to it
-and good until it goes on."""
+"""Logits [S, vocabulary] of each selection of places, computed when the iterator comes to it, good until it goes on."""
 
 
 class PendingStep(Protocol):

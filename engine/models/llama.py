@@ -1,5 +1,4 @@
-"""Llama 1 to 3.x (arXiv 2302.13971, 2407.21783) and dense architectures of its shape: pre-norm, RoPE, grouped queries,
-SwiGLU."""
+"""Llama 1 to 3 (arXiv 2302.13971, 2407.21783) and dense architectures of its shape: pre-norm, RoPE, GQA, SwiGLU."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias

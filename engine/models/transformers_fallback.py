@@ -181,8 +181,7 @@ def _read_config(directory: Path) -> Any:
 
 
 def _check_config(config: Any, architecture: str) -> None:
-    """Raise unless `architecture` is the causal language model of `config`, a decoder alone, its attention exchangeable
-    and nothing else in the way."""
+    """Raise unless `architecture` is the language model of `config`, a decoder whose attention can be exchanged."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

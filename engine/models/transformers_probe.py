@@ -143,8 +143,7 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
 
 @contextmanager
 def _failures_refused(new: str) -> Iterator[None]:
-    """Turn an exception of transformers' modules into a CheckpointError that blames `new`, the thing they do not
-    know."""
+    """Turn an exception of transformers' modules into a CheckpointError that names what is `new` to them."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

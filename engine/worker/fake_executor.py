@@ -26,8 +26,7 @@ SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 <
 @dataclass(frozen=True, slots=True)
 class FakeBehaviour:
     """A step takes `step_seconds` and `token_seconds` for each of its tokens. `burst` (least, most): tokens that a
-    sampled row gets, drawn from `seed`; more than 1 is like a draft that was right, 0 like a step that sampled in
-    vain."""
+    sampled row gets, drawn from `seed`; more than 1 is like a draft that was right, 0 like one that was wrong."""
 
     step_seconds: float = 0.0
     token_seconds: float = 0.0

@@ -50,8 +50,7 @@ class _TokenHistory:
         self._tokens, self._rows, self.positions, self.device = tokens, rows, positions, tokens.device
 
     def since(self, places: LongArray, begins: LongArray) -> tuple[Tensor, Tensor]:
-        """Ids [places, longest] from position `begins` on, and which of them are there: others repeat the id at
-        `begins`."""
+        """Ids [places, longest] from position `begins` on, and which of them are there; others repeat the first."""
         ends, first = self.positions[places], self.to(begins).unsqueeze(-1)
         at = first + torch.arange(int((ends - begins).max()), device=self.device)
         there = at < self.to(ends).unsqueeze(-1)

@@ -158,8 +158,7 @@ class ModelRunner:
             step.scored_logits = logits if pieces else step.scored_logits
 
     def _choose(self, step: _RunnerStep, inputs: StepInputs, logits: Tensor | None) -> None:
-        """Choose the tokens that `step.samples` has not, from the step's `logits` [L, vocabulary], and keep logits that
-        are to be reported."""
+        """Choose the tokens that kernels did not, from `logits` [L, vocabulary], and keep logits to be reported."""
         if logits is None:
             step.tokens = torch.zeros(0, dtype=torch.int32, device=self._device)
             return

@@ -130,8 +130,7 @@ class RowStates:
     def _logits_places(
         self, plan: StepPlan, batch: StepBatch
     ) -> tuple[LongArray, LongArray | None, ScoredTokens | None]:
-        """The packed places whose logits are computed together, which of them are sampled (None: all), and the scored
-        tokens of prompts."""
+        """Packed places whose logits are computed together, those that are sampled (None: all), and scored tokens."""
         last: LongArray = batch.first_places + plan.counts - 1
         spans, scored_places = list[PromptSpan](), list[LongArray]()
         for at, row in enumerate(plan.rows.tolist() if self._scoring else ()):
