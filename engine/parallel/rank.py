@@ -36,7 +36,7 @@ from .rank_messages import (
     decode_command,
     encode_message,
 )
-from .torch_groups import PeerLost, Rendezvous, RendezvousStore, join_ranks, leave_ranks, rank_shard, wait_for_all_ranks
+from .torch_groups import PeerLost, join_ranks, leave_ranks, open_store, rank_shard, wait_for_all_ranks
 
 
 def run_rank(config: EngineConfig, place: RankPlace, connection: Connection) -> None:
@@ -65,12 +65,12 @@ def _run(config: EngineConfig, place: RankPlace, connection: Connection, report:
     LogForwarder(report).install(logging.WARNING)
     torch.set_num_threads(config.threads_each(place.local_ranks))
     config = msgspec.structs.replace(config, device=assign_device(config, place.local_rank, place.local_ranks))
-    store = RendezvousStore(place.host) if place.rank == 0 else None  # others look into it as long as they live
-    report(RankStarted(*store.rendezvous) if store else RankStarted())
+    store = open_store(place.host) if place.rank == 0 else None  # the others use it as long as they live
+    report(RankStarted(store.host, store.port) if store else RankStarted())
     command = decode_command(connection.recv_bytes())
     if not isinstance(command, JoinRanks):
         raise EOFError
-    join_ranks(Rendezvous(command.host, command.port), place.rank, place.layout, torch.device(config.device))
+    join_ranks(command.host, command.port, place.rank, place.layout, torch.device(config.device))
     report(RankJoined())
     shard = rank_shard(place.rank, place.layout, config.parallel.layers)
     loaded = load_rank(config, shard, lambda fraction: report(WeightsProgress(fraction)))

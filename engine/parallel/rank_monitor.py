@@ -36,7 +36,7 @@ class RankMonitor:
         on_result: Callable[[StepResult], None],
         on_loss: Callable[[CharoniaError], None],
     ) -> None:
-        self._ranks, self._layout = ranks, layout
+        self.ranks, self._layout = ranks, layout
         self._on_result, self._on_loss = on_result, on_loss
         self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
         self._over = threading.Event()
@@ -73,7 +73,7 @@ class RankMonitor:
             thread.join()
 
     def _listen(self, rank: int) -> None:
-        connection, name = self._ranks.connections[rank], self._layout.rank_name(rank)
+        connection, name = self.ranks.connections[rank], self._layout.rank_name(rank)
         try:
             while not isinstance(report := decode_report(connection.recv_bytes()), RankFailed):
                 if isinstance(report, StepComputed):
@@ -83,7 +83,7 @@ class RankMonitor:
                 else:
                     self._reports.put(ReceivedReport(rank, report))
         except (EOFError, OSError):
-            self._lose(lambda: Unavailable(f"{name} {self._ranks.exit_reason(rank)}"))
+            self._lose(lambda: Unavailable(f"{name} {self.ranks.exit_reason(rank)}"))
         else:
             if report.lost_peer:
                 self._over.wait(_GRACE_SECONDS)
@@ -98,6 +98,6 @@ class RankMonitor:
                 return
             self._over.set()
         error = reason()
-        self._ranks.kill()
+        self.ranks.kill()
         self._on_loss(error)
         self._reports.put(error)

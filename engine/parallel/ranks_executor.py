@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ...core.errors import CharoniaError, Unavailable
 from ...scheduler.plan import StepPlan, StepResult
@@ -45,13 +45,6 @@ JOIN_SECONDS = 300.0
 _LEAVE_SECONDS = 3.0
 
 
-class _RunningRanks(NamedTuple):
-    """From `load` to `close`."""
-
-    processes: LaunchedRanks
-    monitor: RankMonitor
-
-
 class RanksExecutor:
     """A model on `config.parallel.world` ranks, which `start_ranks` starts.
 
@@ -65,7 +58,7 @@ class RanksExecutor:
         self._layout = RankLayout(config.parallel.tensor, config.parallel.pipeline)
         self._pending = PendingSteps()
         self._sampled: deque[StepResult] = deque()
-        self._ranks: _RunningRanks | None = None
+        self._monitor: RankMonitor | None = None
         # By kind and rank: a quick rank may report the next thing before a slow one reports this.
         self._reports: defaultdict[type[RankReport], dict[int, Any]] = defaultdict(dict)
 
@@ -77,9 +70,8 @@ class RanksExecutor:
             CharoniaError: what one of them raised.
         """
         progress("ranks", 0.0)
-        processes = self._start_ranks(self._config, self._layout)
-        monitor = RankMonitor(processes, self._layout, self._on_result, self._pending.fail_all)
-        self._ranks = _RunningRanks(processes, monitor)
+        ranks = self._start_ranks(self._config, self._layout)
+        self._monitor = RankMonitor(ranks, self._layout, self._on_result, self._pending.fail_all)
         deadline = monotonic() + self._join_seconds
         store = self._wait_for_all(RankStarted, deadline)[0]
         self._command(JoinRanks(store.host, store.port))
@@ -113,28 +105,28 @@ class RanksExecutor:
         self._pending.on_loss(tell)
 
     def close(self) -> None:
-        if self._ranks is None:
+        if self._monitor is None:
             return
-        processes, monitor = self._ranks
+        monitor, ranks = self._monitor, self._monitor.ranks
         monitor.expect_exits()
         self._command(LeaveRanks())
-        processes.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
+        ranks.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
         monitor.join()
-        processes.close()
+        ranks.close()
         self._pending.cancel_all()
-        self._ranks = None
+        self._monitor = None
 
     @property
-    def _started(self) -> _RunningRanks:
-        if self._ranks is None:
+    def _loaded(self) -> RankMonitor:
+        if self._monitor is None:
             raise RuntimeError("the executor is not loaded")
-        return self._ranks
+        return self._monitor
 
     def _command(self, command: RankCommand) -> None:
         """Send `command` to all ranks. Waits for a rank that has not read more than its connection holds."""
         message = encode_message(command)
         with suppress(OSError):  # a rank is gone: the monitor fails whatever waits for it
-            for connection in self._started.processes.connections:
+            for connection in self._loaded.ranks.connections:
                 connection.send_bytes(message)
 
     def _wait_for_all(
@@ -143,7 +135,7 @@ class RanksExecutor:
         """Every rank's report of this kind; until all are there, `progress` is called as weights are read."""
         reported = 0.0
         while len(self._reports[kind]) < self._layout.world:
-            received = self._started.monitor.next_report(deadline)
+            received = self._loaded.next_report(deadline)
             if received is None:
                 absent = [rank for rank in range(self._layout.world) if rank not in self._reports[kind]]
                 names = ", ".join(map(self._layout.rank_name, absent))

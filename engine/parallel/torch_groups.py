@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from .rank_connections import listen_on
 P = ParamSpec("P")
 T = TypeVar("T")
 
-RANK_TIMEOUT_SECONDS = 1800.0
-"""Seconds that ranks wait for each other while one loads or computes; the core waits less for a rank to join."""
+_TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for each other while one loads or computes; the core waits less for a rank to join."""
 
 _MAX_UNRECEIVED = 4
 """Steps that a stage may be ahead of the one after it before it waits."""
@@ -36,51 +36,40 @@ class PeerLost(Unavailable):
     """Another rank does not answer any more."""
 
 
-class Rendezvous(NamedTuple):
-    """The address of rank 0's store, where ranks find each other."""
-
-    host: str
-    port: int
-
-
-class RendezvousStore:
-    """Rank 0's, listening on `host` alone."""
-
-    def __init__(self, host: str, seconds: float = RANK_TIMEOUT_SECONDS) -> None:
-        listener = listen_on(host)
-        self.rendezvous = Rendezvous(host, listener.getsockname()[1])
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            self.rendezvous.port,
-            is_master=True,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store closes it
-        )
+def open_store(host: str) -> Any:
+    """Rank 0's store, in which ranks find each other. It listens on `host` alone, at its `port`, while it is referred
+    to."""
+    listener = listen_on(host)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
-def join_ranks(
-    meeting: Rendezvous, rank: int, layout: RankLayout, device: torch.device, seconds: float = RANK_TIMEOUT_SECONDS
-) -> None:
-    """Connect with the other ranks; returns when all are there.
+def join_ranks(host: str, port: int, rank: int, layout: RankLayout, device: torch.device) -> None:
+    """Connect with the other ranks, by the store there; returns when all have come.
 
     Raises:
         PeerLost: a rank is missing.
     """
-    timeout, cuda = timedelta(seconds=seconds), device.type == "cuda"
+    cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    if meeting.host in ("127.0.0.1", "::1"):
+    if host in ("127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     connect = dist.TCPStore  # type: ignore[attr-defined]
-    store = _translate_errors(connect, *meeting, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = _translate_errors(connect, host, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
     _translate_errors(
         dist.init_process_group,
         "nccl" if cuda else "gloo",
         store=store,
         rank=rank,
         world_size=layout.world,
-        timeout=timeout,
+        timeout=_TIMEOUT,
         device_id=device if cuda else None,
     )
 
