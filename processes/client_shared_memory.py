@@ -74,8 +74,8 @@ class SharedMemoryRegistry:
         return [known[name]] if name else list(known.values())
 
     def view(self, span: SharedMemorySlice) -> memoryview:
-        """Its bytes, to read and to write. Hold it no longer than the request. Raises `NotFound` if there is no such
-        region, and `InvalidArgument` if it has no such bytes, or its object was made shorter since."""
+        """The slice's bytes, to read and to write; to be held no longer than the request. Raises `NotFound` if there is
+        no such region, and `InvalidArgument` if it has no such bytes, or its object was made shorter since."""
         if span.region not in self._mapped:
             raise NotFound(f"Unable to find shared memory region: '{span.region}'", field=span.region)
         region, memory = self._mapped[span.region]

@@ -1,4 +1,4 @@
-"""What this machine and its cgroup grant a process: cores, where they lie, memory, open files. Knows no models.
+"""Facts about this machine and this process's cgroup: cores, memory, open files, CUDA. Knows no models.
 
 Read from the kernel's files below `root`; what a system does not tell limits nothing.
 """

@@ -52,7 +52,7 @@ class InferenceJob:
 
     @property
     def batch_size(self) -> int:
-        """Its items in a batch, at least 1."""
+        """The number of its items in a batch, at least 1."""
         return len(next(iter(self.inputs.values()))) if self.inputs else 1
 
 

@@ -95,7 +95,7 @@ class CrossEncoder:
 
 
 Encoder: TypeAlias = Embedder | CrossEncoder
-"""Its `encode` makes an array [texts, size]."""
+"""An encoder whose `encode` makes an array [texts, size]."""
 
 
 def pool_tokens(tokens: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

@@ -19,13 +19,13 @@ from ...core.model import ModelConfig, RawConfig
 from ...processes.log_forwarding import LogForwarder, MessageWriter
 from ..runtime import InstancePlacement, Runtime, RuntimeLoader, only_response
 from .instance_messages import (
-    AbandonOutputs,
     ConfigCompleted,
     ExecuteBatch,
     FromInstance,
     InstanceLoaded,
     OutputsEnded,
     OutputsMade,
+    OutputsRead,
     TensorArena,
     ToInstance,
     failure_message,
@@ -72,10 +72,12 @@ def instance_main(connection: Connection, inputs: TensorArena, outputs: TensorAr
             messages = _execute(runtime, inputs, outputs, batch, task.config.decoupled)
             for message in messages:
                 writer.send(message)
-                more = isinstance(message, OutputsMade) and not message.last
-                if more and isinstance(decode(connection.recv_bytes()), AbandonOutputs):
-                    messages.close()
-                    writer.send(OutputsEnded())
+                if isinstance(message, OutputsMade) and not message.last:
+                    read = decode(connection.recv_bytes())
+                    assert isinstance(read, OutputsRead), read
+                    if not read.more:
+                        messages.close()
+                        writer.send(OutputsEnded())
     return runtime.close()
 
 

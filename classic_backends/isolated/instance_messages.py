@@ -40,12 +40,10 @@ class ExecuteBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     wanted: tuple[str, ...]
 
 
-class ResumeOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outputs are read: make the next ones."""
+class OutputsRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outputs are read: make the next ones or, without `more`, end the batch."""
 
-
-class AbandonOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """No further outputs of the batch are read: end it."""
+    more: bool
 
 
 class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -55,7 +53,7 @@ class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class OutputsMade(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Outputs of a batch; unless they are the `last` ones, the instance waits for a `ResumeOutputs`."""
+    """Outputs of a batch; unless they are the `last` ones, the instance waits for an `OutputsRead`."""
 
     outputs: tuple[PackedTensor, ...]
     last: bool
@@ -81,7 +79,7 @@ class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     report: str = ""
 
 
-ToInstance: TypeAlias = ExecuteBatch | ResumeOutputs | AbandonOutputs
+ToInstance: TypeAlias = ExecuteBatch | OutputsRead
 FromInstance: TypeAlias = (
     InstanceLoaded | OutputsMade | OutputsEnded | ConfigCompleted | InstanceFailed | LogRecordMessage
 )

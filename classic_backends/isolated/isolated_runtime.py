@@ -27,14 +27,13 @@ from ..instance_groups import read_instance_slots, with_one_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .instance_main import InstanceTask, completion_main, instance_main, resolve_loader
 from .instance_messages import (
-    AbandonOutputs,
     ConfigCompleted,
     ExecuteBatch,
     FromInstance,
     InstanceFailed,
     InstanceLoaded,
     OutputsMade,
-    ResumeOutputs,
+    OutputsRead,
     TensorArena,
     ToInstance,
 )
@@ -123,10 +122,10 @@ class IsolatedRuntime:
             while made is not None:
                 # The arena is the next outputs' too.
                 yield self._outputs.unpack(made.outputs, copy=True)
-                made = None if made.last else self._ask(ResumeOutputs())
+                made = None if made.last else self._ask(OutputsRead(more=True))
         except GeneratorExit:
             if made is not None and not made.last:
-                self._ask(AbandonOutputs())
+                self._ask(OutputsRead(more=False))
             raise
 
     def close(self) -> None:

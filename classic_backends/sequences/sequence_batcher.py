@@ -56,7 +56,7 @@ class SequenceBatcher(DynamicBatcher):
         return True
 
     def peek_batch(self, now: int) -> BatchDecision:
-        """As `take_batch`, only while the instance executes nothing."""
+        """Called, as `take_batch`, only while the instance executes nothing."""
         taken, self._taken = self._taken, ()  # that batch is done
         for request in taken:
             self._advance(_sequence_of(request))
@@ -79,7 +79,7 @@ class SequenceBatcher(DynamicBatcher):
         return waiting
 
     def _advance(self, sequence: SequenceContext) -> None:
-        """Its first request has left: the next one takes its place."""
+        """Let the next request take the place of the first one, which has left."""
         later = self._later[sequence]
         if later:
             self._later_count -= 1

@@ -99,7 +99,7 @@ class SequenceScheduler:
         withdrawn = [
             each for each in reversed(sequence.pending) if dispatcher is None or dispatcher.cancel_request(each)
         ]
-        cancelled = Cancelled(f"sequence {sequence.context.id} of model '{self._model}' was cancelled")
+        cancelled = Cancelled(f"sequence {sequence.id} of model '{self._model}' was cancelled")
         for each in reversed(withdrawn):
             if each is not request:
                 self._listener.on_rejected(each, cancelled)

@@ -31,11 +31,10 @@ class SequenceSlot(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class OpenSequence:
+class OpenSequence(SequenceContext):
     """`pending`: requests without an answer, in order; `closed`: no more of them come; `slot_deadline`: until when it
     may wait for a slot, None for ever."""
 
-    context: SequenceContext
     pending: dict[QueuedRequest, None] = field(default_factory=dict)
     slot: SequenceSlot | None = None
     closed: bool = False
@@ -96,14 +95,14 @@ class SequenceTable:
             if not flags.start:
                 message = f"inference request for sequence {flags.id} to model '{self._model}' must specify the START "
                 raise InvalidArgument(f"{message}flag on the first request of the sequence", field="sequence_start")
-            sequence = self._open[flags.id] = OpenSequence(SequenceContext(flags.id))
+            sequence = self._open[flags.id] = OpenSequence(flags.id)
             self._backlog[sequence] = None
         elif flags.start:
             log.warning("model '%s': sequence %s starts anew, though it had not ended", self._model, flags.id)
         if flags.end:
             sequence.closed = True
             del self._open[flags.id]
-        request.job.sequence = sequence.context
+        request.job.sequence = sequence
         sequence.pending[request] = None
         self._by_request[request] = sequence
         self._idle_since.pop(sequence, None)
@@ -124,7 +123,7 @@ class SequenceTable:
                 if slot.row + 1 < self._rules.slots_per_instance:
                     heappush(self._free, slot._replace(row=slot.row + 1))
             sequence.slot, sequence.slot_deadline = slot, None
-            sequence.context.row = slot.row
+            sequence.row = slot.row
             assigned.append(sequence)
         return assigned
 
@@ -151,8 +150,8 @@ class SequenceTable:
     def close_sequence(self, sequence: OpenSequence) -> None:
         """Let no more requests join; the slot is free when the pending ones are finished."""
         sequence.closed = True
-        if self._open.get(sequence.context.id) is sequence:
-            del self._open[sequence.context.id]
+        if self._open.get(sequence.id) is sequence:
+            del self._open[sequence.id]
         self._backlog.pop(sequence, None)
         if self._idle_since.pop(sequence, None) is not None:
             self._rest(sequence, 0)
@@ -164,7 +163,7 @@ class SequenceTable:
             sequence, since = next(iter(self._idle_since.items()))
             if now < since + self._rules.max_idle_ns:
                 break
-            log.debug("model '%s': sequence %s was idle for too long", self._model, sequence.context.id)
+            log.debug("model '%s': sequence %s was idle for too long", self._model, sequence.id)
             self.close_sequence(sequence)
         late = [each for each in self._backlog if each.slot_deadline is not None and each.slot_deadline <= now]
         for sequence in late:
@@ -190,7 +189,7 @@ class SequenceTable:
         """Recompute everything. Raises `AssertionError`."""
         known = {*self._open.values(), *self._by_request.values()}
         assert {request: each for each in known for request in each.pending} == self._by_request
-        assert all(not each.closed and self._open[each.context.id] is each for each in self._open.values())
+        assert all(not each.closed and self._open[each.id] is each for each in self._open.values())
         assert all(not each.pending and not each.closed and each.slot is not None for each in self._idle_since)
         assert all(each.pending and each.slot is None for each in self._backlog)
         assert all(each.pending or each in self._idle_since for each in known)

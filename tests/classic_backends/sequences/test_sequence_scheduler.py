@@ -133,7 +133,7 @@ class Table:
         asked.request.give_up()
         context, table = asked.request.job.sequence, self.desk._table
         sequence = table._open.get(asked.client + 1)
-        if sequence is not None and sequence.context is context:
+        if sequence is not None and sequence is context:
             del self.sums[asked.client]
         self.desk.cancel_request(asked.request)
 

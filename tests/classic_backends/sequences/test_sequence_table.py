@@ -39,7 +39,7 @@ class Asked:
         self.table.check_integrity()
 
     def expire(self, now: int) -> list[SequenceId]:
-        late = [sequence.context.id for sequence in self.table.expire_sequences(now)]
+        late = [sequence.id for sequence in self.table.expire_sequences(now)]
         self.table.assign_slots()
         return late
 
@@ -163,7 +163,7 @@ def test_a_lost_instance_takes_its_sequences_along() -> None:
 def test_nothing_is_left_of_what_was_cleared() -> None:
     asked = Asked()
     held, waits = asked.start(1), asked.start(2)
-    assert [each.context.id for each in asked.table.close_all()] == [2]
+    assert [each.id for each in asked.table.close_all()] == [2]
     for each in (held, waits):
         asked.answer(each)
     assert (len(asked.table._open), asked.table.next_expiry, asked.table.waiting_requests) == (0, None, 0)
