@@ -111,11 +111,11 @@ class ClassicModel:
         except BaseException:
             await self.unload()
             raise
-        router = ResponseRouter(self._metrics, self._signature.batched)
         if self._sequences is None:
+            router = ResponseRouter(self._metrics, self._signature.batched)
             self._dispatcher = Dispatcher(DynamicBatcher(self._batching), self._layout, router, decoupled)
         else:
-            self._dispatcher = SequenceScheduler(self._sequences.config, self._layout, router, decoupled)
+            self._dispatcher = SequenceScheduler(self._sequences.config, self._layout, self._metrics, decoupled)
         if self._inline_runtime is None:
             self._pool.start_serving(self._dispatcher)
 

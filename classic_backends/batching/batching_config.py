@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
 from ...core.model import RawConfig
+from ..signature import Shape
 
 NS_PER_US = 1000
 
@@ -140,8 +141,6 @@ def _check_levels(config: BatchingConfig) -> None:
     if field:
         raise InvalidArgument(message, field=f"dynamic_batching.{field}")
 
-
-Shape = tuple[int, ...]
 
 _TYPES = {"TYPE_INT32": np.int32, "TYPE_FP32": np.float32}
 

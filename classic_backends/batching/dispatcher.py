@@ -10,38 +10,13 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple, Protocol
 
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
-from .batch_execution import BatchLayout, ExecutionResult, execute_batch, execute_decoupled
+from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher, RequestBatch
 from .instance import Instance, call_in_loop
 from .queued_request import QueuedRequest
-
-
-class BatchResult(NamedTuple):
-    """One execution, or of a decoupled model the part of it up to one response; `started_at` in nanoseconds of
-    `time.monotonic_ns`."""
-
-    batch: RequestBatch
-    started_at: int
-    result: ExecutionResult
-
-
-class DispatchListener(Protocol):
-    """Is told the fate of requests, in the event loop's thread."""
-
-    def on_batch_done(self, done: BatchResult) -> None:
-        """The whole batch has its responses, or its error."""
-
-    def on_stream_response(self, done: BatchResult) -> None:
-        """A decoupled model made one response, or failed."""
-
-    def on_stream_end(self, batch: RequestBatch, started_at: int) -> None:
-        """A decoupled model has made its last response."""
-
-    def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
-        """The request left the queue without being executed."""
+from .response_router import BatchResult, ResponseRouter
 
 
 class DeadlineTimer:
@@ -78,10 +53,10 @@ class Dispatcher:
     """The queue and the instances of one model; the `WorkSource` of these. `decoupled`: the model makes any number of
     responses to a request."""
 
-    def __init__(self, queue: DynamicBatcher, layout: BatchLayout, listener: DispatchListener, decoupled: bool) -> None:
+    def __init__(self, queue: DynamicBatcher, layout: BatchLayout, router: ResponseRouter, decoupled: bool) -> None:
         self._call_in_loop = partial(call_in_loop, asyncio.get_running_loop())
         self._layout = layout
-        self._listener = listener
+        self._router = router
         self._decoupled = decoupled
         self._lock = threading.Lock()
         self._queue = queue
@@ -112,7 +87,7 @@ class Dispatcher:
                 self._free.remove(instance)
             waiting = [] if self._instances else self._queue.drain()
         for request in waiting:
-            self._listener.on_rejected(request, restarting_error(request))
+            self._router.on_rejected(request, restarting_error(request))
 
     def submit(self, request: QueuedRequest) -> None:
         """Queue a request. Raises `Unavailable` if the queue is full or closed, or no instance is there."""
@@ -146,7 +121,7 @@ class Dispatcher:
         with self._lock:
             waiting = self._queue.drain()
         for request in waiting:
-            self._listener.on_rejected(request, stopping_error(request))
+            self._router.on_rejected(request, stopping_error(request))
 
     def _wake_instances(self) -> None:
         """Wake as many free instances as there is work for, and set the timer for the next decision."""
@@ -169,7 +144,7 @@ class Dispatcher:
 
     def _apply(self, decision: BatchDecision) -> None:
         for request in decision.expired:
-            self._listener.on_rejected(request, RequestTimeout())
+            self._router.on_rejected(request, RequestTimeout())
         if decision.ask_again_at is not None:
             self._timer.set_no_later_than(decision.ask_again_at)
 
@@ -180,7 +155,7 @@ class Dispatcher:
         if not self._decoupled:
             jobs = [request.job for request in batch.requests]
             result = execute_batch(instance.runtime, self._layout, jobs, instance.name)
-            self._call_in_loop(self._listener.on_batch_done, BatchResult(batch, started_at, result))
+            self._call_in_loop(self._router.on_batch_done, BatchResult(batch, started_at, result))
             return
         [request] = batch.requests
         with closing(execute_decoupled(instance.runtime, self._layout, request.job, instance.name)) as results:
@@ -190,9 +165,9 @@ class Dispatcher:
                     request.channel.unread_slots.acquire()
                 if request.given_up:
                     break
-                self._call_in_loop(self._listener.on_stream_response, BatchResult(batch, started_at, result))
+                self._call_in_loop(self._router.on_stream_response, BatchResult(batch, started_at, result))
                 instance.execution_timer.start()
-        self._call_in_loop(self._listener.on_stream_end, batch, started_at)
+        self._call_in_loop(self._router.on_stream_end, batch, started_at)
 
     def next_batch(self, instance: Instance) -> RequestBatch | None:
         if instance.lost:

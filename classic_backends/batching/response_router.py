@@ -1,17 +1,27 @@
 """Gives responses to the channels of their requests, and records them in the model's metrics."""
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...core.errors import CharoniaError, ErrorCode
 from ...core.request_context import ExecutionTimes
-from .batch_execution import NO_TIMING, ExecutionTiming
-from .dispatcher import BatchResult
+from .batch_execution import NO_TIMING, ExecutionResult, ExecutionTiming
 from .dynamic_batcher import RequestBatch
 from .model_metrics import FailureReason, ModelMetrics
 from .queued_request import QueuedRequest
 
 _REJECTION_REASONS = {ErrorCode.UNAVAILABLE: FailureReason.REJECTED, ErrorCode.CANCELLED: FailureReason.CANCELED}
+
+
+class BatchResult(NamedTuple):
+    """One execution, or of a decoupled model the part of it up to one response; `started_at` in nanoseconds of
+    `time.monotonic_ns`."""
+
+    batch: RequestBatch
+    started_at: int
+    result: ExecutionResult
 
 
 @dataclass(slots=True)
@@ -24,15 +34,23 @@ class _StreamProgress:
 
 
 class ResponseRouter:
-    """A `DispatchListener`. A request that was given up is already recorded, and gets nothing more. `batched`: the
-    model's tensors have a batch dimension."""
+    """Told by dispatchers, in the event loop's thread, the fate of requests. A request that was given up is already
+    recorded, and gets nothing more. `batched`: the model's tensors have a batch dimension. `on_finished` is called with
+    requests that have their last response or error."""
 
-    def __init__(self, metrics: ModelMetrics, batched: bool) -> None:
+    def __init__(
+        self,
+        metrics: ModelMetrics,
+        batched: bool,
+        on_finished: Callable[[Iterable[QueuedRequest]], None] = lambda requests: None,
+    ) -> None:
         self._metrics = metrics
         self._batched = batched
+        self._on_finished = on_finished
         self._streams: dict[QueuedRequest, _StreamProgress] = {}
 
     def on_batch_done(self, done: BatchResult) -> None:
+        """The whole batch has its responses, or its error."""
         (requests, reason), started_at, result = done.batch, done.started_at, done.result
         if result.error is None:
             self._metrics.record_execution(self._recorded_size(done.batch), result.timing, reason, len(requests))
@@ -48,8 +66,10 @@ class ResponseRouter:
             self._metrics.record_success(request.batch_size, now - arrived_at, started_at - arrived_at, result.timing)
             request.channel.put(result.responses[index])
             request.channel.end()
+        self._on_finished(requests)
 
     def on_stream_response(self, done: BatchResult) -> None:
+        """A decoupled model made one response, or failed."""
         [request], (responses, timing, error) = done.batch.requests, done.result
         stream = self._streams.setdefault(request, _StreamProgress())
         sums = self._metrics.response_sums(stream.count)
@@ -71,20 +91,23 @@ class ResponseRouter:
             request.channel.put(responses[0])
 
     def on_stream_end(self, batch: RequestBatch, started_at: int) -> None:
+        """A decoupled model has made its last response."""
         [request] = batch.requests
         stream = self._streams.pop(request, _StreamProgress())
-        if stream.failed or request.given_up:
-            return
-        # Triton's backends end a stream with one more response, which is empty.
-        self._metrics.response_sums(stream.count)["empty_response"].add(0)
-        latency = time.monotonic_ns() - request.arrived_at
-        self._metrics.record_execution(self._recorded_size(batch), stream.timing, batch.close_reason, 1)
-        self._metrics.record_success(request.batch_size, latency, started_at - request.arrived_at, stream.timing)
-        request.channel.end()
+        if not stream.failed and not request.given_up:
+            # Triton's backends end a stream with one more response, which is empty.
+            self._metrics.response_sums(stream.count)["empty_response"].add(0)
+            latency = time.monotonic_ns() - request.arrived_at
+            self._metrics.record_execution(self._recorded_size(batch), stream.timing, batch.close_reason, 1)
+            self._metrics.record_success(request.batch_size, latency, started_at - request.arrived_at, stream.timing)
+            request.channel.end()
+        self._on_finished([request])
 
     def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
+        """The request left the queue without being executed."""
         code = error.code if isinstance(error, CharoniaError) else ErrorCode.INTERNAL
         self._fail(request, error, _REJECTION_REASONS.get(code, FailureReason.OTHER))
+        self._on_finished([request])
 
     def _fail(self, request: QueuedRequest, error: Exception, reason: FailureReason) -> None:
         self._metrics.record_failure(reason, time.monotonic_ns() - request.arrived_at)

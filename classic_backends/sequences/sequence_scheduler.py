@@ -1,6 +1,6 @@
 """The scheduler of a stateful model: a sequence stays on its instance, and each instance has a queue of its own.
 
-In the event loop's thread, between the model and its instances. Tells a `DispatchListener` the fate of requests.
+In the event loop's thread, between the model and its instances.
 """
 
 import time
@@ -9,40 +9,30 @@ from collections.abc import Callable, Iterable, Iterator
 from ...core.errors import Cancelled, RequestTimeout
 from ...core.metrics import Reading
 from ..batching.batch_execution import BatchLayout
-from ..batching.dispatcher import (
-    BatchResult,
-    DeadlineTimer,
-    Dispatcher,
-    DispatchListener,
-    restarting_error,
-    stopping_error,
-)
-from ..batching.dynamic_batcher import RequestBatch
+from ..batching.dispatcher import DeadlineTimer, Dispatcher, restarting_error, stopping_error
 from ..batching.instance import Instance
+from ..batching.model_metrics import ModelMetrics
 from ..batching.queued_request import QueuedRequest
+from ..batching.response_router import ResponseRouter
 from .sequence_batcher import SequenceBatcher
 from .sequence_config import SequenceConfig
 from .sequence_table import OpenSequence, SequenceTable
 
 
 class SequenceScheduler:
-    """Stands where other models have a `Dispatcher`, and is the `DispatchListener` of those of its instances.
-    `decoupled`: the model makes any number of responses to a request. Its length is the number of requests that
-    wait."""
+    """Stands where other models have a `Dispatcher`, before those of its instances. `decoupled`: the model makes any
+    number of responses to a request. Its length is the number of requests that wait."""
 
-    def __init__(
-        self, config: SequenceConfig, layout: BatchLayout, listener: DispatchListener, decoupled: bool
-    ) -> None:
+    def __init__(self, config: SequenceConfig, layout: BatchLayout, metrics: ModelMetrics, decoupled: bool) -> None:
         self._config = config
         self._layout = layout
-        self._listener = listener
+        self._router = ResponseRouter(metrics, layout.signature.batched, self._finish)
         self._decoupled = decoupled
         self._model = layout.signature.model_name
         self._table = SequenceTable(self._model, config.slots)
         self._dispatchers: dict[Instance, Dispatcher] = {}
         self._timer = DeadlineTimer(self._expire)
         self._closed = False
-        self.on_stream_response = listener.on_stream_response
 
     def __len__(self) -> int:
         return self._table.waiting_requests + sum(map(len, self._dispatchers.values()))
@@ -54,7 +44,7 @@ class SequenceScheduler:
         yield Reading("charonia_sequence_slots", self._table.total_slots)
 
     def add_instance(self, instance: Instance) -> None:
-        dispatcher = Dispatcher(SequenceBatcher(self._config), self._layout, self, self._decoupled)
+        dispatcher = Dispatcher(SequenceBatcher(self._config), self._layout, self._router, self._decoupled)
         dispatcher.add_instance(instance)
         self._dispatchers[instance] = dispatcher
         self._table.add_instance(instance)
@@ -102,7 +92,7 @@ class SequenceScheduler:
         cancelled = Cancelled(f"sequence {sequence.id} of model '{self._model}' was cancelled")
         for each in reversed(withdrawn):
             if each is not request:
-                self._listener.on_rejected(each, cancelled)
+                self._router.on_rejected(each, cancelled)
         self._finish(withdrawn)
 
     def close(self) -> None:
@@ -112,20 +102,6 @@ class SequenceScheduler:
         self._reject(self._table.close_all(), stopping_error)
         for dispatcher in self._dispatchers.values():
             dispatcher.close()
-
-    # Called by the dispatchers
-
-    def on_batch_done(self, done: BatchResult) -> None:
-        self._listener.on_batch_done(done)
-        self._finish(done.batch.requests)
-
-    def on_stream_end(self, batch: RequestBatch, started_at: int) -> None:
-        self._listener.on_stream_end(batch, started_at)
-        self._finish(batch.requests)
-
-    def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
-        self._listener.on_rejected(request, error)
-        self._finish([request])
 
     def _assign_slots(self) -> None:
         for sequence in self._table.assign_slots():
@@ -151,4 +127,4 @@ class SequenceScheduler:
     def _reject(self, sequences: Iterable[OpenSequence], error: Callable[[QueuedRequest], Exception]) -> None:
         for sequence in sequences:
             for request in tuple(sequence.pending):
-                self.on_rejected(request, error(request))
+                self._router.on_rejected(request, error(request))

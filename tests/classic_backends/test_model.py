@@ -382,6 +382,22 @@ async def test_ordered_responses_wait_for_those_before_them() -> None:
         assert done == [1, 2, 3]
 
 
+async def test_an_answer_that_waits_for_its_turn_counts_once_though_its_reader_leaves() -> None:
+    runtime = Gated()
+    groups = [{"kind": "KIND_CPU", "count": 2}]
+    batching = {"preserve_ordering": True, "preferred_batch_size": [1]}
+    async with serving(runtime, config(batching, raw={"instance_group": groups}, max_batch_size=1)) as model:
+        slow = threading.Event()
+        runtime.seen = lambda inputs: assert_(slow.wait(30)) if inputs["X"][0, 0] == 1 else None
+        first, second = [asyncio.create_task(answer(model, number)) for number in (1, 2)]
+        await until(lambda: model.statistics().inference.success.count == 1)
+        second.cancel()
+        await asyncio.wait({second})
+        slow.set()
+        assert await first == [2]
+        assert (model.stats().success, model.stats().cancelled) == (2, 0)
+
+
 def assert_(holds: bool) -> None:
     assert holds
 

@@ -19,7 +19,6 @@ from charonia.classic_backends.batching.queued_request import (
     SequenceContext,
     SequenceFlags,
 )
-from charonia.classic_backends.batching.response_router import ResponseRouter
 from charonia.classic_backends.sequences.sequence_batcher import SequenceBatcher
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
 from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
@@ -101,9 +100,7 @@ class Table:
         sequences = sequences_of(settings)
         form = BatchLayout(ModelSignature(settings), sequences=sequences)
         self.account = ModelMetrics()
-        self.desk = SequenceScheduler(
-            sequences.config, form, ResponseRouter(self.account, batched=True), decoupled=False
-        )
+        self.desk = SequenceScheduler(sequences.config, form, self.account, decoupled=False)
         self.hands = [Hand(make()) for _ in range(instances)]
         for hand in self.hands:
             self.desk.add_instance(hand)  # type: ignore[arg-type]
