@@ -6,7 +6,7 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/user_gu
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import InvalidArgument
 from ..core.model import MemoryNeed, RawConfig
@@ -14,26 +14,19 @@ from ..processes.host import usable_cores
 from .runtime import InstancePlacement
 
 
-class InstanceSlot(NamedTuple):
-    """One instance to be loaded; a `passive` one gets no requests."""
-
-    placement: InstancePlacement
-    passive: bool = False
-
-
-def read_instance_slots(model: str, raw: RawConfig) -> tuple[InstanceSlot, ...]:
+def read_placements(model: str, raw: RawConfig) -> tuple[InstancePlacement, ...]:
     """The instances of all groups in order, at least one; a GPU group has `count` on each of its GPUs. Raises
     `InvalidArgument` if all of them are passive."""
-    slots = tuple(_all_slots(model, raw))
-    if all(slot.passive for slot in slots):
+    placements = tuple(_all_placements(model, raw))
+    if all(placement.passive for placement in placements):
         message = f"model '{model}' has no instance that takes requests"
         raise InvalidArgument(message, field="instance_group")
-    return slots
+    return placements
 
 
 def instances_per_gpu(raw: RawConfig) -> Counter[int | None]:
     """The number of instances on each GPU, and of all others under None."""
-    return Counter(slot.placement.gpu for slot in _all_slots("", raw))
+    return Counter(placement.gpu for placement in _all_placements("", raw))
 
 
 def with_one_instance(raw: RawConfig, placement: InstancePlacement) -> dict[str, Any]:
@@ -64,12 +57,11 @@ def _bytes_on_disk(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _all_slots(model: str, raw: RawConfig) -> Iterator[InstanceSlot]:
+def _all_placements(model: str, raw: RawConfig) -> Iterator[InstancePlacement]:
     for index, group in enumerate(raw.get("instance_group") or [{}]):
         kind = group.get("kind") or "KIND_CPU"
         name = group.get("name") or f"{model}_{index}"
         devices = [int(gpu) for gpu in group.get("gpus") or [0]] if kind == "KIND_GPU" else [0]
-        count = max(1, int(group.get("count") or 1))
+        count, passive = max(1, int(group.get("count") or 1)), bool(group.get("passive", False))
         for number in range(len(devices) * count):
-            placement = InstancePlacement(kind, devices[number // count], number, f"{name}_{number}")
-            yield InstanceSlot(placement, bool(group.get("passive", False)))
+            yield InstancePlacement(kind, devices[number // count], number, f"{name}_{number}", passive)

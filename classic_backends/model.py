@@ -25,8 +25,8 @@ from .batching.instance_pool import EXECUTION_TIMEOUT, InstancePool
 from .batching.model_metrics import FailureReason, LatencyMetrics, ModelMetrics, first_response_bounds
 from .batching.queued_request import InferenceJob, QueuedRequest, ResponseChannel, ResponseOrderer, SingleResponseStream
 from .batching.response_router import ResponseRouter
-from .instance_groups import InstanceSlot, read_instance_slots
-from .runtime import Runtime, RuntimeLoader
+from .instance_groups import read_placements
+from .runtime import InstancePlacement, Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 from .signature import ModelSignature, check_ragged_support
@@ -61,7 +61,7 @@ class ClassicModel:
         self._batching = batching if sequences is None else sequences.config.batching
         self._signature = ModelSignature(config)
         self._layout = BatchLayout(self._signature, read_ragged_config(config.raw), sequences)
-        self._slots = read_instance_slots(config.name, config.raw)
+        self._placements = read_placements(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = ModelMetrics(latencies)
         self._orderer = ResponseOrderer() if self._batching.preserve_ordering else None
@@ -97,7 +97,7 @@ class ClassicModel:
 
     async def load(self) -> None:
         """Return when every instance is loaded and warm. After an error of one of them, none is left."""
-        first, *others = self._slots
+        first, *others = self._placements
         decoupled = self._config.decoupled
         try:
             await self._pool.load_instances([first])
@@ -136,7 +136,7 @@ class ClassicModel:
 
     async def _infer_inline(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
         started_at = time.monotonic_ns()
-        result = execute_single(runtime, self._layout, request, self._slots[0].placement.name)
+        result = execute_single(runtime, self._layout, request, self._placements[0].name)
         latency = time.monotonic_ns() - started_at
         context.execution = ExecutionTimes(started_at, started_at, result.timing)
         if result.error is not None:
@@ -216,14 +216,14 @@ class ClassicModel:
             self._dispatcher.cancel_request(queued)
         queued.channel.end(error)
 
-    def _load_runtime(self, slot: InstanceSlot) -> Runtime:
+    def _load_runtime(self, placement: InstancePlacement) -> Runtime:
         """Called in the thread of the instance."""
         config = self._config if self._sequences is None else self._sequences.runtime_config
-        runtime = self._loader.load(self._directory, config, slot.placement, self._parameters)
+        runtime = self._loader.load(self._directory, config, placement, self._parameters)
         try:
             for sample in self._warmup_requests:
                 for _ in range(sample.times):
-                    self._warm_up(runtime, sample.request, slot.placement.name)
+                    self._warm_up(runtime, sample.request, placement.name)
         except BaseException:
             runtime.close()
             raise

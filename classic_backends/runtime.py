@@ -21,12 +21,14 @@ which numpy has no type, are uint16 arrays of its bits."""
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
     """The device of one instance. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without one; `number`:
-    in its group; `name`: the instance's, as Triton makes it: `<model>_<group>_<number>`."""
+    in its group; `name`: the instance's, as Triton makes it: `<model>_<group>_<number>`; a `passive` one gets no
+    requests."""
 
     kind: str = "KIND_CPU"
     device: int = 0
     number: int = 0
     name: str = ""
+    passive: bool = False
 
     @property
     def gpu(self) -> int | None:

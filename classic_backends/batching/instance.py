@@ -15,8 +15,7 @@ from time import monotonic, monotonic_ns
 from typing import Protocol
 
 from ...processes.child_process import RestartBackoff
-from ..instance_groups import InstanceSlot
-from ..runtime import Runtime, RuntimeProcess
+from ..runtime import InstancePlacement, Runtime, RuntimeProcess
 from .dynamic_batcher import RequestBatch
 
 log = logging.getLogger(__name__)
@@ -90,14 +89,16 @@ class WorkSource(Protocol):
 
 
 class Instance:
-    """The instance of a slot, whose name is its thread's and stands in messages. `process`: the runtime's, if it has
-    one of its own. `current_batch` is read by the event loop. For its pool, `backoff` is the slot's; `started_at`: of
+    """One instance of a model; its name is its thread's and stands in messages. `process`: the runtime's, if it has
+    one of its own. `current_batch` is read by the event loop. For its pool, `backoff` outlives it; `started_at`: of
     `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its execution was
     interrupted, or cannot be."""
 
-    def __init__(self, slot: InstanceSlot, load: Callable[[InstanceSlot], Runtime], backoff: RestartBackoff) -> None:
-        self.slot = slot
-        self.name = slot.placement.name
+    def __init__(
+        self, placement: InstancePlacement, load: Callable[[InstancePlacement], Runtime], backoff: RestartBackoff
+    ) -> None:
+        self.placement = placement
+        self.name = placement.name
         self.backoff = backoff
         self.started_at = monotonic()
         self.overdue_logged = self.timed_out = False
@@ -155,7 +156,7 @@ class Instance:
 
     def _run(self) -> None:
         try:
-            runtime = self._load(self.slot)
+            runtime = self._load(self.placement)
         except BaseException as error:
             call_in_loop(self._loop, self._set_loaded, None, error)
         else:

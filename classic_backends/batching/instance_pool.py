@@ -13,8 +13,7 @@ from typing import Protocol
 
 from ...core.cancellation import wait_for_first
 from ...processes.child_process import RestartBackoff
-from ..instance_groups import InstanceSlot
-from ..runtime import Runtime
+from ..runtime import InstancePlacement, Runtime
 from .instance import Instance, is_set_within
 
 log = logging.getLogger(__name__)
@@ -40,10 +39,10 @@ class InstanceListener(Protocol):
 
 
 class InstancePool:
-    """`load` makes the runtime of a slot, in its instance's thread. `execution_timeout`: seconds after which an
+    """`load` makes the runtime of a placement, in its instance's thread. `execution_timeout`: seconds after which an
     execution is interrupted, 0 for never. `restarts`: replacements of lost instances."""
 
-    def __init__(self, load: Callable[[InstanceSlot], Runtime], execution_timeout: float = 0.0) -> None:
+    def __init__(self, load: Callable[[InstancePlacement], Runtime], execution_timeout: float = 0.0) -> None:
         self._load = load
         self._execution_timeout = execution_timeout
         self._check_timer: asyncio.TimerHandle | None = None
@@ -60,12 +59,12 @@ class InstancePool:
     @property
     def ready(self) -> bool:
         """Whether an instance takes requests, and its execution is not overdue."""
-        active = (instance for instance in self._instances if not instance.slot.passive)
+        active = (instance for instance in self._instances if not instance.placement.passive)
         return any(not instance.lost and not instance.execution_timer.overdue for instance in active)
 
-    async def load_instances(self, slots: Sequence[InstanceSlot]) -> None:
+    async def load_instances(self, placements: Sequence[InstancePlacement]) -> None:
         """Return when all of them are loaded; raises the error of one that is not."""
-        instances = [Instance(slot, self._load, RestartBackoff(*RESTART_DELAYS)) for slot in slots]
+        instances = [Instance(each, self._load, RestartBackoff(*RESTART_DELAYS)) for each in placements]
         results = await asyncio.gather(*(instance.start() for instance in instances), return_exceptions=True)
         self._instances += [instance for instance, result in zip(instances, results, strict=True) if result is None]
         for result in results:
@@ -117,7 +116,7 @@ class InstancePool:
     def _enlist(self, instance: Instance) -> None:
         if instance.process is not None:
             asyncio.get_running_loop().add_reader(instance.process.sentinel, self._on_lost, instance)
-        if self._listener is not None and not instance.slot.passive:
+        if self._listener is not None and not instance.placement.passive:
             self._listener.add_instance(instance)
 
     def _on_lost(self, instance: Instance) -> None:
@@ -135,7 +134,7 @@ class InstancePool:
         log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.name, retry_after)
         await lost.stop()
         while not await is_set_within(self._stopping, retry_after):
-            instance = Instance(lost.slot, self._load, lost.backoff)
+            instance = Instance(lost.placement, self._load, lost.backoff)
             try:
                 await wait_for_first(instance.start(), self._stopping.wait())
             except Exception as error:

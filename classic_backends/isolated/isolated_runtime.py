@@ -23,7 +23,7 @@ from ...processes.child_process import python_child
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_parameters import read_choice
 from ..config_completion import declares_tensors
-from ..instance_groups import read_instance_slots, with_one_instance
+from ..instance_groups import read_placements, with_one_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .instance_main import InstanceTask, completion_main, instance_main, resolve_loader
 from .instance_messages import (
@@ -77,9 +77,9 @@ class IsolatableLoader(NamedTuple):
         loader = resolve_loader(self.loader)
         if not isolated:
             return loader.needs(directory, raw, own)
-        places = [slot.placement for slot in read_instance_slots("", raw)]
-        weights = [loader.needs(directory, with_one_instance(raw, place), own) for place in places]
-        return (MemoryNeed(self.library_bytes * len(places)), *chain.from_iterable(weights))
+        placements = read_placements("", raw)
+        weights = [loader.needs(directory, with_one_instance(raw, each), own) for each in placements]
+        return (MemoryNeed(self.library_bytes * len(placements)), *chain.from_iterable(weights))
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         """Complete the config as the backend's own loader does, in a child process where `load` would use one."""

@@ -15,7 +15,7 @@ from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import release_free_memory
 from ..backend_parameters import warn_unknown_parameters
 from ..config_completion import check_config_matches, complete_config, declares_tensors
-from ..instance_groups import memory_shared_by_instances, read_instance_slots
+from ..instance_groups import memory_shared_by_instances, read_placements
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .session_plan import KNOWN_PARAMETERS, read_session_plan
 
@@ -56,7 +56,7 @@ class OnnxLoader:
         from .onnx_session import open_session
 
         self._completed = None
-        plan = read_session_plan(raw, read_instance_slots("", raw)[0].placement, parameters)
+        plan = read_session_plan(raw, read_placements("", raw)[0], parameters)
         self._completed = open_session(_model_file(directory, raw), plan)
         return complete_config(raw, self._completed.tensors, parameters)
 

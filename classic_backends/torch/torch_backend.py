@@ -179,13 +179,21 @@ class TorchRuntime:
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         import torch
 
+        assert self._opened is not None
+        missing = [spec.name for spec in self._inputs if spec.name not in inputs]
+        if missing:
+            raise InvalidArgument(f"input '{missing[0]}' of a PyTorch model cannot be left out", field=missing[0])
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode() if self._modes.inference_mode else torch.no_grad())
             if not self._modes.optimized_execution:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             if not self._modes.cudnn:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            results = self._forward(inputs)
+            given = [_to_tensor(inputs[spec.name], spec.datatype).to(self._device) for spec in self._inputs]
+            names = self._opened.argument_names or [""] * len(given)
+            keywords = self._opened.keyword_names
+            named = {name: value for name, value in zip(names, given, strict=False) if name in keywords}
+            results = self._opened.module(*given[: len(given) - len(named)], **named)
         yield {name: _result_array(results, name, self._result_positions[name]) for name in output_names}
         if self._modes.clean_cache:
             torch.cuda.empty_cache()
@@ -195,17 +203,6 @@ class TorchRuntime:
 
         self._opened = None
         release_torch_memory()
-
-    def _forward(self, inputs: Arrays) -> Any:
-        assert self._opened is not None
-        missing = [spec.name for spec in self._inputs if spec.name not in inputs]
-        if missing:
-            raise InvalidArgument(f"input '{missing[0]}' of a PyTorch model cannot be left out", field=missing[0])
-        given = [_to_tensor(inputs[spec.name], spec.datatype).to(self._device) for spec in self._inputs]
-        names = self._opened.argument_names or [""] * len(given)
-        keywords = self._opened.keyword_names
-        named = {name: value for name, value in zip(names, given, strict=False) if name in keywords}
-        return self._opened.module(*given[: len(given) - len(named)], **named)
 
 
 def _to_tensor(array: NDArray[Any], datatype: str) -> "torch.Tensor":
