@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.metrics import Histogram, Labels, Measurement, QuantileSummary, Reading
 from ..telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
@@ -103,16 +103,15 @@ def metrics_response(registry: CollectorRegistry) -> Response:
     return Response(render_exposition(registry.collect()), headers={"content-type": _CONTENT_TYPE})
 
 
-class MetricsApp:
+def metrics_app(registry: CollectorRegistry) -> ASGIApp:
     """The application of the metrics port: `/metrics`, and as on Triton's an empty response to all other paths."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         response = Response(headers={"content-type": _CONTENT_TYPE})
         if scope["method"] != "GET":
             response = Response(status_code=405, headers={"allow": "GET"})
         elif scope["path"] in ("/metrics", "/metrics/"):
-            response = metrics_response(self._registry)
+            response = metrics_response(registry)
         await response(scope, receive, send)
+
+    return app

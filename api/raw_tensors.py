@@ -158,20 +158,3 @@ def encode_view(tensor: Tensor) -> memoryview:
     if tensor.datatype == "BYTES":
         return memoryview(encode(tensor))
     return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
-
-
-def encoded_size(tensor: Tensor) -> int:
-    """The number of the tensor's raw bytes."""
-    if tensor.datatype == "BYTES":
-        return sum([_LENGTH.size + len(element) for element in tensor.data.ravel()])
-    return tensor.data.nbytes
-
-
-def write_into(tensor: Tensor, into: memoryview) -> None:
-    """Write the tensor's raw bytes to the beginning of `into`, which has room for them."""
-    if tensor.datatype == "BYTES":
-        raw = encode(tensor)
-        into[: len(raw)] = raw
-    else:
-        there = np.frombuffer(into, tensor.data.dtype, tensor.data.size)
-        np.copyto(there.reshape(tensor.data.shape), tensor.data)

@@ -34,14 +34,15 @@ class RequestedOutput(NamedTuple):
         tensor = classify(config, output, self.classes) if self.classes else output
         if self.memory is None:
             return tensor
-        needed = raw_tensors.encoded_size(tensor)
-        if needed > len(self.memory):
+        raw = raw_tensors.encode_view(tensor)
+        if len(raw) > len(self.memory):
             raise Internal(
                 f"shared memory size specified with the request for output '{tensor.name}' ({len(self.memory)} bytes) "
-                f"should be at least {needed} bytes to hold the results",
+                f"should be at least {len(raw)} bytes to hold the results",
                 field=tensor.name,
             )
-        raw_tensors.write_into(tensor, self.memory)
+        # numpy copies without the interpreter's lock.
+        np.frombuffer(self.memory, np.uint8, len(raw))[:] = np.frombuffer(raw, np.uint8)
         return tensor
 
 

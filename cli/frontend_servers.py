@@ -13,7 +13,7 @@ from ..api.app import build_app
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
-from ..api.prometheus import MetricsApp, MetricsSource, build_registry
+from ..api.prometheus import MetricsSource, build_registry, metrics_app
 from ..api.triton.clouds import CloudMiddleware
 from ..core.cancellation import wait_for_first
 from ..repository.gateway import InProcessGateway
@@ -41,7 +41,7 @@ class FrontendServers:
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
             registry = build_registry(measured, server.metrics_names == "vllm", plan.metrics.hidden)
-            self._metrics = HttpServer(MetricsApp(registry), ports.metrics, access_log=False)
+            self._metrics = HttpServer(metrics_app(registry), ports.metrics, access_log=False)
         info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
         app = build_app(gateway, info, settings.keys, settings.http, registry)
         timeout = settings.http.body_timeout

@@ -27,18 +27,8 @@ _LARGEST = 2**31 - 1
 _MAX_DETAILS_BYTES = 2000
 """As much text as fits a client's default limit on metadata, even when each byte has to be percent-encoded."""
 
-_STATUS = {
-    ErrorCode.UNKNOWN: grpc.StatusCode.UNKNOWN,
-    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
-    ErrorCode.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    ErrorCode.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    ErrorCode.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
-    ErrorCode.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
-    ErrorCode.CANCELLED: grpc.StatusCode.CANCELLED,
-    ErrorCode.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-}
+_UNLIKE = {"UNSUPPORTED": "UNIMPLEMENTED"}
+_STATUS = {code: grpc.StatusCode[_UNLIKE.get(code.name, code.name)] for code in ErrorCode}
 
 
 async def write_response_off_loop(

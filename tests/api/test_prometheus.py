@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.api.prometheus import MetricsApp, build_registry, render_exposition
+from charonia.api.prometheus import build_registry, metrics_app, render_exposition
 from charonia.api.triton.endpoints import load_header
 from charonia.cli.frontend_servers import machine_metric_sources
 from charonia.cli.options import ServerOptions
@@ -38,7 +38,7 @@ def measure() -> Iterator[Measurement]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    app = MetricsApp(build_registry([measure], vllm=True))
+    app = metrics_app(build_registry([measure], vllm=True))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as connected:
         yield connected
 
