@@ -237,7 +237,7 @@ def _truncate_at_ends(
     room: IntArray = rows.token_limit[result.rows] - known
     room[rows.ended[result.rows]] = 0
     kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
-    stopped = set[int]()
+    stopped: set[int] = set()
     for index in stop_tokens:
         place = int(np.searchsorted(ends, index, "right"))
         length = index - int(ends[place] - result.counts[place]) + 1
