@@ -1,7 +1,7 @@
 """The gRPC endpoint: every code and text a client may rely on, over a real port and a gateway that needs no model."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -459,6 +459,26 @@ async def test_plain_models_answer_in_order_and_finally(stub: Any, gateway: Any)
     answers = await streamed(stub, *(request("numbers", id=each) for each in ids))
     assert [answer.infer_response.id for answer in answers] == ids
     assert all(final(answer) for answer in answers)
+
+
+async def test_a_refusal_while_exiting_keeps_the_order(stub: Any, gateway: Any) -> None:
+    release = asyncio.Event()
+
+    async def answers() -> AsyncGenerator[str, None]:
+        gateway.waiting.set()
+        await release.wait()
+        yield "x"
+
+    gateway.answers = answers
+    stream = stub.ModelStreamInfer()
+    await stream.write(request("numbers", id="first"))
+    await gateway.waiting.wait()
+    gateway.is_exiting = True
+    await stream.write(request("numbers", id="second"))
+    await until(lambda: len(gateway.contexts) == 2)
+    release.set()
+    assert [(await stream.read()).infer_response.id for _ in range(2)] == ["first", "second"]
+    stream.cancel()
 
 
 async def test_requests_of_a_stream_run_side_by_side(stub: Any, gateway: Any) -> None:
