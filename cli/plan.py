@@ -35,7 +35,7 @@ class EndpointSettings:
     grpc: GrpcSettings
     grpc_policy: GrpcCallPolicy
     tls: KeyPair | None
-    clouds: tuple[CloudEndpoint, ...] = ()
+    clouds: tuple[CloudEndpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class ReservedPorts(NamedTuple):
     http: socket.socket | None
     grpc: socket.socket | None
     metrics: socket.socket | None
-    clouds: Sequence[socket.socket] = ()
+    clouds: Sequence[socket.socket]
 
 
 @contextmanager

@@ -41,14 +41,14 @@ class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    best_of: int = 1
-    n: int = 1
-    echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
+    best_of: int
+    n: int
+    echo: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    return_token_ids: bool
+    include_usage: bool
+    continuous_usage: bool
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
