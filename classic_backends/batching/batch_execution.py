@@ -90,7 +90,9 @@ def execute_single(runtime: Runtime, layout: BatchLayout, request: InferRequest,
         responses = (InferResponse(signature.to_tensors(outputs, requested), final=True),)
     except BaseException as error:
         return ExecutionResult((), _timing(marks), client_error(error, instance))
-    return ExecutionResult(responses, _timing(marks))
+    begin, gathered, computed = marks
+    timing = ExecutionTiming(gathered - begin, computed - gathered, perf_counter_ns() - computed)
+    return ExecutionResult(responses, timing)
 
 
 def execute_decoupled(

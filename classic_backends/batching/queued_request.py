@@ -164,11 +164,13 @@ class SingleResponseStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> InferResponse:
+    def __anext__(self) -> Coroutine[Any, Any, InferResponse]:
         make, self._make = self._make, None
-        if make is None:
-            raise StopAsyncIteration
-        return await make()
+        return _stop_iteration() if make is None else make()
 
     async def aclose(self) -> None:
         self._make = None
+
+
+async def _stop_iteration() -> InferResponse:
+    raise StopAsyncIteration
