@@ -152,10 +152,10 @@ class WeightLoader:
     def __init__(self, weights: CheckpointWeights, context: BuildContext) -> None:
         self.context = context
         self.dtype, self.device, self.quantized = context.dtype, context.device, context.quantized
-        self.group = context.shard.group
+        self.group, self.stage = context.shard.group, context.shard.stage
         self.memory = HugePageArena()
         """The memory of packed matrices."""
-        self.reading = ReadProgress(weights.bytes / self.group.size / context.shard.stage.count, context.progress)
+        self.reading = ReadProgress(weights.bytes / self.group.size / self.stage.count, context.progress)
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
 
@@ -164,9 +164,6 @@ class WeightLoader:
         other = copy(self)
         other.group = group
         return other
-
-    def layers(self, total: int) -> range:
-        return self.context.shard.stage.layers(total)
 
     def vector(self, name: str, size: int) -> Tensor:
         return self.concatenate([TensorSlice(name, (size,))])

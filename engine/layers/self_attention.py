@@ -33,7 +33,7 @@ class SelfAttention:
         name, size = f"model.layers.{index}.self_attn", spec.head_dim
         heads, kv_heads = rank_slice(spec.heads, loader.group), kv_head_slice(spec.kv_heads, loader.group)
         queries, keys = (slice(each.start * size, each.stop * size) for each in (heads, kv_heads))
-        self._cache_layer = loader.layers(spec.layers).index(index)  # the cache counts this rank's layers alone
+        self._cache_layer = loader.stage.layers(spec.layers).index(index)  # the cache counts this rank's layers alone
         self._rotary, self._head_dim = rotary, size
         self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         shards = _qkv_shards(name, spec, queries, keys, projections.fused)

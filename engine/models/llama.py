@@ -38,7 +38,7 @@ class LlamaVariant(NamedTuple):
 
 def build_llama_variant(spec: ModelSpec, loader: WeightLoader, variant: LlamaVariant) -> Decoder:
     rotary = shared_rotary(spec.rope, spec, loader)
-    layers = [LlamaDecoderLayer(spec, loader, index, variant, rotary) for index in loader.layers(spec.layers)]
+    layers = [LlamaDecoderLayer(spec, loader, index, variant, rotary) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
 
 

@@ -132,7 +132,8 @@ class RowStates:
     ) -> tuple[LongArray, LongArray | None, ScoredTokens | None]:
         """Packed places whose logits are computed together, those that are sampled (None: all), and scored tokens."""
         last: LongArray = batch.first_places + plan.counts - 1
-        spans, scored_places = list[PromptSpan](), list[LongArray]()
+        spans: list[PromptSpan] = []
+        scored_places: list[LongArray] = []
         for at, row in enumerate(plan.rows.tolist() if self._scoring else ()):
             if row not in self._scoring:
                 continue
