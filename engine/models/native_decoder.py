@@ -67,16 +67,23 @@ class NativeDecoder:
         program = self._program_for(context)
         if program is None or program.io.logits is None:
             return None
-        return program.begin(self._inputs(program, context)._replace(logits_indices=logits_indices, samples=samples))
+        return program.begin(self._inputs(program, context, logits_indices, samples))
 
     def close(self) -> None:
         if self._program is not None:
             self._program.close()
 
-    def _inputs(self, program: DecoderProgram, context: StepContext) -> ProgramInputs:
+    def _inputs(
+        self,
+        program: DecoderProgram,
+        context: StepContext,
+        logits_indices: Tensor | None = None,
+        samples: SampledTokens | None = None,
+    ) -> ProgramInputs:
         attention = cast(NativeStepAttention, context.attention)
         states = None if program.io.embeds_tokens else self._ends.input(context.batch.tokens)
-        return ProgramInputs(context.batch, attention.caches, states, listener=self.timing_listener)
+        listener = self.timing_listener
+        return ProgramInputs(context.batch, attention.caches, states, logits_indices, samples, listener)
 
     def _program_for(self, context: StepContext) -> DecoderProgram | None:
         """The layers as a program; None where they are called one by one."""

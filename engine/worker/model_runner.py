@@ -26,8 +26,9 @@ class _RunnerStep:
 
     `inputs` are gathered as soon as rows may change, `context` is there when the step began. A step that is computed
     beside the caller is `pending`, and chooses `samples` by itself; others are `computed` on the spot. `tokens` [S] are
-    all that were chosen; a stage that is not the last has none. `sample_logits` [W, vocabulary] are kept for samples
-    that want log-probabilities, and `scored_logits` for the prompt's tokens, until they are `prompt_logprobs`.
+    those that the host chose or completed; a stage that is not the last has none. `sample_logits` [W, vocabulary] are
+    kept for samples that want log-probabilities, and `scored_logits` for the prompt's tokens, until they are
+    `prompt_logprobs`.
     """
 
     def __init__(self, plan: StepPlan) -> None:
@@ -78,10 +79,12 @@ class ModelRunner:
         self.begin_step(plan)
         return self.finish_step()
 
+    @torch.inference_mode()
     def begin_step(self, plan: StepPlan) -> None:
         self._steps.append(_RunnerStep(plan))
         self._advance()
 
+    @torch.inference_mode()
     def finish_step(self) -> StepResult:
         """The result of the oldest plan that was begun; the error that computing it raised."""
         step = self._steps[0]
@@ -99,7 +102,6 @@ class ModelRunner:
         self.decoder.close()
         self._steps.clear()
 
-    @torch.inference_mode()
     def _advance(self) -> None:
         """Prepare and begin every step that can be: the oldest one, and one after the other while the host need not
         choose tokens, or move rows, in between."""
@@ -127,7 +129,6 @@ class ModelRunner:
             step.pending = self.decoder.begin_step(step.context, inputs.logits_indices, samples)
             step.samples = None if step.pending is None else samples
 
-    @torch.inference_mode()
     def _settle(self, step: _RunnerStep) -> None:
         """Finish the step, and read everything that the next one will overwrite."""
         inputs, scored = step.inputs, None if step.inputs is None else step.inputs.scored
@@ -137,7 +138,6 @@ class ModelRunner:
             return
         step.pending.finish()
         if not inputs.needs_host:
-            step.tokens = None if step.samples is None else torch.from_numpy(step.samples.tokens)
             return
         self._choose(step, inputs, step.pending.logits)
         if scored is not None and scored.among is None:
@@ -145,7 +145,6 @@ class ModelRunner:
             step.prompt_logprobs = [] if pieces is None else scored.read(pieces)
             step.scored_logits = None
 
-    @torch.inference_mode()
     def _compute(self, step: _RunnerStep, inputs: StepInputs) -> None:
         """Compute the step here and now, and choose its tokens; on a GPU all that is queued."""
         assert step.context is not None
@@ -183,18 +182,21 @@ class ModelRunner:
         if inputs.scored is not None and inputs.scored.among is not None:
             step.scored_logits = iter(torch.split(logits[self._to(inputs.scored.among)], LOGITS_PIECE))
 
-    @torch.inference_mode()
     def _result(self, step: _RunnerStep) -> StepResult:
         inputs, tokens, scores = step.inputs, step.tokens, step.prompt_logprobs
-        if inputs is None or tokens is None:
+        if inputs is None or (tokens is None and step.samples is None):
             return StepResult(step.plan.step, _NONE, _NONE, _NONE, _NONE)
+        ones = np.ones_like(inputs.rows)
+        if tokens is None:
+            assert step.samples is not None
+            return StepResult(step.plan.step, inputs.rows, inputs.positions, ones, step.samples.tokens)
         if inputs.scored is not None and step.scored_logits is not None:
             scores = inputs.scored.read(step.scored_logits)
         logprobs = None
         if step.sample_logits is not None:
             wanted = tokens[self._to(np.fromiter(inputs.logprobs, np.int64))].long()
             logprobs = sampled_logprobs(step.sample_logits, wanted, inputs.logprobs, len(tokens))
-        chosen, ones = tokens.cpu().numpy(), np.ones_like(inputs.rows)
+        chosen = tokens.cpu().numpy()
         return StepResult(step.plan.step, inputs.rows, inputs.positions, ones, chosen, logprobs or (), scores)
 
     def _to(self, places: LongArray) -> Tensor:
