@@ -4,9 +4,8 @@ Knows nothing of protocols, and of models only the contract.
 """
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from typing import cast
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Self, cast
 
 from ..core.errors import InvalidArgument, ServerExiting, Unavailable
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream
@@ -61,7 +60,7 @@ class LoadedModelHandle:
         responses = trace_tensors(trace, request.inputs.values(), responses)
         if loaded.text is not None:  # its sequences record how the request ended
             return cast("ResponseStream[InferResponse]", responses)
-        return _finish_when_answered(responses, context)
+        return _AnsweredStream(responses, context)
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         self._context.id = request.id
@@ -100,16 +99,31 @@ class LoadedModelHandle:
             self._gateway.in_flight.decrement()
 
 
-async def _finish_when_answered(
-    responses: AsyncIterator[InferResponse], context: RequestContext
-) -> AsyncGenerator[InferResponse, None]:
-    """The responses as they are; the request is answered with the final one, or at their end."""
-    async with aclosing(cast("ResponseStream[InferResponse]", responses)) as stream:
-        async for response in stream:
-            if response.final:
-                context.finish()
-            yield response
-    context.finish()
+class _AnsweredStream:
+    """The responses of a model as they are: the request is answered with the final one, or at their end. An async
+    generator would take 4 % of the CPU time of a small request over HTTP."""
+
+    __slots__ = ("_context", "_responses")
+
+    def __init__(self, responses: AsyncIterator[InferResponse], context: RequestContext) -> None:
+        self._responses = cast("ResponseStream[InferResponse]", responses)  # models write generators, or the like
+        self._context = context
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        try:
+            response = await self._responses.__anext__()
+        except StopAsyncIteration:
+            self._context.finish()
+            raise
+        if response.final:
+            self._context.finish()
+        return response
+
+    async def aclose(self) -> None:
+        await self._responses.aclose()
 
 
 class InProcessGateway:
