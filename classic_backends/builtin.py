@@ -62,9 +62,9 @@ class BuiltinLoader(NamedTuple):
 
 
 def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> Runtime:
-    """As many outputs as inputs, each of the same datatype. Triton's parameters: `execute_delay_ms` for each execution,
-    times the instance's number and `instance_wise_delay_multiplier` where that is more; `creation_delay_sec` to
-    load."""
+    """A runtime with as many outputs as inputs, each of the same datatype. Triton's parameters: `execute_delay_ms` for
+    each execution, times the instance's number and `instance_wise_delay_multiplier` where that is more;
+    `creation_delay_sec` to load."""
     # Triton's takes no notice of a sequence's controls.
     hidden, _ = sequence_tensor_names(config.raw)
     config = replace(config, inputs=tuple(spec for spec in config.inputs if spec.name not in hidden))
@@ -113,7 +113,7 @@ def _repeat(inputs: Arrays) -> Iterator[Arrays]:
 
 
 def _square(inputs: Arrays) -> Iterator[Arrays]:
-    """As many responses as `IN` says, each of which is `IN`."""
+    """Responds with `IN`, as often as its value says."""
     for _ in range(int(inputs["IN"].item())):
         yield {"OUT": inputs["IN"]}
 

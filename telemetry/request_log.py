@@ -21,7 +21,7 @@ _CACHE_SIZE = 256
 
 
 class RequestLogFields(NamedTuple):
-    """What is logged of a request: each field is an attribute of the `logging` record too.
+    """The fields that are logged of a request; each is an attribute of the `logging` record too.
 
     Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None.
     `x_request_id`: what the header of that name says, unless `request_id` ends with it.

@@ -1,4 +1,4 @@
-"""What a call over gRPC is answered with: ModelInferResponses, and errors as statuses and as messages of a stream."""
+"""The answers to calls over gRPC: ModelInferResponses, and errors as statuses and as messages of a stream."""
 
 import asyncio
 import math
@@ -34,7 +34,7 @@ _STATUS = {code: grpc.StatusCode[_UNLIKE.get(code.name, code.name)] for code in 
 async def write_response_off_loop(
     config: ModelConfig, call: InferCall, response: InferResponse, final: bool | None = None
 ) -> ProtoMessage:
-    """What `write_response` returns, written in another thread where that takes long."""
+    """The message that `write_response` makes, in another thread where that takes long."""
     if any(tensor.data.size > _LONG for tensor in response.outputs):
         return await asyncio.to_thread(write_response, config, call, response, final)
     return write_response(config, call, response, final)

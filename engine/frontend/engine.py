@@ -31,7 +31,7 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it generated a token and goes on stepping."""
+        """True once the engine has generated a token, and while it goes on stepping."""
 
     @property
     def kv_tokens(self) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class StepInputs(NamedTuple):
 
 
 class RowStates:
-    """As many rows as the scheduler uses, each from its sequence's first plan to its last."""
+    """The rows that the scheduler uses, each from its sequence's first plan to its last."""
 
     def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed."""
