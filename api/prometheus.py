@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.metrics import Histogram, Labels, Measurement, QuantileSummary, Reading
+from ..telemetry.custom_metrics import CustomMetrics
 from ..telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"
@@ -18,19 +19,26 @@ MetricsSource = Callable[[], Iterable[Measurement]]
 
 
 def build_registry(
-    sources: Iterable[MetricsSource], vllm: bool = False, hidden: Collection[str] = ()
+    sources: Iterable[MetricsSource],
+    vllm: bool = False,
+    hidden: Collection[str] = (),
+    custom: CustomMetrics | None = None,
 ) -> CollectorRegistry:
-    """A registry that collects from `sources`; with `vllm` also under vLLM's names, without the `hidden` families."""
+    """A registry that collects from `sources`, and the `custom` metrics that models make; with `vllm` also under vLLM's
+    names, without the `hidden` families."""
     registry = CollectorRegistry()
-    registry.register(PrometheusCollector(tuple(sources), vllm, hidden))
+    registry.register(PrometheusCollector(tuple(sources), vllm, hidden, custom or CustomMetrics()))
     return registry
 
 
 class PrometheusCollector(Collector):
     """Collects the families of which a source has a reading; a series ends with the model that it is of."""
 
-    def __init__(self, sources: tuple[MetricsSource, ...], vllm: bool, hidden: Collection[str]) -> None:
+    def __init__(
+        self, sources: tuple[MetricsSource, ...], vllm: bool, hidden: Collection[str], custom: CustomMetrics
+    ) -> None:
         self._sources = sources
+        self._custom = custom
         self._vllm = vllm
         self._shown = [family for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES) if family.name not in hidden]
 
@@ -41,6 +49,10 @@ class PrometheusCollector(Collector):
                 _fill(ours, labels, readings)
                 _fill(theirs, {**labels, "model_name": labels.get("model", "")}, vllm_readings(readings))
         yield from (metric for metric in (*ours.values(), *theirs.values()) if metric.samples)
+        for family, readings in self._custom.readings():
+            metrics = _families([family])
+            _fill(metrics, {}, readings)
+            yield metrics[family.name]
 
 
 def _families(families: Iterable[tuple[str, str, str]]) -> dict[str, Metric]:

@@ -40,7 +40,8 @@ class FrontendServers:
         registry = self._metrics = None
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
-            registry = build_registry(measured, server.metrics_names == "vllm", plan.metrics.hidden)
+            vllm, custom = server.metrics_names == "vllm", gateway.shared_state.metrics
+            registry = build_registry(measured, vllm, plan.metrics.hidden, custom)
             self._metrics = HttpServer(metrics_app(registry), ports.metrics, access_log=False)
         info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
         app = build_app(gateway, info, settings.keys, settings.http, registry)

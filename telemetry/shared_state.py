@@ -5,17 +5,20 @@ from typing import Protocol
 
 from ..core.gateway import Gateway
 from ..processes.client_shared_memory import SharedMemoryRegistry
+from .custom_metrics import CustomMetrics
 from .logging_setup import LogControl
 from .trace_settings import TraceControl
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Client shared memory, and the settings of logs and traces: v2's extensions, once for each server."""
+    """Client shared memory, and the settings of logs and traces: v2's extensions, once for each server. `metrics`:
+    those that models make themselves."""
 
     shared_memory: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
     logs: LogControl = field(default_factory=LogControl)
     traces: TraceControl = field(default_factory=TraceControl)
+    metrics: CustomMetrics = field(default_factory=CustomMetrics)
 
 
 class ServerGateway(Gateway, Protocol):

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from charonia.classic_backends.batching.batch_execution import ExecutionTiming
-from charonia.classic_backends.batching.model_metrics import LatencyMetrics, first_response_bounds
 from charonia.core.errors import InvalidArgument
 from charonia.core.metrics import Histogram, QuantileSummary
+from charonia.telemetry.model_metrics import ExecutionTiming, LatencyMetrics, first_response_bounds
 
 FIRST = "nv_inference_first_response_histogram_ms"
 

@@ -1,5 +1,5 @@
-"""The statistics and metrics of one classic model: v2 statistics, Triton's metrics, and why requests did not share a
-batch.
+"""The statistics and metrics of one classic model or ensemble: v2 statistics, Triton's metrics, and why requests did
+not share a batch.
 
 Sources: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md and
 https://github.com/triton-inference-server/server/blob/main/docs/user_guide/metrics.md. Used by the event loop alone.
@@ -13,28 +13,48 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ...core.errors import InvalidArgument
-from ...core.metrics import Histogram, QuantileSummary, Reading
-from ...core.model import RawConfig
-from ...core.request_context import Outcome, RequestContext, RequestEnd
-from ...core.statistics import (
+from ..core.errors import InvalidArgument
+from ..core.metrics import Histogram, QuantileSummary, Reading
+from ..core.model import RawConfig
+from ..core.request_context import Outcome, RequestContext, RequestEnd
+from ..core.statistics import (
     BatchStatistics,
     InferenceStatistics,
     ResponseStatistics,
     StatisticDuration,
     VersionStatistics,
 )
-from ...telemetry.llm_metrics import FIRST_RESPONSE_BOUNDS, RequestDurations, ended_readings
-from .batch_execution import ExecutionTiming
-from .dynamic_batcher import CloseReason
+from .llm_metrics import FIRST_RESPONSE_BOUNDS, RequestDurations, ended_readings
 
 _MAX_RESPONSE_INDEX = 1023
 """The last place of a decoupled model's streams with statistics of its own; later responses share it."""
 
 _FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 _SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+
+
+class ExecutionTiming(NamedTuple):
+    """Nanoseconds: to gather the inputs, to compute, to split the outputs."""
+
+    input: int = 0
+    infer: int = 0
+    output: int = 0
+
+
+NO_TIMING = ExecutionTiming()
+
+
+class CloseReason(StrEnum):
+    """Why a batch took no more requests; the `reason` of charonia_unbatched_requests_total."""
+
+    ALONE = "model_does_not_batch"
+    FULL = "batch_full"
+    PREFERRED = "preferred_size"
+    DIFFERS = "shapes_differ"
+    DELAY = "delay_too_short"
+    IDLE = "instance_idle"
 
 
 class FailureReason(StrEnum):
