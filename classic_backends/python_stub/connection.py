@@ -1,0 +1,125 @@
+"""The model process's end of the connection to the server: sends messages, and gives answers to those who wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+from itertools import count
+from typing import Any, Callable, NamedTuple, Optional
+
+from . import messages
+from .messages import Call, CancelInfer, Infer, RequestMessage, ResponseMessage, response_from_json
+from .tensor_memory import BlockReader, BlockWriter
+
+_RELEASED_BLOCKS = 64
+"""Released blocks that are told to the server by themselves, where no other message takes them along."""
+
+InferListener = Callable[[Optional[ResponseMessage], bool], None]
+"""Gets each response of an inference, and whether it is the last; in the reading thread."""
+
+
+class CallFailed(Exception):
+    """The server refused a call; the text says why."""
+
+
+class _CallResult(NamedTuple):
+    value: Any
+    error: str | None
+
+
+class ServerConnection:
+    """Messages to and from the server. Any thread may send; one thread reads, and ends the process with the connection.
+
+    `reader` has the tensors that the server writes, out of `reader_descriptor`; `writer` takes those for it. `handlers`
+    are called in the reading thread with the body of a message, by the name of its class.
+    """
+
+    def __init__(self, connection: socket.socket, reader_descriptor: int, writer: BlockWriter) -> None:
+        self._socket = connection
+        self.reader = BlockReader(reader_descriptor, self._count_release)
+        self.writer = writer
+        self.handlers: dict[str, Callable[..., None]] = {
+            "Release": lambda: None,
+            "CallAnswer": self._on_call_answer,
+            "InferAnswer": self._on_infer_answer,
+        }
+        # What is collected while a message is made may send one itself, in the same thread.
+        self._send_lock = threading.RLock()
+        self._serials = count()
+        self._calls: dict[int, queue.SimpleQueue[_CallResult]] = {}
+        self._inferences: dict[int, InferListener] = {}
+        self._release_wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Begin to read."""
+        threading.Thread(target=self._read, name="charonia-read", daemon=True).start()
+        threading.Thread(target=self._send_releases, name="charonia-release", daemon=True).start()
+
+    def send(self, body: Any) -> None:
+        """Send a message: one of the named tuples of `messages`."""
+        kind = type(body).__name__
+        with self._send_lock:
+            payload = json.dumps([kind, body, self.reader.take_released()]).encode()
+            self._socket.sendall(messages.frame(payload))
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """The result of a function of the server. Raises `CallFailed`."""
+        serial, answer = next(self._serials), queue.SimpleQueue()  # type: ignore[var-annotated]
+        self._calls[serial] = answer
+        self.send(Call(serial, method, json.dumps(arguments)))
+        result = answer.get()
+        if result.error is not None:
+            raise CallFailed(result.error)
+        return result.value
+
+    def infer(
+        self, model: str, version: str, request: RequestMessage, decoupled: bool, parent: int, listener: InferListener
+    ) -> Callable[[], None]:
+        """Ask another model. Returns a function that cancels the request; `listener` hears no more after it."""
+        serial = next(self._serials)
+        self._inferences[serial] = listener
+        self.send(Infer(serial, model, version, request, decoupled, parent))
+
+        def cancel() -> None:
+            if self._inferences.pop(serial, None) is not None:
+                self.send(CancelInfer(serial))
+
+        return cancel
+
+    def _on_call_answer(self, call: int, result: str, error: str | None) -> None:
+        self._calls.pop(call).put(_CallResult(json.loads(result), error))
+
+    def _on_infer_answer(self, call: int, response: list[Any] | None, final: bool) -> None:
+        message = response_from_json(response)
+        listener = self._inferences.pop(call, None) if final else self._inferences.get(call)
+        if listener is not None:
+            listener(message, final)
+        elif message is not None:
+            self.reader.discard(message.outputs)
+
+    def _read(self) -> None:
+        frames = messages.FrameReader()
+        try:
+            while True:
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    break
+                for payload in frames.feed(data):
+                    kind, body, released = json.loads(payload)
+                    self.writer.release(released)
+                    self.handlers[kind](*body)
+        finally:
+            os._exit(1)  # the server is gone, or this process is of no more use to it
+
+    def _count_release(self) -> None:
+        if self.reader.released_count >= _RELEASED_BLOCKS:
+            self._release_wanted.put(None)  # arrays may end anywhere: nothing here may need a lock
+
+    def _send_releases(self) -> None:
+        while True:
+            self._release_wanted.get()
+            if self.reader.released_count:
+                self.send(messages.Release())

@@ -1,0 +1,306 @@
+"""The life of a Python model's process: load `model.py`, execute batches, finalize.
+
+Started by the server with four descriptors (a socket, the memory to read from, the memory to write to, one for standard
+output and error) and two sizes of the latter memory: at the start, and by which it grows. `execute` runs in the main
+thread, as user code expects; coroutines of a decoupled model run side by side in an event loop of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+import weakref
+from pathlib import Path
+from typing import Any
+
+from . import backend_utils, messages
+from .backend_utils import (
+    TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
+    InferenceRequest,
+    InferenceResponse,
+    PendingRequest,
+    TritonModelException,
+    response_to_message,
+)
+from .connection import ServerConnection
+from .messages import ErrorMessage, Executed, RequestMessage, ResponseMessage, request_from_json
+from .model_config import ModelConfig
+from .tensor_memory import BlockWriter
+
+_API_MODULES = ("triton_python_backend_utils", "c_python_backend_utils")
+
+_EXPECTED_RESPONSE = "Expected an 'InferenceResponse' object in the execute function return list, found type"
+
+
+def main() -> None:
+    """Serve one instance of a model until the server says `Finalize` or hangs up."""
+    connection_descriptor, reader, writer, output, size, growth = map(int, sys.argv[1:7])
+    stop_signals = (signal.SIGINT, signal.SIGTERM)
+    for number in stop_signals:
+        signal.signal(number, signal.SIG_IGN)  # the server decides what they mean
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = ServerConnection(
+        socket.socket(fileno=connection_descriptor), reader, BlockWriter(writer, size, growth)
+    )
+    backend_utils.connect(connection)
+    for name in _API_MODULES:
+        sys.modules[name] = backend_utils
+    code = StubInstance(connection).serve()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)  # whatever threads of the model's own still run
+
+
+class _Batch:
+    """Requests to execute together, and what is known of their answers."""
+
+    def __init__(self, requests: list[RequestMessage], decoupled: bool) -> None:
+        self.requests = requests
+        self.pending = [PendingRequest(request.handle, decoupled) for request in requests]
+
+    def take_requests(self) -> list[InferenceRequest]:
+        """The requests as the model sees them, once."""
+        requests, self.requests = self.requests, []
+        return [InferenceRequest._received(*each) for each in zip(requests, self.pending)]
+
+    def close(self) -> list[PendingRequest]:
+        """Close what is not answered, and return it."""
+        left = [pending for pending in self.pending if not pending.closed]
+        for pending in left:
+            pending.closed = True
+        return left
+
+
+class StubInstance:
+    """One instance of the model. What the server asks arrives in `_inbox`, from the thread that reads."""
+
+    def __init__(self, connection: ServerConnection) -> None:
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[_Batch | messages.Initialize | messages.CompleteConfig | None]
+        self._inbox = queue.SimpleQueue()
+        self._pending: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
+        self._model: Any = None
+        self._arguments: dict[str, str] = {}
+        self._decoupled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
+        connection.handlers.update(
+            Initialize=lambda *body: self._inbox.put(messages.Initialize(*body)),
+            CompleteConfig=lambda *body: self._inbox.put(messages.CompleteConfig(*body)),
+            Execute=self._add_batch,
+            Finalize=lambda: self._inbox.put(None),
+            CancelRequest=self._cancel,
+            HoldRequest=self._hold,
+            CheckReady=self._check_ready,
+        )
+
+    def serve(self) -> int:
+        """Do what the server says until `Finalize`; returns the exit code."""
+        self._connection.start()
+        while True:
+            message = self._inbox.get()
+            if message is None:
+                return self._finalize()
+            if isinstance(message, _Batch):
+                self._connection.send(self._execute(message))
+                del message  # what the model let go of is noticed now
+                continue
+            try:
+                if isinstance(message, messages.Initialize):
+                    self._initialize(message)
+                    self._connection.send(messages.Initialized(hasattr(self._model, "is_ready")))
+                else:
+                    self._connection.send(messages.CompletedConfig(_complete_config(message)))
+            except BaseException as error:
+                self._connection.send(messages.Failed(_describe(error), traceback.format_exc()))
+
+    def _initialize(self, message: messages.Initialize) -> None:
+        self._decoupled, self._arguments = message.decoupled, message.arguments
+        backend_utils.set_model_directory(str(Path(message.model_file).parent))
+        model = _load_class(message.model_file, message.paths)()
+        if not hasattr(model, "execute"):
+            raise AttributeError(f"class TritonPythonModel of '{message.model_file}' has no function 'execute'")
+        if hasattr(model, "initialize"):
+            model.initialize(message.arguments)
+        self._model = model
+
+    def _finalize(self) -> int:
+        if not hasattr(self._model, "finalize"):
+            return 0
+        try:
+            self._model.finalize()
+        except BaseException as error:
+            self._connection.send(messages.Failed(_describe(error), traceback.format_exc()))
+            return 1
+        return 0
+
+    def _add_batch(self, requests: list[list[Any]]) -> None:
+        batch = _Batch([request_from_json(request) for request in requests], self._decoupled)
+        self._pending.update({pending.handle: pending for pending in batch.pending})
+        self._inbox.put(batch)
+
+    def _cancel(self, handle: int) -> None:
+        pending = self._pending.get(handle)
+        if pending is not None:
+            pending.cancel()
+
+    def _hold(self, handle: int, held: bool) -> None:
+        pending = self._pending.get(handle)
+        if pending is not None:
+            pending.hold(held)
+
+    def _execute(self, batch: _Batch) -> Executed:
+        try:
+            requests = batch.take_requests()
+            result = self._model.execute(requests)
+            if inspect.isawaitable(result) and self._decoupled:
+                asyncio.run_coroutine_threadsafe(self._finish_later(result, batch), self._background_loop())
+                return Executed([None] * len(requests), [])
+            if inspect.isawaitable(result):
+                result = self._own_loop().run_until_complete(result)
+            return self._read_result(result, requests, batch)
+        except BaseException as error:
+            traceback.print_exc()
+            batch.close()
+            return Executed([], [], self._failure_text(error))
+
+    async def _finish_later(self, result: Any, batch: _Batch) -> None:
+        """Wait for what an `async` function of a decoupled model still does after `Executed` was sent."""
+        try:
+            self._check_decoupled_result(await result)
+        except BaseException as error:
+            traceback.print_exc()
+            message = ResponseMessage([], ErrorMessage("INTERNAL", self._failure_text(error)))
+            for pending in batch.close():
+                self._connection.send(messages.SendResponse(pending.handle, message, True))
+
+    def _read_result(self, result: Any, requests: list[InferenceRequest], batch: _Batch) -> Executed:
+        """What `execute` returned, checked and written."""
+        rescheduled = []
+        for request, pending in zip(requests, batch.pending):
+            if request._release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+                if pending.answered or pending.closed:
+                    raise TritonModelException("A request that was answered cannot be rescheduled.")
+                rescheduled.append(pending.handle)
+        if self._decoupled:
+            self._check_decoupled_result(result)
+            result = [None] * len(requests)
+        elif result is None:
+            result = [None] * len(requests)
+        elif not isinstance(result, list):
+            raise TritonModelException(f"Expected a list in the execute return, found type '{type(result).__name__}'.")
+        if len(result) != len(requests):
+            raise TritonModelException(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+                f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(result)}"
+            )
+        answered_otherwise = self._decoupled or rescheduled
+        for response, pending in zip(result, batch.pending):
+            if response is None and (answered_otherwise or pending.has_sender):
+                continue
+            if not isinstance(response, InferenceResponse):
+                raise TritonModelException(f"{_EXPECTED_RESPONSE} '{type(response).__name__}'.")
+            if pending.has_sender and pending.answered:
+                raise TritonModelException(
+                    "Unable to send response. Non-decoupled model cannot send more than one response."
+                )
+        written: list[ResponseMessage | None] = []
+        for response, request, pending in zip(result, requests, batch.pending):
+            written.append(None if response is None else response_to_message(response, request._outputs))
+            pending.closed = pending.closed or response is not None or pending.handle in rescheduled
+        return Executed(written, rescheduled)
+
+    def _check_decoupled_result(self, result: Any) -> None:
+        if result is not None:
+            name = self._arguments["model_name"]
+            raise TritonModelException(
+                f"Python model '{name}' is using the decoupled mode and the execute function must return None."
+            )
+
+    def _failure_text(self, error: BaseException) -> str:
+        name = self._arguments["model_instance_name"]
+        return f"Failed to process the request(s) for model instance '{name}', message: {_describe(error)}"
+
+    def _check_ready(self, check: int) -> None:
+        threading.Thread(target=self._answer_ready, args=(check,), name="charonia-ready", daemon=True).start()
+
+    def _answer_ready(self, check: int) -> None:
+        try:
+            ready = self._model.is_ready()
+            if inspect.isawaitable(ready):
+                ready = asyncio.run(_await(ready))
+            if not isinstance(ready, bool):
+                raise TypeError(f"is_ready must return a bool, not '{type(ready).__name__}'")
+            answer = messages.Checked(check, ready)
+        except BaseException as error:
+            answer = messages.Checked(check, False, _describe(error))
+        self._connection.send(answer)
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of a model that answers each request once: it runs while `execute` does."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop
+
+    def _background_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of a decoupled model, in a thread of its own."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="charonia-async", daemon=True).start()
+        return self._loop
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _load_class(model_file: str, paths: list[str]) -> Any:
+    """The class `TritonPythonModel` of a file. A file in a version's directory is imported as a module of a package, so
+    that its relative imports work."""
+    sys.path.extend(path for path in paths if path not in sys.path)
+    path = Path(model_file)
+    if path.parent.name.isdecimal():
+        module = importlib.import_module(f"{path.parent.name}.{path.stem}")
+    else:
+        spec = importlib.util.spec_from_file_location(path.stem, model_file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    if not hasattr(module, "TritonPythonModel"):
+        raise AttributeError(f"module '{model_file}' has no class 'TritonPythonModel'")
+    return module.TritonPythonModel
+
+
+def _complete_config(message: messages.CompleteConfig) -> str:
+    config = ModelConfig(json.loads(message.config))
+    model_class = _load_class(message.model_file, message.paths)
+    if hasattr(model_class, "auto_complete_config"):
+        completed = model_class.auto_complete_config(config)
+        if completed is not None and not isinstance(completed, ModelConfig):
+            raise TypeError(f"auto_complete_config must return a ModelConfig, not '{type(completed).__name__}'")
+        config = config if completed is None else completed
+    return json.dumps(config.as_dict())
+
+
+def _describe(error: BaseException) -> str:
+    """An error as Triton tells it: its type and text, and where in the user's code it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = str(Path(__file__).parent)
+    places = [f"  {each.filename}({each.lineno}): {each.name}" for each in frames if not each.filename.startswith(own)]
+    where = "\n\nAt:\n" + "\n".join(reversed(places)) + "\n" if places else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,217 @@
+"""Memory that the server and a Python model's process both map, one for each direction, in blocks.
+
+The `BlockWriter` of one side allocates blocks, the `BlockReader` of the other makes arrays over them; a block is
+released when the last of its arrays is gone, and its number travels back with the next message. The memory grows to
+what was in use at once, and stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from typing import Any, Callable
+
+import numpy as np
+
+from .messages import TensorMessage
+
+ALIGNMENT = 64
+_LENGTH = np.dtype("<u4")
+
+NUMPY_TYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BYTES": np.dtype(np.object_),
+    "BF16": np.dtype(np.uint16),
+}
+"""Numpy's types by the v2 protocol's names. BF16, which numpy lacks, are the bits."""
+
+
+class BlockWriter:
+    """Allocates blocks of the memory behind `descriptor` and writes tensors into them. Thread-safe.
+
+    `size` is the memory's at the start, `growth` the least by which it grows, both in bytes.
+    """
+
+    def __init__(self, descriptor: int, size: int = 1 << 20, growth: int = 1 << 20) -> None:
+        self._descriptor = descriptor
+        self._growth = growth
+        self._lock = threading.Lock()
+        self._used: dict[int, int] = {}
+        self._free: list[tuple[int, int]] = []  # (offset, size), by offset, no two of them adjacent
+        self._end = 0
+        self._grow(size)
+
+    def write(self, name: str, datatype: str, array: np.ndarray[Any, Any]) -> TensorMessage:
+        """Write a tensor into a new block.
+
+        Raises:
+            MemoryError: the system has no more memory.
+            TypeError: an element of a BYTES tensor is not `bytes`.
+        """
+        shape = list(array.shape)
+        if datatype != "BYTES":
+            offset = self._allocate(array.nbytes)
+            np.ndarray(array.shape, array.dtype, self._memory, offset)[...] = array
+            return TensorMessage(name, datatype, shape, offset, array.nbytes)
+        items = array.ravel().tolist()
+        for item in items:
+            if not isinstance(item, bytes):
+                raise TypeError(f"tensor '{name}' must hold bytes, not {type(item).__name__}")
+        whole = np.array([len(item) for item in items], _LENGTH).tobytes() + b"".join(items)
+        offset = self._allocate(len(whole))
+        self._memory[offset : offset + len(whole)] = whole
+        return TensorMessage(name, datatype, shape, offset, len(whole))
+
+    def release(self, offsets: list[int]) -> None:
+        """Take back blocks that the reader has done with."""
+        with self._lock:
+            for offset in offsets:
+                self._free_range(offset, self._used.pop(offset))
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all blocks that are not released."""
+        with self._lock:
+            return sum(self._used.values())
+
+    @property
+    def size(self) -> int:
+        """The bytes of the memory."""
+        return self._end
+
+    def _allocate(self, size: int) -> int:
+        size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+        with self._lock:
+            index = self._first_fit(size)
+            if index is None:
+                last_free = self._free[-1][1] if self._free and sum(self._free[-1]) == self._end else 0
+                self._grow(size - last_free)
+                index = len(self._free) - 1
+            offset, room = self._free[index]
+            self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
+            self._used[offset] = size
+        return offset
+
+    def _first_fit(self, size: int) -> int | None:
+        for index, (_, room) in enumerate(self._free):
+            if room >= size:
+                return index
+        return None
+
+    def _free_range(self, offset: int, size: int) -> None:
+        index = bisect_left(self._free, (offset, 0))
+        if index < len(self._free) and self._free[index][0] == offset + size:
+            size += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == offset:
+            index -= 1
+            before, room = self._free.pop(index)
+            offset, size = before, room + size
+        self._free.insert(index, (offset, size))
+
+    def _grow(self, size: int) -> None:
+        grown = self._end + -(-size // self._growth) * self._growth
+        try:
+            # Memory that is only promised would end the process that touches it in vain.
+            os.posix_fallocate(self._descriptor, 0, grown)
+        except AttributeError:
+            os.ftruncate(self._descriptor, grown)
+        except OSError as error:
+            reason = os.strerror(error.errno or errno.ENOMEM)
+            raise MemoryError(f"Failed to increase the shared memory pool size to {grown} bytes: {reason}") from None
+        self._memory = mmap.mmap(self._descriptor, grown)
+        end, self._end = self._end, grown
+        self._free_range(end, grown - end)
+
+    def check_integrity(self) -> None:
+        """Recompute everything. Raises `AssertionError`."""
+        with self._lock:
+            ranges = sorted([*self._free, *self._used.items()])
+            position = 0
+            for offset, size in ranges:
+                assert offset == position
+                assert size > 0
+                position += size
+            assert position == self._end == len(self._memory)
+            ends = {offset + size for offset, size in self._free}
+            assert not ends & {offset for offset, _ in self._free}
+
+
+class _Block:
+    """The owner of one block in the eyes of numpy: every array over the block holds it."""
+
+    def __init__(self, view: np.ndarray[Any, Any]) -> None:
+        self._memory = view.base
+        self.__array_interface__ = view.__array_interface__
+
+
+class BlockReader:
+    """Makes arrays over the blocks that the other side has written. Thread-safe.
+
+    `on_release` is called, from whatever thread, when a block was released; `take_released` says which.
+    """
+
+    def __init__(self, descriptor: int, on_release: Callable[[], None] = lambda: None) -> None:
+        self._descriptor = descriptor
+        self._on_release = on_release
+        self._memory = mmap.mmap(descriptor, 0) if os.fstat(descriptor).st_size else None
+        self._released: deque[int] = deque()
+
+    def read(self, tensor: TensorMessage) -> np.ndarray[Any, Any]:
+        """The tensor's array, writable. Numbers are not copied; BYTES are, and their block is released at once."""
+        end = tensor.offset + tensor.size
+        if self._memory is None or end > len(self._memory):
+            self._memory = mmap.mmap(self._descriptor, 0)
+        dtype = NUMPY_TYPES[tensor.datatype]
+        if dtype.hasobject:
+            whole = self._memory[tensor.offset : end]
+            self._release(tensor.offset)
+            return _split_bytes(whole, tensor.shape)
+        block = _Block(np.ndarray(tuple(tensor.shape), dtype, self._memory, tensor.offset))
+        array = np.asarray(block)
+        weakref.finalize(block, self._release, tensor.offset).atexit = False
+        return array
+
+    def discard(self, tensors: list[TensorMessage]) -> None:
+        """Release the blocks of tensors that are not read."""
+        for tensor in tensors:
+            self._release(tensor.offset)
+
+    def take_released(self) -> list[int]:
+        """The blocks released since the last call."""
+        released = []
+        while self._released:
+            released.append(self._released.popleft())
+        return released
+
+    @property
+    def released_count(self) -> int:
+        """How many released blocks `take_released` would return."""
+        return len(self._released)
+
+    def _release(self, offset: int) -> None:
+        self._released.append(offset)
+        self._on_release()
+
+
+def _split_bytes(whole: bytes, shape: list[int]) -> np.ndarray[Any, Any]:
+    objects = np.empty(tuple(shape), np.object_)
+    start = objects.size * _LENGTH.itemsize
+    ends = (start + np.cumsum(np.frombuffer(whole, _LENGTH, objects.size), dtype=np.int64)).tolist()
+    objects.ravel()[:] = [whole[begin:end] for begin, end in zip([start, *ends], ends)]
+    return objects
