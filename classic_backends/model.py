@@ -16,13 +16,19 @@ from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import ExecutionTimes, RequestContext
 from ..core.statistics import VersionStatistics
+from ..telemetry.model_metrics import (
+    CloseReason,
+    FailureReason,
+    LatencyMetrics,
+    ModelMetrics,
+    first_response_bounds,
+)
 from .backend_parameters import read_number
 from .batching.batch_execution import BatchLayout, execute_batch, execute_decoupled, execute_single
 from .batching.batching_config import NS_PER_US, read_batching_config, read_ragged_config
 from .batching.dispatcher import Dispatcher
-from .batching.dynamic_batcher import CloseReason, DynamicBatcher
+from .batching.dynamic_batcher import DynamicBatcher
 from .batching.instance_pool import EXECUTION_TIMEOUT, InstancePool
-from .batching.model_metrics import FailureReason, LatencyMetrics, ModelMetrics, first_response_bounds
 from .batching.queued_request import InferenceJob, QueuedRequest, ResponseChannel, ResponseOrderer, SingleResponseStream
 from .batching.response_router import ResponseRouter
 from .instance_groups import read_placements
@@ -146,7 +152,9 @@ class ClassicModel:
         reason = CloseReason.IDLE if self._batching.combine_requests else CloseReason.ALONE
         self._metrics.record_execution(size, result.timing, reason, 1)
         self._metrics.record_success(size, latency, 0, result.timing)
-        return result.responses[0]
+        [response] = result.responses
+        assert isinstance(response, InferResponse)
+        return response
 
     async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
         queued = self._submit(request, context)
@@ -181,6 +189,7 @@ class ClassicModel:
             self._signature.batch_key(request) if self._batching.combine_requests else None,
             timeout_ns=_read_count(request, "timeout") * NS_PER_US,
             priority=_read_count(request, "priority"),
+            parameters=request.parameters,
         )
         try:
             if self._dispatcher is None:

@@ -4,7 +4,7 @@ Knows nothing of requests, batching and threads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from ..core.errors import Internal
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
+from ..core.request import ParameterValue
+from ..core.request_context import RequestContext
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name, with the model's batch dimension first, if it has one. BYTES are object arrays of `bytes`; BF16, for
@@ -47,15 +49,19 @@ class RuntimeProcess(Protocol):
 
 
 class RuntimeTraits(NamedTuple):
-    """The abilities of a runtime that its scheduler must know. `inline`: an execution takes microseconds, so it may run
-    in the event loop's thread. `ragged`: it takes ragged inputs, as one flat tensor. `process`: its own; an instance
-    that loses it is replaced. `interrupt`: makes the current execution fail for the reason given, from any thread,
-    though the runtime may be lost with it; None where that is impossible."""
+    """The abilities of a runtime that its scheduler must know.
+
+    `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: it takes ragged
+    inputs, as one flat tensor. `process`: its own; an instance that loses it is replaced. `interrupt`: makes the
+    current execution fail for the reason given, from any thread, though the runtime may be lost with it; None where
+    that is impossible. `by_request`: it is a `RequestRuntime`.
+    """
 
     inline: bool = False
     ragged: bool = False
     process: RuntimeProcess | None = None
     interrupt: Callable[[str], None] | None = None
+    by_request: bool = False
 
 
 class Runtime(Protocol):
@@ -80,6 +86,58 @@ def only_response(responses: Iterable[Arrays]) -> Arrays:
     if len(outputs) != 1:
         raise Internal(f"expected a single response, got {len(outputs)}")
     return outputs[0]
+
+
+class RuntimeResponse(NamedTuple):
+    """One response to a request: its outputs, and parameters for the client."""
+
+    outputs: Arrays
+    parameters: Mapping[str, ParameterValue] = {}
+
+
+class Rescheduled:
+    """The answer to a request that the model wants to see again, in a later batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuntimeRequest:
+    """One request as the client made it, for a `RequestRuntime`.
+
+    `inputs` as in `Runtime.execute`; `output_names`: those that the client wants, none for all. `correlation_id` and
+    `flags` place it in its sequence, as in Triton's API; `timeout` is in microseconds. `respond`, called in the event
+    loop, takes a response or an error, or None where only the end of the responses is told; then the last argument is
+    true, as it may be with a response and is with an error.
+    """
+
+    inputs: Arrays
+    output_names: Sequence[str]
+    respond: Callable[[RuntimeResponse | Exception | None, bool], None]
+    context: RequestContext
+    id: str = ""
+    correlation_id: int | str = 0
+    flags: int = 0
+    timeout: int = 0
+    priority: int = 0
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+
+
+RuntimeAnswer: TypeAlias = RuntimeResponse | Exception | Rescheduled | None
+
+
+class RequestRuntime(Runtime, Protocol):
+    """A runtime that takes the requests of a batch as they are, and may answer them later."""
+
+    def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
+        """An answer for each request; None for one that `respond` tells all answers of, before or after this returns.
+
+        Raises what fails all requests that have no answer yet.
+        """
+
+    def cancel_request(self, request: RuntimeRequest) -> None:
+        """Nobody waits for the request any more. Called in the event loop."""
+
+    def hold_request(self, request: RuntimeRequest, held: bool) -> None:
+        """Its responses wait for their reader: make no more of them until told otherwise. Called in the event loop."""
 
 
 class RuntimeLoader(Protocol):

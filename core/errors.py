@@ -144,7 +144,8 @@ def request_id_prefix(request_id: str) -> str:
 
 
 _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
-    error.code: error for error in (Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
+    error.code: error
+    for error in (AlreadyExists, Cancelled, Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
 }
 
 

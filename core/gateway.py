@@ -1,5 +1,6 @@
 """The seam between endpoints and models: an endpoint knows a `Gateway`, and nothing of how models are served."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
@@ -72,6 +73,14 @@ class ModelHandle(Protocol):
         """Raises as `generate` does."""
 
 
+class ModelServices(NamedTuple):
+    """What a model that asks others may use of its server: the gateway to them, and the event loop that both live
+    in."""
+
+    gateway: "Gateway"
+    loop: asyncio.AbstractEventLoop
+
+
 class Gateway(Protocol):
     """The models of the server, for endpoints: lookup, dispatch, health, the model repository.
 
@@ -124,8 +133,9 @@ class Gateway(Protocol):
             InvalidArgument: `name` or a path is invalid, or the model failed to load; what was served stays.
         """
 
-    async def unload_model(self, name: str) -> None:
-        """Stop serving a model; return when its unloading has begun.
+    async def unload_model(self, name: str, dependents: bool = False) -> None:
+        """Stop serving a model; return when its unloading has begun. Models that were loaded only because an ensemble
+        asks them go with it; with `dependents` all that it asks do.
 
         Raises:
             Unavailable: the server was not started with explicit model control.

@@ -147,6 +147,19 @@ class RequestContext:
     def __post_init__(self) -> None:
         self.ended_at = self.arrived_at
 
+    def child(self, endpoint: str) -> "RequestContext":
+        """The context of a request that this one's model makes of another model, for the same client."""
+        return RequestContext(
+            endpoint,
+            self.headers,
+            self.id,
+            self.client_id,
+            self.tenant,
+            self.tenant_weight,
+            sampled=True,
+            trace_id=self.trace_id,
+        )
+
     def on_end(self, listener: Callable[["RequestContext"], None]) -> None:
         """Call `listener` with this context when the request has ended; the last one added is called first."""
         self._end_listeners.append(listener)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -43,21 +43,27 @@ _PROGRAM = (
 class ChildProcess:
     """A process started from an argument vector: waited for, killed and closed by this object alone, from any thread.
 
-    It inherits `descriptors` and no others. SIGINT and SIGTERM are blocked when it starts, for they may reach it before
-    it ignores them. It is in no list of `multiprocessing` or `subprocess`: those reap, from any thread and for any
-    library, every child that they know of. It is killed when this interpreter exits.
+    It inherits `descriptors` and no others, and this process's environment unless another is given. SIGINT and SIGTERM
+    are blocked when it starts, for they may reach it before it ignores them. It is in no list of `multiprocessing` or
+    `subprocess`: those reap, from any thread and for any library, every child that they know of. It is killed when this
+    interpreter exits.
 
     `sentinel`: a descriptor that becomes readable when the process has ended. Raises `OSError` if the process cannot be
     started.
     """
 
-    def __init__(self, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        descriptors: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         # Where the system has no descriptors of processes, the end of the child closes this pipe.
         self.sentinel, held_by_child = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             inherited = (*descriptors, held_by_child)
-            self._popen = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=inherited)
+            self._popen = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=inherited, env=environment)
         except BaseException:
             os.close(self.sentinel)
             raise

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, Internal
 from ...core.request import InferRequest, InferResponse
+from ...telemetry.model_metrics import ExecutionTiming
 from ..runtime import Arrays, Runtime, only_response
 from ..signature import ModelSignature
 from .batching_config import RaggedConfig
@@ -22,21 +23,10 @@ from .queued_request import InferenceJob
 log = logging.getLogger(__name__)
 
 
-class ExecutionTiming(NamedTuple):
-    """Nanoseconds: to gather the inputs, to compute, to split the outputs."""
-
-    input: int = 0
-    infer: int = 0
-    output: int = 0
-
-
-NO_TIMING = ExecutionTiming()
-
-
 class ExecutionResult(NamedTuple):
-    """One response for each request, or an `error` for all of them."""
+    """One response or error for each request, None for one that is answered later; or an `error` for all of them."""
 
-    responses: Sequence[InferResponse]
+    responses: Sequence[InferResponse | Exception | None]
     timing: ExecutionTiming
     error: Exception | None = None
 

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from typing import cast
 
-from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
+from ...core.errors import CharoniaError, NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
+from ..runtime import RequestRuntime
 from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher, RequestBatch
 from .instance import Instance, call_in_loop
 from .queued_request import QueuedRequest
+from .request_execution import ExecutionSurroundings, RequestExecution
 from .response_router import BatchResult, ResponseRouter
 
 
@@ -65,6 +68,7 @@ class Dispatcher:
         self._free: list[Instance] = []
         self._waking: set[Instance] = set()
         self._closed = False
+        self._surroundings = ExecutionSurroundings(layout, decoupled, router, self._call_in_loop, self._resubmit)
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -104,6 +108,13 @@ class Dispatcher:
             self._wake_instances()
         elif request.queue_deadline is not None:
             self._timer.set_no_later_than(request.queue_deadline)
+
+    def _resubmit(self, request: QueuedRequest) -> None:
+        """Queue a request again that its model wants to see once more."""
+        try:
+            self.submit(request)
+        except CharoniaError as error:
+            self._router.on_rejected(request, error)
 
     def cancel_request(self, request: QueuedRequest) -> bool:
         """Take a request out of the queue. False: it had left already; its responses are dropped by `given_up`."""
@@ -152,6 +163,10 @@ class Dispatcher:
 
     def execute_batch(self, instance: Instance, batch: RequestBatch) -> None:
         started_at = time.monotonic_ns()
+        if instance.runtime.traits.by_request:
+            runtime = cast(RequestRuntime, instance.runtime)
+            RequestExecution(self._surroundings, runtime, batch, started_at).run(instance.name)
+            return
         if not self._decoupled:
             jobs = [request.job for request in batch.requests]
             result = execute_batch(instance.runtime, self._layout, jobs, instance.name)

@@ -6,23 +6,12 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/user_gu
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import NamedTuple
 
+from ...telemetry.model_metrics import CloseReason
 from .batching_config import BatchingConfig
 from .queued_request import QueuedRequest
 from .request_queue import RequestQueue
-
-
-class CloseReason(StrEnum):
-    """Why a batch took no more requests; the `reason` of charonia_unbatched_requests_total."""
-
-    ALONE = "model_does_not_batch"
-    FULL = "batch_full"
-    PREFERRED = "preferred_size"
-    DIFFERS = "shapes_differ"
-    DELAY = "delay_too_short"
-    IDLE = "instance_idle"
 
 
 class RequestBatch(NamedTuple):

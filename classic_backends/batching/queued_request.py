@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 from numpy.typing import NDArray
 
-from ...core.request import InferResponse
+from ...core.request import InferResponse, ParameterValue
 from ...core.request_context import RequestContext
 
 _MAX_UNREAD = 256
@@ -58,9 +58,12 @@ class InferenceJob:
 
 class ResponseChannel:
     """The responses of one request, which a task reads one by one. `ended`: no more of them come, though the reader may
-    not have read all. `unread_slots`: a decoupled model takes one for each response, the reader gives it back; an
-    instance that finds none waits. `held`: earlier requests of its `orderer`, if it has one, have not ended, so nothing
-    can be read yet."""
+    not have read all.
+
+    `unread_slots`: a decoupled model takes one for each response, the reader gives it back; an instance that finds none
+    waits. `held`: earlier requests of its `orderer`, if it has one, have not ended, so nothing can be read yet.
+    `on_drained`: called once, when half of what may wait does.
+    """
 
     def __init__(self, decoupled: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -70,6 +73,12 @@ class ResponseChannel:
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
         self.orderer: ResponseOrderer | None = None
+        self.on_drained: Callable[[], None] | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether as many responses wait as may."""
+        return len(self._responses) >= _MAX_UNREAD
 
     def put(self, response: InferResponse) -> None:
         self._responses.append(response)
@@ -92,6 +101,9 @@ class ResponseChannel:
             await self._reader
         if self.unread_slots is not None:
             self.unread_slots.release()
+        if self.on_drained is not None and len(self._responses) <= _MAX_UNREAD // 2:
+            self.on_drained()
+            self.on_drained = None
         return self._responses.popleft()
 
     def wake_reader(self) -> None:
@@ -125,10 +137,14 @@ class ResponseOrderer:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A job on its way through the queue and back to its reader. `batch_size`: its items in a batch, at least 1; only
-    requests with equal `batch_key` share a batch. `priority` and `timeout_ns` as the request asked, 0 for neither.
-    `given_up`: the reader left or was told an error; set by the event loop, read by the instance's thread. The queue
-    sets the fields from `arrived_at` to `queued`. `answer_timer`: runs out at `answer_deadline`."""
+    """A job on its way through the queue and back to its reader.
+
+    `batch_size`: its items in a batch, at least 1; only requests with equal `batch_key` share a batch. `priority` and
+    `timeout_ns` as the request asked, 0 for neither. `given_up`: the reader left or was told an error; set by the event
+    loop, read by the instance's thread. `parameters`: the request's. `on_give_up`: of the execution that has the
+    request, where that can be told. The queue sets the fields from `arrived_at` to `queued`. `answer_timer` runs
+    out at `answer_deadline`.
+    """
 
     job: InferenceJob
     channel: ResponseChannel
@@ -139,6 +155,8 @@ class QueuedRequest:
     priority: int = 0
     timeout_ns: int = 0
     given_up: bool = False
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    on_give_up: Callable[[], None] | None = None
     arrived_at: int = 0
     level: int = 0
     queue_deadline: int | None = None
@@ -150,6 +168,8 @@ class QueuedRequest:
         self.given_up = True
         if self.channel.unread_slots is not None:
             self.channel.unread_slots.release()
+        if self.on_give_up is not None:
+            self.on_give_up()
 
 
 class SingleResponseStream:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.errors import CharoniaError, ErrorCode
+from ...core.request import InferResponse
 from ...core.request_context import ExecutionTimes
-from .batch_execution import NO_TIMING, ExecutionResult, ExecutionTiming
+from ...telemetry.model_metrics import NO_TIMING, ExecutionTiming, FailureReason, ModelMetrics
+from .batch_execution import ExecutionResult
 from .dynamic_batcher import RequestBatch
-from .model_metrics import FailureReason, ModelMetrics
 from .queued_request import QueuedRequest
 
 _REJECTION_REASONS = {ErrorCode.UNAVAILABLE: FailureReason.REJECTED, ErrorCode.CANCELLED: FailureReason.CANCELED}
@@ -49,24 +50,28 @@ class ResponseRouter:
         self._on_finished = on_finished
         self._streams: dict[QueuedRequest, _StreamProgress] = {}
 
-    def on_batch_done(self, done: BatchResult) -> None:
-        """The whole batch has its responses, or its error."""
+    def on_batch_done(self, done: BatchResult, counted: bool = False) -> None:
+        """The whole batch has its responses, or its error, but for requests that are answered later. `counted`: its
+        execution is already."""
         (requests, reason), started_at, result = done.batch, done.started_at, done.result
-        if result.error is None:
+        if result.error is None and not counted:
             self._metrics.record_execution(self._recorded_size(done.batch), result.timing, reason, len(requests))
         now = time.monotonic_ns()
-        for index, request in enumerate(requests):
+        responses = result.responses if result.error is None else [result.error] * len(requests)
+        answered = [pair for pair in zip(requests, responses, strict=True) if pair[1] is not None]
+        for request, response in answered:
             if request.given_up:
                 continue
             arrived_at = request.arrived_at
             request.context.execution = ExecutionTimes(arrived_at, started_at, result.timing)
-            if result.error is not None:
-                self._fail(request, result.error, FailureReason.BACKEND)
+            if isinstance(response, Exception):
+                self._fail(request, response, FailureReason.BACKEND)
                 continue
             self._metrics.record_success(request.batch_size, now - arrived_at, started_at - arrived_at, result.timing)
-            request.channel.put(result.responses[index])
+            assert response is not None
+            request.channel.put(response)
             request.channel.end()
-        self._on_finished(requests)
+        self._on_finished([request for request, _ in answered])
 
     def on_stream_response(self, done: BatchResult) -> None:
         """A decoupled model made one response, or failed."""
@@ -88,17 +93,20 @@ class ResponseRouter:
             sums["success"].add(timing.infer + timing.output)
             stream.timing = ExecutionTiming(*map(sum, zip(stream.timing, timing, strict=True)))
             request.context.execution = ExecutionTimes(request.arrived_at, done.started_at, stream.timing)
-            request.channel.put(responses[0])
+            [response] = responses
+            assert isinstance(response, InferResponse)
+            request.channel.put(response)
 
-    def on_stream_end(self, batch: RequestBatch, started_at: int) -> None:
-        """A decoupled model has made its last response."""
+    def on_stream_end(self, batch: RequestBatch, started_at: int, counted: bool = False) -> None:
+        """A decoupled model has made its last response. `counted`: its execution is already."""
         [request] = batch.requests
         stream = self._streams.pop(request, _StreamProgress())
         if not stream.failed and not request.given_up:
             # Triton's backends end a stream with one more response, which is empty.
             self._metrics.response_sums(stream.count)["empty_response"].add(0)
             latency = time.monotonic_ns() - request.arrived_at
-            self._metrics.record_execution(self._recorded_size(batch), stream.timing, batch.close_reason, 1)
+            if not counted:
+                self._metrics.record_execution(self._recorded_size(batch), stream.timing, batch.close_reason, 1)
             self._metrics.record_success(request.batch_size, latency, started_at - request.arrived_at, stream.timing)
             request.channel.end()
         self._on_finished([request])

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ...core.errors import Cancelled, RequestTimeout
 from ...core.metrics import Reading
+from ...telemetry.model_metrics import ModelMetrics
 from ..batching.batch_execution import BatchLayout
 from ..batching.dispatcher import DeadlineTimer, Dispatcher, restarting_error, stopping_error
 from ..batching.instance import Instance
-from ..batching.model_metrics import ModelMetrics
 from ..batching.queued_request import QueuedRequest
 from ..batching.response_router import ResponseRouter
 from .sequence_batcher import SequenceBatcher

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.classic_backends.batching.batch_execution import BatchLayout
-from charonia.classic_backends.batching.dynamic_batcher import CloseReason, RequestBatch
-from charonia.classic_backends.batching.model_metrics import ModelMetrics
+from charonia.classic_backends.batching.dynamic_batcher import RequestBatch
 from charonia.classic_backends.batching.queued_request import (
     InferenceJob,
     QueuedRequest,
@@ -27,6 +26,7 @@ from charonia.core.errors import Cancelled, CharoniaError
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
 from charonia.core.request_context import RequestContext
+from charonia.telemetry.model_metrics import CloseReason, ModelMetrics
 
 from ..asking import queued_request
 from .sequence_subjects import Carried, Histories, Rows, config, state

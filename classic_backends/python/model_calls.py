@@ -1,0 +1,176 @@
+"""What a Python model asks of the server: to infer with other models, to load and unload them, to keep metrics.
+
+Everything here happens in the event loop. Knows nothing of the model's own requests but their contexts.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from ...core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, error_from_code
+from ...core.gateway import Gateway
+from ...core.request import InferRequest, InferResponse, ParameterValue
+from ...core.request_context import RequestContext
+from ...core.tensor import Tensor
+from ...telemetry.custom_metrics import CustomMetrics, MetricKind
+from ..python_stub.messages import (
+    Call,
+    CallAnswer,
+    CancelInfer,
+    ErrorMessage,
+    Infer,
+    InferAnswer,
+    ResponseMessage,
+    TensorMessage,
+    UpdateMetric,
+)
+from .stub_process import StubProcess
+
+log = logging.getLogger(__name__)
+
+ENDPOINT = "python"
+"""The endpoint that requests of Python models come from, in logs and traces."""
+
+_TRITON_CODES = {
+    ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
+    ErrorCode.UNAUTHENTICATED: "UNAVAILABLE",
+    ErrorCode.RESOURCE_EXHAUSTED: "UNAVAILABLE",
+}
+"""Our error codes that `TritonError` has by another name, or lacks."""
+
+
+def error_message(error: CharoniaError) -> ErrorMessage:
+    return ErrorMessage(_TRITON_CODES.get(error.code, error.code.value), error.message)
+
+
+def error_from_message(error: ErrorMessage) -> CharoniaError:
+    code = ErrorCode.INVALID_ARGUMENT.value if error.code == "INVALID_ARG" else error.code
+    return error_from_code(code, error.message)
+
+
+def write_tensors(process: StubProcess, tensors: Sequence[Tensor]) -> list[TensorMessage]:
+    return [process.writer.write(each.name, each.datatype, each.data) for each in tensors]
+
+
+def read_tensors(process: StubProcess, tensors: Sequence[TensorMessage]) -> list[Tensor]:
+    """Tensors over the process's memory; their blocks are its again when they are gone."""
+    return [Tensor(each.name, each.datatype, tuple(each.shape), process.reader.read(each)) for each in tensors]
+
+
+class ModelCalls:
+    """The calls of one process. `name` is the instance's."""
+
+    def __init__(self, process: StubProcess, gateway: Gateway, metrics: CustomMetrics) -> None:
+        self._process, self._gateway, self._metrics = process, gateway, metrics
+        self._inferences: dict[int, asyncio.Task[None]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._methods: Mapping[str, Callable[..., Awaitable[Any]]] = {
+            "load_model": self._load_model,
+            "unload_model": self._unload_model,
+            "is_model_ready": self._is_model_ready,
+            "add_metric_family": self._add_metric_family,
+            "add_metric": self._add_metric,
+            "metric_value": self._metric_value,
+        }
+
+    def close(self) -> None:
+        """Cancel everything that the process has asked for, and remove its metrics."""
+        for task in (*self._inferences.values(), *self._calls):
+            task.cancel()
+        self._metrics.remove_all(self)
+
+    def infer(self, message: Infer, parent: RequestContext | None) -> None:
+        """Begin to answer. `parent`: the context of the request that the model asks for."""
+        task = asyncio.create_task(self._infer(message, parent), name=f"{self._process.name} asks {message.model}")
+        self._inferences[message.call] = task
+        task.add_done_callback(lambda _: self._inferences.pop(message.call))
+
+    def cancel_infer(self, message: CancelInfer) -> None:
+        if message.call in self._inferences:
+            self._inferences[message.call].cancel()
+
+    def call(self, message: Call) -> None:
+        task = asyncio.create_task(self._call(message), name=f"{self._process.name} calls {message.method}")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    def update_metric(self, message: UpdateMetric) -> None:
+        self._metrics.update(self, message.metric, message.operation, message.value)
+
+    async def _infer(self, message: Infer, parent: RequestContext | None) -> None:
+        sent_final = False
+        try:
+            with self._gateway.open_request(ENDPOINT, () if parent is None else parent.headers) as context:
+                if parent is not None:
+                    context.tenant, context.tenant_weight = parent.tenant, parent.tenant_weight
+                handle = self._gateway.acquire(context, message.model, message.version)
+                if handle.config.decoupled and not message.decoupled:
+                    name = handle.config.name
+                    raise InvalidArgument(f"model '{name}' is decoupled: call exec or async_exec with decoupled=True")
+                async with aclosing(handle.infer(self._read_request(message))) as responses:
+                    async for response in responses:
+                        sent_final = response.final or not message.decoupled
+                        self._process.send(InferAnswer(message.call, self._write_response(response), sent_final))
+        except CharoniaError as error:
+            self._send_failure(message.call, error)
+        except Exception as error:
+            log.exception("instance '%s': its request to model '%s' failed", self._process.name, message.model)
+            self._send_failure(message.call, Internal(f"{type(error).__name__}: {error}"))
+        else:
+            if not sent_final:
+                self._process.send(InferAnswer(message.call, None, True))
+
+    def _send_failure(self, call: int, error: CharoniaError) -> None:
+        self._process.send(InferAnswer(call, ResponseMessage([], error_message(error)), True))
+
+    def _read_request(self, message: Infer) -> InferRequest:
+        request = message.request
+        parameters: dict[str, ParameterValue] = json.loads(request.parameters)
+        if request.correlation_id:
+            parameters["sequence_id"] = request.correlation_id
+            parameters["sequence_start"] = bool(request.flags & 1)
+            parameters["sequence_end"] = bool(request.flags & 2)
+        if request.timeout:
+            parameters["timeout"] = request.timeout
+        if request.priority:
+            parameters["priority"] = request.priority
+        inputs = {tensor.name: tensor for tensor in read_tensors(self._process, request.inputs)}
+        return InferRequest(request.id, inputs, tuple(request.outputs) or None, parameters)
+
+    def _write_response(self, response: InferResponse) -> ResponseMessage:
+        outputs = write_tensors(self._process, response.outputs)
+        return ResponseMessage(outputs, None, json.dumps(dict(response.parameters)))
+
+    async def _call(self, message: Call) -> None:
+        try:
+            result = await self._methods[message.method](**json.loads(message.arguments))
+        except CharoniaError as error:
+            answer = CallAnswer(message.call, error=error.message)
+        except Exception as error:
+            log.exception("instance '%s': its call of %s failed", self._process.name, message.method)
+            answer = CallAnswer(message.call, error=f"{type(error).__name__}: {error}")
+        else:
+            answer = CallAnswer(message.call, json.dumps(result))
+        self._process.send(answer)
+
+    async def _load_model(self, name: str, config: str, files: dict[str, str]) -> None:
+        contents = {path: bytes.fromhex(content) for path, content in files.items()}
+        await self._gateway.load_model(name, config or None, contents)
+
+    async def _unload_model(self, name: str, dependents: bool) -> None:
+        await self._gateway.unload_model(name, dependents)
+
+    async def _is_model_ready(self, name: str, version: str) -> bool:
+        return self._gateway.is_model_ready(name, version)
+
+    async def _add_metric_family(self, name: str, description: str, kind: MetricKind) -> None:
+        self._metrics.add_family(name, description, kind)
+
+    async def _add_metric(self, family: str, labels: dict[str, str], buckets: list[float] | None) -> int:
+        return self._metrics.add_metric(self, family, labels, buckets)
+
+    async def _metric_value(self, metric: int) -> float:
+        return self._metrics.value(metric)

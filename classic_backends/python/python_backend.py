@@ -1,0 +1,123 @@
+"""The backend of Python models: `model.py` with a class `TritonPythonModel`, each instance in a process of its own.
+
+The interface is that of https://github.com/triton-inference-server/python_backend#readme.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from ...core.errors import InvalidArgument
+from ...core.gateway import ModelServices
+from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...telemetry.shared_state import ServerGateway
+from ..backend_parameters import read_integer
+from ..instance_groups import read_placements
+from ..python_stub import messages
+from ..runtime import InstancePlacement
+from .environments import interpreter
+from .model_calls import ModelCalls
+from .python_runtime import FirstAnswer, PythonRuntime
+from .stub_process import Interpreter, MemorySizes, StubProcess
+
+_LIBRARY_BYTES = 40 << 20
+"""Memory that a process takes with Python and numpy."""
+
+_COMPLETE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PythonBackend:
+    """A `RuntimeLoader`; models are loaded once it is bound to a server, which they may call."""
+
+    services: ModelServices | None = None
+
+    def bound_to(self, services: ModelServices) -> "PythonBackend":
+        return replace(self, services=services)
+
+    def load(
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+    ) -> PythonRuntime:
+        assert self.services is not None
+        gateway, loop = cast(ServerGateway, self.services.gateway), self.services.loop
+        datatypes = {spec.name: spec.datatype for spec in config.inputs}
+        runtime = PythonRuntime(placement.name, datatypes, loop)
+        message = messages.Initialize(
+            str(_model_file(directory, config.raw)),
+            _search_path(directory),
+            _arguments(directory, config, placement),
+            config.decoupled,
+        )
+        seconds = read_integer(parameters, "stub-timeout-seconds", 30, least=1)
+        with ExitStack() as resources:
+            program = resources.enter_context(interpreter(directory.parent, parameters))
+            process = StubProcess(placement.name, runtime, program, _memory_sizes(parameters))
+            runtime.start(process, ModelCalls(process, gateway, gateway.shared_state.metrics), message, seconds)
+            runtime.resources = resources.pop_all()
+        return runtime
+
+    def uses_gpus(self) -> bool:
+        return True
+
+    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+        return (MemoryNeed(_LIBRARY_BYTES * len(read_placements("", raw))),)
+
+    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+        """What the model's `auto_complete_config` makes of the config, in a process that ends afterwards."""
+        message = messages.CompleteConfig(
+            str(_model_file(directory, raw)), _search_path(directory), json.dumps(dict(raw))
+        )
+        with interpreter(directory.parent, parameters) as program:
+            return asyncio.run(_complete(f"model '{raw['name']}'", message, program))
+
+
+async def _complete(name: str, message: messages.CompleteConfig, program: Interpreter) -> RawConfig:
+    answer = FirstAnswer(name)
+    process = StubProcess(name, answer, program)
+    await process.connect()
+    try:
+        process.send(message)
+        completed = await asyncio.to_thread(answer.wait, _COMPLETE_SECONDS)
+    finally:
+        await process.close(0)
+    config: RawConfig = json.loads(completed.config)
+    return config
+
+
+def _model_file(directory: Path, raw: RawConfig) -> Path:
+    file = directory / (raw.get("default_model_filename") or "model.py")
+    if not file.is_file():
+        raise InvalidArgument(f"model '{raw['name']}': there is no file '{file}'")
+    return file
+
+
+def _search_path(directory: Path) -> list[str]:
+    return [str(directory), str(directory.parent)]
+
+
+def _arguments(directory: Path, config: ModelConfig, placement: InstancePlacement) -> dict[str, str]:
+    """The argument of the model's `initialize`."""
+    return {
+        "model_config": json.dumps(config.raw),
+        "model_instance_kind": placement.kind.removeprefix("KIND_"),
+        "model_instance_name": placement.name,
+        "model_instance_device_id": str(placement.device),
+        "model_repository": str(directory.parent),
+        "model_version": config.version,
+        "model_name": config.name,
+    }
+
+
+def _memory_sizes(parameters: Mapping[str, str]) -> MemorySizes:
+    initial, growth = MemorySizes()
+    return MemorySizes(
+        read_integer(parameters, "shm-default-byte-size", initial, least=1),
+        read_integer(parameters, "shm-growth-byte-size", growth, least=1),
+    )
+
+
+PYTHON = PythonBackend()

@@ -1,0 +1,217 @@
+"""The runtime of one instance of a Python model: hands requests to its process, and responses to their readers.
+
+`execute_requests` is called in the instance's thread; what the process sends arrives in the event loop.
+"""
+
+import asyncio
+import json
+import logging
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import count
+from typing import Any
+
+from ...core.errors import Internal, InvalidArgument
+from ...core.request_context import RequestContext
+from ..python_stub import messages
+from ..runtime import (
+    Arrays,
+    Rescheduled,
+    RuntimeAnswer,
+    RuntimeRequest,
+    RuntimeResponse,
+    RuntimeTraits,
+)
+from .model_calls import ModelCalls, error_from_message
+from .stub_process import StubProcess
+
+log = logging.getLogger(__name__)
+
+_LEAVE_SECONDS = 30.0
+"""How long a model may take to finalize, before its process is killed."""
+
+
+class FirstAnswer:
+    """A `StubListener` that waits for the first message of a process, in any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._answer: Future[Any] = Future()
+
+    def on_message(self, message: Any) -> None:
+        if not self._answer.done():
+            self._answer.set_result(message)
+
+    def on_end(self) -> None:
+        if not self._answer.done():
+            self._answer.set_result(messages.Failed("its process ended unexpectedly", ""))
+
+    def wait(self, seconds: float) -> Any:
+        """The message.
+
+        Raises:
+            InvalidArgument: the process reports a failure, or none in time.
+        """
+        try:
+            message = self._answer.result(seconds)
+        except TimeoutError:
+            raise InvalidArgument(f"{self._name} did not answer within {seconds:g} s") from None
+        if isinstance(message, messages.Failed):
+            if message.report:
+                log.error("%s failed: %s", self._name, message.report)
+            raise InvalidArgument(f"{self._name} failed: {message.message}")
+        return message
+
+
+class PythonRuntime:
+    """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` is the
+    server's; `resources` are closed with it."""
+
+    def __init__(self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
+        self._name, self._datatypes, self._loop = name, datatypes, loop
+        self._first = FirstAnswer(f"instance '{name}'")
+        self._handles = count()
+        self._open: dict[int, RuntimeRequest] = {}
+        self._executed: Future[messages.Executed] = Future()
+        self._kill_reason = ""
+        self.resources = ExitStack()
+
+    def start(self, process: StubProcess, calls: ModelCalls, message: messages.Initialize, seconds: float) -> None:
+        """Load the model in a process that was made with this object as its listener.
+
+        Raises:
+            InvalidArgument: the model cannot be loaded.
+        """
+        self._process, self._calls = process, calls
+        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, by_request=True)
+        asyncio.run_coroutine_threadsafe(process.connect(), self._loop).result()
+        try:
+            process.send(message)
+            self.checks_ready: bool = self._first.wait(seconds).checks_ready
+        except BaseException:
+            self.close()
+            raise
+
+    def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
+        handles = [next(self._handles) for _ in requests]
+        batch = [self._write(*each) for each in zip(handles, requests, strict=True)]
+        self._open.update(zip(handles, requests, strict=True))
+        self._executed = Future()
+        if self._process.lost:
+            raise self._end_error()
+        self._process.send(messages.Execute(batch))
+        executed = self._executed.result()
+        answers: list[RuntimeAnswer] = []
+        for handle, response in zip(handles, executed.responses or [None] * len(handles), strict=True):
+            answers.append(Rescheduled() if handle in executed.rescheduled else self._read(response))
+            if answers[-1] is not None or executed.error is not None:
+                self._open.pop(handle, None)
+        if executed.error is not None:
+            raise Internal(executed.error)
+        return answers
+
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        arrived: queue.SimpleQueue[tuple[RuntimeAnswer, bool]] = queue.SimpleQueue()
+        context = RequestContext("warm-up")
+        request = RuntimeRequest(inputs, output_names, lambda answer, final: arrived.put((answer, final)), context)
+        [answer] = self.execute_requests([request])
+        final = answer is not None
+        while True:
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, RuntimeResponse):
+                yield answer.outputs
+            if final:
+                return
+            answer, final = arrived.get()
+
+    def cancel_request(self, request: RuntimeRequest) -> None:
+        self._process.send(messages.CancelRequest(self._handle_of(request)))
+
+    def hold_request(self, request: RuntimeRequest, held: bool) -> None:
+        self._process.send(messages.HoldRequest(self._handle_of(request), held))
+
+    def _handle_of(self, request: RuntimeRequest) -> int:
+        return next((handle for handle, each in self._open.items() if each is request), -1)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._process.close(_LEAVE_SECONDS), self._loop).result()
+        self.resources.close()
+
+    def _write(self, handle: int, request: RuntimeRequest) -> messages.RequestMessage:
+        write = self._process.writer.write
+        return messages.RequestMessage(
+            handle,
+            request.id,
+            request.correlation_id,
+            request.flags,
+            request.timeout,
+            request.priority,
+            json.dumps(dict(request.parameters)),
+            list(request.output_names),
+            [write(name, self._datatypes[name], array) for name, array in request.inputs.items()],
+            request.context.trace_id or None,
+        )
+
+    def _read(self, message: messages.ResponseMessage | None) -> RuntimeResponse | Exception | None:
+        if message is None:
+            return None
+        if message.error is not None:
+            return error_from_message(message.error)
+        outputs = {tensor.name: self._process.reader.read(tensor) for tensor in message.outputs}
+        return RuntimeResponse(outputs, json.loads(message.parameters or "{}"))
+
+    def _interrupt(self, reason: str) -> None:
+        self._kill_reason = reason
+        self._process.kill()
+
+    def _end_error(self) -> Internal:
+        if self._kill_reason:
+            text = f"its process was ended: {self._kill_reason}"
+            return Internal(f"Failed to process the request(s) for model instance '{self._name}', message: {text}")
+        return Internal(f"Stub process '{self._name}' is not healthy.")
+
+    # In the event loop
+
+    def on_message(self, message: Any) -> None:
+        match message:
+            case messages.Executed():
+                self._executed.set_result(message)
+            case messages.SendResponse():
+                self._on_response(message)
+            case messages.Infer():
+                parent = self._open.get(message.parent)
+                self._calls.infer(message, None if parent is None else parent.context)
+            case messages.CancelInfer():
+                self._calls.cancel_infer(message)
+            case messages.Call():
+                self._calls.call(message)
+            case messages.UpdateMetric():
+                self._calls.update_metric(message)
+            case messages.LogMessage():
+                log.log(message.level, "%s: %s: %s", self._name, message.source, message.text)
+            case messages.Release():
+                pass
+            case _:
+                self._first.on_message(message)
+
+    def on_end(self) -> None:
+        self._first.on_end()
+        if not self._executed.done():
+            self._executed.set_exception(self._end_error())
+        while self._open:
+            _, request = self._open.popitem()
+            request.respond(self._end_error(), True)
+        self._calls.close()
+
+    def _on_response(self, message: messages.SendResponse) -> None:
+        request = self._open.get(message.handle)
+        if request is None:
+            if message.response is not None:
+                self._process.reader.discard(message.response.outputs)
+            return
+        if message.final:
+            del self._open[message.handle]
+        request.respond(self._read(message.response), message.final)

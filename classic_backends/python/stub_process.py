@@ -1,0 +1,225 @@
+"""The server's end of a Python model's process: starts it, exchanges messages with it, logs what it prints.
+
+Messages arrive in the event loop and may be sent from any thread; they are those of `python_stub.messages`. Knows
+nothing of models, batches and metrics.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ...processes.child_process import ChildProcess
+from ...processes.shared_arena import anonymous_file
+from ..python_stub import messages
+from ..python_stub.tensor_memory import BlockReader, BlockWriter
+
+log = logging.getLogger(__name__)
+
+_STUB = Path(__file__).parent.parent / "python_stub"
+_BOOTSTRAP = (
+    "import importlib.util, sys; sys.path[:] = [path for path in sys.path if path]; directory = sys.argv.pop(); "
+    "spec = importlib.util.spec_from_file_location('charonia_stub', directory + '/__init__.py'); "
+    "package = sys.modules['charonia_stub'] = importlib.util.module_from_spec(spec); spec.loader.exec_module(package); "
+    "from charonia_stub.main import main; main()"
+)
+_MAX_LINE_BYTES = 1 << 14
+_LAST_MESSAGES_SECONDS = 0.2
+"""How long a process that has ended may still be heard."""
+_RELEASED_BLOCKS = 64
+"""Released blocks that are told to the process by themselves, where no other message takes them along."""
+
+_ENVELOPE = msgspec.json.Decoder(tuple[str, msgspec.Raw, list[int]])
+_BODIES: Mapping[str, Callable[[msgspec.Raw], Any]] = {
+    body.__name__: msgspec.json.Decoder(body).decode
+    for body in (
+        messages.Call,
+        messages.CancelInfer,
+        messages.Checked,
+        messages.CompletedConfig,
+        messages.Executed,
+        messages.Failed,
+        messages.Infer,
+        messages.Initialized,
+        messages.LogMessage,
+        messages.Release,
+        messages.SendResponse,
+        messages.UpdateMetric,
+    )
+}
+
+
+class MemorySizes(NamedTuple):
+    """Bytes of the memory for each direction: at the start, and the least by which it grows."""
+
+    initial: int = 1 << 20
+    growth: int = 1 << 20
+
+
+class Interpreter(NamedTuple):
+    """The Python that runs a model, and its environment variables, the server's own if None."""
+
+    program: str = sys.executable
+    environment: Mapping[str, str] | None = None
+
+
+SAME_INTERPRETER = Interpreter()
+DEFAULT_SIZES = MemorySizes()
+
+
+class StubListener(Protocol):
+    """Hears of a process, in the event loop."""
+
+    def on_message(self, message: Any) -> None: ...
+
+    def on_end(self) -> None:
+        """The process has ended, by itself or not; the last call."""
+
+
+class StubProcess:
+    """Runs the package `python_stub` with an interpreter, once it is connected. `name` is the instance's, and stands
+    before each line that it prints.
+
+    `writer` takes the tensors for the process, `reader` has those from it. `pid`; `sentinel`: a descriptor that becomes
+    readable when the process has ended; `lost`: that was noticed.
+
+    Raises:
+        OSError: the process cannot be started.
+        MemoryError: there is no memory for its tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listener: StubListener,
+        interpreter: Interpreter = SAME_INTERPRETER,
+        memory: MemorySizes = DEFAULT_SIZES,
+    ) -> None:
+        self.name, self.lost = name, False
+        self._listener = listener
+        self._encode = msgspec.json.Encoder().encode
+        self._resources = ExitStack()
+        with ExitStack() as theirs:
+            try:
+                files = [self._own(anonymous_file(f"charonia-tensors-{way}")) for way in ("in", "out")]
+                self.writer = BlockWriter(files[0], *memory)
+                self.reader = BlockReader(files[1], self._count_release)
+                self._socket, their_socket = socket.socketpair()
+                self._resources.callback(self._socket.close)
+                theirs.callback(their_socket.close)
+                output, their_output = os.pipe()
+                self._output = self._resources.enter_context(open(output, "rb", buffering=0))
+                theirs.callback(os.close, their_output)
+                inherited = [their_socket.fileno(), *files, their_output]
+                program = [interpreter.program, "-c", _BOOTSTRAP, *map(str, (*inherited, *memory)), str(_STUB)]
+                self._process = ChildProcess(program, inherited, interpreter.environment)
+                self.pid, self.sentinel = self._process.pid, self._process.sentinel
+                # The instance's pool watches the sentinel for itself.
+                self._end = self._own(os.dup(self.sentinel))
+            except BaseException:
+                self._resources.close()
+                raise
+
+    def _own(self, descriptor: int) -> int:
+        self._resources.callback(os.close, descriptor)
+        return descriptor
+
+    async def connect(self) -> None:
+        """Begin to exchange messages, in this event loop."""
+        self._loop = asyncio.get_running_loop()
+        make_receiver, make_logger = partial(_MessageReceiver, self._receive), partial(_OutputLogger, self.name)
+        self._transport, _ = await self._loop.create_unix_connection(make_receiver, sock=self._socket)
+        self._output_transport, _ = await self._loop.connect_read_pipe(make_logger, self._output)
+        self._loop.add_reader(self._end, self._on_end)
+
+    def send(self, body: Any) -> None:
+        """Send a message, one of the named tuples of `python_stub.messages`; from any thread. Nothing happens once the
+        process has ended."""
+        payload = self._encode((type(body).__name__, body, self.reader.take_released()))
+        self._loop.call_soon_threadsafe(self._transport.write, messages.frame(payload))
+
+    def kill(self) -> None:
+        """End the process; from any thread."""
+        self._process.kill()
+
+    async def close(self, seconds: float) -> None:
+        """Let the process finalize its model and end, or else kill it after so many seconds; it is gone afterwards."""
+        self.send(messages.Finalize())
+        await asyncio.to_thread(self._process.wait, seconds)
+        self._process.kill()
+        self._finish()
+        self._transport.abort()
+        self._output_transport.close()
+        await asyncio.to_thread(self._process.close)
+        self._resources.close()
+
+    def _receive(self, payload: bytes) -> None:
+        try:
+            kind, body, released = _ENVELOPE.decode(payload)
+            message = _BODIES[kind](body)
+            self.writer.release(released)
+        except (msgspec.DecodeError, KeyError):
+            log.exception("the process of '%s' sent what is no message: it is ended", self.name)
+            self.kill()
+        else:
+            self._listener.on_message(message)
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._end)
+        # Its last messages may still be on their way, and its own children may hold the connection open.
+        self._loop.call_later(0 if self._transport.is_closing() else _LAST_MESSAGES_SECONDS, self._finish)
+
+    def _finish(self) -> None:
+        if not self.lost:
+            self.lost = True
+            self._loop.remove_reader(self._end)
+            self._listener.on_end()
+
+    def _count_release(self) -> None:
+        # Called when an array is collected, which may be anywhere: nothing here may need a lock of ours.
+        if self.reader.released_count == _RELEASED_BLOCKS:
+            with suppress(RuntimeError):  # the loop is closed, and the process with it
+                self._loop.call_soon_threadsafe(self._send_released)
+
+    def _send_released(self) -> None:
+        if self.reader.released_count and not self.lost:
+            self.send(messages.Release())
+
+
+class _MessageReceiver(asyncio.Protocol):
+    """Cuts what a process sends into messages."""
+
+    def __init__(self, receive: Callable[[bytes], None]) -> None:
+        self._receive = receive
+        self._frames = messages.FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self._frames.feed(data):
+            self._receive(payload)
+
+
+class _OutputLogger(asyncio.Protocol):
+    """Logs what a process prints, line by line."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._line = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._line = (self._line + data).split(b"\n")
+        if len(self._line) > _MAX_LINE_BYTES:
+            lines, self._line = [*lines, self._line], b""
+        for line in lines:
+            log.info("%s: %s", self._name, line.decode(errors="replace"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._line:
+            self.data_received(b"\n")

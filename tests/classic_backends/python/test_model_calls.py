@@ -1,0 +1,285 @@
+"""Calls of a Python model: other models, the repository, metrics."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.classic_backends.python.python_backend import PythonBackend
+from charonia.core.errors import Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.gateway import ModelServices
+from charonia.core.metrics import Histogram
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import Outcome, RequestContext
+from charonia.core.tensor import Tensor
+from charonia.repository.gateway import InProcessGateway
+
+from ...waiting import until
+from ..asking import answers, serving
+from .python_models import config, python_model, request, values, write_model
+
+
+class OtherModels(InProcessGateway):
+    """A gateway to models that are made up: `double` answers once, `count` as often as its input says, `hang` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[RequestContext] = []
+        self.seen: list[InferRequest] = []
+        self.running = 0
+        self.calls: list[Any] = []
+
+    def open_request(self, endpoint: str, headers: Any = ()) -> RequestContext:
+        context = RequestContext(endpoint, headers)
+        context.on_end(self.ended.append)
+        return context
+
+    def acquire(self, context: RequestContext, name: str, version: str = "") -> Any:
+        if name not in ("double", "count", "hang", "fail"):
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        context.model, context.version = name, version
+        return _Handle(self, name, context)
+
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        return name == "double"
+
+    async def load_model(self, name: str, config: str | None = None, files: Any = ()) -> None:
+        if name == "none":
+            raise Unavailable("explicit model load / unload is not allowed")
+        self.calls.append((name, config, files))
+
+    async def unload_model(self, name: str, dependents: bool = False) -> None:
+        self.calls.append(name)
+
+
+class _Handle:
+    def __init__(self, gateway: OtherModels, name: str, context: RequestContext) -> None:
+        self.config = ModelConfig(name, "1", "fake", decoupled=name == "count")
+        self._gateway, self._name, self._context = gateway, name, context
+
+    async def infer(self, asked: InferRequest) -> AsyncIterator[InferResponse]:
+        self._gateway.seen.append(asked)
+        self._gateway.running += 1
+        data = asked.inputs["X"].data
+        try:
+            match self._name:
+                case "double":
+                    yield InferResponse((Tensor("Y", "INT32", data.shape, data * 2),), {"made": "by double"}, True)
+                case "count":
+                    for number in range(int(data[0])):
+                        yield InferResponse((Tensor("Y", "INT32", (1,), np.array([number], np.int32)),))
+                case "hang":
+                    await asyncio.Event().wait()
+                case "fail":
+                    raise InvalidArgument("it cannot")
+            self._context.finish()
+        finally:
+            self._gateway.running -= 1
+
+
+CALL = """
+def call(r, model, **more):
+    return pb_utils.InferenceRequest(model_name=model, requested_output_names=["Y"],
+                                     inputs=[pb_utils.Tensor("X", x(r))], **more)
+"""
+
+
+async def test_another_model_is_asked_and_its_answer_passed_on(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        return [self.answer(r) for r in requests]
+
+    def answer(self, r):
+        asked = pb_utils.InferenceRequest(
+            request_id="inner", correlation_id=7, flags=pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, timeout=9000,
+            model_name="double", model_version=2, requested_output_names=["Y"], parameters={"k": "v"},
+            inputs=[pb_utils.Tensor("X", x(r))], trace=r.trace())
+        response = asked.exec()
+        assert not response.has_error() and json.loads(response.parameters()) == {"made": "by double"}
+        return y(pb_utils.get_output_tensor_by_name(response, "Y").as_numpy() + 1)
+    """
+    gateway = OtherModels()
+    async with python_model(tmp_path, body, gateway) as model:
+        [response] = await answers(model, request(1, 2))
+    assert values(response) == {"Y": [3, 5]}
+    [asked] = gateway.seen
+    sequence = {"sequence_id": 7, "sequence_start": True, "sequence_end": False}
+    assert (asked.id, asked.outputs, asked.parameters) == ("inner", ("Y",), {"k": "v", "timeout": 9000, **sequence})
+    [context] = gateway.ended
+    assert context.end is not None
+    assert (context.model, context.version, context.end.outcome) == ("double", "2", Outcome.DONE)
+
+
+async def test_many_are_asked_at_once_by_coroutines(tmp_path: Path) -> None:
+    body = """
+    async def execute(self, requests):
+        calls = [pb_utils.InferenceRequest(model_name="double", requested_output_names=["Y"],
+                 inputs=[pb_utils.Tensor("X", np.array([n], np.int32))]).async_exec() for n in range(20)]
+        found = await asyncio.gather(*calls)
+        return [y([pb_utils.get_output_tensor_by_name(f, "Y").as_numpy()[0] for f in found]) for r in requests]
+    """
+    async with python_model(tmp_path, body, OtherModels()) as model:
+        [response] = await answers(model, request(1))
+    assert values(response) == {"Y": [2 * number for number in range(20)]}
+
+
+@pytest.mark.parametrize("way", ["exec(decoupled=True)", "async_exec(decoupled=True)"])
+async def test_a_stream_is_read_as_it_comes(tmp_path: Path, way: str) -> None:
+    body = f"""
+    async def execute(self, requests):
+        [r] = requests
+        stream = pb_utils.InferenceRequest(model_name="count", requested_output_names=["Y"],
+                                           inputs=[pb_utils.Tensor("X", x(r))]).{way}
+        stream = await stream if "{way}".startswith("async") else stream
+        found = [int(part.output_tensors()[0].as_numpy()[0]) for part in stream if part.output_tensors()]
+        return [y(found)]
+    """
+    async with python_model(tmp_path, body, OtherModels()) as model:
+        [response] = await answers(model, request(5))
+    assert values(response) == {"Y": [0, 1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("fail", "it cannot", 3),
+        ("nobody", "Request for unknown model: 'nobody' is not found", 2),
+        ("count", "model 'count' is decoupled: call exec or async_exec with decoupled=True", 3),
+    ],
+)
+async def test_errors_of_other_models_are_values(tmp_path: Path, name: str, text: str, code: int) -> None:
+    body = f"""
+    def execute(self, requests):
+        [r] = requests
+        response = pb_utils.InferenceRequest(model_name="{name}", requested_output_names=["Y"],
+                                             inputs=[pb_utils.Tensor("X", x(r))]).exec()
+        text = pb_utils.Tensor("T", np.array([response.error().message()], dtype=object))
+        return [pb_utils.InferenceResponse([text, pb_utils.Tensor("Y", np.array([response.error().code()], np.int32))])]
+    """
+    async with python_model(tmp_path, body, OtherModels()) as model:
+        [response] = await answers(model, request(1))
+    assert values(response) == {"T": [text.encode()], "Y": [code]}
+
+
+async def test_leaving_a_stream_cancels_it(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        [r] = requests
+        stream = pb_utils.InferenceRequest(model_name="hang", requested_output_names=["Y"],
+                                           inputs=[pb_utils.Tensor("X", x(r))]).exec(decoupled=True)
+        stream.cancel()
+        return [y(len(list(stream)))]
+    """
+    gateway = OtherModels()
+    async with python_model(tmp_path, body, gateway) as model:
+        await answers(model, request(1))
+        await until(lambda: gateway.running == 0 and len(gateway.ended) == 1)
+
+
+async def test_a_process_that_ends_takes_its_calls_with_it(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        [r] = requests
+        stream = pb_utils.InferenceRequest(model_name="hang", requested_output_names=["Y"],
+                                           inputs=[pb_utils.Tensor("X", x(r))]).exec(decoupled=True)
+        pb_utils.MetricFamily("a_metric", "help", pb_utils.MetricFamily.GAUGE).Metric().set(1)
+        time.sleep(0.2)
+        os._exit(1)
+    """
+    gateway = OtherModels()
+    async with python_model(tmp_path, body, gateway) as model:
+        with pytest.raises(Internal, match="not healthy"):
+            await answers(model, request(1))
+        await until(lambda: gateway.running == 0)
+
+
+async def test_the_repository_is_changed_and_asked(tmp_path: Path) -> None:
+    body = """
+    def initialize(self, args):
+        pb_utils.load_model("one", config="{}", files={"1/model": b"\\x00\\x01"})
+        pb_utils.load_model("two")
+        pb_utils.unload_model("two")
+        try:
+            pb_utils.load_model("none")
+        except pb_utils.TritonModelException as error:
+            self.error = str(error)
+
+    def execute(self, requests):
+        seen = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("other", "3")]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array(seen, np.int32)),
+                                            pb_utils.Tensor("T", np.array([self.error]))])]
+    """
+    gateway = OtherModels()
+    async with python_model(tmp_path, body, gateway) as model:
+        [response] = await answers(model, request(1))
+    assert gateway.calls == [("one", "{}", {"1/model": b"\x00\x01"}), ("two", None, {}), "two"]
+    assert values(response) == {"Y": [1, 0], "T": [b"explicit model load / unload is not allowed"]}
+
+
+async def test_metrics_of_all_kinds(tmp_path: Path) -> None:
+    body = """
+    def initialize(self, args):
+        F = pb_utils.MetricFamily
+        self.counter = F("requests_seen", "how many", F.COUNTER).Metric(labels={"model": "m"})
+        self.gauge = F("depth", "how deep", F.GAUGE).Metric()
+        self.histogram = F("sizes", "how large", F.HISTOGRAM).Metric(buckets=[1, 10])
+        self.errors = []
+        for wrong in (lambda: F("requests_seen", "", F.GAUGE), lambda: F("9", "", F.GAUGE),
+                      lambda: self.counter.set(1), lambda: self.counter.increment(-1), lambda: self.histogram.value(),
+                      lambda: F("depth", "", F.GAUGE).Metric(labels={"a-b": 1}),
+                      lambda: F("sizes", "", F.HISTOGRAM).Metric(labels={"a": 1}, buckets=[3, 2])):
+            try:
+                wrong()
+            except pb_utils.TritonModelException as error:
+                self.errors.append(str(error))
+
+    def execute(self, requests):
+        self.counter.increment(2)
+        self.gauge.set(9)
+        self.gauge.increment(-4)
+        self.histogram.observe(5)
+        assert len(self.errors) == 7, self.errors
+        return [y([self.counter.value(), self.gauge.value()])]
+    """
+    gateway = OtherModels()
+    metrics = gateway.shared_state.metrics
+    backend = PythonBackend(ModelServices(gateway, asyncio.get_running_loop()))
+    async with serving(backend, config(), write_model(tmp_path, body)) as model:
+        [response] = await answers(model, request(1))
+        assert values(response) == {"Y": [2, 5]}
+        found = {family.name: (family.kind, family.description, list(family.series.values())) for family in metrics}
+        assert {name: each[:2] for name, each in found.items()} == {
+            "requests_seen": ("counter", "how many"),
+            "depth": ("gauge", "how deep"),
+            "sizes": ("histogram", "how large"),
+        }
+        [counter] = found["requests_seen"][2]
+        assert (counter.labels, counter.value) == ((("model", "m"),), 2)
+        [histogram] = found["sizes"][2]
+        assert isinstance(histogram.value, Histogram)
+        assert histogram.value.counts == [0, 1, 0]
+    assert list(metrics) == []
+
+
+async def test_a_metric_that_the_model_drops_goes(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        if x(requests[0])[0]:
+            F = pb_utils.MetricFamily
+            self.gauge = F("depth", "how deep", F.GAUGE).Metric()
+        else:
+            del self.gauge
+        return [y(1)]
+    """
+    gateway = OtherModels()
+    metrics = gateway.shared_state.metrics
+    backend = PythonBackend(ModelServices(gateway, asyncio.get_running_loop()))
+    async with serving(backend, config(), write_model(tmp_path, body)) as model:
+        await answers(model, request(1))
+        assert len(list(metrics)) == 1
+        await answers(model, request(0))
+        assert not list(metrics)

@@ -1,0 +1,435 @@
+"""Python models in their processes: the calls of Triton's interface, failures, ends of all kinds."""
+
+import asyncio
+import logging
+import os
+import signal
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from charonia.classic_backends.python.python_backend import PYTHON
+from charonia.core.errors import Cancelled, CharoniaError, Internal, InvalidArgument, NotFound
+from charonia.core.request_context import RequestContext
+
+from ...waiting import until
+from ..asking import answers
+from .python_models import config, python_model, request, values, write_model
+
+DOUBLE = """
+def execute(self, requests):
+    return [y(x(request) * 2) for request in requests]
+"""
+
+
+async def test_each_request_is_seen_as_it_was_made(tmp_path: Path) -> None:
+    body = """
+    def initialize(self, args):
+        self.args = args
+
+    def execute(self, requests):
+        answers = []
+        for r in requests:
+            seen = [r.request_id(), r.correlation_id(), r.flags(), r.timeout(), json.loads(r.parameters()),
+                    r.requested_output_names(), json.loads(self.args["model_config"])["name"], pb_utils.get_model_dir()]
+            text = pb_utils.Tensor("T", np.array([json.dumps(seen)], dtype=object))
+            answers.append(pb_utils.InferenceResponse([text], parameters={"a": 1, "b": "c", "d": True}))
+        return answers
+    """
+    async with python_model(tmp_path, body) as model:
+        [response] = await answers(model, request(1, outputs=("T",), timeout=5000000, key="value"))
+        [text] = values(response)["T"]
+    seen = ["id", 0, 0, 5000000, {"timeout": 5000000, "key": "value"}, ["T"], "model", str(tmp_path / "model" / "1")]
+    assert text == str(seen).replace("'", '"').encode()
+    assert response.parameters == {"a": 1, "b": "c", "d": True}
+
+
+async def test_the_instance_is_told_where_it_is(tmp_path: Path) -> None:
+    body = """
+    def initialize(self, args):
+        self.args = {name: args[name] for name in sorted(args) if name != "model_config"}
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("T", np.array([json.dumps(self.args)]))])]
+    """
+    async with python_model(tmp_path, body) as model:
+        [response] = await answers(model, request(1))
+    assert eval(values(response)["T"][0]) == {
+        "model_instance_device_id": "0",
+        "model_instance_kind": "CPU",
+        "model_instance_name": "model_0_0",
+        "model_name": "model",
+        "model_repository": str(tmp_path / "model"),
+        "model_version": "1",
+    }
+
+
+async def test_modules_beside_the_model_are_found_both_ways(tmp_path: Path) -> None:
+    version = write_model(tmp_path, "")
+    (version / "beside.py").write_text("NUMBER = 3\n")
+    (version.parent / "above.py").write_text("NUMBER = 4\n")
+    body = """
+    from .beside import NUMBER as ONE
+    import beside, above
+
+    def execute(self, requests):
+        return [y([self.ONE, self.beside.NUMBER, self.above.NUMBER]) for _ in requests]
+    """
+    async with python_model(tmp_path, body) as model:
+        [response] = await answers(model, request(1))
+    assert values(response) == {"Y": [3, 3, 4]}
+
+
+async def test_requests_share_a_batch_and_each_has_its_own_answer(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        time.sleep(0.05)
+        wrong = pb_utils.InferenceResponse(error=pb_utils.TritonError("no ones", pb_utils.TritonError.NOT_FOUND))
+        return [wrong if (x(r) == 1).all() else y([len(requests)], ) for r in requests]
+    """
+    settings = {"max_batch_size": 8, "dynamic_batching": {"max_queue_delay_microseconds": 100_000}}
+    async with python_model(tmp_path, body, **settings) as model:
+
+        async def ask(number: int) -> object:
+            whole = request(number)
+            tensor = whole.inputs["X"]
+            data = tensor.data.reshape(1, 1)
+            whole.inputs["X"] = type(tensor)("X", "INT32", data.shape, data)  # type: ignore[index]
+            try:
+                [response] = await answers(model, whole)
+            except CharoniaError as error:
+                return error
+            return values(response)["Y"]
+
+        results = await asyncio.gather(*(ask(number) for number in (0, 1, 2, 3)))
+        statistics = model.statistics()
+    assert [results[index] for index in (0, 2, 3)] == [[4], [4], [4]]
+    assert isinstance(results[1], NotFound)
+    assert str(results[1]) == "no ones"
+    assert (statistics.execution_count, statistics.inference_count, statistics.inference.fail.count) == (1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            "return None if requests else 0",
+            "Expected an 'InferenceResponse' object in the execute function return list",
+        ),
+        ("return 3", "Expected a list in the execute return, found type 'int'."),
+        ("return [3]", "Expected an 'InferenceResponse' object in the execute function return list, found type 'int'."),
+        ("return []", "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+        ("raise ValueError('boom')", "message: ValueError: boom\n\nAt:\n"),
+        ("sys.exit(3)", "message: SystemExit: 3"),
+        ("return [pb_utils.InferenceResponse([3])]", "An output must be a Tensor"),
+        ("return [y(1, parameters={'a': 1.5})]", "Expect parameters values to have type bool/int/str"),
+        ("return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', np.ones(1))])]", "made output 'Y' of type float64"),
+    ],
+)
+async def test_what_goes_wrong_fails_the_batch_and_not_the_instance(tmp_path: Path, body: str, text: str) -> None:
+    whole = f"""
+    def execute(self, requests):
+        if (x(requests[0]) == 7).all():
+            return [y(7)]
+        {body}
+    """
+    async with python_model(tmp_path, whole) as model:
+        with pytest.raises(Internal) as caught:
+            await answers(model, request(1))
+        assert text in str(caught.value)
+        [response] = await answers(model, request(7))
+    assert values(response) == {"Y": [7]}
+
+
+async def test_coroutines_run_in_one_loop_and_one_batch_at_a_time(tmp_path: Path) -> None:
+    body = """
+    loops = set()
+
+    async def execute(self, requests):
+        self.loops.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(0)
+        return [y(len(self.loops)) for r in requests]
+    """
+    async with python_model(tmp_path, body) as model:
+        got = [values(response) for _ in range(3) for response in await answers(model, request(1))]
+    assert got == [{"Y": [1]}] * 3
+
+
+async def test_a_sender_answers_after_execute_has_returned(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.answer, args=(r.get_response_sender(), x(r).copy())).start()
+
+    def answer(self, sender, value):
+        time.sleep(0.05)
+        errors = []
+        try:
+            sender.send(flags=FINAL)
+        except pb_utils.TritonModelException as error:
+            errors.append(str(error))
+        sender.send(y(value), flags=FINAL)
+        for again in (lambda: sender.send(y(value)), lambda: sender.send(flags=3), lambda: sender.send()):
+            try:
+                again()
+            except pb_utils.TritonModelException as error:
+                errors.append(str(error))
+        print(errors)
+    """
+    async with python_model(tmp_path, body, instances=1) as model:
+        several = await asyncio.gather(*(answers(model, request(number)) for number in range(4)))
+    assert [values(response)["Y"] for [response] in several] == [[0], [1], [2], [3]]
+
+
+async def test_a_decoupled_model_sends_any_number_of_responses_from_threads(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.answer, args=(r.get_response_sender(), int(x(r)[0]))).start()
+
+    def answer(self, sender, count):
+        for number in range(count):
+            sender.send(y(number))
+        sender.send(flags=FINAL)
+    """
+    async with python_model(tmp_path, body, decoupled=True) as model:
+        several = await asyncio.gather(*(answers(model, request(number)) for number in (0, 3, 700)))
+        statistics = model.statistics()
+    assert [[values(response)["Y"] for response in responses] for responses in several] == [
+        [[number] for number in range(count)] for count in (0, 3, 700)
+    ]
+    assert statistics.inference.success.count == 3
+
+
+async def test_decoupled_coroutines_overlap(tmp_path: Path) -> None:
+    body = """
+    waiting = {}
+
+    async def execute(self, requests):
+        for r in requests:
+            number = int(x(r)[0])
+            event = self.waiting.setdefault(number // 2, asyncio.Event())
+            if number % 2:
+                event.set()
+            await event.wait()
+            r.get_response_sender().send(y(number), flags=FINAL)
+    """
+    async with python_model(tmp_path, body, decoupled=True) as model:
+        several = await asyncio.gather(*(answers(model, request(number)) for number in (0, 2, 1, 3)))
+    assert [values(response)["Y"] for [response] in several] == [[0], [2], [1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            "def execute(self, requests):\n    return [y(1)]",
+            "is using the decoupled mode and the execute function must",
+        ),
+        ("async def execute(self, requests):\n    raise KeyError('k')", "message: KeyError: 'k'"),
+        ("def execute(self, requests):\n    pass", "The model let go of the request without a final response."),
+    ],
+)
+async def test_a_decoupled_request_that_is_not_answered_is_told(tmp_path: Path, body: str, text: str) -> None:
+    async with python_model(tmp_path, body, decoupled=True) as model:
+        with pytest.raises(Internal) as caught:
+            await answers(model, request(1))
+    assert text in str(caught.value)
+
+
+async def test_a_stream_that_is_left_is_cancelled_in_the_model(tmp_path: Path) -> None:
+    body = """
+    ended = 0
+
+    def execute(self, requests):
+        for r in requests:
+            if x(r)[0] == 0:
+                r.get_response_sender().send(y(TritonPythonModel.ended), flags=FINAL)
+            else:
+                threading.Thread(target=self.answer, args=(r.get_response_sender(),)).start()
+
+    def answer(self, sender):
+        while not sender.is_cancelled():
+            sender.send(y(1))
+            time.sleep(0.001)
+        error = pb_utils.TritonError("left", pb_utils.TritonError.CANCELLED)
+        sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
+        TritonPythonModel.ended += 1
+    """
+    async with python_model(tmp_path, body, decoupled=True) as model:
+        for _ in range(3):
+            async with aclosing(model.infer(request(1), RequestContext("test"))) as responses:  # type: ignore[type-var]
+                await anext(responses)
+
+        async def ended() -> int:
+            [response] = await answers(model, request(0))
+            [number] = values(response)["Y"]
+            return int(number)
+
+        async with asyncio.timeout(30):
+            while await ended() < 3:
+                pass
+
+
+async def test_an_unread_stream_holds_up_its_sender_alone(tmp_path: Path) -> None:
+    body = """
+    sent = 0
+
+    def execute(self, requests):
+        for r in requests:
+            if x(r)[0] == 0:
+                r.get_response_sender().send(y(self.sent), flags=FINAL)
+            else:
+                threading.Thread(target=self.answer, args=(r.get_response_sender(), int(x(r)[0]))).start()
+
+    def answer(self, sender, count):
+        for number in range(count):
+            sender.send(y(number))
+            self.sent += 1
+        sender.send(flags=FINAL)
+    """
+    async with python_model(tmp_path, body, decoupled=True) as model:
+        responses = model.infer(request(3000), RequestContext("test"))
+        await anext(responses)
+
+        async def sent() -> int:
+            [response] = await answers(model, request(0))
+            return int(values(response)["Y"][0])
+
+        before = -1
+        while before != (now := await sent()):
+            before = now
+            await asyncio.sleep(0.1)
+        assert 256 <= now < 3000
+        assert len([each async for each in responses]) == 2999
+
+
+async def test_errors_have_their_codes(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        error = pb_utils.TritonError("it was cancelled", pb_utils.TritonError.CANCELLED)
+        return [pb_utils.InferenceResponse(error=error) for r in requests]
+    """
+    async with python_model(tmp_path, body) as model:
+        with pytest.raises(Cancelled, match="it was cancelled"):
+            await answers(model, request(1))
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("raise ValueError('no weights')", "ValueError: no weights"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("os._exit(3)", "its process ended unexpectedly"),
+        ("time.sleep(60)", "did not answer within 3 s"),
+    ],
+)
+async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, body: str, text: str) -> None:
+    body = f"def initialize(self, args): {body}\n{DOUBLE}"
+    seconds = {"stub-timeout-seconds": "3"} if "sleep" in body else {}
+    with pytest.raises(InvalidArgument) as caught:
+        async with python_model(tmp_path, body, parameters=seconds):
+            pass
+    assert text in str(caught.value)
+
+
+async def test_a_process_that_dies_fails_its_requests_and_is_replaced(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        if x(requests[0])[0] == 1:
+            os.kill(os.getpid(), 9)
+        if x(requests[0])[0] == 2:
+            time.sleep(60)
+        return [y(os.getpid()) for r in requests]
+    """
+    async with python_model(tmp_path, body) as model:
+
+        async def pid() -> int:
+            while True:
+                try:
+                    [response] = await answers(model, request(0))
+                except CharoniaError:
+                    await asyncio.sleep(0.05)
+                    continue
+                [number] = values(response)["Y"]
+                return int(number)
+
+        first = await pid()
+        with pytest.raises(Internal, match=r"Stub process 'model_0_0' is not healthy\."):
+            await answers(model, request(1))
+        second = await pid()
+        hung = asyncio.create_task(answers(model, request(2)))
+        await asyncio.sleep(0.1)
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(Internal, match=r"Stub process 'model_0_0' is not healthy\."):
+            await hung
+        assert await pid() not in (first, second)
+
+
+async def test_a_hung_execution_is_ended_in_time(tmp_path: Path) -> None:
+    body = "def execute(self, requests): time.sleep(60)"
+    async with python_model(tmp_path, body, parameters={"execution_timeout_secs": "0.2"}) as model:
+        with pytest.raises(Internal, match=r"its process was ended: the execution took longer than 0\.2 s"):
+            await answers(model, request(1))
+
+
+async def test_what_it_prints_and_logs_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    body = """
+    def execute(self, requests):
+        print("printed")
+        print("on stderr", file=sys.stderr)
+        os.write(1, b"from below\\n")
+        pb_utils.Logger.log_warn("careful")
+        pb_utils.Logger.log("ordinary")
+        return [y(1) for r in requests]
+
+    def finalize(self):
+        print("finalized")
+    """
+    caplog.set_level(logging.INFO)
+    async with python_model(tmp_path, body) as model:
+        await answers(model, request(1))
+    await until(lambda: "finalized" in caplog.text)
+    for text in ("printed", "on stderr", "from below", "finalized"):
+        assert f"model_0_0: {text}" in caplog.messages
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records if "model.py:" in record.message]
+    assert [(level, text.rpartition(": ")[2]) for level, text in logged] == [
+        ("WARNING", "careful"),
+        ("INFO", "ordinary"),
+    ]
+
+
+def test_a_config_is_completed_by_the_model(tmp_path: Path) -> None:
+    body = """
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "X", "data_type": "TYPE_INT32", "dims": [-1]})
+        config.add_output({"name": "Y", "data_type": "TYPE_INT32", "dims": [-1]})
+        config.set_max_batch_size(4)
+        config.set_dynamic_batching()
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
+
+    def execute(self, requests): pass
+    """
+    version = write_model(tmp_path, body)
+    completed = PYTHON.complete(version, {"name": "model"}, {})
+    assert completed == {
+        "name": "model",
+        "input": [{"name": "X", "data_type": "TYPE_INT32", "dims": [-1]}],
+        "output": [{"name": "Y", "data_type": "TYPE_INT32", "dims": [-1]}],
+        "max_batch_size": 4,
+        "dynamic_batching": {},
+        "model_transaction_policy": {"decoupled": True},
+    }
+    with pytest.raises(InvalidArgument, match=r"the model expects dims \[-1\] but the model configuration specifies"):
+        PYTHON.complete(version, {"name": "m", "input": [{"name": "X", "data_type": "TYPE_INT32", "dims": [2]}]}, {})
+    with pytest.raises(InvalidArgument, match="configuration specified max_batch_size 8"):
+        PYTHON.complete(version, {"name": "model", "max_batch_size": 8}, {})
+
+
+async def test_a_model_without_its_file_is_refused(tmp_path: Path) -> None:
+    (write_model(tmp_path, DOUBLE) / "model.py").unlink()
+    with pytest.raises(InvalidArgument, match="there is no file"):
+        PYTHON.complete(tmp_path / "model" / "1", config().raw, {})
