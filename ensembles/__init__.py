@@ -1,1 +1,1 @@
-"""Models wired together."""
+"""Models wired together: ensembles, whose steps are other models of the server."""

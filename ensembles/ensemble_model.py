@@ -1,0 +1,139 @@
+"""An ensemble as a model: finds the models of its steps for each request, runs them, and counts.
+
+Knows nothing of how models are served, but through the gateway's handles of them.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+
+from ..core.errors import CharoniaError, InvalidArgument, NotReady
+from ..core.gateway import Gateway, ModelHandle
+from ..core.metrics import Reading
+from ..core.model import ModelConfig, ModelStats
+from ..core.request import InferRequest, InferResponse
+from ..core.request_context import ExecutionTimes, RequestContext
+from ..core.statistics import VersionStatistics
+from ..telemetry.model_metrics import CloseReason, ExecutionTiming, FailureReason, LatencyMetrics, ModelMetrics
+from .ensemble_plan import EnsemblePlan, EnsembleStep, plan_ensemble, read_steps
+from .ensemble_run import EnsembleRun, with_ensemble_name
+
+ENDPOINT = "ensemble"
+"""The endpoint that requests of ensembles come from, in metrics and traces."""
+
+
+class EnsembleModel:
+    """One version of an ensemble. `quantiles`: of the latency summaries, empty for no summaries.
+
+    Raises:
+        InvalidArgument: the config's steps do not fit together.
+    """
+
+    def __init__(self, config: ModelConfig, gateway: Gateway, quantiles: Sequence[float] = ()) -> None:
+        read_steps(config)
+        self.config = config
+        self._gateway = gateway
+        self._metrics = ModelMetrics(LatencyMetrics(quantiles, decoupled=config.decoupled))
+        self._plan: EnsemblePlan | None = None
+
+    async def load(self) -> None:
+        """Check the steps against their models, which are loaded.
+
+        Raises:
+            CharoniaError: a model is not loaded, or does not fit.
+        """
+        self._plan = plan_ensemble(self.config, self._loaded_config)
+
+    def _loaded_config(self, model: str, version: str) -> ModelConfig:
+        try:
+            return self._gateway.model_config(model, version)
+        except CharoniaError as error:
+            version = f"whose required version {version} is not loaded" if version else "which has no loaded version"
+            message = f"ensemble '{self.config.name}' depends on '{model}' {version}: {error.message}"
+            raise InvalidArgument(message, field="ensemble_scheduling") from None
+
+    async def unload(self) -> None:
+        self._plan = None
+
+    def stats(self) -> ModelStats:
+        """Ready while the models of all steps are."""
+        metrics, plan = self._metrics, self._plan
+        cancelled = metrics.failures[FailureReason.CANCELED]
+        ready = plan is not None and all(self._gateway.is_model_ready(step.model, step.version) for step in plan.steps)
+        return ModelStats(ready, metrics.success.count, metrics.failures.total() - cancelled, cancelled)
+
+    def statistics(self) -> VersionStatistics:
+        return self._metrics.statistics()
+
+    def count(self, context: RequestContext) -> None:
+        self._metrics.record_request_end(context)
+
+    def readings(self) -> Iterator[Reading]:
+        yield from self._metrics.readings(0)
+
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+        """Raises the error of the step that fails, with the ensemble's name before its text."""
+        plan = self._plan
+        if plan is None:
+            raise NotReady(f"model '{self.config.name}' is not loaded")
+        started_at = time.monotonic_ns()
+        children = {step.number: context.child(ENDPOINT) for step in plan.steps}
+        run: EnsembleRun | None = None
+        failure: FailureReason | None = FailureReason.CANCELED
+        try:
+            handles = {step.number: self._acquire(step, children[step.number]) for step in plan.steps}
+            run = EnsembleRun(plan, request, handles)
+            if len(plan.stages) == 1:
+                response = await run.answer()
+                failure = None
+                yield response
+            else:
+                async with aclosing(run.stream()) as responses:
+                    async for response in responses:
+                        yield response
+            failure = None
+        except CharoniaError:
+            failure = FailureReason.OTHER
+            raise
+        finally:
+            _close(children, run)
+            self._record(request, context, children, started_at, failure)
+
+    def _acquire(self, step: EnsembleStep, child: RequestContext) -> ModelHandle:
+        try:
+            return self._gateway.acquire(child, step.model, step.version)
+        except CharoniaError as error:
+            raise with_ensemble_name(self.config.name, error) from None
+
+    def _record(
+        self,
+        request: InferRequest,
+        context: RequestContext,
+        children: Mapping[int, RequestContext],
+        started_at: int,
+        failure: FailureReason | None,
+    ) -> None:
+        """Count the request: its compute times and its wait are those of its steps together."""
+        latency = time.monotonic_ns() - started_at
+        executions = [child.execution for child in children.values() if child.execution is not None]
+        timing = ExecutionTiming(*(sum(part) for part in zip(*(each.spent for each in executions), strict=True)))
+        queued = sum(each.begun - each.queued for each in executions)
+        context.execution = ExecutionTimes(started_at, started_at, timing)
+        if failure is not None:
+            self._metrics.record_failure(failure, latency)
+            return
+        size = 1
+        if self.config.max_batch_size and request.inputs:
+            size = next(iter(request.inputs.values())).shape[0]
+        self._metrics.record_execution(size, timing, CloseReason.ALONE, 0)
+        self._metrics.record_success(size, latency, queued, timing)
+
+
+def _close(children: Mapping[int, RequestContext], run: EnsembleRun | None) -> None:
+    """End the steps' contexts: a step that was never run is no request of its model."""
+    for number, child in children.items():
+        if run is None or number not in run.asked:
+            child.counted = True
+        elif number in run.failed:
+            child.fail(run.failed[number])
+        child.close()

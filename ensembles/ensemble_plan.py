@@ -1,0 +1,226 @@
+"""The plan of an ensemble: its steps in an order in which they can run, checked against the models that they name.
+
+A decoupled step answers with a stream, so what follows it runs once for each of its responses: it opens a new stage.
+A tensor belongs to the stage of the step that makes it; tensors of earlier stages are the same in all its passes.
+
+The rules are those of https://github.com/triton-inference-server/server/blob/main/docs/user_guide/ensemble_models.md;
+where Triton has a text for an error, this is it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..core.errors import InvalidArgument
+from ..core.model import ModelConfig
+from ..core.tensor import TensorSpec
+
+ConfigLookup = Callable[[str, str], ModelConfig]
+"""The config of a loaded model by name and version, the latest if that is empty. Raises if there is none."""
+
+DEFAULT_PASSES = 64
+"""Passes of one request that run at once where `max_inflight_requests` sets no limit."""
+
+
+class EnsembleStep(NamedTuple):
+    """One step as the config has it: `inputs` and `outputs` map names of the model's tensors to the ensemble's."""
+
+    number: int
+    model: str
+    version: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+class Stage(NamedTuple):
+    """The steps that run in one pass. `source`: the decoupled step whose responses begin the passes; None for the
+    first stage, which has one. `steps`: in an order in which they can run, none of them decoupled. `chained`: each
+    needs the one before it, so none can run beside another."""
+
+    source: EnsembleStep | None
+    steps: tuple[EnsembleStep, ...]
+    chained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnsemblePlan:
+    """`stages`: the first, then each within the one before it. `optional`: for each step, the inputs of its model that
+    may be missing. `max_passes`: of one stage, at once. `outputs`: the ensemble's, by name."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    optional: Mapping[int, frozenset[str]]
+    outputs: tuple[str, ...]
+    max_passes: int
+
+    @property
+    def steps(self) -> Iterator[EnsembleStep]:
+        """All steps, in an order in which they can run."""
+        for stage in self.stages:
+            if stage.source is not None:
+                yield stage.source
+            yield from stage.steps
+
+
+def read_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
+    """The steps of an ensemble's config.
+
+    Raises:
+        InvalidArgument: a step lacks a field, or a tensor has no or two origins.
+    """
+    name, scheduling = config.name, config.raw.get("ensemble_scheduling", {})
+    if not scheduling.get("step"):
+        raise _error(f"must specify 'step' for ensemble '{name}'")
+    steps, producers = [], {spec.name: -1 for spec in config.inputs}
+    for index, raw in enumerate(scheduling["step"]):
+        for field in ("model_name", "input_map", "output_map"):
+            if not raw.get(field):
+                raise _error(f"must specify '{field}' in step {index} of ensemble '{name}'")
+        version = int(raw.get("model_version", -1))
+        step = EnsembleStep(
+            index, raw["model_name"], "" if version <= 0 else str(version), raw["input_map"], raw["output_map"]
+        )
+        for tensor in step.outputs.values():
+            if tensor in producers:
+                where = f"ensemble '{name}' step {index}"
+                raise _error(f"ensemble tensor '{tensor}' can appear in an output map only once for {where}")
+            producers[tensor] = index
+        steps.append(step)
+    used = {tensor for step in steps for tensor in step.inputs.values()}
+    for spec in config.inputs:
+        if spec.name not in used:
+            raise _error(f"ensemble input '{spec.name}' for ensemble {name} is not used")
+    for spec in config.outputs:
+        if producers.get(spec.name, -1) < 0:
+            raise _error(f"ensemble output '{spec.name}' for ensemble {name} is not used")
+    outputs = {spec.name for spec in config.outputs}
+    for tensor, index in producers.items():
+        if index >= 0 and tensor not in used and tensor not in outputs:
+            raise _error(f"ensemble tensor '{tensor}' is unused in ensemble '{name}'")
+    for step in steps:
+        for tensor in step.inputs.values():
+            if tensor not in producers:
+                made_by = f"neither an input of ensemble '{name}' nor an output of one of its steps"
+                raise _error(f"input of model '{step.model}' in step {step.number}: '{tensor}' is {made_by}")
+    return tuple(steps)
+
+
+def plan_ensemble(config: ModelConfig, lookup: ConfigLookup) -> EnsemblePlan:
+    """The plan of an ensemble whose models are loaded.
+
+    Raises:
+        InvalidArgument: the steps do not fit together, or not to their models.
+    """
+    steps = _in_order(config, read_steps(config))
+    models = {step.number: lookup(step.model, step.version) for step in steps}
+    _check_tensors(config, steps, models)
+    stages = _divide_into_stages(config, steps, models)
+    optional = {
+        index: frozenset(spec.name for spec in model.inputs if spec.optional) for index, model in models.items()
+    }
+    limit = int(config.raw["ensemble_scheduling"].get("max_inflight_requests", 0))
+    outputs = tuple(spec.name for spec in config.outputs)
+    return EnsemblePlan(config.name, stages, optional, outputs, limit or DEFAULT_PASSES)
+
+
+def _in_order(config: ModelConfig, steps: Sequence[EnsembleStep]) -> list[EnsembleStep]:
+    """The steps so that each comes after those that make its inputs."""
+    known, left, ordered = {spec.name for spec in config.inputs}, list(steps), list[EnsembleStep]()
+    while left:
+        ready = [step for step in left if known.issuperset(step.inputs.values())]
+        if not ready:
+            names = ", ".join(f"'{step.model}' (step {step.number})" for step in left)
+            raise _error(f"steps of ensemble '{config.name}' wait for each other's outputs: {names}")
+        known.update(*(step.outputs.values() for step in ready))
+        ordered += ready
+        left = [step for step in left if step not in ready]
+    return ordered
+
+
+def _divide_into_stages(
+    config: ModelConfig, steps: Sequence[EnsembleStep], models: Mapping[int, ModelConfig]
+) -> tuple[Stage, ...]:
+    stages: list[tuple[EnsembleStep | None, list[EnsembleStep]]] = [(None, [])]
+    stage_of = dict.fromkeys((spec.name for spec in config.inputs), 0)
+
+    def only_stage(tensors: Sequence[str], receiver: str) -> int:
+        """The stage whose passes a receiver of these tensors belongs to."""
+        found = {stage_of[tensor]: tensor for tensor in tensors if stage_of[tensor]}
+        if len(found) > 1:
+            origins = [(tensor, source.model) for stage, tensor in found.items() if (source := stages[stage][0])]
+            named = " and ".join(f"'{tensor}' from '{model}'" for tensor, model in origins)
+            text = "receives inputs originated from different decoupled models"
+            raise _error(f"in ensemble {config.name}, {receiver} {text}: {named}")
+        return next(iter(found), 0)
+
+    for step in steps:
+        stage = only_stage(list(step.inputs.values()), f"step of model '{step.model}'")
+        if models[step.number].decoupled:
+            stage = len(stages)
+            stages.append((step, []))
+        else:
+            stages[stage][1].append(step)
+        stage_of.update(dict.fromkeys(step.outputs.values(), stage))
+    only_stage([spec.name for spec in config.outputs], "the response")
+    return tuple(Stage(source, tuple(members), _are_chained(members)) for source, members in stages)
+
+
+def _are_chained(steps: Sequence[EnsembleStep]) -> bool:
+    return all(set(before.outputs.values()) & set(after.inputs.values()) for before, after in pairwise(steps))
+
+
+class _End(NamedTuple):
+    """One end of a tensor: the model that it belongs to there, and its datatype and whole shape in it."""
+
+    model: str
+    datatype: str
+    shape: tuple[int, ...]
+
+    def agrees(self, other: "_End") -> bool:
+        return len(self.shape) == len(other.shape) and all(
+            -1 in pair or pair[0] == pair[1] for pair in zip(self.shape, other.shape, strict=True)
+        )
+
+
+def _check_tensors(config: ModelConfig, steps: Sequence[EnsembleStep], models: Mapping[int, ModelConfig]) -> None:
+    """Compare both ends of every tensor, and the tensors of every step with those of its model."""
+    origins = {spec.name: _end(config, spec) for spec in config.inputs}
+    for step in steps:
+        model, where = models[step.number], f"step {step.number} of ensemble '{config.name}'"
+        if config.max_batch_size > model.max_batch_size:
+            sizes = f"{config.max_batch_size}, but its model '{step.model}' has {model.max_batch_size}"
+            raise _error(f"{where}: the ensemble's max_batch_size is {sizes}")
+        inputs, outputs = ({spec.name: spec for spec in specs} for specs in (model.inputs, model.outputs))
+        for kind, known, mapped in (("input", inputs, step.inputs), ("output", outputs, step.outputs)):
+            for name in mapped:
+                if name not in known:
+                    raise _error(f"{where}: model '{step.model}' has no {kind} '{name}'")
+        for name, spec in inputs.items():
+            if name not in step.inputs and not spec.optional:
+                raise _error(f"{where}: input '{name}' of model '{step.model}' is not mapped, and not optional")
+        for name, tensor in step.inputs.items():
+            _check_ends(config, tensor, origins[tensor], _end(model, inputs[name]))
+        origins.update({tensor: _end(model, outputs[name]) for name, tensor in step.outputs.items()})
+    for spec in config.outputs:
+        _check_ends(config, spec.name, origins[spec.name], _end(config, spec))
+
+
+def _end(model: ModelConfig, spec: TensorSpec) -> _End:
+    return _End(model.name, spec.datatype, (-1, *spec.dims) if model.max_batch_size else spec.dims)
+
+
+def _check_ends(config: ModelConfig, tensor: str, made: _End, taken: _End) -> None:
+    where = f"in ensemble '{config.name}', ensemble tensor '{tensor}'"
+    if made.datatype != taken.datatype:
+        kind, ours, theirs = "data type", f"TYPE_{taken.datatype}", f"TYPE_{made.datatype}"
+    elif not made.agrees(taken):
+        kind, ours, theirs = "shape", str(list(taken.shape)), str(list(made.shape))
+    else:
+        return
+    both = f"{ours} is inferred from model '{taken.model}' while {theirs} is inferred from model '{made.model}'"
+    raise _error(f"{where}: inconsistent {kind}: {both}")
+
+
+def _error(message: str) -> InvalidArgument:
+    return InvalidArgument(message, field="ensemble_scheduling")

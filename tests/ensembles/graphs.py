@@ -1,0 +1,160 @@
+"""Ensembles for tests: configs of steps, models that compute as the server's builtin ones do, and the same by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest, InferResponse
+from charonia.core.tensor import Tensor, TensorSpec
+from charonia.ensembles.ensemble_plan import EnsemblePlan, plan_ensemble
+from charonia.ensembles.ensemble_run import EnsembleRun
+
+
+def spec(name: str, datatype: str = "INT32", dims: tuple[int, ...] = (1,), optional: bool = False) -> TensorSpec:
+    return TensorSpec(name, datatype, dims, optional)
+
+
+def model(
+    name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], decoupled: bool = False, batch: int = 0
+) -> ModelConfig:
+    return ModelConfig(
+        name, "1", "fake", max_batch_size=batch, decoupled=decoupled, inputs=tuple(inputs), outputs=tuple(outputs)
+    )
+
+
+MODELS = {
+    "identity": model("identity", [spec("IN")], [spec("OUT")]),
+    "add_sub": model("add_sub", [spec("A"), spec("B")], [spec("SUM"), spec("DIFF")]),
+    "square": model("square", [spec("IN")], [spec("OUT")], decoupled=True),
+    "repeat": model("repeat", [spec("IN")], [spec("OUT")], decoupled=True),
+    "default": model("default", [spec("IN", optional=True)], [spec("OUT")]),
+    "fails": model("fails", [spec("IN")], [spec("OUT")]),
+    "text": model("text", [spec("IN", "BYTES")], [spec("OUT", "BYTES")]),
+    "wide": model("wide", [spec("IN", dims=(2,))], [spec("OUT", dims=(2,))]),
+    "batched": model("batched", [spec("IN", dims=())], [spec("OUT", dims=())], batch=4),
+}
+
+Step = tuple[str, Mapping[str, str], Mapping[str, str]]
+
+
+def ensemble(
+    inputs: Sequence[str | TensorSpec],
+    outputs: Sequence[str | TensorSpec],
+    *steps: Step,
+    passes: int = 0,
+    batch: int = 0,
+) -> ModelConfig:
+    raw = {
+        "ensemble_scheduling": {
+            "step": [
+                {"model_name": name, "model_version": -1, "input_map": takes, "output_map": makes}
+                for name, takes, makes in steps
+            ],
+            "max_inflight_requests": passes,
+        }
+    }
+    as_spec = [spec(each) if isinstance(each, str) else each for each in inputs]
+    made = [spec(each) if isinstance(each, str) else each for each in outputs]
+    return ModelConfig("whole", "1", "ensemble", "ensemble", batch, inputs=tuple(as_spec), outputs=tuple(made), raw=raw)
+
+
+def plan(config: ModelConfig) -> EnsemblePlan:
+    return plan_ensemble(config, lambda name, version: MODELS[name])
+
+
+def compute(name: str, inputs: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The outputs of a model: one set or, of `square`, as many as its input says."""
+    match name:
+        case "identity":
+            yield {"OUT": inputs["IN"]}
+        case "default":
+            yield {"OUT": inputs.get("IN", -1)}
+        case "add_sub":
+            yield {"SUM": inputs["A"] + inputs["B"], "DIFF": inputs["A"] - inputs["B"]}
+        case "square":
+            for number in range(abs(inputs["IN"]) % 4):
+                yield {"OUT": inputs["IN"] + number}
+        case "repeat":
+            for _ in range(inputs["IN"]):
+                yield {"OUT": inputs["IN"]}
+        case "fails":
+            raise InvalidArgument("it fails")
+
+
+@dataclass
+class Handle:
+    """The `ModelHandle` of a fake. `delays`: turns of the event loop before each response, in order, then none.
+    `running`: how many streams are open; `most`: how many were at once."""
+
+    name: str
+    delays: list[int] = field(default_factory=list)
+    running: int = 0
+    most: int = 0
+    made: int = 0
+    requests: list[InferRequest] = field(default_factory=list)
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        self.requests.append(request)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            inputs = {name: int(tensor.data[0]) for name, tensor in request.inputs.items()}
+            for outputs in compute(self.name, inputs):
+                for _ in range(self.delays.pop(0) if self.delays else 0):
+                    await asyncio.sleep(0)
+                self.made += 1
+                yield InferResponse(tuple(tensor(name, value) for name, value in outputs.items()))
+        finally:
+            self.running -= 1
+
+
+def tensor(name: str, value: int) -> Tensor:
+    return Tensor(name, "INT32", (1,), np.array([value], np.int32))
+
+
+def request(**inputs: int) -> InferRequest:
+    return InferRequest("id", {name: tensor(name, value) for name, value in inputs.items()}, None, {"priority": 3})
+
+
+def handles(built: EnsemblePlan) -> dict[int, Handle]:
+    return {step.number: Handle(step.model) for step in built.steps}
+
+
+def values(response: InferResponse) -> dict[str, int]:
+    return {each.name: int(each.data[0]) for each in response.outputs}
+
+
+async def run(config: ModelConfig, used: Mapping[int, Any] | None = None, **inputs: int) -> list[dict[str, int]]:
+    """The responses of an ensemble, as numbers."""
+    built = plan(config)
+    runner = EnsembleRun(built, request(**inputs), handles(built) if used is None else used)
+    if len(built.stages) == 1:
+        return [values(await runner.answer())]
+    return [values(response) async for response in runner.stream()]
+
+
+def by_hand(config: ModelConfig, inputs: Mapping[str, int]) -> list[dict[str, int]]:
+    """The responses of an ensemble, computed step by step."""
+    built = plan(config)
+
+    def passes(number: int, known: dict[str, int]) -> Iterator[dict[str, int]]:
+        for step in built.stages[number].steps:
+            with suppress(KeyError):
+                [outputs] = compute(step.model, {name: known[tensor] for name, tensor in step.inputs.items()})
+                known |= {step.outputs[name]: value for name, value in outputs.items() if name in step.outputs}
+        if number + 1 == len(built.stages):
+            yield {name: known[name] for name in built.outputs if name in known}
+            return
+        source = built.stages[number + 1].source
+        assert source is not None
+        for outputs in compute(source.model, {name: known[tensor] for name, tensor in source.inputs.items()}):
+            made = {source.outputs[name]: value for name, value in outputs.items() if name in source.outputs}
+            yield from passes(number + 1, {**known, **made})
+
+    return list(passes(0, dict(inputs)))

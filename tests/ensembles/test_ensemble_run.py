@@ -1,0 +1,145 @@
+"""Running an ensemble: results, order, back-pressure, failures and cancelling, over models that count their streams."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from charonia.core.errors import Internal, InvalidArgument
+from charonia.core.model import ModelConfig
+from charonia.ensembles.ensemble_run import EnsembleRun
+
+from .graphs import Handle, Step, by_hand, ensemble, handles, plan, request, run, spec, values
+
+SQUARES = ensemble(["x"], ["y"], ("square", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}))
+
+
+async def test_steps_get_their_tensors_under_their_models_names() -> None:
+    config = ensemble(
+        ["x", "z"],
+        ["sum", "back"],
+        ("add_sub", {"A": "x", "B": "z"}, {"SUM": "sum", "DIFF": "d"}),
+        ("identity", {"IN": "d"}, {"OUT": "back"}),
+    )
+    used = handles(plan(config))
+    assert await run(config, used, x=5, z=3) == [{"sum": 8, "back": 2}]
+    asked = used[0].requests[0]
+    assert (asked.id, asked.parameters, asked.outputs) == ("id", {"priority": 3}, ("SUM", "DIFF"))
+
+
+async def test_every_response_of_a_stream_runs_what_follows_in_order() -> None:
+    used = {0: Handle("square"), 1: Handle("identity", delays=[9, 3, 0])}
+    assert await run(SQUARES, used, x=3) == [{"y": 3}, {"y": 4}, {"y": 5}]
+    assert used[1].most > 1, "passes overlap"
+
+
+async def test_a_stream_without_responses_answers_nothing() -> None:
+    assert await run(SQUARES, x=4) == []
+
+
+async def test_streams_within_streams_answer_in_order() -> None:
+    config = ensemble(
+        ["x"],
+        ["y"],
+        ("square", {"IN": "x"}, {"OUT": "s"}),
+        ("square", {"IN": "s"}, {"OUT": "t"}),
+        ("identity", {"IN": "t"}, {"OUT": "y"}),
+    )
+    assert await run(config, x=3) == by_hand(config, {"x": 3}) == [{"y": 3}, {"y": 4}, {"y": 5}, {"y": 5}]
+
+
+async def test_an_optional_input_may_be_missing_and_a_required_one_stops_the_step() -> None:
+    optional = ensemble([spec("x", optional=True)], ["y"], ("default", {"IN": "x"}, {"OUT": "y"}))
+    assert await run(optional) == [{"y": -1}]
+    required = ensemble([spec("x", optional=True)], ["y"], ("identity", {"IN": "x"}, {"OUT": "y"}))
+    with pytest.raises(Internal, match="in ensemble 'whole', unexpected deadlock, at least one output is not set"):
+        await run(required)
+
+
+async def test_a_failure_names_the_ensemble_and_cancels_the_steps_beside_it() -> None:
+    config = ensemble(["x"], ["a", "b"], ("fails", {"IN": "x"}, {"OUT": "a"}), ("identity", {"IN": "x"}, {"OUT": "b"}))
+    used = {0: Handle("fails"), 1: Handle("identity", delays=[1000])}
+    with pytest.raises(InvalidArgument, match=r"^in ensemble 'whole', it fails$"):
+        await run(config, used, x=1)
+    assert (used[1].running, used[1].made) == (0, 0)
+
+
+async def test_a_failure_within_a_stream_ends_it_after_what_came_before() -> None:
+    config = ensemble(["x"], ["y"], ("square", {"IN": "x"}, {"OUT": "s"}), ("fails", {"IN": "s"}, {"OUT": "y"}))
+    used = handles(plan(config))
+    with pytest.raises(InvalidArgument, match="in ensemble 'whole', it fails"):
+        await run(config, used, x=3)
+    assert not any(handle.running for handle in used.values())
+
+
+async def test_leaving_closes_every_step() -> None:
+    used = {0: Handle("square"), 1: Handle("identity", delays=[0, 1000])}
+    stream = EnsembleRun(plan(SQUARES), request(x=3), used).stream()
+    assert values(await anext(stream)) == {"y": 3}
+    await stream.aclose()
+    assert not any(handle.running for handle in used.values())
+
+
+async def test_passes_at_once_are_bounded_and_hold_up_their_source() -> None:
+    config = ensemble(
+        ["x"], ["y"], ("square", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}), passes=1
+    )
+    used = {0: Handle("square"), 1: Handle("identity", delays=[50, 50, 50])}
+    assert len(await run(config, used, x=3)) == 3
+    assert used[1].most == 1
+
+
+async def test_an_unread_stream_holds_up_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("charonia.ensembles.ensemble_run._MAX_UNREAD", 1)
+    config = ensemble(
+        ["x"], ["y"], ("repeat", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}), passes=1
+    )
+    used = handles(plan(config))
+    stream = EnsembleRun(plan(config), request(x=20), used).stream()
+    assert values(await anext(stream)) == {"y": 20}
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert used[0].made < 6
+    assert len([each async for each in stream]) == 19
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> ModelConfig:
+    """A random graph of steps; every tensor that no step takes is an output."""
+    tensors, steps, origin, streams = ["x", "z"], list[Step](), {"x": 0, "z": 0}, 0
+    for number in range(draw(st.integers(1, 6))):
+        innermost = max(origin.values())
+        mixable = [name for name in tensors if origin[name] in (0, innermost)]
+        name = draw(st.sampled_from(["identity", "add_sub", "square"] if streams < 2 else ["identity", "add_sub"]))
+        takes = {key: draw(st.sampled_from(mixable)) for key in (("A", "B") if name == "add_sub" else ("IN",))}
+        makes = {key: f"t{number}{key}" for key in (("SUM", "DIFF") if name == "add_sub" else ("OUT",))}
+        stage = max(origin[tensor] for tensor in takes.values())
+        if name == "square":
+            # A stream must lie within the ones before it, and what those made must not be answered beside it.
+            if stage != innermost:
+                continue
+            streams += 1
+            stage = streams
+            tensors = [tensor for tensor in tensors if origin[tensor] == 0]
+        steps.append((name, takes, makes))
+        tensors += makes.values()
+        origin.update(dict.fromkeys(makes.values(), stage))
+    taken = {tensor for _, takes, _ in steps for tensor in takes.values()}
+    inputs = [name for name in ("x", "z") if name in taken]
+    outputs = [name for name in tensors if name not in ("x", "z") and name not in taken]
+    return ensemble(inputs, outputs, *steps)
+
+
+@given(graphs(), st.integers(-9, 9), st.integers(-9, 9), st.lists(st.integers(0, 5), max_size=20))
+async def test_any_graph_equals_its_evaluation_by_hand(config: ModelConfig, x: int, z: int, delays: list[int]) -> None:
+    if not config.outputs or not config.inputs:
+        return
+    try:
+        built = plan(config)
+    except InvalidArgument:
+        return  # a tensor that nothing uses, or streams that cannot be joined
+    inputs = {spec.name: {"x": x, "z": z}[spec.name] for spec in config.inputs}
+    used = {step.number: Handle(step.model, list(delays)) for step in built.steps}
+    assert await run(config, used, **inputs) == by_hand(config, inputs)
+    assert not any(handle.running for handle in used.values())
