@@ -72,6 +72,8 @@ class RepositoryOptions:
     """Who changes what is served: nobody, the repository's files, or requests."""
     load_model: _Texts = ()
     """Model to load at the start in mode explicit; may be given several times, * is all."""
+    allow_uploaded_code: Annotated[bool, Parameter(negative=())] = False
+    """Take Python code that comes with a load request, in mode explicit."""
     repository_poll_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 15
     """Seconds between looks at the repository in mode poll."""
     configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
+from ..core.gateway import Gateway, ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
@@ -77,6 +78,7 @@ FILLS_GRANTED_MEMORY = frozenset(backend for backend, (_, *names) in TEXT_BACKEN
 
 CLASSIC_RUNTIME_LOADERS = {
     "identity": ("classic_backends.builtin", "IDENTITY"),
+    "python": ("classic_backends.python.python_backend", "PYTHON"),
     "onnxruntime": ("classic_backends.isolated.isolated_runtime", "ONNX"),
     "pytorch": ("classic_backends.isolated.isolated_runtime", "PYTORCH"),
     "encoder": ("classic_backends.isolated.isolated_runtime", "ENCODER"),
@@ -86,10 +88,17 @@ CLASSIC_RUNTIME_LOADERS = {
 """Backend name of a classic model -> module of ours, and the `RuntimeLoader` in it."""
 
 
+CALLING_BACKENDS = frozenset({"python"})
+"""Backends whose models ask other models: their loaders are bound to the server."""
+
+ENSEMBLE = "ensemble"
+
+
 def check_backend(name: str, backend: str) -> None:
     """Raises `InvalidArgument` for a backend that is not served."""
-    if backend not in TEXT_BACKENDS and backend not in CLASSIC_RUNTIME_LOADERS:
-        known = ", ".join(sorted((*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS)))
+    backends = (*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, ENSEMBLE)
+    if backend not in backends:
+        known = ", ".join(sorted(backends))
         message = f"model '{name}': unknown backend '{backend}'; known are {known}"
         raise InvalidArgument(message, field="backend")
 
@@ -102,8 +111,19 @@ def text_backend(backend: str) -> TextBackend | None:
     return TextBackend(*(_import(module, name) for name in names))
 
 
-def classic_runtime_loader(backend: str) -> ClassicRuntimeLoader:
-    return cast(ClassicRuntimeLoader, _import(*CLASSIC_RUNTIME_LOADERS[backend]))
+def classic_runtime_loader(backend: str, services: ModelServices | None = None) -> ClassicRuntimeLoader:
+    """The loader of a backend; `services` of the server whose models it loads, where their configs alone are read
+    None."""
+    loader = _import(*CLASSIC_RUNTIME_LOADERS[backend])
+    if backend in CALLING_BACKENDS and services is not None:
+        loader = loader.bound_to(services)
+    return cast(ClassicRuntimeLoader, loader)
+
+
+def ensemble_builder() -> Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel]:
+    builder: Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel]
+    builder = _import("ensembles.ensemble_model", "EnsembleModel")
+    return builder
 
 
 def classic_model_builder() -> ClassicModelBuilder:

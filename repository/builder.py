@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.model import MemoryNeed, Model, ModelConfig, ModelSamples
+from ..core.gateway import ModelServices
+from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
 from ..core.tensor import TensorSpec
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
+    ENSEMBLE,
     OnProgress,
     TextBackend,
     check_backend,
     classic_model_builder,
     classic_runtime_loader,
+    ensemble_builder,
     text_backend,
 )
 from .config_defaults import enable_default_batching, fill_defaults
@@ -79,20 +82,24 @@ class ModelBuilder:
     quantiles: tuple[float, ...] = ()
     cache: ResponseCache | None = None
 
-    def prepare(self, source: ModelSource, version: VersionSource, sharers: int = 1) -> ModelFactory:
+    def prepare(
+        self, source: ModelSource, version: VersionSource, services: ModelServices | None = None, sharers: int = 1
+    ) -> ModelFactory:
         """Read a version's files and reserve its memory; blocks for as long as that and imports take.
 
-        `sharers`: models, this one among them, that load side by side and share the host's free memory if they take all
-        that they are granted. Raises `CharoniaError` if the model cannot be built; the message says where its config is
-        wrong.
+        `services`: of the server that will serve it, None where it is only examined. `sharers`: models, this one among
+        them, that load side by side and share the host's free memory if they take all that they are granted. Raises
+        `CharoniaError` if the model cannot be built; the message says where its config is wrong.
         """
         try:
             check_backend(source.name, source.backend)
             refuse_unsupported_fields(source.config)
             validate_written_config(source.config)
             backend = text_backend(source.backend)
+            if source.backend == ENSEMBLE:
+                return self._prepare_ensemble(source, version, services)
             if backend is None:
-                return self._prepare_classic_model(source, version)
+                return self._prepare_classic_model(source, version, services)
             return self._prepare_text_model(backend, source, version, sharers)
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
@@ -116,9 +123,24 @@ class ModelBuilder:
 
         return ModelFactory(build, reservation, examine)
 
-    def _prepare_classic_model(self, source: ModelSource, version: VersionSource) -> ModelFactory:
+    def _prepare_ensemble(
+        self, source: ModelSource, version: VersionSource, services: ModelServices | None
+    ) -> ModelFactory:
+        config = self._model_config(self.complete_config(source, version), source, version)
+        reservation = self.budget.reserve(source.name, version.number, ())
+        builder = ensemble_builder()
+
+        def build(_: OnProgress) -> Model:
+            assert services is not None
+            return self._with_cache(builder(config, services.gateway, self.quantiles), source.config)
+
+        return ModelFactory(build, reservation)
+
+    def _prepare_classic_model(
+        self, source: ModelSource, version: VersionSource, services: ModelServices | None
+    ) -> ModelFactory:
         settings, directory = self._classic_settings(source.backend), Path(version.path)
-        loader, builder = classic_runtime_loader(source.backend), classic_model_builder()
+        loader, builder = classic_runtime_loader(source.backend, services), classic_model_builder()
         # Memory is reserved before anything reads the model, as completing its config does.
         placed = copy.deepcopy(source.config)
         self._fill_defaults(placed)
@@ -127,7 +149,7 @@ class ModelBuilder:
         try:
             whole = self.complete_config(source, version)
             root = source.directory or directory
-            config = _to_model_config(whole, version.number, read_label_files(whole, root))
+            config = self._model_config(whole, source, version)
             samples = ModelSamples(read_warmup_requests(whole, root), read_initial_states(whole, root))
             validate_warmup_requests(config, samples.warmup_requests)
         except BaseException:
@@ -135,17 +157,22 @@ class ModelBuilder:
             raise
 
         def build(_: OnProgress) -> Model:
-            model = builder(config, loader, directory, settings, samples, self.quantiles)
-            if self.cache is None or not is_response_cache_enabled(whole):
-                return model
-            return CachedModel(model, self.cache, self.quantiles)
+            return self._with_cache(builder(config, loader, directory, settings, samples, self.quantiles), whole)
 
         return ModelFactory(build, reservation)
 
+    def _model_config(self, whole: ConfigMessage, source: ModelSource, version: VersionSource) -> ModelConfig:
+        return _to_model_config(whole, version.number, read_label_files(whole, source.directory or Path(version.path)))
+
+    def _with_cache(self, model: MeasuredModel, config: ConfigMessage) -> MeasuredModel:
+        if self.cache is None or not is_response_cache_enabled(config):
+            return model
+        return CachedModel(model, self.cache, self.quantiles)
+
     def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
-        """The config of one version of a classic model, completed, with its defaults, and validated."""
+        """The config of one version of a classic model or ensemble, completed, with its defaults, and validated."""
         whole = copy.deepcopy(source.config)
-        if self.auto_complete:
+        if self.auto_complete and source.backend != ENSEMBLE:
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = classic_runtime_loader(source.backend)
             whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
@@ -159,7 +186,8 @@ class ModelBuilder:
 
     def _fill_defaults(self, config: ConfigMessage) -> None:
         gpus = usable_gpus()
-        fill_defaults(config, gpus, bool(gpus) and classic_runtime_loader(config.backend).uses_gpus())
+        uses_gpus = bool(gpus) and config.backend and classic_runtime_loader(config.backend).uses_gpus()
+        fill_defaults(config, gpus, bool(uses_gpus))
 
 
 def _to_model_config(config: ConfigMessage, version: str, labels: Mapping[str, tuple[str, ...]]) -> ModelConfig:

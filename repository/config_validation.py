@@ -26,8 +26,8 @@ _REFUSED = {
 }
 """Fields that change a model's answers, with the reason why they are refused."""
 
-_DECOUPLED_BACKENDS = ("repeat", "square")
-"""Backends of classic models that may make several responses to a request."""
+_DECOUPLED_BACKENDS = ("", "python", "repeat", "square")
+"""Backends of models that may make several responses to a request; an ensemble has none."""
 
 _DECOUPLED = "model_transaction_policy.decoupled"
 _IGNORED = ("runtime", "cc_model_filenames")

@@ -145,7 +145,7 @@ class InProcessGateway:
         builder = builder or ModelBuilder()
         self.shared_state = shared_state or SharedState()
         self.registry = ModelRegistry()
-        self.lifecycle = ModelLifecycle(self.registry, builder)
+        self.lifecycle = ModelLifecycle(self.registry, builder, self)
         self.model_control: ModelControl | None = None
         self.in_flight = InFlightCounter()
         self._strict = strict
@@ -204,8 +204,8 @@ class InProcessGateway:
             raise ServerExiting
         await self.lifecycle.run_to_completion(self._explicit_control().load(name, config, files))
 
-    async def unload_model(self, name: str) -> None:
-        await self.lifecycle.run_to_completion(self._explicit_control().unload(name))
+    async def unload_model(self, name: str, dependents: bool = False) -> None:
+        await self.lifecycle.run_to_completion(self._explicit_control().unload(name, dependents))
 
     def _explicit_control(self) -> ModelControl:
         if self.model_control is None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..core.cancellation import wait_for_first
 from ..core.errors import CharoniaError, ServerExiting
-from ..core.gateway import ModelState
+from ..core.gateway import Gateway, ModelServices, ModelState
 from ..core.model import Model, RawConfig
 from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
@@ -75,9 +75,10 @@ class LoadFailure(Exception):
 class ModelLifecycle:
     """Loads models into a registry, and takes them out of it."""
 
-    def __init__(self, registry: ModelRegistry, builder: ModelBuilder) -> None:
+    def __init__(self, registry: ModelRegistry, builder: ModelBuilder, gateway: Gateway) -> None:
         self._registry = registry
         self._builder = builder
+        self._gateway = gateway
         self._max_concurrent = 1 if usable_gpus() else min(_MAX_CONCURRENT_LOADS, usable_cores().logical)
         self._slots = asyncio.Semaphore(self._max_concurrent)
         self._loads_in_progress: set[asyncio.Future[None]] = set()
@@ -193,7 +194,8 @@ class ModelLifecycle:
                 others = {*self._unloads, *self._loads_in_progress}
                 sharers = max(1, min(len(self._awaiting_grant), self._max_concurrent - len(self._loads_in_progress)))
                 try:
-                    factory = await self.run_blocking(self._builder.prepare, source, version, sharers)
+                    services = ModelServices(self._gateway, asyncio.get_running_loop())
+                    factory = await self.run_blocking(self._builder.prepare, source, version, services, sharers)
                     self._awaiting_grant.discard(source.name)
                     return factory
                 except InsufficientMemory as error:

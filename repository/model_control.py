@@ -5,7 +5,7 @@ See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound
@@ -25,24 +25,46 @@ _MAX_FOLDER_DEPTH = 64
 """The limit of folders around an uploaded file."""
 
 
-class ModelControl:
-    """Loads and unloads models as requests ask for, in mode explicit."""
+_ENVIRONMENT = "EXECUTION_ENV_PATH"
+_CODE_REFUSED = "which is not taken from requests unless the server runs with --allow-uploaded-code"
 
-    def __init__(self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle) -> None:
+
+class CircularEnsembles(InvalidArgument):
+    """An ensemble asks another one that asks it."""
+
+
+class ModelControl:
+    """Loads and unloads models as requests ask for, in mode explicit. `allow_code`: requests may bring Python code."""
+
+    def __init__(
+        self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle, allow_code: bool = False
+    ) -> None:
+        self._allow_code = allow_code
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
         # The stamps of models that serve with a request's config, of the time when it was given.
         self._overridden: dict[str, Hashable] = {}
+        # Models that were loaded because ensembles ask them, with the ensembles.
+        self._loaded_for: dict[str, set[str]] = {}
 
     def loadable_models(self) -> list[str]:
         """Names of models that a request could load."""
         return self._catalog.model_names()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load a model, and before it those that it asks, if it is an ensemble."""
+        self._loaded_for.pop(name, None)
+        await self._load(name, config, files)
+
+    async def _load(
+        self, name: str, config: str | None, files: Mapping[str, bytes], asked_by: tuple[str, ...] = ()
+    ) -> None:
         _check_name(name)
         for path in files:
             _check_path(path)
+            if not self._allow_code and path.endswith(".py"):
+                raise InvalidArgument(f"file '{path}' of model '{name}' is code, {_CODE_REFUSED}", field=path)
         stamps = await self._lifecycle.run_blocking(self._catalog.stamps, name)
         from_disk = config is None and not files
         if from_disk and stamps is not None and self._overridden.get(name) == stamps:
@@ -56,6 +78,11 @@ class ModelControl:
             message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
             raise Internal(message, field=error.field) from None
         try:
+            await self._load_steps(source, asked_by)
+        except BaseException:
+            release()
+            raise
+        try:
             await self._lifecycle.load(source, release=release)
         except LoadFailure as failure:
             message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
@@ -64,10 +91,42 @@ class ModelControl:
         if config is not None and not files:
             self._overridden[name] = stamps
 
-    async def unload(self, name: str) -> None:
+    async def _load_steps(self, source: ModelSource, asked_by: tuple[str, ...]) -> None:
+        """Load the models that an ensemble asks and that are not loaded; its own load tells which are missing.
+        `asked_by`: the ensembles that ask for this one, the outermost first."""
+        if source.name in asked_by:
+            circle = " -> ".join((*asked_by, source.name))
+            raise CircularEnsembles(f"circular dependency between ensembles: {circle}", field="ensemble_scheduling")
+        for step in sorted(source.steps):
+            entry = self._registry.entries.get(step)
+            loaded = entry is not None and bool(entry.loaded_versions)
+            if loaded and step not in self._loaded_for:
+                continue
+            self._loaded_for.setdefault(step, set()).add(source.name)
+            if loaded:
+                continue
+            try:
+                await self._load(step, None, {}, (*asked_by, source.name))
+            except CircularEnsembles:
+                raise
+            except CharoniaError as error:
+                log.warning("ensemble '%s': %s", source.name, error.message)
+
+    async def unload(self, name: str, dependents: bool = False) -> None:
         _check_name(name)
+        steps = set()
+        if dependents:
+            with suppress(CharoniaError):
+                steps = set((await self._lifecycle.run_blocking(self._catalog.read, name)).steps)
         await self._lifecycle.unload(name)
         self._overridden.pop(name, None)  # not before: a load that had to end first has set it
+        for step, ensembles in list(self._loaded_for.items()):
+            ensembles.discard(name)
+            if not ensembles:
+                del self._loaded_for[step]
+                steps.add(step)
+        for step in sorted(steps):
+            await self.unload(step, dependents)
 
     async def _read(
         self, name: str, config: str | None, files: Mapping[str, bytes]
@@ -76,13 +135,29 @@ class ModelControl:
             raise InvalidArgument("Load parameter 'config' must be specified for model file override")
         override = None if config is None else parse_config_override(config)
         if not files:
-            return await self._lifecycle.run_blocking(self._catalog.read, name, override), lambda: None
+            source = await self._lifecycle.run_blocking(self._catalog.read, name, override)
+            if override is not None and not self._allow_code:
+                _check_runs_no_code(source, uploaded=False)
+            return source, lambda: None
         scratch, directory = await self._lifecycle.run_blocking(_write_uploaded_files, name, files)
         try:
-            return await self._lifecycle.run_blocking(self._catalog.read, name, override, directory), scratch.close
+            source = await self._lifecycle.run_blocking(self._catalog.read, name, override, directory)
+            if not self._allow_code:
+                _check_runs_no_code(source, uploaded=True)
         except BaseException:
             scratch.close()
             raise
+        return source, scratch.close
+
+
+def _check_runs_no_code(source: ModelSource, uploaded: bool) -> None:
+    """Raises `InvalidArgument` if a model that came with a request runs what did, or a program of its choice."""
+    if uploaded and source.backend == "python":
+        message = f"the files of model '{source.name}' would be run as code, {_CODE_REFUSED}"
+        raise InvalidArgument(message, field="backend")
+    if _ENVIRONMENT in source.parameters:
+        message = f"{_ENVIRONMENT} of model '{source.name}' names a program to run, {_CODE_REFUSED}"
+        raise InvalidArgument(message, field=_ENVIRONMENT)
 
 
 def _check_name(name: str) -> None:

@@ -6,7 +6,7 @@ zeros; see https://github.com/triton-inference-server/server/blob/main/docs/user
 
 import logging
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,11 @@ class ModelSource:
     @property
     def backend(self) -> str:
         return str(self.config.backend or self.config.platform)
+
+    @property
+    def steps(self) -> frozenset[str]:
+        """The models that an ensemble asks; none for another model."""
+        return frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -184,3 +189,14 @@ def checkpoint_source(
         config.parameters[key].string_value = value
     checkpoint = str(path.resolve()) if path.exists() else model
     return ModelSource(config.name, config, (VersionSource("1", checkpoint),))
+
+
+def in_order_of_need(sources: Iterable[ModelSource]) -> list[ModelSource]:
+    """The sources so that each comes after those whose models it asks; ensembles that ask each other come last."""
+    left, ordered = list(sources), list[ModelSource]()
+    while left:
+        waiting = {source.name for source in left}
+        free = [source for source in left if not source.steps & waiting] or left
+        ordered += free
+        left = [source for source in left if source not in free]
+    return ordered

@@ -13,7 +13,7 @@ from .backend_registry import OnProgress
 from .catalog import RepositoryCatalog
 from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
 from .model_registry import ModelRegistry
-from .model_source import ModelSource
+from .model_source import ModelSource, in_order_of_need
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class RepositoryWatcher:
 
     async def _load(self, names: Iterable[str], listener: LoadListener) -> bool:
         """Returns whether all of them loaded, or were tried before as they are."""
-        sources, readable = [], True
-        for name in names:
+        sources, readable, wanted = list[ModelSource](), True, list(names)
+        for name in wanted:
             try:
                 source = await self._lifecycle.run_blocking(self._catalog.read, name)
             except CharoniaError as error:
@@ -85,11 +85,15 @@ class RepositoryWatcher:
                     await self._record_unreadable(name, error)
                     listener.on_failed(name, error.message)
             else:
+                wanted += sorted(source.steps.difference(wanted, self._registry.entries))
                 if self._is_changed(name, source.versions):
                     sources.append(source)
+        loads: dict[str, asyncio.Task[bool]] = {}
         async with asyncio.TaskGroup() as group:
-            loads = [group.create_task(self._load_one(source, listener)) for source in sources]
-        return readable and all(load.result() for load in loads)
+            for source in in_order_of_need(sources):
+                needed = [loads[name] for name in source.steps if name in loads]
+                loads[source.name] = group.create_task(self._load_one(source, needed, listener))
+        return readable and all(load.result() for load in loads.values())
 
     async def _record_unreadable(self, name: str, error: CharoniaError) -> None:
         entry = self._registry.get_or_add(name)
@@ -98,7 +102,12 @@ class RepositoryWatcher:
             entry.should_serve = True
         entry.record_load_failure(error.message, () if entry.loaded_versions else entry.versions)
 
-    async def _load_one(self, source: ModelSource, listener: LoadListener) -> bool:
+    async def _load_one(
+        self, source: ModelSource, needed: Sequence[asyncio.Task[bool]], listener: LoadListener
+    ) -> bool:
+        """Load one model; an ensemble when the loads of the models that it needs have ended."""
+        if needed:
+            await asyncio.wait(needed)
         try:
             seconds = await self._lifecycle.load(source, listener.on_loading(source.name))
         except LoadFailure as failure:

@@ -75,11 +75,12 @@ async def load_model(gateway: ServerGateway, request: ProtoMessage) -> None:
 
 async def unload_model(gateway: ServerGateway, request: ProtoMessage) -> None:
     _refuse_repository(request)
+    dependents = False
     for key, parameter in request.parameters.items():
         if key != "unload_dependents":
             raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
-        read_parameter(parameter, "bool_param", f"'{key}' parameter", key)
-    await gateway.unload_model(request.model_name)
+        dependents = bool(read_parameter(parameter, "bool_param", f"'{key}' parameter", key))
+    await gateway.unload_model(request.model_name, dependents)
 
 
 def _refuse_repository(request: ProtoMessage) -> None:

@@ -121,11 +121,12 @@ class ControlEndpoints:
 
     async def unload(self, request: Request) -> Response:
         _refuse_repository(request)
+        dependents = False
         for key, value in (await self._parameters(request)).items():
             if key != "unload_dependents":
                 raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
-            as_boolean(key, value)  # no model has dependents: ensembles are not served
-        await self._gateway.unload_model(request.path_params["model"])
+            dependents = as_boolean(key, value)
+        await self._gateway.unload_model(request.path_params["model"], dependents)
         return Response()
 
     # Shared memory of clients

@@ -94,7 +94,7 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
     assert world.failures["a"].startswith(f"{world.root}/a/config.pbtxt:3: model input dimension must be integer >= 1")
     assert world.failures["c"].startswith(f"failed to read text proto from {world.root}/c/config.pbtxt:1:1 : ")
     assert (
-        "config.pbtxt:1: model 'd': unknown backend 'tensorflow'; known are charonia, encoder, identity"
+        "config.pbtxt:1: model 'd': unknown backend 'tensorflow'; known are charonia, encoder, ensemble, identity"
         in world.failures["d"]
     )
     assert (
