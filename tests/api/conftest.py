@@ -147,8 +147,8 @@ class FakeGateway:
             raise self.error
         self.loads.append((name, config, dict(files)))
 
-    async def unload_model(self, name: str) -> None:
-        self.loads.append((name,))
+    async def unload_model(self, name: str, dependents: bool = False) -> None:
+        self.loads.append((name, dependents))
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
         known = {

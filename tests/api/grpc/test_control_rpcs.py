@@ -95,7 +95,7 @@ async def test_load_and_unload(stub: Any, gateway: Any) -> None:
     await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="a"))
     dependents = {"unload_dependents": Value(bool_param=True)}
     await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="b", parameters=dependents))
-    assert gateway.loads == [("a", None, {}), ("b", "{}", {"1/model.onnx": b"\0\1"}), ("a",), ("b",)]
+    assert gateway.loads == [("a", None, {}), ("b", "{}", {"1/model.onnx": b"\0\1"}), ("a", False), ("b", True)]
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ async def test_load_and_unload(client: httpx.AsyncClient, gateway: Any) -> None:
         ("m", None, {}),
         ("m", None, {}),
         ("m", "{}", {"1/model.onnx": b"\0model" * 20}),
-        ("m",),
-        ("m",),
+        ("m", False),
+        ("m", True),
     ]
 
 
