@@ -24,7 +24,6 @@ _MAX_NAME_BYTES = 255
 _MAX_FOLDER_DEPTH = 64
 """The limit of folders around an uploaded file."""
 
-
 _ENVIRONMENT = "EXECUTION_ENV_PATH"
 _CODE_REFUSED = "which is not taken from requests unless the server runs with --allow-uploaded-code"
 
@@ -113,20 +112,24 @@ class ModelControl:
                 log.warning("ensemble '%s': %s", source.name, error.message)
 
     async def unload(self, name: str, dependents: bool = False) -> None:
+        """Unload a model, and what was loaded only because it asks it; with `dependents` all that it asks."""
         _check_name(name)
-        steps = set()
-        if dependents:
-            with suppress(CharoniaError):
-                steps = set((await self._lifecycle.run_blocking(self._catalog.read, name)).steps)
-        await self._lifecycle.unload(name)
-        self._overridden.pop(name, None)  # not before: a load that had to end first has set it
-        for step, ensembles in list(self._loaded_for.items()):
-            ensembles.discard(name)
-            if not ensembles:
-                del self._loaded_for[step]
-                steps.add(step)
-        for step in sorted(steps):
-            await self.unload(step, dependents)
+        left, unloaded = [name], set[str]()
+        while left:
+            model = left.pop()
+            if model in unloaded:  # ensembles may ask each other
+                continue
+            unloaded.add(model)
+            if dependents:
+                with suppress(CharoniaError):
+                    left += sorted((await self._lifecycle.run_blocking(self._catalog.read, model)).steps)
+            await self._lifecycle.unload(model)
+            self._overridden.pop(model, None)  # not before: a load that had to end first has set it
+            self._loaded_for.pop(model, None)
+            for step, ensembles in self._loaded_for.items():
+                ensembles.discard(model)
+                if not ensembles:
+                    left.append(step)
 
     async def _read(
         self, name: str, config: str | None, files: Mapping[str, bytes]

@@ -61,7 +61,7 @@ def read_tensors(process: StubProcess, tensors: Sequence[TensorMessage]) -> list
 
 
 class ModelCalls:
-    """The calls of one process. `name` is the instance's."""
+    """The calls of one process, until it ends."""
 
     def __init__(self, process: StubProcess, gateway: Gateway, metrics: CustomMetrics) -> None:
         self._process, self._gateway, self._metrics = process, gateway, metrics

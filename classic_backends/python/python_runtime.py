@@ -91,6 +91,7 @@ class PythonRuntime:
             process.send(message)
             self.checks_ready: bool = self._first.wait(seconds).checks_ready
         except BaseException:
+            process.kill()  # it may hang, and has no model to finalize
             self.close()
             raise
 

@@ -258,6 +258,8 @@ def test_explicit_control_loads_what_an_ensemble_asks(
             triton.InferenceServerException, match="circular dependency between ensembles: ring -> gnir"
         ):
             client.load_model("ring")
+        client.unload_model("ring", unload_dependents=True)
+        server.until(lambda: ready() == [])
         files = {"file:1/model.py": DOUBLE.encode()}
         with pytest.raises(
             triton.InferenceServerException, match=r"'1/model\.py' of model 'x' is code, which is not taken"
