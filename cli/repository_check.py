@@ -4,14 +4,18 @@ Reads configs, versions, labels and warm-up data, completes configs, and builds 
 that only loading finds is not found.
 """
 
+import asyncio
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
+from ..core.gateway import ModelServices
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_validation import ignored_field_message, ignored_fields
+from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
@@ -33,22 +37,24 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
             raise InvalidArgument(message)
         raise InvalidArgument(f"nothing to check: model repository '{repository}' has no folders")
     status = 0
-    for name in catalog.model_names():
-        try:
-            for finding in _check_model(catalog.read(name), builder):
-                print(f"{name}: {finding}")
-        except CharoniaError as error:
-            print(f"{name}: WRONG: {error.message}")
-            status = 1
+    with closing(asyncio.new_event_loop()) as loop:
+        services = ModelServices(InProcessGateway(builder=builder), loop)  # which serve nothing
+        for name in catalog.model_names():
+            try:
+                for finding in _check_model(catalog.read(name), builder, services):
+                    print(f"{name}: {finding}")
+            except CharoniaError as error:
+                print(f"{name}: WRONG: {error.message}")
+                status = 1
     return status
 
 
-def _check_model(source: ModelSource, builder: ModelBuilder) -> Iterator[str]:
+def _check_model(source: ModelSource, builder: ModelBuilder, services: ModelServices) -> Iterator[str]:
     """The lines about a model that would load; raises `CharoniaError` for another."""
     notes, made = [], []
     for version in source.versions:
         try:
-            factory = builder.prepare(source, version)
+            factory = builder.prepare(source, version, services)
             made.append(factory.build(ignore_progress).config.raw)
             notes.append(factory.examine())
             factory.reservation.release()

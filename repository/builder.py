@@ -83,13 +83,13 @@ class ModelBuilder:
     cache: ResponseCache | None = None
 
     def prepare(
-        self, source: ModelSource, version: VersionSource, services: ModelServices | None = None, sharers: int = 1
+        self, source: ModelSource, version: VersionSource, services: ModelServices, sharers: int = 1
     ) -> ModelFactory:
         """Read a version's files and reserve its memory; blocks for as long as that and imports take.
 
-        `services`: of the server that will serve it, None where it is only examined. `sharers`: models, this one among
-        them, that load side by side and share the host's free memory if they take all that they are granted. Raises
-        `CharoniaError` if the model cannot be built; the message says where its config is wrong.
+        `services`: of the server that will serve it. `sharers`: models, this one among them, that load side by side and
+        share the host's free memory if they take all that they are granted. Raises `CharoniaError` if the model cannot
+        be built; the message says where its config is wrong.
         """
         try:
             check_backend(source.name, source.backend)
@@ -123,21 +123,18 @@ class ModelBuilder:
 
         return ModelFactory(build, reservation, examine)
 
-    def _prepare_ensemble(
-        self, source: ModelSource, version: VersionSource, services: ModelServices | None
-    ) -> ModelFactory:
+    def _prepare_ensemble(self, source: ModelSource, version: VersionSource, services: ModelServices) -> ModelFactory:
         config = self._model_config(self.complete_config(source, version), source, version)
         reservation = self.budget.reserve(source.name, version.number, ())
         builder = ensemble_builder()
 
         def build(_: OnProgress) -> Model:
-            assert services is not None
             return self._with_cache(builder(config, services.gateway, self.quantiles), source.config)
 
         return ModelFactory(build, reservation)
 
     def _prepare_classic_model(
-        self, source: ModelSource, version: VersionSource, services: ModelServices | None
+        self, source: ModelSource, version: VersionSource, services: ModelServices
     ) -> ModelFactory:
         settings, directory = self._classic_settings(source.backend), Path(version.path)
         loader, builder = classic_runtime_loader(source.backend, services), classic_model_builder()

@@ -32,6 +32,19 @@ def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_an_ensemble_and_a_python_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = '{ model_name: "b" model_version: -1 input_map { key: "A" value: "A" } output_map { key: "B" value: "%s" } }'
+    tensors = GOOD.replace('backend: "identity"', "")
+    write(tmp_path, "a", f'platform: "ensemble" {tensors} ensemble_scheduling {{ step [ {step % "B"} ] }}')
+    write(tmp_path, "b", GOOD.replace("identity", "python"))
+    (tmp_path / "b" / "1" / "model.py").write_text("class TritonPythonModel: pass")
+    write(tmp_path, "c", f'platform: "ensemble" {tensors} ensemble_scheduling {{ step [ {step % "C"} ] }}')
+    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    good, python, wrong = capsys.readouterr().out.splitlines()
+    assert (good, python) == ("a: good: ensemble, version 1", "b: good: python, version 1")
+    assert "ensemble output 'B' for ensemble c is not used" in wrong
+
+
 def test_numbers_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each of these was counted to, or given memory."""
     levels = f"dynamic_batching {{ priority_levels: {2**64 - 1} default_priority_level: {2**63} }}"

@@ -1,5 +1,6 @@
 """Answers that are kept: which questions are the same, what makes room, and what is counted."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import CharoniaError, Internal
+from charonia.core.gateway import ModelServices
 from charonia.core.metrics import Reading
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import InferRequest, InferResponse
@@ -22,6 +24,7 @@ from charonia.core.tensor import Tensor
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.config_validation import ignored_fields, is_response_cache_enabled
+from charonia.repository.gateway import InProcessGateway
 from charonia.repository.lifecycle import ignore_progress
 from charonia.repository.response_cache import CachedModel, ResponseCache, parse_cache_config
 
@@ -172,7 +175,7 @@ def test_a_cache_that_cannot_be_is_refused_by_its_flag(words: list[str]) -> None
         parse_cache_config(words)
 
 
-def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
+async def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
     for name, more in (("kept", ENABLED), ("plain", "")):
         (tmp_path / name / "1").mkdir(parents=True)
         config = f'backend: "identity" max_batch_size: 1 {more}'
@@ -181,8 +184,9 @@ def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
     catalog, cache = RepositoryCatalog([tmp_path]), parse_cache_config(["local,size=4096"])
     for caching, kept in ((cache, True), (None, False)):
         builder = ModelBuilder(cache=caching)
+        services = ModelServices(InProcessGateway(builder=builder), asyncio.get_running_loop())
         made = {
-            name: builder.prepare(source := catalog.read(name), source.versions[0]).build(ignore_progress)
+            name: builder.prepare(source := catalog.read(name), source.versions[0], services).build(ignore_progress)
             for name in catalog.model_names()
         }
         assert [isinstance(made[name], CachedModel) for name in ("kept", "plain")] == [kept, False]
