@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -340,12 +340,21 @@ async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World) -> None:
     labels = world.write("hangs", {"1": 1}, LABELLED) / "no"
     os.mkfifo(labels)
     load = asyncio.create_task(world.gateway.load_model("hangs"))
-    await until(lambda: world.states().get(("hangs", "1")) == "LOADING")
-    world.gateway.begin_exit()
-    await asyncio.wait_for(world.gateway.lifecycle.close(), 60)
-    with pytest.raises(ServerExiting):
-        await load
-    labels.write_text("the thread ends")
+    writer: list[int] = []
+
+    def is_being_read() -> bool:
+        with suppress(OSError):
+            writer.append(os.open(labels, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writer)
+
+    await until(is_being_read)
+    try:
+        world.gateway.begin_exit()
+        await asyncio.wait_for(world.gateway.lifecycle.close(), 60)
+        with pytest.raises(ServerExiting):
+            await load
+    finally:
+        os.close(writer[0])
 
 
 async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
