@@ -13,16 +13,13 @@ from typing import Any, Callable, NamedTuple, Optional
 from . import messages
 from .messages import Call, CancelInfer, Infer, RequestMessage, ResponseMessage, response_from_json
 from .tensor_memory import BlockReader, BlockWriter
+from .triton_error import TritonModelException
 
 _RELEASED_BLOCKS = 64
 """Released blocks that are told to the server by themselves, where no other message takes them along."""
 
 InferListener = Callable[[Optional[ResponseMessage], bool], None]
 """Gets each response of an inference, and whether it is the last; in the reading thread."""
-
-
-class CallFailed(Exception):
-    """The server refused a call; the text says why."""
 
 
 class _CallResult(NamedTuple):
@@ -66,13 +63,13 @@ class ServerConnection:
             self._socket.sendall(messages.frame(payload))
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """The result of a function of the server. Raises `CallFailed`."""
+        """The result of a function of the server. Raises `TritonModelException`."""
         serial, answer = next(self._serials), queue.SimpleQueue()  # type: ignore[var-annotated]
         self._calls[serial] = answer
         self.send(Call(serial, method, json.dumps(arguments)))
         result = answer.get()
         if result.error is not None:
-            raise CallFailed(result.error)
+            raise TritonModelException(result.error)
         return result.value
 
     def infer(
@@ -123,3 +120,17 @@ class ServerConnection:
             self._release_wanted.get()
             if self.reader.released_count:
                 self.send(messages.Release())
+
+
+_server: ServerConnection
+
+
+def connect(connection: ServerConnection) -> None:
+    """Set the connection that the API uses. Called once, before the model is imported."""
+    global _server
+    _server = connection
+
+
+def server() -> ServerConnection:
+    """The connection of this process."""
+    return _server

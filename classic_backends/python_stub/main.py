@@ -25,18 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from . import backend_utils, messages
-from .backend_utils import (
-    TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
-    InferenceRequest,
-    InferenceResponse,
-    PendingRequest,
-    TritonModelException,
-    response_to_message,
-)
-from .connection import ServerConnection
+from .connection import ServerConnection, connect
 from .messages import ErrorMessage, Executed, RequestMessage, ResponseMessage, request_from_json
 from .model_config import ModelConfig
+from .request import TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, InferenceRequest
+from .response import InferenceResponse, response_to_message
+from .response_sender import PendingRequest
 from .tensor_memory import BlockWriter
+from .triton_error import TritonModelException
 
 _API_MODULES = ("triton_python_backend_utils", "c_python_backend_utils")
 
@@ -56,7 +52,7 @@ def main() -> None:
     connection = ServerConnection(
         socket.socket(fileno=connection_descriptor), reader, BlockWriter(writer, size, growth)
     )
-    backend_utils.connect(connection)
+    connect(connection)
     for name in _API_MODULES:
         sys.modules[name] = backend_utils
     code = StubInstance(connection).serve()

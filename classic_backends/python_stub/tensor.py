@@ -1,0 +1,147 @@
+"""The API's tensors and datatypes, and how tensors cross to the server and back."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from . import dlpack
+from .connection import server
+from .messages import TensorMessage
+from .tensor_memory import NUMPY_TYPES
+from .triton_error import TritonModelException
+
+TRITON_STRING_TO_NUMPY = {
+    "TYPE_BOOL": bool,
+    "TYPE_UINT8": np.uint8,
+    "TYPE_UINT16": np.uint16,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_INT8": np.int8,
+    "TYPE_INT16": np.int16,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP16": np.float16,
+    "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
+    "TYPE_STRING": np.object_,
+}
+
+_NUMBERS = {name: number for number, name in enumerate(NUMPY_TYPES, 1)}
+"""Triton's numbers of datatypes; 0 is no type."""
+
+
+class Tensor:
+    """A named tensor. The constructor takes a numpy array: of `bytes` or text as objects for BYTES."""
+
+    def __init__(self, name: str, numpy_array: np.ndarray[Any, Any]) -> None:
+        array = np.asarray(numpy_array)
+        if array.dtype.kind in "SU":
+            array = array.astype(np.object_)
+        datatype = "BYTES" if array.dtype.hasobject else _V2_NAMES.get(array.dtype)
+        if datatype is None:
+            raise TritonModelException(f"Tensor '{name}' has the type {array.dtype}, for which Triton has none.")
+        if datatype == "BYTES":
+            array = _to_bytes_objects(array)
+        self._set(name, datatype, np.require(array, requirements="C"))
+
+    def _set(self, name: str, datatype: str, array: np.ndarray[Any, Any]) -> Tensor:
+        self._name, self._datatype, self._array = name, datatype, array
+        return self
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        """The array, without a copy."""
+        if self._datatype == "BF16":
+            raise TritonModelException("Tensor of type BF16 cannot be converted to NumPy; use DLPack.")
+        return self._array
+
+    def triton_dtype(self) -> int:
+        return _NUMBERS[self._datatype]
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def to_dlpack(self) -> Any:
+        """A capsule of the tensor's memory, without a copy."""
+        if self._datatype == "BYTES":
+            raise TritonModelException("DLPack does not have support for string tensors.")
+        return dlpack.to_capsule(self._array, self._datatype == "BF16")
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        return self.to_dlpack()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CPU, 0)
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """A tensor over another library's memory, without a copy unless that is a GPU's."""
+        try:
+            array, bfloat16 = dlpack.from_dlpack(tensor)
+        except ValueError as error:
+            raise TritonModelException(str(error)) from None
+        datatype = "BF16" if bfloat16 else _V2_NAMES.get(array.dtype)
+        if datatype is None:
+            raise TritonModelException(f"Tensor '{name}' has the type {array.dtype}, for which Triton has none.")
+        return Tensor.__new__(Tensor)._set(name, datatype, array)
+
+
+def received_tensor(message: TensorMessage) -> Tensor:
+    """A tensor over the memory that the server has written."""
+    return Tensor.__new__(Tensor)._set(message.name, message.datatype, server().reader.read(message))
+
+
+def write_tensor(tensor: Tensor) -> TensorMessage:
+    return server().writer.write(tensor._name, tensor._datatype, tensor._array)
+
+
+_V2_NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items() if name not in ("BF16", "BYTES")}
+
+
+def _to_bytes_objects(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    items = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
+    objects = np.empty(len(items), np.object_)
+    objects[:] = items
+    return objects.reshape(array.shape)
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    return NUMPY_TYPES[next(name for name, number in _NUMBERS.items() if number == data_type)].type
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    dtype = np.dtype(data_type)
+    return _NUMBERS["BYTES" if dtype.hasobject or dtype.kind == "S" else _V2_NAMES[dtype]]
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The elements in row-major order, each behind its length of four bytes; as an array of one object."""
+    if input_tensor.size == 0:
+        return np.empty([0], dtype=np.object_)
+    if not (input_tensor.dtype.hasobject or input_tensor.dtype.kind == "S"):
+        raise TritonModelException("cannot serialize bytes tensor: invalid datatype")
+    items = _to_bytes_objects(input_tensor).ravel().tolist()
+    serialized = b"".join(struct.pack("<I", len(item)) + item for item in items)
+    return np.asarray(serialized, dtype=np.object_)
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> np.ndarray[Any, Any]:
+    """The elements of what `serialize_byte_tensor` made, as a flat array of objects."""
+    items, offset = [], 0
+    while offset < len(encoded_tensor):
+        [length] = struct.unpack_from("<I", encoded_tensor, offset)
+        offset += 4 + length
+        items.append(bytes(encoded_tensor[offset - length : offset]))
+    return np.array(items, dtype=np.object_)
