@@ -89,6 +89,11 @@ class ClassicModel:
             cancelled=cancelled,
         )
 
+    async def unready_reason(self) -> str:
+        """Triton's text where the check of an instance's own model fails; the log says why."""
+        ready = await self._pool.check_ready()
+        return "" if ready else f"Model '{self._config.name}' is not ready (user-defined check failed)."
+
     def statistics(self) -> VersionStatistics:
         return self._metrics.statistics()
 

@@ -3,7 +3,7 @@
 Knows nothing of requests, batching and threads.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -54,7 +54,8 @@ class RuntimeTraits(NamedTuple):
     `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: it takes ragged
     inputs, as one flat tensor. `process`: its own; an instance that loses it is replaced. `interrupt`: makes the
     current execution fail for the reason given, from any thread, though the runtime may be lost with it; None where
-    that is impossible. `by_request`: it is a `RequestRuntime`.
+    that is impossible. `by_request`: it is a `RequestRuntime`. `unready_reason`: asks the model itself, in the event
+    loop, why it is not ready; empty where it is, None where it has no such check.
     """
 
     inline: bool = False
@@ -62,6 +63,7 @@ class RuntimeTraits(NamedTuple):
     process: RuntimeProcess | None = None
     interrupt: Callable[[str], None] | None = None
     by_request: bool = False
+    unready_reason: Callable[[], Awaitable[str]] | None = None
 
 
 class Runtime(Protocol):

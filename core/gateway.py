@@ -118,6 +118,9 @@ class Gateway(Protocol):
     def is_model_ready(self, name: str, version: str = "") -> bool:
         """Whether that version, or the latest, can be asked now; False for an unknown one."""
 
+    async def unready_reason(self, name: str, version: str = "") -> str:
+        """Why `is_model_ready` does not hold, or why the model itself says that it is not ready; empty where it is."""
+
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         """Every version that the repositories hold, or that was loaded."""
 

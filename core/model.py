@@ -124,6 +124,14 @@ class TextModel(Model, Protocol):
 
 
 @runtime_checkable
+class SelfCheckingModel(Model, Protocol):
+    """A model that can be asked whether it works, beyond what `stats` knows."""
+
+    async def unready_reason(self) -> str:
+        """Empty where it works. Never raises."""
+
+
+@runtime_checkable
 class MeasuredModel(Model, Protocol):
     """A model that counts its requests, and has readings for a scrape."""
 

@@ -3,6 +3,7 @@
 Knows nothing of how models are served, but through the gateway's handles of them.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -61,6 +62,12 @@ class EnsembleModel:
         cancelled = metrics.failures[FailureReason.CANCELED]
         ready = plan is not None and all(self._gateway.is_model_ready(step.model, step.version) for step in plan.steps)
         return ModelStats(ready, metrics.success.count, metrics.failures.total() - cancelled, cancelled)
+
+    async def unready_reason(self) -> str:
+        """Why the model of a step says that it is not ready."""
+        asked = {(step.model, step.version) for step in self._plan.steps} if self._plan is not None else ()
+        reasons = await asyncio.gather(*(self._gateway.unready_reason(*each) for each in asked))
+        return next(filter(None, reasons), "")
 
     def statistics(self) -> VersionStatistics:
         return self._metrics.statistics()

@@ -10,7 +10,7 @@ from typing import Self, cast
 from ..core.errors import InvalidArgument, ServerExiting, Unavailable
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream
 from ..core.metrics import Measurement
-from ..core.model import ModelConfig, ModelStats, TextModel
+from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ..core.request_context import Headers, RequestContext, RequestEnd
 from ..core.statistics import ModelStatistics
@@ -177,6 +177,12 @@ class InProcessGateway:
         entry = self.registry.entries.get(name)
         found = None if entry is None else entry.find_version(version)
         return not self._exiting and self._healthy() and found is not None and found.ready
+
+    async def unready_reason(self, name: str, version: str = "") -> str:
+        if not self.is_model_ready(name, version):
+            return "Model version not ready"
+        model = self.registry.find_loaded(name, version).model
+        return await model.unready_reason() if isinstance(model, SelfCheckingModel) else ""
 
     def served_versions(self, name: str) -> tuple[str, ...]:
         self.registry.find_loaded(name)

@@ -35,7 +35,7 @@ async def server_ready(gateway: ServerGateway, request: ProtoMessage) -> JsonMes
 
 
 async def model_ready(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    return {"ready": gateway.is_model_ready(request.name, parse_version(request.version))}
+    return {"ready": not await gateway.unready_reason(request.name, parse_version(request.version))}
 
 
 async def describe_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:

@@ -75,9 +75,8 @@ class V2Endpoints:
         return json_response(model_metadata(self._gateway, *model_and_version(request)))
 
     async def model_ready(self, request: Request) -> Response:
-        if self._gateway.is_model_ready(*model_and_version(request)):
-            return Response()
-        return json_response({"error": "Model version not ready"}, 400)
+        reason = await self._gateway.unready_reason(*model_and_version(request))
+        return json_response({"error": reason}, 400) if reason else Response()
 
     async def generate(self, request: Request) -> Response:
         model, infer_request = await self._read(request, stream=False)

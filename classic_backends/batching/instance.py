@@ -92,7 +92,7 @@ class Instance:
     """One instance of a model; its name is its thread's and stands in messages. `process`: the runtime's, if it has
     one of its own. `current_batch` is read by the event loop. For its pool, `backoff` outlives it; `started_at`: of
     `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its execution was
-    interrupted, or cannot be."""
+    interrupted, or cannot be; `unready_reason`: what its model's own check said last."""
 
     def __init__(
         self, placement: InstancePlacement, load: Callable[[InstancePlacement], Runtime], backoff: RestartBackoff
@@ -102,6 +102,7 @@ class Instance:
         self.backoff = backoff
         self.started_at = monotonic()
         self.overdue_logged = self.timed_out = False
+        self.unready_reason = ""
         self.runtime: Runtime
         self.process: RuntimeProcess | None = None
         self.execution_timer = ExecutionTimer()

@@ -62,6 +62,17 @@ class InstancePool:
         active = (instance for instance in self._instances if not instance.placement.passive)
         return any(not instance.lost and not instance.execution_timer.overdue for instance in active)
 
+    async def check_ready(self) -> bool:
+        """Whether all instances whose models check themselves are ready. A change is logged, with the reason."""
+        asked = {each: each.runtime.traits.unready_reason for each in self._instances if not each.lost}
+        checks = {instance: check() for instance, check in asked.items() if check is not None}
+        reasons = await asyncio.gather(*checks.values())
+        for instance, reason in zip(checks, reasons, strict=True):
+            if reason != instance.unready_reason:
+                log.warning("instance '%s' is %s", instance.name, f"not ready: {reason}" if reason else "ready again")
+            instance.unready_reason = reason
+        return not any(reasons)
+
     async def load_instances(self, placements: Sequence[InstancePlacement]) -> None:
         """Return when all of them are loaded; raises the error of one that is not."""
         instances = [Instance(each, self._load, RestartBackoff(*RESTART_DELAYS)) for each in placements]

@@ -164,7 +164,7 @@ class ModelCalls:
         await self._gateway.unload_model(name, dependents)
 
     async def _is_model_ready(self, name: str, version: str) -> bool:
-        return self._gateway.is_model_ready(name, version)
+        return not await self._gateway.unready_reason(name, version)
 
     async def _add_metric_family(self, name: str, description: str, kind: MetricKind) -> None:
         self._metrics.add_family(name, description, kind)

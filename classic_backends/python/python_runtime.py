@@ -32,6 +32,11 @@ log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 30.0
 """How long a model may take to finalize, before its process is killed."""
 
+_CHECK_SECONDS = 5.0
+"""How long a model's `is_ready` may take."""
+
+_ENDED = "its process ended unexpectedly"
+
 
 class FirstAnswer:
     """A `StubListener` that waits for the first message of a process, in any thread."""
@@ -46,7 +51,7 @@ class FirstAnswer:
 
     def on_end(self) -> None:
         if not self._answer.done():
-            self._answer.set_result(messages.Failed("its process ended unexpectedly", ""))
+            self._answer.set_result(messages.Failed(_ENDED, ""))
 
     def wait(self, seconds: float) -> Any:
         """The message.
@@ -76,6 +81,7 @@ class PythonRuntime:
         self._open: dict[int, RuntimeRequest] = {}
         self._executed: Future[messages.Executed] = Future()
         self._kill_reason = ""
+        self._readiness: asyncio.Future[str] | None = None
         self.resources = ExitStack()
 
     def start(self, process: StubProcess, calls: ModelCalls, message: messages.Initialize, seconds: float) -> None:
@@ -85,15 +91,15 @@ class PythonRuntime:
             InvalidArgument: the model cannot be loaded.
         """
         self._process, self._calls = process, calls
-        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, by_request=True)
         asyncio.run_coroutine_threadsafe(process.connect(), self._loop).result()
         try:
             process.send(message)
-            self.checks_ready: bool = self._first.wait(seconds).checks_ready
+            check = self._unready_reason if self._first.wait(seconds).checks_ready else None
         except BaseException:
             process.kill()  # it may hang, and has no model to finalize
             self.close()
             raise
+        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, by_request=True, unready_reason=check)
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         handles = [next(self._handles) for _ in requests]
@@ -176,6 +182,23 @@ class PythonRuntime:
 
     # In the event loop
 
+    async def _unready_reason(self) -> str:
+        """What the model's `is_ready` says. All who ask at one time share its answer, however late that is."""
+        if self._process.lost:
+            return _ENDED
+        if self._readiness is None:
+            self._readiness = self._loop.create_future()
+            self._process.send(messages.CheckReady())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._readiness), _CHECK_SECONDS)
+        except TimeoutError:
+            return f"is_ready did not return within {_CHECK_SECONDS:g} s"
+
+    def _set_readiness(self, reason: str) -> None:
+        if self._readiness is not None:
+            self._readiness.set_result(reason)
+        self._readiness = None
+
     def on_message(self, message: Any) -> None:
         match message:
             case messages.Executed():
@@ -189,6 +212,8 @@ class PythonRuntime:
                 self._calls.cancel_infer(message)
             case messages.Call():
                 self._calls.call(message)
+            case messages.Checked():
+                self._set_readiness(message.unready_reason)
             case messages.UpdateMetric():
                 self._calls.update_metric(message)
             case messages.LogMessage():
@@ -200,6 +225,7 @@ class PythonRuntime:
 
     def on_end(self) -> None:
         self._first.on_end()
+        self._set_readiness(_ENDED)
         if not self._executed.done():
             self._executed.set_exception(self._end_error())
         while self._open:

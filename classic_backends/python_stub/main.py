@@ -231,20 +231,20 @@ class StubInstance:
         name = self._arguments["model_instance_name"]
         return f"Failed to process the request(s) for model instance '{name}', message: {_describe(error)}"
 
-    def _check_ready(self, check: int) -> None:
-        threading.Thread(target=self._answer_ready, args=(check,), name="charonia-ready", daemon=True).start()
+    def _check_ready(self) -> None:
+        threading.Thread(target=self._answer_ready, name="charonia-ready", daemon=True).start()
 
-    def _answer_ready(self, check: int) -> None:
+    def _answer_ready(self) -> None:
         try:
             ready = self._model.is_ready()
             if inspect.isawaitable(ready):
                 ready = asyncio.run(_await(ready))
             if not isinstance(ready, bool):
                 raise TypeError(f"is_ready must return a bool, not '{type(ready).__name__}'")
-            answer = messages.Checked(check, ready)
+            reason = "" if ready else "is_ready returned False"
         except BaseException as error:
-            answer = messages.Checked(check, False, _describe(error))
-        self._connection.send(answer)
+            reason = _describe(error)
+        self._connection.send(messages.Checked(reason))
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         """The loop of a model that answers each request once: it runs while `execute` does."""

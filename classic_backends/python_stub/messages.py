@@ -112,8 +112,6 @@ class InferAnswer(NamedTuple):
 class CheckReady(NamedTuple):
     """Ask the model's `is_ready`; answered by `Checked`."""
 
-    check: int
-
 
 class Release(NamedTuple):
     """Only carries the released blocks."""
@@ -202,11 +200,9 @@ class LogMessage(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The answer of `is_ready`; `error` where it failed."""
+    """The answer of `is_ready`: why the model is not ready, empty where it is."""
 
-    check: int
-    ready: bool
-    error: str | None = None
+    unready_reason: str
 
 
 def frame(payload: bytes) -> bytes:

@@ -156,6 +156,9 @@ class FakeGateway:
         }
         return self.is_ready and (name, version) in known
 
+    async def unready_reason(self, name: str, version: str = "") -> str:
+        return "" if self.is_model_ready(name, version) else "Model version not ready"
+
     async def answers(self) -> AsyncGenerator[str, None]:
         self.open_streams += 1
         try:

@@ -33,6 +33,8 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", 2 * each)]) for each in found]
 """
 MARK = """
+import os
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -40,6 +42,9 @@ class TritonPythonModel:
     def initialize(self, args):
         family = pb_utils.MetricFamily("texts_marked", "Texts that were marked", pb_utils.MetricFamily.COUNTER)
         self.marked = family.Metric(labels={"model": args["model_name"]})
+
+    def is_ready(self):
+        return not os.path.exists(os.path.join(pb_utils.get_model_dir(), "closed"))
 
     def execute(self, requests):
         self.marked.increment(len(requests))
@@ -128,8 +133,12 @@ def write_repository(directory: Path, tokenizer_only: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path) -> Iterator[Server]:
-    models = write_repository(tmp_path_factory.mktemp("pipelines") / "models", tokenizer_only)
+def models(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path) -> Path:
+    return write_repository(tmp_path_factory.mktemp("pipelines") / "models", tokenizer_only)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("p") / "t", "--model-repository", str(models)) as running:
         yield running
         assert running.stop() == 0, running.said
@@ -204,6 +213,26 @@ def test_tokens_stream_over_grpc(server: Server) -> None:
         client.stop_stream()
     assert len(parts) > 1
     assert unmarked(parts) == "".join(stream(server, "fake", text_input="hello", max_tokens=3))
+
+
+def test_a_step_that_is_not_ready_makes_its_ensemble_unready(server: Server, models: Path) -> None:
+    closed = models / "mark" / "1" / "closed"
+    with (
+        triton.InferenceServerClient(server.http_address) as http,
+        triton_grpc.InferenceServerClient(server.grpc_address) as grpc,
+    ):
+
+        def ready() -> list[bool]:
+            return [client.is_model_ready(name) for client in (http, grpc) for name in ("mark", "marked", "double")]
+
+        assert ready() == [True] * 6
+        closed.touch()
+        assert ready() == [False, False, True] * 2
+        assert http.is_server_ready()
+        answer = httpx.get(f"{server.url}/v2/models/marked/ready")
+        assert answer.json() == {"error": "Model 'mark' is not ready (user-defined check failed)."}
+        closed.unlink()
+        assert ready() == [True] * 6
 
 
 def test_a_python_model_streams_what_an_ensemble_streams(server: Server) -> None:

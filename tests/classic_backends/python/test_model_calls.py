@@ -44,8 +44,8 @@ class OtherModels(InProcessGateway):
         context.model, context.version = name, version
         return _Handle(self, name, context)
 
-    def is_model_ready(self, name: str, version: str = "") -> bool:
-        return name == "double"
+    async def unready_reason(self, name: str, version: str = "") -> str:
+        return "" if name == "double" else "Model version not ready"
 
     async def load_model(self, name: str, config: str | None = None, files: Any = ()) -> None:
         if name == "none":
