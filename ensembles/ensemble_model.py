@@ -13,11 +13,12 @@ from ..core.gateway import Gateway, ModelHandle
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
-from ..core.request_context import ExecutionTimes, RequestContext
+from ..core.request_context import RequestContext
 from ..core.statistics import VersionStatistics
-from ..telemetry.model_metrics import CloseReason, ExecutionTiming, FailureReason, LatencyMetrics, ModelMetrics
+from ..telemetry.model_metrics import FailureReason
 from .ensemble_plan import EnsemblePlan, EnsembleStep, plan_ensemble, read_steps
 from .ensemble_run import EnsembleRun, with_ensemble_name
+from .request_counts import RequestCounts
 
 ENDPOINT = "ensemble"
 """The endpoint that requests of ensembles come from, in metrics and traces."""
@@ -34,7 +35,7 @@ class EnsembleModel:
         read_steps(config)
         self.config = config
         self._gateway = gateway
-        self._metrics = ModelMetrics(LatencyMetrics(quantiles, decoupled=config.decoupled))
+        self._counts = RequestCounts(config, quantiles)
         self._plan: EnsemblePlan | None = None
 
     async def load(self) -> None:
@@ -58,10 +59,9 @@ class EnsembleModel:
 
     def stats(self) -> ModelStats:
         """Ready while the models of all steps are."""
-        metrics, plan = self._metrics, self._plan
-        cancelled = metrics.failures[FailureReason.CANCELED]
+        plan = self._plan
         ready = plan is not None and all(self._gateway.is_model_ready(step.model, step.version) for step in plan.steps)
-        return ModelStats(ready, metrics.success.count, metrics.failures.total() - cancelled, cancelled)
+        return self._counts.stats(ready)
 
     async def unready_reason(self) -> str:
         """Why the model of a step says that it is not ready."""
@@ -70,13 +70,13 @@ class EnsembleModel:
         return next(filter(None, reasons), "")
 
     def statistics(self) -> VersionStatistics:
-        return self._metrics.statistics()
+        return self._counts.statistics()
 
     def count(self, context: RequestContext) -> None:
-        self._metrics.record_request_end(context)
+        self._counts.count(context)
 
     def readings(self) -> Iterator[Reading]:
-        yield from self._metrics.readings(0)
+        return self._counts.readings()
 
     async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         """Raises the error of the step that fails, with the ensemble's name before its text."""
@@ -104,36 +104,14 @@ class EnsembleModel:
             raise
         finally:
             _close(children, run)
-            self._record(request, context, children, started_at, failure)
+            executions = [child.execution for child in children.values() if child.execution is not None]
+            self._counts.record(request, context, executions, started_at, failure)
 
     def _acquire(self, step: EnsembleStep, child: RequestContext) -> ModelHandle:
         try:
             return self._gateway.acquire(child, step.model, step.version)
         except CharoniaError as error:
             raise with_ensemble_name(self.config.name, error) from None
-
-    def _record(
-        self,
-        request: InferRequest,
-        context: RequestContext,
-        children: Mapping[int, RequestContext],
-        started_at: int,
-        failure: FailureReason | None,
-    ) -> None:
-        """Count the request: its compute times and its wait are those of its steps together."""
-        latency = time.monotonic_ns() - started_at
-        executions = [child.execution for child in children.values() if child.execution is not None]
-        timing = ExecutionTiming(*(sum(part) for part in zip(*(each.spent for each in executions), strict=True)))
-        queued = sum(each.begun - each.queued for each in executions)
-        context.execution = ExecutionTimes(started_at, started_at, timing)
-        if failure is not None:
-            self._metrics.record_failure(failure, latency)
-            return
-        size = 1
-        if self.config.max_batch_size and request.inputs:
-            size = next(iter(request.inputs.values())).shape[0]
-        self._metrics.record_execution(size, timing, CloseReason.ALONE, 0)
-        self._metrics.record_success(size, latency, queued, timing)
 
 
 def _close(children: Mapping[int, RequestContext], run: EnsembleRun | None) -> None:

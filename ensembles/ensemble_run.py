@@ -6,7 +6,6 @@ or the client leaves, everything else of the request is cancelled.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import TypeAlias
@@ -18,9 +17,7 @@ from ..core.gateway import ModelHandle
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.tensor import Tensor
 from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage
-
-_MAX_UNREAD = 64
-"""Responses that wait for their reader before the passes do."""
+from .response_channel import ResponseChannel
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
@@ -40,9 +37,7 @@ class EnsembleRun:
         self._outputs = plan.outputs if request.outputs is None else request.outputs
         self._parameters: dict[str, ParameterValue] = {}
         self._tasks: asyncio.TaskGroup
-        self._unread = asyncio.Semaphore(_MAX_UNREAD)
-        self._responses: deque[InferResponse] = deque()
-        self._arrived = asyncio.Event()
+        self._channel = ResponseChannel()
 
     async def answer(self) -> InferResponse:
         """The response of an ensemble without decoupled steps.
@@ -61,22 +56,9 @@ class EnsembleRun:
             raise Internal(f"in ensemble '{self._plan.name}', {_DEADLOCK}")
         return msgspec.structs.replace(response, final=True)
 
-    async def stream(self) -> AsyncGenerator[InferResponse, None]:
+    def stream(self) -> AsyncGenerator[InferResponse, None]:
         """The responses of an ensemble with decoupled steps. Raises as `answer` does."""
-        driver = asyncio.create_task(self._drive(), name=f"ensemble {self._plan.name}")
-        driver.add_done_callback(lambda _: self._arrived.set())
-        try:
-            while not driver.done() or self._responses:
-                while self._responses:
-                    self._unread.release()
-                    yield self._responses.popleft()
-                self._arrived.clear()
-                if not driver.done():
-                    await self._arrived.wait()
-            driver.result()
-        finally:
-            driver.cancel()
-            await asyncio.gather(driver, return_exceptions=True)
+        return self._channel.read(self._drive(), f"ensemble {self._plan.name}")
 
     async def _drive(self) -> None:
         try:
@@ -97,9 +79,7 @@ class EnsembleRun:
         if previous is not None:
             await previous
         if response is not None:
-            await self._unread.acquire()
-            self._responses.append(response)
-            self._arrived.set()
+            await self._channel.put(response)
 
     async def _run_source(self, number: int, values: Values) -> None:
         """Run the passes of a stage, one for each response of its source."""
