@@ -17,7 +17,7 @@ from ..core.gateway import ModelHandle
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.tensor import Tensor
 from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage
-from .response_channel import ResponseChannel
+from .response_buffer import ResponseBuffer
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
@@ -37,7 +37,7 @@ class EnsembleRun:
         self._outputs = plan.outputs if request.outputs is None else request.outputs
         self._parameters: dict[str, ParameterValue] = {}
         self._tasks: asyncio.TaskGroup
-        self._channel = ResponseChannel()
+        self._buffer = ResponseBuffer()
 
     async def answer(self) -> InferResponse:
         """The response of an ensemble without decoupled steps.
@@ -58,7 +58,7 @@ class EnsembleRun:
 
     def stream(self) -> AsyncGenerator[InferResponse, None]:
         """The responses of an ensemble with decoupled steps. Raises as `answer` does."""
-        return self._channel.read(self._drive(), f"ensemble {self._plan.name}")
+        return self._buffer.read(self._drive(), f"ensemble {self._plan.name}")
 
     async def _drive(self) -> None:
         try:
@@ -79,7 +79,7 @@ class EnsembleRun:
         if previous is not None:
             await previous
         if response is not None:
-            await self._channel.put(response)
+            await self._buffer.put(response)
 
     async def _run_source(self, number: int, values: Values) -> None:
         """Run the passes of a stage, one for each response of its source."""

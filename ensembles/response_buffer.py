@@ -16,7 +16,7 @@ _MAX_UNREAD = 64
 """Responses that wait for their reader before the driver does."""
 
 
-class ResponseChannel:
+class ResponseBuffer:
     """The responses of one request. `patience`: seconds that a cancelled driver may take to end, before it is left to
     itself; None for as long as it takes."""
 
