@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -19,7 +20,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
 
-from .shared_arena import SharedArena, anonymous_file
 from .stderr import write_stderr
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -115,11 +115,13 @@ class ChildProcess:
             return self._exit_code
 
 
-def python_child(name: str, target: Callable[..., None], *arguments: Any) -> ChildProcess:
+def python_child(
+    name: str, target: Callable[..., None], *arguments: Any, inherited: Sequence[int] = ()
+) -> ChildProcess:
     """Run `target(*arguments)` in a new interpreter, whose process `ps` shows as `name` (15 characters at most). Target
-    and arguments are pickled; among the arguments may be `Connection`s and `SharedArena`s, which the child gets
-    descriptors of. The child ignores SIGINT and SIGTERM and ends as soon as this process does. Raises `OSError` if the
-    process cannot be started."""
+    and arguments are pickled. The child inherits the descriptors of `Connection`s among the arguments and, under their
+    numbers here, those in `inherited`. It ignores SIGINT and SIGTERM and ends as soon as this process does. Raises
+    `OSError` if the process cannot be started."""
     with open(anonymous_file("charonia-arguments"), "w+b") as file:
         pickle.dump(sys.path, file)
         pickler = _ArgumentPickler(file)
@@ -128,7 +130,15 @@ def python_child(name: str, target: Callable[..., None], *arguments: Any) -> Chi
         file.seek(0)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         program = [sys.executable, *flags, "-P", "-c", _PROGRAM, name, str(os.getpid()), str(file.fileno())]
-        return ChildProcess(program, (file.fileno(), *pickler.descriptors))
+        return ChildProcess(program, (file.fileno(), *pickler.descriptors, *inherited))
+
+
+def anonymous_file(name: str) -> int:
+    """The descriptor of a new file without a path; in memory, where the system can. `name` is shown in /proc alone."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class _ArgumentPickler(pickle.Pickler):
@@ -139,14 +149,10 @@ class _ArgumentPickler(pickle.Pickler):
         self.descriptors: list[int] = []
 
     def reducer_override(self, item: object) -> Any:
-        match item:
-            case connection.Connection():
-                self.descriptors.append(item.fileno())
-                return connection.Connection, (item.fileno(), item.readable, item.writable)
-            case SharedArena():
-                self.descriptors.append(item.descriptor)
-                return type(item), (0, item.descriptor)
-        return NotImplemented
+        if not isinstance(item, connection.Connection):
+            return NotImplemented
+        self.descriptors.append(item.fileno())
+        return connection.Connection, (item.fileno(), item.readable, item.writable)
 
 
 def run_target(name: str, parent: int, file: IO[bytes]) -> None:

@@ -11,13 +11,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple, cast
-
-import msgspec
+from typing import NamedTuple, TypeAlias, cast
 
 from ...core.model import ModelConfig, RawConfig
-from ...processes.log_forwarding import LogForwarder, MessageWriter
-from ..runtime import InstancePlacement, Runtime, RuntimeLoader, only_response
+from ...processes.log_forwarding import LogForwarder
+from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
 from .instance_messages import (
     ConfigCompleted,
     ExecuteBatch,
@@ -26,10 +24,12 @@ from .instance_messages import (
     OutputsEnded,
     OutputsMade,
     OutputsRead,
-    TensorArena,
+    TensorConnection,
     ToInstance,
     failure_message,
 )
+
+ServerEnd: TypeAlias = TensorConnection[ToInstance]
 
 OPENMP_SPINS = 5000
 """Rounds for which a thread of OpenMP waits before it sleeps, some 0.1 ms: with fewer, a small model alone gets slower,
@@ -54,58 +54,63 @@ def resolve_loader(name: str) -> RuntimeLoader:
     return cast(RuntimeLoader, resolve_name(name))
 
 
-def instance_main(connection: Connection, inputs: TensorArena, outputs: TensorArena, task: InstanceTask) -> None:
-    """Load a runtime, and execute until the server closes the connection. The server writes `inputs`, the instance
-    `outputs`."""
-    writer = _set_up_process(connection)
+def instance_main(connection: Connection, descriptors: tuple[int, int], task: InstanceTask) -> None:
+    """Load a runtime, and execute until the server closes the connection."""
+    server = _connect(connection, descriptors)
     try:
         loader = resolve_loader(task.loader)
         runtime = loader.load(task.directory, task.config, task.placement, task.parameters)
     except BaseException as error:
-        return writer.send(failure_message(error))
-    writer.send(InstanceLoaded(runtime.traits.ragged))
-    decode = msgspec.msgpack.Decoder[ToInstance](ToInstance).decode
+        return server.send(failure_message(error))
+    server.send(InstanceLoaded(runtime.traits.ragged))
     with suppress(EOFError, OSError):
         while True:
-            batch = decode(connection.recv_bytes())
+            batch = server.receive()
             assert isinstance(batch, ExecuteBatch), batch
-            messages = _execute(runtime, inputs, outputs, batch, task.config.decoupled)
+            messages = _execute(runtime, server, batch, task.config.decoupled)
             for message in messages:
-                writer.send(message)
+                server.send(message)
                 if isinstance(message, OutputsMade) and not message.last:
-                    read = decode(connection.recv_bytes())
+                    read = server.receive()
                     assert isinstance(read, OutputsRead), read
                     if not read.more:
                         messages.close()
-                        writer.send(OutputsEnded())
+                        server.send(OutputsEnded())
     return runtime.close()
 
 
 def completion_main(
-    connection: Connection, loader: str, directory: Path, config: RawConfig, parameters: dict[str, str]
+    connection: Connection,
+    descriptors: tuple[int, int],
+    loader: str,
+    directory: Path,
+    config: RawConfig,
+    parameters: dict[str, str],
 ) -> None:
     """Complete a model's config, send it, and end."""
-    writer = _set_up_process(connection)
+    server = _connect(connection, descriptors)
     try:
         completed = resolve_loader(loader).complete(directory, config, parameters)
     except BaseException as error:
-        return writer.send(failure_message(error))
-    return writer.send(ConfigCompleted(json.dumps(completed).encode()))
+        return server.send(failure_message(error))
+    return server.send(ConfigCompleted(json.dumps(completed).encode()))
 
 
 def _execute(
-    runtime: Runtime, inputs: TensorArena, outputs: TensorArena, batch: ExecuteBatch, decoupled: bool
+    runtime: Runtime, server: ServerEnd, batch: ExecuteBatch, decoupled: bool
 ) -> Generator[FromInstance, None, None]:
     """The messages that answer a batch. A `decoupled` runtime makes any number of outputs, any other exactly one.
     Closing the generator closes the runtime's own."""
     try:
-        responses = runtime.execute(inputs.unpack(batch.inputs, copy=False), batch.wanted)
         if not decoupled:
-            yield OutputsMade(outputs.pack(only_response(responses)), last=True)
+            # No name holds the inputs: their blocks travel back with the outputs.
+            made = server.write(only_response(runtime.execute(_read_inputs(server, batch), batch.wanted)))
+            yield OutputsMade(made, last=True)
             return
+        responses = runtime.execute(_read_inputs(server, batch), batch.wanted)
         try:
             for each in responses:
-                yield OutputsMade(outputs.pack(each), last=False)
+                yield OutputsMade(server.write(each), last=False)
             yield OutputsEnded()
         finally:
             if hasattr(responses, "close"):
@@ -118,7 +123,14 @@ def _execute(
         yield failure_message(error)
 
 
-def _set_up_process(connection: Connection) -> MessageWriter[FromInstance]:
+def _read_inputs(server: ServerEnd, batch: ExecuteBatch) -> Arrays:
+    inputs = server.read(batch.inputs)
+    for array in inputs.values():
+        array.flags.writeable = False
+    return inputs
+
+
+def _connect(connection: Connection, descriptors: tuple[int, int]) -> ServerEnd:
     """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported. Threads
     of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two at the
     same time would each take several times as long as alone. And the threads of a language model stand still together
@@ -126,6 +138,6 @@ def _set_up_process(connection: Connection) -> MessageWriter[FromInstance]:
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
     os.nice(NICENESS)
-    writer = MessageWriter[FromInstance](connection)
-    LogForwarder(writer.send).install(logging.INFO)
-    return writer
+    server = ServerEnd(connection, descriptors, ToInstance)
+    LogForwarder(server.send).install(logging.INFO)
+    return server

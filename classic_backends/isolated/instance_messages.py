@@ -1,42 +1,30 @@
-"""Messages between the server and an isolated instance, and the memory that both map for the tensors of a batch.
-
-One small message goes each way, as msgpack; it says where in a `TensorArena` its tensors lie. One side packs, the other
-unpacks, in turns: what was unpacked lasts until the other side packs again. The memory grows to the largest batch, and
-stays.
+"""Messages between the server and an isolated instance, and the connection that carries them: one small message goes
+each way for a batch, as msgpack, beside the tensors, which lie in memory that both map.
 """
 
 import traceback
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, ErrorCode
-from ...processes.log_forwarding import LogRecordMessage
-from ...processes.shared_arena import SharedArena
+from ...processes.log_forwarding import LogRecordMessage, MessageWriter
+from ..python_stub.messages import TensorMessage
+from ..python_stub.tensor_memory import V2_NAMES, BlockReader, BlockWriter
 from ..runtime import Arrays
 
-_ALIGNMENT = 64
-_LENGTH = np.dtype("<u4")
+_MEMORY_BYTES = 1 << 16
+"""The memory of each direction at the start."""
 
-
-class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """The place of one array: `size` bytes from `offset` on. `dtype` is numpy's name. An array of objects, which are
-    `bytes`, lies there as all lengths, little-endian uint32, and then all contents."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
+T = TypeVar("T")
 
 
 class ExecuteBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Execute a batch of inputs; `wanted` names the outputs that are read."""
 
-    inputs: tuple[PackedTensor, ...]
+    inputs: list[TensorMessage]
     wanted: tuple[str, ...]
 
 
@@ -55,7 +43,7 @@ class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class OutputsMade(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Outputs of a batch; unless they are the `last` ones, the instance waits for an `OutputsRead`."""
 
-    outputs: tuple[PackedTensor, ...]
+    outputs: list[TensorMessage]
     last: bool
 
 
@@ -92,45 +80,48 @@ def failure_message(error: BaseException) -> InstanceFailed:
     return InstanceFailed(message, ErrorCode.UNKNOWN.value, None, report)
 
 
-class TensorArena(SharedArena):
-    """Tensors on their way between the server and an isolated instance, in one direction."""
+class TensorConnection(Generic[T]):
+    """One end of the connection between the server and an isolated instance, and of the memory for the tensors of each
+    direction, whose `descriptors` stay the caller's: that to read from, that to write to. Receives messages of type
+    `received`; any thread may send. With each message travel the blocks that the sender has done with."""
 
-    def pack(self, arrays: Arrays) -> tuple[PackedTensor, ...]:
-        """Write the arrays over the former ones. Raises `OSError` if there is no memory for them, and `TypeError` if an
-        element of an array of objects is not `bytes`."""
-        packed, sources, end = [], [], 0
+    def __init__(self, connection: Connection, descriptors: tuple[int, int], received: Any) -> None:
+        self._connection = connection
+        self._reader, self._writer = BlockReader(descriptors[0]), BlockWriter(descriptors[1], _MEMORY_BYTES)
+        self._messages = MessageWriter[Any](connection, self._encode)
+        self._decode = msgspec.msgpack.Decoder(tuple[received, list[int]]).decode
+
+    def send(self, message: Any) -> None:
+        """Raises `OSError` when nothing reads the other end."""
+        self._messages.send(message)
+
+    def receive(self) -> T:
+        """Raises `EOFError` or `OSError` when the other end is closed."""
+        message: T
+        message, released = self._decode(self._connection.recv_bytes())
+        self._writer.release(released)
+        return message
+
+    def close(self) -> None:
+        """Let go of the connection, and of the memory, which stays for the arrays over it."""
+        self._connection.close()
+        del self._reader, self._writer
+
+    def write(self, arrays: Arrays) -> list[TensorMessage]:
+        """Write arrays for the other end.
+
+        Raises:
+            MemoryError: there is no memory for them.
+            TypeError: the protocol lacks an array's type, or an element of an array of objects is not `bytes`.
+        """
         for name, array in arrays.items():
-            source = _as_bytes(name, array) if array.dtype.hasobject else array
-            packed.append(PackedTensor(name, array.dtype.str, array.shape, end, source.nbytes))
-            sources.append(source)
-            end += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.require(end)
-        for each, source in zip(packed, sources, strict=True):
-            np.ndarray(source.shape, source.dtype, self.memory, each.offset)[...] = source
-        return tuple(packed)
+            if array.dtype not in V2_NAMES:
+                raise TypeError(f"tensor '{name}' has the type {array.dtype}, which the protocol lacks")
+        return self._writer.write_all((name, V2_NAMES[array.dtype], array) for name, array in arrays.items())
 
-    def unpack(self, packed: Sequence[PackedTensor], copy: bool) -> dict[str, NDArray[Any]]:
-        """The arrays that the other side packed; without `copy` numbers are read-only views."""
-        self.follow(max((each.offset + each.size for each in packed), default=0))
-        return {each.name: self._unpack_one(each, copy) for each in packed}
+    def read(self, tensors: list[TensorMessage]) -> dict[str, NDArray[Any]]:
+        """The arrays that the other end has written. Numbers are not copied: a block is free when its array is gone."""
+        return {each.name: self._reader.read(each) for each in tensors}
 
-    def _unpack_one(self, packed: PackedTensor, copy: bool) -> NDArray[Any]:
-        dtype = np.dtype(packed.dtype)
-        if not dtype.hasobject:
-            view: NDArray[Any] = np.ndarray(packed.shape, dtype, self.memory, packed.offset)
-            view.flags.writeable = False
-            return view.copy() if copy else view
-        whole = self.memory[packed.offset : packed.offset + packed.size]
-        objects = np.empty(packed.shape, object)
-        start = objects.size * _LENGTH.itemsize
-        ends = (start + np.cumsum(np.frombuffer(whole, _LENGTH, objects.size), dtype=np.int64)).tolist()
-        objects.ravel()[:] = [whole[begin:end] for begin, end in zip([start, *ends], ends, strict=False)]
-        return objects
-
-
-def _as_bytes(name: str, array: NDArray[Any]) -> NDArray[np.uint8]:
-    """An array of `bytes` as it is packed: the lengths, then the contents."""
-    items = array.ravel().tolist()
-    if not all(isinstance(item, bytes) for item in items):
-        raise TypeError(f"tensor '{name}' must hold bytes, and nothing else")
-    return np.frombuffer(np.array([len(item) for item in items], _LENGTH).tobytes() + b"".join(items), np.uint8)
+    def _encode(self, message: Any) -> bytes:
+        return msgspec.msgpack.encode((message, self._reader.take_released()))

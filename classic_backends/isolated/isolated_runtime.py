@@ -6,6 +6,7 @@ the server itself. Tensors cross in shared memory, with one small message each w
 
 import json
 import logging
+import os
 import select
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +16,9 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
-from ...processes.child_process import python_child
+from ...processes.child_process import anonymous_file, python_child
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_parameters import read_choice
 from ..config_completion import declares_tensors
@@ -34,7 +33,7 @@ from .instance_messages import (
     InstanceLoaded,
     OutputsMade,
     OutputsRead,
-    TensorArena,
+    TensorConnection,
     ToInstance,
 )
 
@@ -107,21 +106,17 @@ class IsolatedRuntime:
     def __init__(self, task: InstanceTask) -> None:
         self._name = task.placement.name
         with ExitStack() as resources:
-            self._inputs = resources.enter_context(closing(TensorArena()))
-            self._outputs = resources.enter_context(closing(TensorArena()))
-            process = InstanceProcess(instance_main, self._inputs, self._outputs, task)
-            self._process = resources.enter_context(closing(process))
+            self._process = process = resources.enter_context(closing(InstanceProcess(instance_main, task)))
             loaded = _first_message(process, f"the process of instance '{self._name}'")
-            self._resources = resources.pop_all()
+            resources.pop_all()
         assert isinstance(loaded, InstanceLoaded)
         self.traits = RuntimeTraits(ragged=loaded.ragged, process=process, interrupt=process.kill)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        made = self._ask(ExecuteBatch(self._inputs.pack(inputs), tuple(wanted)))
+        made = self._ask(ExecuteBatch(self._process.tensors.write(inputs), tuple(wanted)))
         try:
             while made is not None:
-                # The arena is the next outputs' too.
-                yield self._outputs.unpack(made.outputs, copy=True)
+                yield self._process.tensors.read(made.outputs)
                 made = None if made.last else self._ask(OutputsRead(more=True))
         except GeneratorExit:
             if made is not None and not made.last:
@@ -129,7 +124,7 @@ class IsolatedRuntime:
             raise
 
     def close(self) -> None:
-        self._resources.close()
+        self._process.close()
 
     def _ask(self, message: ToInstance) -> OutputsMade | None:
         """The outputs that answer a message; None if there are no more."""
@@ -168,25 +163,25 @@ class ProcessLost(Exception):
 
 
 class InstanceProcess:
-    """The server's end of a child process that runs `target(connection, *arguments)`. `send` and `receive` belong to
-    one thread. A process that is lost is replaced by a new `InstanceProcess`. `pid`; `sentinel`: a descriptor that
-    becomes readable when the process has ended; `lost`: its end was noticed. Raises `OSError` if the process cannot be
-    started."""
+    """The server's end of a child process that runs `target(connection, descriptors, *arguments)`. `send` and `receive`
+    belong to one thread. A process that is lost is replaced by a new `InstanceProcess`. `tensors`: to and from it;
+    `pid`; `sentinel`: a descriptor that becomes readable when the process has ended; `lost`: its end was noticed.
+    Raises `OSError` if the process cannot be started, `MemoryError` if there is none for its tensors."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder[FromInstance](FromInstance).decode
-        self._connection, theirs = Pipe()
         self.lost = False
         self._kill_reason = ""
-        try:
-            self._process = python_child("charonia-model", target, theirs, *arguments)
-        except BaseException:
-            self._connection.close()
-            raise
-        finally:
-            theirs.close()
-        self.pid, self.sentinel = self._process.pid, self._process.sentinel
+        with ExitStack() as resources:
+            self._connection, theirs = Pipe()
+            resources.enter_context(self._connection)
+            with theirs:
+                files = inputs, outputs = anonymous_file("charonia-inputs"), anonymous_file("charonia-outputs")
+                for file in files:
+                    resources.callback(os.close, file)
+                self.tensors = TensorConnection[FromInstance](self._connection, (outputs, inputs), FromInstance)
+                process = python_child("charonia-model", target, theirs, files, *arguments, inherited=files)
+            self._process, self._resources = process, resources.pop_all()
+        self.pid, self.sentinel = process.pid, process.sentinel
         self._poll = select.poll()
         for descriptor in (self._connection.fileno(), self.sentinel):
             self._poll.register(descriptor, select.POLLIN)
@@ -194,7 +189,7 @@ class InstanceProcess:
     def send(self, message: ToInstance) -> None:
         """Raises `ProcessLost`."""
         try:
-            self._connection.send_bytes(self._encode(message))
+            self.tensors.send(message)
         except OSError:
             raise self._loss() from None
 
@@ -206,7 +201,7 @@ class InstanceProcess:
             if self._connection.fileno() not in ready:
                 raise self._loss()
             try:
-                message: FromInstance = self._decode(self._connection.recv_bytes())
+                message = self.tensors.receive()
             except (EOFError, OSError):
                 raise self._loss() from None
             if not isinstance(message, LogRecordMessage):
@@ -220,8 +215,9 @@ class InstanceProcess:
 
     def close(self) -> None:
         """Let the process end by itself, or else kill it; it is gone afterwards."""
-        self._connection.close()
+        self.tensors.close()
         self._process.close(_LEAVE_SECONDS)
+        self._resources.close()
 
     def _loss(self) -> ProcessLost:
         self.lost = True

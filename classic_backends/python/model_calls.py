@@ -52,7 +52,7 @@ def error_from_message(error: ErrorMessage) -> CharoniaError:
 
 
 def write_tensors(process: StubProcess, tensors: Sequence[Tensor]) -> list[TensorMessage]:
-    return [process.writer.write(each.name, each.datatype, each.data) for each in tensors]
+    return process.writer.write_all((each.name, each.datatype, each.data) for each in tensors)
 
 
 def read_tensors(process: StubProcess, tensors: Sequence[TensorMessage]) -> list[Tensor]:

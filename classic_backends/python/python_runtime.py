@@ -103,7 +103,12 @@ class PythonRuntime:
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         handles = [next(self._handles) for _ in requests]
-        batch = [self._write(*each) for each in zip(handles, requests, strict=True)]
+        batch: list[messages.RequestMessage] = []
+        try:
+            batch.extend(map(self._write, handles, requests))
+        except BaseException:  # there is no memory for them all
+            self._process.writer.release(tensor.offset for written in batch for tensor in written.inputs)
+            raise
         self._open.update(zip(handles, requests, strict=True))
         self._executed = Future()
         if self._process.lost:
@@ -148,7 +153,7 @@ class PythonRuntime:
         self.resources.close()
 
     def _write(self, handle: int, request: RuntimeRequest) -> messages.RequestMessage:
-        write = self._process.writer.write
+        tensors = ((name, self._datatypes[name], array) for name, array in request.inputs.items())
         return messages.RequestMessage(
             handle,
             request.id,
@@ -158,7 +163,7 @@ class PythonRuntime:
             request.priority,
             json.dumps(dict(request.parameters)),
             list(request.output_names),
-            [write(name, self._datatypes[name], array) for name, array in request.inputs.items()],
+            self._process.writer.write_all(tensors),
             request.context.trace_id or None,
         )
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ...processes.child_process import ChildProcess
-from ...processes.shared_arena import anonymous_file
+from ...processes.child_process import ChildProcess, anonymous_file
 from ..python_stub import messages
 from ..python_stub.tensor_memory import BlockReader, BlockWriter
 

@@ -215,8 +215,13 @@ class StubInstance:
                     "Unable to send response. Non-decoupled model cannot send more than one response."
                 )
         written: list[ResponseMessage | None] = []
-        for response, request, pending in zip(result, requests, batch.pending):
-            written.append(None if response is None else response_to_message(response, request._outputs))
+        try:
+            for response, request in zip(result, requests):
+                written.append(None if response is None else response_to_message(response, request._outputs))
+        except BaseException:
+            self._connection.writer.release(tensor.offset for each in written if each for tensor in each.outputs)
+            raise
+        for response, pending in zip(result, batch.pending):
             pending.closed = pending.closed or response is not None or pending.handle in rescheduled
         return Executed(written, rescheduled)
 

@@ -10,7 +10,7 @@ from .connection import server
 from .messages import RequestMessage, ResponseMessage
 from .response import InferenceResponse, parameters_json, response_from_message
 from .response_sender import InferenceResponseSender, PendingRequest
-from .tensor import Tensor, received_tensor, write_tensor
+from .tensor import Tensor, received_tensor, write_tensors
 from .triton_error import TritonModelException
 
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
@@ -161,7 +161,7 @@ class InferenceRequest:
     def _send(self, decoupled: bool, listen: Callable[[InferenceResponse | None, bool], None]) -> Callable[[], None]:
         if not self._model:
             raise TritonModelException("A model_name is needed to call another model.")
-        tensors = [write_tensor(each) for each in self._inputs]
+        tensors = write_tensors(self._inputs)
         message = RequestMessage(
             -1,
             self._id,

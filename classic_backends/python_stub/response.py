@@ -6,7 +6,7 @@ import json
 from typing import Any, Sequence
 
 from .messages import ErrorMessage, ResponseMessage
-from .tensor import Tensor, received_tensor, write_tensor
+from .tensor import Tensor, received_tensor, write_tensors
 from .triton_error import ERROR_NAMES, TritonError, TritonModelException
 
 
@@ -66,5 +66,5 @@ def response_to_message(response: InferenceResponse, requested: Sequence[str]) -
     if response._error is not None:
         error = ErrorMessage(ERROR_NAMES[response._error.code()], response._error.message())
         return ResponseMessage([], error, response._parameters)
-    tensors = [write_tensor(tensor) for tensor in response._outputs if not requested or tensor._name in requested]
-    return ResponseMessage(tensors, None, response._parameters)
+    wanted = (tensor for tensor in response._outputs if not requested or tensor._name in requested)
+    return ResponseMessage(write_tensors(wanted), None, response._parameters)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, Iterable
 
 import numpy as np
 
 from . import dlpack
 from .connection import server
 from .messages import TensorMessage
-from .tensor_memory import NUMPY_TYPES
+from .tensor_memory import NUMPY_TYPES, V2_NAMES
 from .triton_error import TritonModelException
 
 TRITON_STRING_TO_NUMPY = {
@@ -40,7 +40,7 @@ class Tensor:
         array = np.asarray(numpy_array)
         if array.dtype.kind in "SU":
             array = array.astype(np.object_)
-        datatype = "BYTES" if array.dtype.hasobject else _V2_NAMES.get(array.dtype)
+        datatype = V2_NAMES.get(array.dtype)
         if datatype is None:
             raise TritonModelException(f"Tensor '{name}' has the type {array.dtype}, for which Triton has none.")
         if datatype == "BYTES":
@@ -88,7 +88,7 @@ class Tensor:
             array, bfloat16 = dlpack.from_dlpack(tensor)
         except ValueError as error:
             raise TritonModelException(str(error)) from None
-        datatype = "BF16" if bfloat16 else _V2_NAMES.get(array.dtype)
+        datatype = "BF16" if bfloat16 else V2_NAMES.get(array.dtype)
         if datatype is None:
             raise TritonModelException(f"Tensor '{name}' has the type {array.dtype}, for which Triton has none.")
         return Tensor.__new__(Tensor)._set(name, datatype, array)
@@ -99,11 +99,8 @@ def received_tensor(message: TensorMessage) -> Tensor:
     return Tensor.__new__(Tensor)._set(message.name, message.datatype, server().reader.read(message))
 
 
-def write_tensor(tensor: Tensor) -> TensorMessage:
-    return server().writer.write(tensor._name, tensor._datatype, tensor._array)
-
-
-_V2_NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items() if name not in ("BF16", "BYTES")}
+def write_tensors(tensors: Iterable[Tensor]) -> list[TensorMessage]:
+    return server().writer.write_all((each._name, each._datatype, each._array) for each in tensors)
 
 
 def _to_bytes_objects(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -119,7 +116,7 @@ def triton_to_numpy_type(data_type: int) -> Any:
 
 def numpy_to_triton_type(data_type: Any) -> int:
     dtype = np.dtype(data_type)
-    return _NUMBERS["BYTES" if dtype.hasobject or dtype.kind == "S" else _V2_NAMES[dtype]]
+    return _NUMBERS["BYTES" if dtype.hasobject or dtype.kind == "S" else V2_NAMES[dtype]]
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:

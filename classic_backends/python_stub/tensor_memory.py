@@ -1,4 +1,4 @@
-"""Memory that the server and a Python model's process both map, one for each direction, in blocks.
+"""Memory that the server and a model's process both map, one for each direction, in blocks.
 
 The `BlockWriter` of one side allocates blocks, the `BlockReader` of the other makes arrays over them; a block is
 released when the last of its arrays is gone, and its number travels back with the next message. The memory grows to
@@ -14,7 +14,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import numpy as np
 
@@ -40,6 +40,8 @@ NUMPY_TYPES = {
     "BF16": np.dtype(np.uint16),
 }
 """Numpy's types by the v2 protocol's names. BF16, which numpy lacks, are the bits."""
+
+V2_NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items() if name != "BF16"}
 
 
 class BlockWriter:
@@ -78,7 +80,17 @@ class BlockWriter:
         self._memory[offset : offset + len(whole)] = whole
         return TensorMessage(name, datatype, shape, offset, len(whole))
 
-    def release(self, offsets: list[int]) -> None:
+    def write_all(self, tensors: Iterable[tuple[str, str, np.ndarray[Any, Any]]]) -> list[TensorMessage]:
+        """Write tensors as `write` does: all of them, or none where one fails."""
+        written: list[TensorMessage] = []
+        try:
+            written.extend(self.write(*tensor) for tensor in tensors)
+        except BaseException:
+            self.release([each.offset for each in written])
+            raise
+        return written
+
+    def release(self, offsets: Iterable[int]) -> None:
         """Take back blocks that the reader has done with."""
         with self._lock:
             for offset in offsets:

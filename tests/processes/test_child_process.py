@@ -20,8 +20,7 @@ from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.frontend.core_supervisor import CoreProcess
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.local_ranks import LocalRanks
-from charonia.processes.child_process import ChildProcess, RestartBackoff, python_child
-from charonia.processes.shared_arena import SharedArena
+from charonia.processes.child_process import ChildProcess, RestartBackoff, anonymous_file, python_child
 
 BROKEN = """
 from charonia.processes.child_process import print_traceback
@@ -93,24 +92,21 @@ def test_a_child_may_be_any_program_and_inherits_what_it_is_given() -> None:
 def test_a_function_gets_its_arguments_connections_and_memory() -> None:
     before = len(os.listdir("/proc/self/fd"))
     ours, theirs = multiprocessing.Pipe()
-    arena = SharedArena(4096)
-    child = python_child("a long name of a child", answer, theirs, arena, {"x": 1})
+    file = anonymous_file("test")
+    os.write(file, b"here ")
+    child = python_child("a long name of a child", answer, theirs, file, {"x": 1}, inherited=[file])
     theirs.close()
-    arena.memory[:4] = b"here"
-    ours.send_bytes(b"go")
     name, path, said, stops = ours.recv()
-    assert (name, said, bytes(arena.memory[8:13])) == ("a long name of ", {"x": 1}, b"there")
+    assert (name, said, os.pread(file, 99, 0)) == ("a long name of ", {"x": 1}, b"here there")
     assert (path, stops) == (sys.path, [True, True])
     ours.close()
     assert child.close(60.0) == 0
-    arena.close()
+    os.close(file)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def answer(connection: Connection, arena: SharedArena, argument: object) -> None:
-    connection.recv_bytes()
-    assert arena.memory[:4] == b"here"
-    arena.memory[8:13] = b"there"
+def answer(connection: Connection, file: int, argument: object) -> None:
+    os.write(file, b"there")
     ignored = [signal.getsignal(each) is signal.SIG_IGN for each in (signal.SIGINT, signal.SIGTERM)]
     connection.send((Path("/proc/self/comm").read_text().rstrip("\n"), sys.path, argument, ignored))
 
@@ -156,15 +152,19 @@ def gone(pid: int) -> bool:
         return True
 
 
+def hang_up(connection: Connection, descriptors: tuple[int, int]) -> None:
+    connection.close()
+
+
 def end_instance() -> None:
-    link = InstanceProcess(Connection.close)
+    link = InstanceProcess(hang_up)
     with pytest.raises(ProcessLost, match="exited with 0"):
         link.receive()
     link.close()
 
 
 def kill_instance() -> None:
-    link = InstanceProcess(Connection.close)
+    link = InstanceProcess(hang_up)
     link.kill("the test")
     link.close()
 

@@ -5,7 +5,8 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from charonia.classic_backends.batching import instance, instance_pool
 from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT
 from charonia.classic_backends.isolated.instance_main import NICENESS, OPENMP_SPINS, InstanceTask
-from charonia.classic_backends.isolated.instance_messages import TensorArena
+from charonia.classic_backends.isolated.instance_messages import TensorConnection
 from charonia.classic_backends.isolated.isolated_runtime import (
     EXECUTION_PARAMETER,
     ISOLATED,
@@ -33,6 +34,7 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
+from charonia.processes.child_process import anonymous_file
 
 from ...waiting import until
 from ..asking import answers
@@ -63,31 +65,54 @@ def numbers() -> st.SearchStrategy[NDArray[Any]]:
     return plain | plain.map(lambda array: array.T) | plain.map(lambda array: array[..., ::2] if array.ndim else array)
 
 
-@given(st.lists(texts() | numbers(), max_size=4), st.booleans())
+@contextmanager
+def connected() -> Iterator[tuple[TensorConnection[Any], TensorConnection[Any]]]:
+    files = anonymous_file("here to there"), anonymous_file("there to here")
+    here, there = Pipe()
+    with here, there:
+        yield TensorConnection(here, files[::-1], Any), TensorConnection(there, files, Any)
+    for file in files:
+        os.close(file)
+
+
+@given(st.lists(texts() | numbers(), max_size=4))
 @settings(max_examples=60)
-def test_what_is_packed_here_is_unpacked_there(given_arrays: list[NDArray[Any]], copy: bool) -> None:
-    here = TensorArena()
-    there = TensorArena(descriptor=os.dup(here.descriptor))
-    made = there.unpack(here.pack({str(index): array for index, array in enumerate(given_arrays)}), copy)
+def test_what_is_written_here_is_read_there(given_arrays: list[NDArray[Any]]) -> None:
+    with connected() as (here, there):
+        made = there.read(here.write({str(index): array for index, array in enumerate(given_arrays)}))
     for array, same in zip(given_arrays, made.values(), strict=True):
         assert same.dtype == array.dtype
         np.testing.assert_array_equal(same, array)
-    here.close()
-    there.close()
 
 
-def test_a_region_grows_on_both_sides_and_views_outlive_it() -> None:
-    here = TensorArena()
-    there = TensorArena(descriptor=os.dup(here.descriptor))
+def test_arrays_outlive_the_connection_and_blocks_the_last_of_their_arrays() -> None:
     large = np.arange(1 << 20)
-    [early] = there.unpack(here.pack({"X": np.arange(3) + 7}), copy=False).values()
-    [view] = there.unpack(here.pack({"X": large}), copy=False).values()
-    here.close()
-    there.close()
-    assert not view.flags.writeable
-    np.testing.assert_array_equal(view, large)
-    # What was unpacked lasts until the other side packs again.
-    np.testing.assert_array_equal(early, large[:3])
+    with connected() as (here, there):
+        [early] = there.read(here.write({"X": np.arange(3) + 7})).values()
+        [view] = there.read(here.write({"X": large})).values()
+        assert here._writer.used_bytes > large.nbytes
+        there.send(None)
+        here.receive()
+        assert here._writer.used_bytes > large.nbytes
+        kept = view[5:7]
+        del view
+        np.testing.assert_array_equal(early, [7, 8, 9])
+        there.send(None)
+        here.receive()
+        assert here._writer.used_bytes > large.nbytes
+        del kept
+        there.send(None)
+        here.receive()
+        assert here._writer.used_bytes == 64
+    assert early.tolist() == [7, 8, 9]
+
+
+def test_what_cannot_be_written_leaves_nothing() -> None:
+    with connected() as (here, _):
+        for wrong in (np.array([b"", 1], object), np.ones(2, complex)):
+            with pytest.raises(TypeError, match="tensor 'B'"):
+                here.write({"A": np.ones(9), "B": wrong})
+        assert here._writer.used_bytes == 0
 
 
 # One instance
@@ -178,6 +203,18 @@ def test_outputs_stay_when_the_next_batch_comes(runtime: IsolatedRuntime) -> Non
     for name, array in mixed.items():
         np.testing.assert_array_equal(first[name], array)
         assert first[name].dtype == array.dtype
+
+
+def test_memory_stays_whatever_is_executed(runtime: IsolatedRuntime, decoupled: IsolatedRuntime) -> None:
+    """Failures and abandoned streams included."""
+    batch = np.zeros(1 << 18)
+    for turn in range(8):
+        with suppress(Internal):
+            ask(runtime, "fail" if turn % 2 else "echo", X=batch)
+        list(decoupled.execute({"DO": order("count"), "X": np.zeros(1 << 18, int)}, ["Y"]))
+        for tensors in (runtime._process.tensors, decoupled._process.tensors):
+            assert tensors._writer.used_bytes <= 2 * batch.nbytes + 4096
+            assert os.fstat(tensors._reader._descriptor).st_size <= 3 * batch.nbytes
 
 
 def test_inputs_are_read_only_there(runtime: IsolatedRuntime) -> None:

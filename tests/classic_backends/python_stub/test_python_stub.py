@@ -23,7 +23,7 @@ import charonia.classic_backends.python_stub as package
 from charonia.classic_backends.python_stub import dlpack
 from charonia.classic_backends.python_stub.messages import FrameReader, TensorMessage, frame
 from charonia.classic_backends.python_stub.tensor_memory import NUMPY_TYPES, BlockReader, BlockWriter
-from charonia.processes.shared_arena import anonymous_file
+from charonia.processes.child_process import anonymous_file
 
 FILES = sorted(Path(package.__file__).parent.glob("*.py"))
 
