@@ -1,6 +1,7 @@
 """Tensors as JSON: arrays of any nesting become flat numpy arrays of a datatype, and the other way round."""
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -10,7 +11,7 @@ import orjson
 from numpy.typing import NDArray
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument
-from ..core.tensor import NUMPY_TYPES, Tensor
+from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from .json_values import wrong_json_type
 
 PIECE_ELEMENTS = 1 << 14
@@ -87,6 +88,26 @@ def to_array(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
 def _mismatch(datatype: str, field: str) -> CharoniaError:
     sign = "unsigned" if datatype[0] == "U" else "signed"
     return wrong_json_type(field, _TEXTS.get(datatype, f"non-{sign}-integer as {sign}-integer"))
+
+
+def input_tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
+    """The input that a value of a JSON body is; its innermost free dimension takes what the
+    fixed ones leave, other free ones are 1. Raises `InvalidArgument`, whose `field` is the input's name, for a value of
+    another type or size."""
+    refuse_binary_only(spec.datatype, spec.name)
+    if isinstance(value, np.ndarray):
+        data = value
+    else:
+        data = to_array(spec.datatype, value if type(value) is list else [value], spec.name)
+    dims = (-1, *spec.dims) if batched else spec.dims
+    free = [axis for axis, dim in enumerate(dims) if dim < 0]
+    fixed = math.prod(dim for dim in dims if dim >= 0)
+    rest, odd = divmod(len(data), fixed) if fixed else (0, len(data))
+    if odd or (not free and rest != 1):
+        message = f"The schema can not convert input '{spec.name}' to tensor with proper shape"
+        raise InvalidArgument(message, field=spec.name)
+    shape = tuple(dim if dim >= 0 else rest if axis == free[-1] else 1 for axis, dim in enumerate(dims))
+    return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))
 
 
 def check_element_count(datatype: str, expected: int, got: int) -> None:

@@ -35,6 +35,12 @@ class ModelConfig:
     raw: RawConfig = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def openai_api(self) -> str:
+        """The endpoint of OpenAI's that a model of tensors serves, by its parameter `openai`: `chat` or `completions`;
+        empty for none."""
+        return self.parameters.get("openai", "")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:

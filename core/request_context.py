@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
-from .request import FinishReason, SamplingParams
+from .request import FinishReason, SamplingParams, Usage
 
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 """HTTP headers or gRPC metadata of a request, names in lower case."""
@@ -117,7 +117,8 @@ class RequestContext:
 
     `tenant`, `tenant_weight`: the client's, and its fair share beside other tenants. `model`, `version`: as asked for,
     and as resolved once they are found (`model_found`). `answered_at`: when a model without sequences had answered, 0
-    if none did; `execution`: the times of its work. `id` is the protocol's request id, `client_id` the header
+    if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
+    model made of other models, as they began. `id` is the protocol's request id, `client_id` the header
     X-Request-Id. `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request
     is `sampled`.
     """
@@ -136,6 +137,7 @@ class RequestContext:
     ended_at: float = field(init=False)
     execution: ExecutionTimes | None = None
     sequences: list[SequenceRecord] = field(default_factory=list)
+    all_sequences: list[SequenceRecord] = field(default_factory=list)
     end: RequestEnd | None = None
     counted: bool = False
     sampled: bool = False
@@ -149,15 +151,27 @@ class RequestContext:
 
     def child(self, endpoint: str) -> "RequestContext":
         """The context of a request that this one's model makes of another model, for the same client."""
-        return RequestContext(
-            endpoint,
-            self.headers,
-            self.id,
-            self.client_id,
-            self.tenant,
-            self.tenant_weight,
-            sampled=True,
-            trace_id=self.trace_id,
+        child = RequestContext(endpoint, self.headers, self.id, self.client_id, sampled=True, trace_id=self.trace_id)
+        self.adopt(child)
+        return child
+
+    def adopt(self, child: "RequestContext") -> None:
+        """Make a context that was just opened that of a request which this one's model makes of another model."""
+        child.tenant, child.tenant_weight = self.tenant, self.tenant_weight
+        child.all_sequences = self.all_sequences
+
+    def add_sequence(self, record: SequenceRecord) -> None:
+        self.sequences.append(record)
+        self.all_sequences.append(record)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of all its sequences so far, and those of the requests made of it; each prompt counts once."""
+        firsts = [each for each in self.all_sequences if each.choice == 0]
+        return Usage(
+            sum(each.prompt or 0 for each in firsts),
+            sum(each.generated for each in self.all_sequences),
+            sum(each.cached or 0 for each in firsts),
         )
 
     def on_end(self, listener: Callable[["RequestContext"], None]) -> None:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.model import RawConfig
 from .config_defaults import LANGUAGE_MODEL_BACKENDS
-from .config_io import ConfigMessage
+from .config_io import ConfigMessage, v2_datatype
 
 _MAX_INSTANCES = 1024
 """Each has a thread or a process of its own, and work is assigned by going through all of them."""
@@ -150,6 +150,8 @@ def validate_config(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
         _check_batching(config)
     _check_batch_tensors(config)
     _check_instances(config, gpus)
+    if "openai" in config.parameters:
+        _check_openai(config)
 
 
 def _require(holds: bool, field: str, message: str) -> None:
@@ -244,3 +246,17 @@ def _check_instances(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
         else:
             message = f"{of} has kind {group.Kind.Name(group.kind)} but specifies one or more GPUs"
             _require(not group.gpus, "instance_group.gpus", message)
+
+
+def _check_openai(config: ConfigMessage) -> None:
+    """Check that a model has the tensors of the endpoint of OpenAI's that it is to serve."""
+    name, api = config.name, config.parameters["openai"].string_value
+    message = f"parameter 'openai' of {name} must be 'chat' or 'completions', got '{api}'"
+    _require(api in ("chat", "completions"), "parameters.openai", message)
+    texts = [{each.name for each in side if v2_datatype(each) == "BYTES"} for side in (config.input, config.output)]
+    message = f"{name} has the parameter 'openai', but no output 'text_output' of TYPE_STRING"
+    _require("text_output" in texts[1], "output", message)
+    takes = ("messages", "text_input") if api == "chat" else ("text_input",)
+    wanted = " or ".join(f"'{each}'" for each in takes)
+    message = f"{name} has the parameter 'openai' of '{api}', but no input {wanted} of TYPE_STRING"
+    _require(not texts[0].isdisjoint(takes), "input", message)

@@ -52,11 +52,13 @@ class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
-    """A parsed body: `requests`, one for each choice of each prompt, and how to respond."""
+    """A parsed body: `requests`, one for each choice of each prompt, and how to respond. `fields`: those that the body
+    has, null ones left out."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
     response: ResponseSpec
+    fields: Mapping[str, Any]
 
 
 def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
@@ -74,7 +76,7 @@ def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompleti
         raise InvalidArgument("best_of can't be streamed: the best are known when all have ended", field="best_of")
     max_tokens = _COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     spec = _response_spec(f"cmpl-{request_id}", fields, best_of or n, bool(fields.echo))
-    return _parsed(spec, fields, _prompts(fields.prompt), _sampling(members, fields, spec, max_tokens))
+    return _parsed(spec, members, fields, _prompts(fields.prompt), _sampling(members, fields, spec, max_tokens))
 
 
 def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
@@ -88,7 +90,8 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     spec = _response_spec(f"chatcmpl-{request_id}", fields, _choices(fields.n))
     limit = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     try:
-        return _parsed(spec, fields, [conversation], _sampling(members, fields, spec, getattr(fields, limit)))
+        sampling = _sampling(members, fields, spec, getattr(fields, limit))
+        return _parsed(spec, members, fields, [conversation], sampling)
     except InvalidArgument as error:
         if error.field != "max_tokens":
             raise
@@ -165,7 +168,11 @@ def _check_answers(prompts: int, choices: int) -> None:
 
 
 def _parsed(
-    spec: ResponseSpec, fields: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
+    spec: ResponseSpec,
+    members: Mapping[str, Any],
+    fields: GenerationBody,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
 ) -> ParsedCompletion:
     stream, timeout = bool(fields.stream), fields.timeout or 0.0
     if fields.stream_options is not None and not stream:
@@ -197,7 +204,8 @@ def _parsed(
         for prompt in prompts
         for choice in range(spec.best_of)
     )
-    return ParsedCompletion(requests, stream, spec)
+    given = {name: value for name, value in members.items() if value is not None}
+    return ParsedCompletion(requests, stream, spec, given)
 
 
 def _sampling(

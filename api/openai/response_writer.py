@@ -29,6 +29,7 @@ _TEXT = orjson.dumps(_PLAIN.text)
 class CompletionFormat:
     """The parts of a response that completions and chat write differently, as completions do."""
 
+    endpoint = "completions"
     object = "text_completion"
     chunk_object = "text_completion"
 
@@ -63,6 +64,7 @@ class CompletionFormat:
 class ChatFormat:
     """The same parts, as chat writes them."""
 
+    endpoint = "chat"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 

@@ -33,6 +33,7 @@ from .response_writer import (
     system_fingerprint,
 )
 from .schemas import TOKENIZE_NO_OP_VALUES, DetokenizeBody, TokenizeBody
+from .tensor_models import generate_from_tensors, read_tensor_request
 
 T = TypeVar("T")
 
@@ -75,10 +76,16 @@ class OpenAIRoutes:
         self, request: Request, parse: Callable[[JsonBody, str], ParsedCompletion], api_format: ApiFormat
     ) -> ASGIApp:
         parsed = parse(await read_members(request, self._info.max_input_size), request_id_of(request.scope))
+        context = context_of(request.scope)
         with model_field():
-            model = self._gateway.acquire(context_of(request.scope), parsed.response.model)
+            model = self._gateway.acquire(context, parsed.response.model)
         writer = OpenAIResponseWriter(api_format, parsed.response, self._fingerprint(model.config))
-        streams = [model.generate(each) for each in parsed.requests]
+        streams: list[ResponseStream[GenerateChunk]]
+        if model.config.openai_api:
+            asked = read_tensor_request(model.config, api_format.endpoint, parsed)
+            streams = [generate_from_tensors(model, asked, context)]
+        else:
+            streams = [model.generate(each) for each in parsed.requests]
         if parsed.stream and len(streams) == 1:
             return EventStreamResponse(streams[0], CompletionEvents(writer))
         if parsed.stream:

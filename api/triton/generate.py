@@ -4,7 +4,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,7 +159,7 @@ class _Mapping:
         if key in self._tensors:
             raise InvalidArgument(f"input '{key}' already exists in request", field=key)
         if key in self._specs:
-            self._tensors[key] = _tensor(self._specs[key], value, self._batched)
+            self._tensors[key] = json_tensors.input_tensor(self._specs[key], value, self._batched)
         elif type(value) is list and self._has(_SAMPLING, "BYTES"):
             self._lists[key] = _as_json(key, value)
         else:
@@ -176,13 +175,13 @@ class _Mapping:
         Lists, which v2 parameters cannot be, go with scalars as JSON into the input that is made for them.
         """
         if self._has("stream", "BOOL") and "stream" not in self._tensors:
-            self._tensors["stream"] = _tensor(self._specs["stream"], stream, self._batched)
+            self._tensors["stream"] = json_tensors.input_tensor(self._specs["stream"], stream, self._batched)
         if self._lists:
             sampling: dict[str, Any] = {key: value for key, value in self._parameters.items() if key != "id"}
             sampling |= self._lists
             if _SAMPLING in self._tensors:
                 sampling |= _sampling_object(self._tensors[_SAMPLING])
-            self._tensors[_SAMPLING] = _tensor(self._specs[_SAMPLING], json.dumps(sampling), False)
+            self._tensors[_SAMPLING] = json_tensors.input_tensor(self._specs[_SAMPLING], json.dumps(sampling), False)
         return InferRequest(self._id, self._tensors, None, self._parameters)
 
 
@@ -194,21 +193,3 @@ def _sampling_object(tensor: Tensor) -> Mapping[str, Any]:
     if not isinstance(members, dict):
         raise InvalidArgument(f"Unable to parse '{_SAMPLING}': it must be a JSON object", field=_SAMPLING)
     return members
-
-
-def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
-    """The input of a value, whose innermost free dimension takes what the fixed ones leave; other free ones are 1."""
-    json_tensors.refuse_binary_only(spec.datatype, spec.name)
-    if isinstance(value, np.ndarray):
-        data = value
-    else:
-        data = json_tensors.to_array(spec.datatype, value if type(value) is list else [value], spec.name)
-    dims = (-1, *spec.dims) if batched else spec.dims
-    free = [axis for axis, dim in enumerate(dims) if dim < 0]
-    fixed = math.prod(dim for dim in dims if dim >= 0)
-    rest, odd = divmod(len(data), fixed) if fixed else (0, len(data))
-    if odd or (not free and rest != 1):
-        message = f"The schema can not convert input '{spec.name}' to tensor with proper shape"
-        raise InvalidArgument(message, field=spec.name)
-    shape = tuple(dim if dim >= 0 else rest if axis == free[-1] else 1 for axis, dim in enumerate(dims))
-    return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))

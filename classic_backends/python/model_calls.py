@@ -105,7 +105,7 @@ class ModelCalls:
         try:
             with self._gateway.open_request(ENDPOINT, () if parent is None else parent.headers) as context:
                 if parent is not None:
-                    context.tenant, context.tenant_weight = parent.tenant, parent.tenant_weight
+                    parent.adopt(context)
                 handle = self._gateway.acquire(context, message.model, message.version)
                 if handle.config.decoupled and not message.decoupled:
                     name = handle.config.name

@@ -204,6 +204,12 @@ class PythonRuntime:
             self._readiness.set_result(reason)
         self._readiness = None
 
+    def _parent_context(self, handle: int) -> RequestContext | None:
+        """The context of the request that the model asks another model for: it names one, or there is only one."""
+        named, known = self._open.get(handle), list(self._open.values())
+        request = known[0] if named is None and len(known) == 1 else named
+        return None if request is None else request.context
+
     def on_message(self, message: Any) -> None:
         match message:
             case messages.Executed():
@@ -211,8 +217,7 @@ class PythonRuntime:
             case messages.SendResponse():
                 self._on_response(message)
             case messages.Infer():
-                parent = self._open.get(message.parent)
-                self._calls.infer(message, None if parent is None else parent.context)
+                self._calls.infer(message, self._parent_context(message.parent))
             case messages.CancelInfer():
                 self._calls.cancel_infer(message)
             case messages.Call():

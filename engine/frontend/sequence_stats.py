@@ -94,7 +94,7 @@ def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: Reques
     """The stats of one of a request's sequences, which ends with the block: a reader that leaves before the last token
     has cancelled it."""
     stats = SequenceStats(metrics, request, context)
-    context.sequences.append(stats)
+    context.add_sequence(stats)
     try:
         yield stats
     except Exception as error:

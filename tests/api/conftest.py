@@ -65,6 +65,13 @@ NUMBERS = ModelConfig(
 )
 
 
+def _openai(name: str, served: str, *inputs: TensorSpec, batch: int = 0) -> ModelConfig:
+    """A model of tensors that an endpoint of OpenAI's serves."""
+    texts = (TensorSpec("text_output", "BYTES", (-1,)),)
+    parameters = {"openai": served}
+    return ModelConfig(name, "1", "ensemble", max_batch_size=batch, inputs=inputs, outputs=texts, parameters=parameters)
+
+
 def _single(name: str, datatype: str, dims: tuple[int, ...], batch: int = 0, decoupled: bool = False) -> ModelConfig:
     spec = TensorSpec("IN", datatype, dims)
     return ModelConfig(name, "1", "b", max_batch_size=batch, decoupled=decoupled, inputs=(spec,))
@@ -78,8 +85,22 @@ UNLISTED = (
     _single("free", "FP32", (-1, -1)),
     _single("decoupled", "FP32", (1,), decoupled=True),
     replace(_single("nested", "FP32", (1,)), inputs=(TensorSpec("parameters", "FP32", (1,)),)),
+    _openai(
+        "chatting",
+        "chat",
+        TensorSpec("messages", "BYTES", (1,)),
+        TensorSpec("temperature", "FP32", (1,), optional=True),
+        TensorSpec("max_tokens", "INT32", (1,), optional=True),
+        TensorSpec("seed", "UINT64", (1,), optional=True),
+        TensorSpec("stop", "BYTES", (-1,), optional=True),
+        TensorSpec("stream", "BOOL", (1,), optional=True),
+        TensorSpec("logit_bias", "BYTES", (1,), optional=True),
+        batch=4,
+    ),
+    _openai("answering", "chat", TensorSpec("text_input", "BYTES", (1,))),
+    _openai("completing", "completions", LLM.inputs[0], LLM.inputs[2]),
 )
-"""Models of one input, for those who know their names."""
+"""Models for those who know their names, most of one input."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from charonia.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from charonia.core.request import FinishReason, SamplingParams
+from charonia.core.request import FinishReason, SamplingParams, Usage
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd, end_for_error
 
 REJECTED = Outcome.REJECTED
@@ -121,3 +121,15 @@ def test_listeners_hear_of_the_end_once_the_last_one_first() -> None:
         assert heard == []
     context.close()
     assert heard == [("second", RequestEnd(Outcome.DONE)), ("first", RequestEnd(Outcome.DONE))]
+
+
+def test_usage_is_that_of_the_whole_family() -> None:
+    context = RequestContext("test", tenant="ann", tenant_weight=2.0)
+    context.add_sequence(Done())
+    child, asked = context.child("ensemble"), RequestContext("python")
+    child.adopt(asked)
+    asked.add_sequence(Done(prompt=1, cached=None))
+    asked.add_sequence(Done(choice=1))
+    assert context.usage == Usage(8, 9, 4)
+    assert [len(each.sequences) for each in (context, child, asked)] == [1, 0, 2]
+    assert (asked.tenant, asked.tenant_weight) == ("ann", 2.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
@@ -73,6 +74,21 @@ class TritonPythonModel:
                     sender.send(pb_utils.InferenceResponse(part.output_tensors()))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
+SAYS = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for r in requests:
+            turns = json.loads(pb_utils.get_input_tensor_by_name(r, "messages").as_numpy().item())
+            warmth = pb_utils.get_input_tensor_by_name(r, "temperature")
+            said = f"{len(turns)} {turns[-1]['content']} {None if warmth is None else warmth.as_numpy().item()}"
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([said], object))]))
+        return answers
+"""
 CONFIGS = {
     "echo": """
 backend: "identity"
@@ -99,26 +115,37 @@ ensemble_scheduling { step [
 """,
     "marked": """
 platform: "ensemble"
+parameters { key: "openai" value: { string_value: "chat" } }
 model_transaction_policy { decoupled: true }
 input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] },
-        { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true } ]
+        { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true },
+        { name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
 ensemble_scheduling { step [
   { model_name: "fake" model_version: -1
     input_map { key: "text_input" value: "text_input" } input_map { key: "stream" value: "stream" }
+    input_map { key: "sampling_parameters" value: "sampling_parameters" }
     output_map { key: "text_output" value: "text" } },
   { model_name: "mark" model_version: -1
     input_map { key: "TEXT" value: "text" } output_map { key: "MARKED" value: "text_output" } }
 ] }
 """,
+    "says": """
+backend: "python"
+parameters { key: "openai" value: { string_value: "chat" } }
+input [ { name: "messages" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "temperature" data_type: TYPE_FP32 dims: [ 1 ] optional: true } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
+""",
     "asks": """
 backend: "python"
+parameters { key: "openai" value: { string_value: "completions" } }
 model_transaction_policy { decoupled: true }
 input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
 """,
 }
-SOURCES = {"double": DOUBLE, "mark": MARK, "asks": ASKS}
+SOURCES = {"double": DOUBLE, "mark": MARK, "asks": ASKS, "says": SAYS}
 
 
 def write_repository(directory: Path, tokenizer_only: Path) -> Path:
@@ -242,11 +269,47 @@ def test_a_python_model_streams_what_an_ensemble_streams(server: Server) -> None
     assert unmarked(parts) == "".join(alone)
 
 
+def test_openais_client_talks_to_a_graph(server: Server) -> None:
+    alone = "".join(stream(server, "fake", text_input="hello", max_tokens=5))
+    turns: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    usage = {"include_usage": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=30, max_retries=0) as client:
+        assert {"marked", "asks", "says"} <= {model.id for model in client.models.list()}
+        chat = client.chat.completions.create(model="marked", messages=turns, max_tokens=5)
+        assert chat.choices[0].message.content == f"<{alone}>"
+        assert chat.choices[0].finish_reason == "length"
+        *chunks, last = client.chat.completions.create(
+            model="marked", messages=turns, max_tokens=5, stream=True, stream_options=usage
+        )
+        parts = [chunk.choices[0].delta.content for chunk in chunks]
+        assert len(parts) > 3
+        assert unmarked(list(filter(None, parts))) == alone
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert last.usage
+        assert chat.usage
+        assert last.usage.completion_tokens == chat.usage.completion_tokens == 5
+        asked = client.completions.create(model="asks", prompt="hello", extra_body={"priority": 1})
+        assert unmarked([asked.choices[0].text.replace("><", "")]) == alone
+        assert asked.usage
+        assert (asked.usage.completion_tokens, asked.usage.prompt_tokens) == (5, last.usage.prompt_tokens)
+        said = client.chat.completions.create(model="says", messages=turns, temperature=0.5)
+        assert said.choices[0].message.content == "2 hello 0.5"
+        with pytest.raises(openai.BadRequestError, match="seed: model 'says' has no input of that name"):
+            client.chat.completions.create(model="says", messages=turns, seed=1)
+        with pytest.raises(openai.BadRequestError, match="'marked' serves chat, not completions"):
+            client.completions.create(model="marked", prompt="hello")
+
+
 def test_leaving_frees_what_the_graph_held(server: Server) -> None:
     for model in ("marked", "asks"):
-        body = {"text_input": "hello", "max_tokens": 100_000, "stream": True}
+        body = {"text_input": "hello", "max_tokens": 2000, "stream": True}
         with httpx.stream("POST", f"{server.url}/v2/models/{model}/generate_stream", json=body, timeout=30) as response:
-            next(response.iter_lines())
+            assert next(response.iter_lines()).startswith("data: ")
+    turns: list[Any] = [{"role": "user", "content": "hello"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=30, max_retries=0) as client:
+        begun = client.chat.completions.create(model="marked", messages=turns, max_tokens=2000, stream=True)
+        next(iter(begun))
+        begun.close()
     running = 'charonia_requests_running{model="fake"'
 
     def idle() -> bool:

@@ -15,6 +15,7 @@ name: "m" backend: "onnxruntime" max_batch_size: 8
 input { name: "A" data_type: TYPE_FP32 dims: [ 2, -1 ] reshape { shape: [ 1, 2, -1 ] } }
 output { name: "B" data_type: TYPE_FP32 dims: 1 reshape { } }
 """
+OPENAI = GOOD.replace("{", "{{").replace("}", "}}") + 'parameters {{ key: "openai" value: {{ string_value: "{}" }} }}'
 LONE = 'name: "m" backend: "x" '
 
 
@@ -159,6 +160,20 @@ def test_batching_is_invited_where_the_server_found_the_size() -> None:
             GOOD + "version_policy { specific { versions: 0 } }",
             "version_policy.versions",
             "'versions' of the version policy must be 1 or more numbers of at least 1 for m",
+        ),
+        (OPENAI.format("talk"), "parameters.openai", "parameter 'openai' of m must be 'chat' or 'completions', got"),
+        (OPENAI.format("chat"), "output", "m has the parameter 'openai', but no output 'text_output' of TYPE_STRING"),
+        (
+            OPENAI.format("chat") + 'output { name: "text_output" data_type: TYPE_STRING dims: 1 }',
+            "input",
+            "m has the parameter 'openai' of 'chat', but no input 'messages' or 'text_input' of TYPE_STRING",
+        ),
+        (
+            OPENAI.format("completions")
+            + """output { name: "text_output" data_type: TYPE_STRING dims: 1 }
+            input { name: "messages" data_type: TYPE_STRING dims: 1 }""",
+            "input",
+            "m has the parameter 'openai' of 'completions', but no input 'text_input' of TYPE_STRING",
         ),
     ],
 )
