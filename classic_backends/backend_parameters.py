@@ -36,9 +36,9 @@ def read_integer(
     return value
 
 
-def read_number(parameters: Mapping[str, str], name: str) -> float:
-    """0 if absent. Raises `InvalidArgument` for anything but a finite number of at least 0; `field` names it."""
-    value = _parse(parameters, name, 0.0, float)
+def read_number(parameters: Mapping[str, str], name: str, default: float = 0.0) -> float:
+    """Raises `InvalidArgument` for anything but a finite number of at least 0; `field` names it."""
+    value = _parse(parameters, name, default, float)
     if value is None or not 0 <= value < float("inf"):
         message = f"parameter '{name}' must be a number of at least 0, got '{parameters[name]}'"
         raise InvalidArgument(message, field=name)

@@ -28,7 +28,7 @@ from .batching.batch_execution import BatchLayout, execute_batch, execute_decoup
 from .batching.batching_config import NS_PER_US, read_batching_config, read_ragged_config
 from .batching.dispatcher import Dispatcher
 from .batching.dynamic_batcher import DynamicBatcher
-from .batching.instance_pool import EXECUTION_TIMEOUT, InstancePool
+from .batching.instance_pool import DEFAULT_RESTART_PAUSE, EXECUTION_TIMEOUT, RESTART_PAUSE, InstancePool
 from .batching.queued_request import InferenceJob, QueuedRequest, ResponseChannel, ResponseOrderer, SingleResponseStream
 from .batching.response_router import ResponseRouter
 from .instance_groups import read_placements
@@ -60,7 +60,9 @@ class ClassicModel:
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
         execution_timeout = read_number(self._parameters, EXECUTION_TIMEOUT)
-        self._parameters.pop(EXECUTION_TIMEOUT, None)
+        restart_pause = read_number(self._parameters, RESTART_PAUSE, DEFAULT_RESTART_PAUSE)
+        for name in (EXECUTION_TIMEOUT, RESTART_PAUSE):
+            self._parameters.pop(name, None)
         self._warmup_requests = samples.warmup_requests
         self._sequences = sequences = read_sequence_support(config, samples.initial_states)
         batching = read_batching_config(config.raw, config.max_batch_size, config.decoupled)
@@ -71,7 +73,7 @@ class ClassicModel:
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = ModelMetrics(latencies)
         self._orderer = ResponseOrderer() if self._batching.preserve_ordering else None
-        self._pool = InstancePool(self._load_runtime, execution_timeout)
+        self._pool = InstancePool(self._load_runtime, execution_timeout, restart_pause)
         self._dispatcher: Dispatcher | SequenceScheduler | None = None
         self._inline_runtime: Runtime | None = None
 

@@ -88,8 +88,11 @@ def select_models(
         repositories.append(Path(model))
     _check_flags(options, engine, single is not None, bool(repositories))
     catalog = RepositoryCatalog(repositories, single, options.configs.model_config_name)
-    limit = f"execution_timeout_secs={options.execution_timeout_secs:g}"  # as if it were said of all backends
-    backends = parse_backend_config((limit, *options.configs.backend_config))
+    of_all = (  # as if they were said of all backends
+        f"execution_timeout_secs={options.execution_timeout_secs:g}",
+        f"restart_pause_secs={options.restart_pause:g}",
+    )
+    backends = parse_backend_config((*of_all, *options.configs.backend_config))
     cache = parse_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
     budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)

@@ -79,6 +79,8 @@ class RepositoryOptions:
     configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()
     execution_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 0
     """Seconds after which an execution of a classic model is ended, if it can be; 0 is never."""
+    restart_pause: Annotated[float, Parameter(validator=Number(gte=0))] = 0.1
+    """Seconds before a process of a classic model that has ended is replaced; doubled while it serves nothing."""
     cache_config: _Texts = ()
     """Keep answers of models whose configs have response_cache, as local,size=BYTES."""
     memory_limit: _MemoryLimit = None

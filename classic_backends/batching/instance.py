@@ -92,7 +92,8 @@ class Instance:
     """One instance of a model; its name is its thread's and stands in messages. `process`: the runtime's, if it has
     one of its own. `current_batch` is read by the event loop. For its pool, `backoff` outlives it; `started_at`: of
     `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its execution was
-    interrupted, or cannot be; `unready_reason`: what its model's own check said last."""
+    interrupted, or cannot be; `unready_reason`: what its model's own check said last; `has_served`: it has executed a
+    batch without losing its process."""
 
     def __init__(
         self, placement: InstancePlacement, load: Callable[[InstancePlacement], Runtime], backoff: RestartBackoff
@@ -101,7 +102,7 @@ class Instance:
         self.name = placement.name
         self.backoff = backoff
         self.started_at = monotonic()
-        self.overdue_logged = self.timed_out = False
+        self.overdue_logged = self.timed_out = self.has_served = False
         self.unready_reason = ""
         self.runtime: Runtime
         self.process: RuntimeProcess | None = None
@@ -168,6 +169,7 @@ class Instance:
                     self.execution_timer.start()
                     source.execute_batch(self, batch)
                     self.execution_timer.stop()
+                    self.has_served = self.has_served or not self.lost
                     batch = self.current_batch = None  # frees the batch before the instance waits
             try:
                 runtime.close()

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from ...core.cancellation import wait_for_first
@@ -21,8 +22,17 @@ log = logging.getLogger(__name__)
 EXECUTION_TIMEOUT = "execution_timeout_secs"
 """The parameter of a model or backend with the seconds after which an execution is interrupted."""
 
-RESTART_DELAYS = (0.1, 30.0, 5.0)
-"""Seconds of a `RestartBackoff`: before a lost instance is replaced first, at most, and that a stable one has lived."""
+RESTART_PAUSE = "restart_pause_secs"
+"""The parameter of a model or backend with the seconds before a lost instance is replaced."""
+
+DEFAULT_RESTART_PAUSE = 0.1
+
+_LONGEST_RESTART_PAUSE = 30.0
+_STABLE_SECONDS = 10.0
+"""An instance that has lived as long, or served a batch, is replaced after the first pause again."""
+
+_LEAST_RETRY_PAUSE = 0.1
+"""Seconds before an instance that could not be loaded is loaded once more, where a lost one has a shorter pause."""
 
 CHECK_INTERVAL = 1.0
 """Seconds between two looks at executions."""
@@ -40,11 +50,18 @@ class InstanceListener(Protocol):
 
 class InstancePool:
     """`load` makes the runtime of a placement, in its instance's thread. `execution_timeout`: seconds after which an
-    execution is interrupted, 0 for never. `restarts`: replacements of lost instances."""
+    execution is interrupted, 0 for never. `restart_pause`: seconds before a lost one is replaced; doubled with each
+    loss of one that served nothing. `restarts`: replacements of lost instances."""
 
-    def __init__(self, load: Callable[[InstancePlacement], Runtime], execution_timeout: float = 0.0) -> None:
+    def __init__(
+        self,
+        load: Callable[[InstancePlacement], Runtime],
+        execution_timeout: float = 0.0,
+        restart_pause: float = DEFAULT_RESTART_PAUSE,
+    ) -> None:
         self._load = load
         self._execution_timeout = execution_timeout
+        self._restart_pause = restart_pause
         self._check_timer: asyncio.TimerHandle | None = None
         self._instances: list[Instance] = []
         self._listener: InstanceListener | None = None
@@ -75,7 +92,8 @@ class InstancePool:
 
     async def load_instances(self, placements: Sequence[InstancePlacement]) -> None:
         """Return when all of them are loaded; raises the error of one that is not."""
-        instances = [Instance(each, self._load, RestartBackoff(*RESTART_DELAYS)) for each in placements]
+        pauses = (self._restart_pause, max(self._restart_pause, _LONGEST_RESTART_PAUSE), _STABLE_SECONDS)
+        instances = [Instance(each, self._load, RestartBackoff(*pauses)) for each in placements]
         results = await asyncio.gather(*(instance.start() for instance in instances), return_exceptions=True)
         self._instances += [instance for instance, result in zip(instances, results, strict=True) if result is None]
         for result in results:
@@ -141,7 +159,8 @@ class InstancePool:
 
     async def _replace(self, lost: Instance) -> None:
         """Load another instance, however often that takes."""
-        retry_after = lost.backoff.next_delay(time.monotonic() - lost.started_at)
+        worked = inf if lost.has_served else time.monotonic() - lost.started_at
+        retry_after = lost.backoff.next_delay(worked)
         log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.name, retry_after)
         await lost.stop()
         while not await is_set_within(self._stopping, retry_after):
@@ -150,7 +169,7 @@ class InstancePool:
                 await wait_for_first(instance.start(), self._stopping.wait())
             except Exception as error:
                 log.error("instance '%s' did not start again: %s", lost.name, error)
-                retry_after = lost.backoff.next_delay()
+                retry_after = max(lost.backoff.next_delay(), _LEAST_RETRY_PAUSE)
                 continue
             if self._stopping.is_set():
                 await instance.stop(abandoned=True)  # it may still load

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays_of
 from numpy.typing import NDArray
 
 from charonia.classic_backends.batching import instance, instance_pool
-from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT
+from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT, RESTART_PAUSE
 from charonia.classic_backends.isolated.instance_main import NICENESS, OPENMP_SPINS, InstanceTask
 from charonia.classic_backends.isolated.instance_messages import TensorConnection
 from charonia.classic_backends.isolated.isolated_runtime import (
@@ -343,9 +343,10 @@ def test_a_config_is_completed_where_it_may_be_heavy(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def serving(directory: Path, count: int = 1) -> AsyncIterator[ClassicModel]:
+async def serving(directory: Path, count: int = 1, restart_pause: str = "0.1") -> AsyncIterator[ClassicModel]:
     groups = {"instance_group": [{"count": count}], "dynamic_batching": {}}
-    model = ClassicModel(model_config(raw=groups), LOADER, directory)
+    config = model_config(raw=groups, parameters={RESTART_PAUSE: restart_pause})
+    model = ClassicModel(config, LOADER, directory)
     await model.load()
     try:
         yield model
@@ -380,10 +381,9 @@ def restarts(model: ClassicModel) -> list[float]:
 
 
 async def test_a_crash_fails_its_requests_and_the_next_ones_wait_for_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_DELAYS", (0.3, 30.0, 5.0))
-    async with serving(tmp_path) as model:
+    async with serving(tmp_path, restart_pause="0.3") as model:
         assert model.stats().ready
         with pytest.raises(Internal, match="its process ended unexpectedly: it was ended by SIGSEGV"):
             await asked(model, "crash")
@@ -421,9 +421,8 @@ async def test_it_tries_again_until_the_model_loads(tmp_path: Path, caplog: pyte
         assert await pid_that_answers(model) == processes(tmp_path)[-1]
 
 
-async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_DELAYS", (3600.0, 3600.0, 5.0))
-    async with serving(tmp_path) as model:
+async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path) -> None:
+    async with serving(tmp_path, restart_pause="3600") as model:
         os.kill(processes(tmp_path)[0], signal.SIGKILL)
         await until(lambda: not model.stats().ready)
     assert len(processes(tmp_path)) == 1

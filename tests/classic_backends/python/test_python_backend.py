@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from charonia.classic_backends.batching.instance_pool import RESTART_PAUSE
+from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.python.python_backend import PYTHON
 from charonia.core.errors import Cancelled, CharoniaError, Internal, InvalidArgument, NotFound
 from charonia.core.request_context import RequestContext
@@ -322,12 +324,12 @@ async def test_errors_have_their_codes(tmp_path: Path) -> None:
         ("raise ValueError('no weights')", "ValueError: no weights"),
         ("import no_such_module", "No module named 'no_such_module'"),
         ("os._exit(3)", "its process ended unexpectedly"),
-        ("time.sleep(60)", "did not answer within 3 s"),
+        ("time.sleep(60)", "did not answer within 1 s"),
     ],
 )
 async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, body: str, text: str) -> None:
     body = f"def initialize(self, args): {body}\n{DOUBLE}"
-    seconds = {"stub-timeout-seconds": "3"} if "sleep" in body else {}
+    seconds = {"stub-timeout-seconds": "1"} if "sleep" in body else {}
     with pytest.raises(InvalidArgument) as caught:
         async with python_model(tmp_path, body, parameters=seconds):
             pass
@@ -365,6 +367,32 @@ async def test_a_process_that_dies_fails_its_requests_and_is_replaced(tmp_path: 
         with pytest.raises(Internal, match=r"Stub process 'model_0_0' is not healthy\."):
             await hung
         assert await pid() not in (first, second)
+
+
+async def test_the_pause_before_a_restart_begins_anew_after_a_served_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = f"""
+    def initialize(self, args):
+        with open({str(tmp_path / "pids")!r}, "a") as file:
+            print(os.getpid(), file=file)
+
+    def execute(self, requests):
+        return [y(1) for r in requests]
+    """
+    async with python_model(tmp_path, body, parameters={RESTART_PAUSE: "0.01"}) as model:
+        for number, serve in enumerate((False, False, True)):
+            await until(lambda number=number: model.stats().ready and restarts(model) == number)
+            if serve:
+                await answers(model, request(1))
+            os.kill(int((tmp_path / "pids").read_text().split()[-1]), signal.SIGKILL)
+        await until(lambda: restarts(model) == 3)
+    pauses = [message.rpartition(" in ")[2] for message in caplog.messages if "has ended unexpectedly" in message]
+    assert pauses == ["0.01 s", "0.02 s", "0.01 s"]
+
+
+def restarts(model: ClassicModel) -> float:
+    return next(each.value for each in model.readings() if each.family == "charonia_instance_restarts_total")
 
 
 async def test_a_hung_execution_is_ended_in_time(tmp_path: Path) -> None:
