@@ -49,6 +49,7 @@ MAX_LISTED_TOKENS = 1024
 
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_STRING_LENGTH = 256
+_MAX_WORDS = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,7 +207,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: with the same seed, each has random numbers of its own. `choice_count` answers to each of `prompt_count`
     prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's name, empty for
     the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the answer begins with the prompt's
-    text. `return_prompt_ids`: its first chunk has the prompt's token ids.
+    text. `return_prompt_ids`: its first chunk has the prompt's token ids. `bad_word_ids`, `stop_word_ids`: words as
+    sequences of token ids; the first ones are never written, the others end the text and stay in it.
 
     Raises:
         InvalidArgument: `priority` is negative, or the request asks for nothing at all.
@@ -225,9 +227,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     guided_decoding: GuidedDecoding | None = None
     echo: bool = False
     return_prompt_ids: bool = False
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    stop_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)
+        for name in ("bad_word_ids", "stop_word_ids"):
+            _check(name, getattr(self, name), f"at most {_MAX_WORDS} words", lambda v: len(v) <= _MAX_WORDS)
         if self.prompt_only and not (self.echo or self.wants_prompt_logprobs or self.choice):
             message = "max_tokens must be at least 1 unless the prompt is to be echoed or scored, got 0"
             raise InvalidArgument(message, field="max_tokens")

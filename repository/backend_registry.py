@@ -82,6 +82,8 @@ CLASSIC_RUNTIME_LOADERS = {
     "onnxruntime": ("classic_backends.isolated.isolated_runtime", "ONNX"),
     "pytorch": ("classic_backends.isolated.isolated_runtime", "PYTORCH"),
     "encoder": ("classic_backends.isolated.isolated_runtime", "ENCODER"),
+    "charonia_preprocessing": ("classic_backends.tokenizer_models", "PREPROCESSING"),
+    "charonia_postprocessing": ("classic_backends.tokenizer_models", "POSTPROCESSING"),
     "repeat": ("classic_backends.builtin", "REPEAT"),
     "square": ("classic_backends.builtin", "SQUARE"),
 }

@@ -132,14 +132,19 @@ class Tokenizer:
         one = next((token for token, each in added if each.special), None)
         return one is not None and self.decode([one] * 2, special=True) != self.decode([one], special=True) * 2
 
+    @property
+    def size(self) -> int:
+        """Tokens in the vocabulary, added ones included."""
+        return self._backend.get_vocab_size()
+
     def token_id(self, name: str) -> int | None:
         """The id of a named special token, such as `eos_token`."""
         text = self._named.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
     def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token ids of each word as it would begin a text, and as it would follow a space."""
-        forms = (form for word in words for form in (word, f" {word.lstrip()}"))
+        """Token ids of each word as it would begin a text, and as it would follow a space, unless it is one itself."""
+        forms = (form for word in words for form in (word, f" {word.lstrip()}") if word.strip() or form == word)
         ids = (tuple(self.encode(form, special=False)) for form in forms)
         return list(dict.fromkeys(word for word in ids if word))
 

@@ -4,6 +4,7 @@ Knows nothing of where tokens come from; decides nothing but where a stop string
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
@@ -16,8 +17,43 @@ _LEAST_LOGPROB = -9999.0
 """The log-probability of the impossible: JSON has no infinity."""
 
 
+class TextEnds(NamedTuple):
+    """The tokens that end a text, beside a request's own parameters: `eos`, by which the model itself ends it, and
+    `words`, sequences of tokens that stay in it."""
+
+    eos: Sequence[int] = ()
+    words: Sequence[tuple[int, ...]] = ()
+
+
+class StopWords:
+    """Finds the first of several sequences of tokens in a growing one. None is found that begins before `start`."""
+
+    def __init__(self, words: Sequence[tuple[int, ...]], start: int = 0) -> None:
+        self._words = words
+        self._longest = max(map(len, words), default=0)
+        self._left = start
+        self._tail: tuple[int, ...] = ()
+        self.found = False
+
+    def __bool__(self) -> bool:
+        """Whether there are words."""
+        return bool(self._words)
+
+    def push(self, token: int) -> bool:
+        """Whether a word is complete with this token."""
+        if self._left > 0:
+            self._left -= 1
+        elif self._words:
+            self._tail = (*self._tail, token)[-self._longest :]
+            self.found = any(self._tail[-len(word) :] == word for word in self._words)
+        return self.found
+
+
+_NO_ENDS = TextEnds()
+
+
 class ChunkBuilder:
-    """Writes the text of one request, which begins with `echo`. `eos`: the tokens by which the model itself ends it.
+    """Writes the text of one request, which begins with `echo`. `ends`: what ends it beside what was `asked`.
     `prompt_ids`: tokens of the prompt for the first chunk. The chunk with a finish reason is the last one, though the
     engine may go on.
 
@@ -30,7 +66,7 @@ class ChunkBuilder:
         tokenizer: Tokenizer,
         prompt: list[int],
         asked: SamplingParams,
-        eos: Sequence[int] = (),
+        ends: TextEnds = _NO_ENDS,
         echo: str = "",
         prompt_ids: tuple[int, ...] = (),
     ) -> None:
@@ -46,10 +82,11 @@ class ChunkBuilder:
         self._completion_tokens = 0
         self._min_tokens = asked.min_tokens
         self._includes_stop = asked.include_stop_str_in_output
-        own = () if asked.ignore_eos else eos
+        own = () if asked.ignore_eos else ends.eos
         self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
         self._text = make_detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
+        self._words = StopWords(ends.words, asked.min_tokens)
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of a delta's tokens. Those behind a stop string do not count."""
@@ -62,15 +99,20 @@ class ChunkBuilder:
             text=echo + text,
             token_ids=token_ids,
             usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
-            finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
+            finish_reason=FinishReason.STOP if self._stopped else delta.finish_reason,
             stop_reason=self._stop_reason(delta),
             logprobs=tuple(map(self._logprob, token_ids, delta.logprobs)),
             prompt_logprobs=self._scored(delta.scores) if self._unscored else (),
             prompt_ids=prompt_ids,
         )
 
+    @property
+    def _stopped(self) -> bool:
+        """Whether a stop string or word ended the text."""
+        return self._stops.found is not None or self._words.found
+
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
-        if self._stops.found is not None or delta.finish_reason is not FinishReason.STOP:
+        if self._stopped or delta.finish_reason is not FinishReason.STOP:
             return self._stops.found
         last = delta.token_ids[-1] if delta.token_ids else None
         return last if last in self._stop_tokens else None
@@ -79,26 +121,24 @@ class ChunkBuilder:
         """The text of the delta, and how many of its tokens it took."""
         if not (delta.token_ids or self._completion_tokens):
             return "", 0  # nor does what the prompt left incomplete belong to it
-        if delta.finish_reason is None and not self._stops:
+        if delta.finish_reason is None and not (self._stops or self._words):
             return self._text.push(delta.token_ids), len(delta.token_ids)
         # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there.
         cut = delta.finish_reason is FinishReason.STOP and not self._includes_stop
         written = delta.token_ids[:-1] if cut else delta.token_ids
         text, taken = self._show_all(written)
-        if self._stops.found is not None:
-            return text, taken
-        if delta.finish_reason is not None:
-            text += self._show(self._text.finish(), len(written)) + self._stops.finish()
-        return text, len(delta.token_ids)
+        if self._stops.found is None and (self._words.found or delta.finish_reason is not None):
+            text += self._show(self._text.finish(), taken) + self._stops.finish()
+        return text, taken if self._stopped else len(delta.token_ids)
 
     def _show_all(self, tokens: tuple[int, ...]) -> tuple[str, int]:
-        if not self._stops:
+        if not (self._stops or self._words):
             return self._text.push(tokens), len(tokens)
         shown = ""
         # One by one: which token completed a stop string must not depend on how many came at once.
         for taken, token in enumerate(tokens, start=1):
             shown += self._show(self._text.push((token,)), taken)
-            if self._stops.found is not None:
+            if self._words.push(token) or self._stops.found is not None:
                 return shown, taken
         return shown, len(tokens)
 

@@ -116,18 +116,21 @@ _COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens"}
 
 
 async def complete_response(asked: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
-    """The one response of the whole streams of all its requests, which are read side by side. The first error ends all
-    of them."""
-    if len(streams) == 1:
-        wholes = [await _collect(streams[0])]
-    else:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_collect(stream)) for stream in streams]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        wholes = [task.result() for task in tasks]
+    """The one response of the whole streams of all its requests."""
+    wholes = await collect_answers(streams)
     return _response(wholes, [_sum(whole) for whole in wholes], asked.outputs)
+
+
+async def collect_answers(streams: Sequence[Chunks]) -> list[GenerateChunk]:
+    """Each stream as one chunk. They are read side by side, and the first error ends all of them."""
+    if len(streams) == 1:
+        return [await _collect(streams[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_collect(stream)) for stream in streams]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _collect(stream: Chunks) -> GenerateChunk:

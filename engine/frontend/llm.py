@@ -6,12 +6,12 @@ Knows nothing of protocols, and of the engine only `Engine`. Imports no torch.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from ...core.errors import Unavailable
+from ...core.errors import Cancelled, Unavailable
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
@@ -25,11 +25,12 @@ from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
-from .chunk_builder import ChunkBuilder
+from .chunk_builder import ChunkBuilder, TextEnds
 from .client import EngineClient
 from .engine import Engine, EngineSpec
 from .infer import INPUTS, OUTPUTS, StreamedResponses, complete_response, parse_infer_request
 from .sequence_stats import open_sequence, record_request, v2_statistics
+from .token_stream import TokenStream
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds so far, detail."""
@@ -90,6 +91,7 @@ class LlmModel:
         self._client = spec.connect(self._report, self._metrics)
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
+        self._open: dict[str, set[TokenStream]] = {}
 
     @property
     def config(self) -> ModelConfig:
@@ -99,6 +101,11 @@ class LlmModel:
     def client(self) -> Engine:
         """The engine that computes for it."""
         return self._client
+
+    @property
+    def info(self) -> CoreReady:
+        """The numbers of the engine; zeros before it is loaded."""
+        return self._info
 
     def stats(self) -> ModelStats:
         total, (used, capacity) = self._metrics.total, self._client.kv_tokens
@@ -162,13 +169,14 @@ class LlmModel:
             with self._client.admit(request, context.tenant) as ticket:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(info.max_model_len), kept=kept)
-                banned = await tokenizer.word_ids(sampling.bad_words)
+                banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
                 add = build_add_request(request, context, prompt, bundle.defaults, info, banned)
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
                 prompt_ids = tuple(prompt) if request.return_prompt_ids else ()
-                builder = ChunkBuilder(bundle.tokenizer, prompt, sampling, bundle.defaults.eos, echo, prompt_ids)
-                with self._client.open_stream(add, stats, ticket) as stream:
+                ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
+                builder = ChunkBuilder(bundle.tokenizer, prompt, sampling, ends, echo, prompt_ids)
+                with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
                     while (chunk := builder.build_chunk(await stream.read())).finish_reason is None:
                         yield chunk
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
@@ -186,6 +194,26 @@ class LlmModel:
             async for chunk in chunks:
                 if (response := spoken.build_response(chunk)) is not None:
                     yield response
+
+    @contextmanager
+    def _cancellable(self, request_id: str, stream: TokenStream) -> Iterator[None]:
+        if not request_id:
+            yield
+            return
+        streams = self._open.setdefault(request_id, set())
+        streams.add(stream)
+        try:
+            yield
+        finally:
+            streams.discard(stream)
+            if not streams:
+                self._open.pop(request_id, None)
+
+    def cancel(self, request_id: str) -> None:
+        """End the generations of all requests with this id; their readers get `Cancelled`."""
+        for stream in self._open.get(request_id, ()):
+            if not stream.ended:
+                stream.fail(Cancelled("Request cancelled by client"))
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         limit = TokenLimit(self._max_counted, "what is only tokenized may have at most")

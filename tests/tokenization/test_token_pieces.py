@@ -48,3 +48,4 @@ def test_words_are_banned_alone_and_behind_a_space(checkpoint: Path) -> None:
     words = tokenizer.word_ids(["fox", " fox"])
     assert sorted(tokenizer.decode(word) for word in words) == [" fox", "fox"]
     assert tokenizer.word_ids([]) == []
+    assert [tokenizer.decode(word) for word in tokenizer.word_ids(["\n"])] == ["\n"]  # and no space

@@ -13,7 +13,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import Logprobs, PromptLogprobs
 from charonia.core.request import FinishReason, GenerateChunk, SamplingParams, Usage
 from charonia.core.request import join_chunks as join
-from charonia.engine.frontend.chunk_builder import ChunkBuilder
+from charonia.engine.frontend.chunk_builder import ChunkBuilder, TextEnds
 from charonia.engine.frontend.token_stream import TokenDelta
 from charonia.tokenization.tokenizer import Tokenizer
 
@@ -37,7 +37,8 @@ def ids(text: str) -> tuple[int, ...]:
 
 def write(pieces: list[str], finish: FinishReason = LENGTH, **asked: object) -> list[GenerateChunk]:
     """Chunks up to the last one the writer wants."""
-    writer = ChunkBuilder(ALPHABET, [0], SamplingParams(**asked))
+    words = tuple(map(ids, asked.pop("words", ())))  # type: ignore[call-overload]
+    writer = ChunkBuilder(ALPHABET, [0], SamplingParams(**asked), TextEnds(words=words))
     chunks = []
     for place, piece in enumerate(pieces, start=1):
         delta = TokenDelta(ids(piece), 0, finish if place == len(pieces) else None)
@@ -53,6 +54,16 @@ def test_tokens_behind_a_stop_string_do_not_count(pieces: list[str]) -> None:
     assert (whole.text, whole.token_ids, whole.finish_reason) == ("xa", ids("xabc"), STOP)
     assert whole.usage == Usage(1, 4)
     assert join(write(pieces, stop=("bc",), include_stop_str_in_output=True)).text == "xabc"
+
+
+@pytest.mark.parametrize("pieces", [["xabcdy"], ["x", "ab", "cdy"], list("xabcdy")], ids=len)
+def test_a_stop_word_ends_the_text_and_stays_in_it(pieces: list[str]) -> None:
+    whole = join(write(pieces, words=("zz", "bc", "cd")))
+    assert (whole.text, whole.token_ids, whole.finish_reason) == ("xabc", ids("xabc"), STOP)
+    assert whole.stop_reason is None
+    assert join(write(pieces, words=("ab",), min_tokens=2)).text == "xabcdy"
+    assert join(write(pieces, words=("bc",), min_tokens=2)).text == "xabc"
+    assert join(write(pieces, words=("bcd",), stop=("bc",))).text == "xa"
 
 
 @pytest.mark.parametrize(
@@ -73,10 +84,8 @@ def test_what_stopped_it(finish: FinishReason, asked: Any, reason: str | int | N
 def test_the_models_own_end_is_no_stop_reason() -> None:
     for ignore_eos, reason in ((False, None), (True, 2)):
         asked = SamplingParams(stop_token_ids=(2,), ignore_eos=ignore_eos)
-        assert (
-            ChunkBuilder(ALPHABET, [0], asked, eos=(2,)).build_chunk(TokenDelta(ids("bc"), 0, STOP)).stop_reason
-            == reason
-        )
+        writer = ChunkBuilder(ALPHABET, [0], asked, TextEnds(eos=(2,)))
+        assert writer.build_chunk(TokenDelta(ids("bc"), 0, STOP)).stop_reason == reason
 
 
 def test_a_text_that_ends_shows_what_was_held_back() -> None:
