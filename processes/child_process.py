@@ -115,6 +115,16 @@ class ChildProcess:
             return self._exit_code
 
 
+def describe_exit(exit_code: int | None) -> str:
+    """How a process ended, as `ChildProcess.wait` says it."""
+    if exit_code is None:
+        return "it hung up"
+    if exit_code >= 0:
+        return f"it exited with {exit_code}"
+    known = -exit_code in set(signal.Signals)
+    return f"it was ended by {signal.Signals(-exit_code).name if known else f'signal {-exit_code}'}"
+
+
 def python_child(
     name: str, target: Callable[..., None], *arguments: Any, inherited: Sequence[int] = ()
 ) -> ChildProcess:

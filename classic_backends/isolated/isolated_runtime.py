@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import select
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
-from ...processes.child_process import anonymous_file, python_child
+from ...processes.child_process import anonymous_file, describe_exit, python_child
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_parameters import read_choice
 from ..config_completion import declares_tensors
@@ -224,15 +223,7 @@ class InstanceProcess:
         exit_code = self._process.wait(_LEAVE_SECONDS)
         if self._kill_reason:
             return ProcessLost(f"was ended: {self._kill_reason}")
-        if exit_code is None:
-            how = "it hung up"
-        elif exit_code >= 0:
-            how = f"it exited with {exit_code}"
-        elif -exit_code in set(signal.Signals):
-            how = f"it was ended by {signal.Signals(-exit_code).name}"
-        else:
-            how = f"it was ended by signal {-exit_code}"
-        return ProcessLost(f"ended unexpectedly: {how}")
+        return ProcessLost(f"ended unexpectedly: {describe_exit(exit_code)}")
 
 
 PYTORCH = IsolatableLoader(

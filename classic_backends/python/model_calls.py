@@ -23,6 +23,7 @@ from ..python_stub.messages import (
     ErrorMessage,
     Infer,
     InferAnswer,
+    RequestMessage,
     ResponseMessage,
     TensorMessage,
     UpdateMetric,
@@ -60,6 +61,20 @@ def read_tensors(process: StubProcess, tensors: Sequence[TensorMessage]) -> list
     return [Tensor(each.name, each.datatype, tuple(each.shape), process.reader.read(each)) for each in tensors]
 
 
+def _read_request(message: RequestMessage, inputs: Sequence[Tensor]) -> InferRequest:
+    parameters: dict[str, ParameterValue] = json.loads(message.parameters)
+    if message.correlation_id:
+        parameters["sequence_id"] = message.correlation_id
+        parameters["sequence_start"] = bool(message.flags & 1)
+        parameters["sequence_end"] = bool(message.flags & 2)
+    if message.timeout:
+        parameters["timeout"] = message.timeout
+    if message.priority:
+        parameters["priority"] = message.priority
+    tensors = {tensor.name: tensor for tensor in inputs}
+    return InferRequest(message.id, tensors, tuple(message.outputs) or None, parameters)
+
+
 class ModelCalls:
     """The calls of one process, until it ends."""
 
@@ -84,7 +99,9 @@ class ModelCalls:
 
     def infer(self, message: Infer, parent: RequestContext | None) -> None:
         """Begin to answer. `parent`: the context of the request that the model asks for."""
-        task = asyncio.create_task(self._infer(message, parent), name=f"{self._process.name} asks {message.model}")
+        inputs = read_tensors(self._process, message.request.inputs)  # now, for a task may be cancelled unbegun
+        call = self._infer(message, inputs, parent)
+        task = asyncio.create_task(call, name=f"{self._process.name} asks {message.model}")
         self._inferences[message.call] = task
         task.add_done_callback(lambda _: self._inferences.pop(message.call))
 
@@ -100,7 +117,7 @@ class ModelCalls:
     def update_metric(self, message: UpdateMetric) -> None:
         self._metrics.update(self, message.metric, message.operation, message.value)
 
-    async def _infer(self, message: Infer, parent: RequestContext | None) -> None:
+    async def _infer(self, message: Infer, inputs: list[Tensor], parent: RequestContext | None) -> None:
         sent_final = False
         try:
             with self._gateway.open_request(ENDPOINT, () if parent is None else parent.headers) as context:
@@ -110,7 +127,7 @@ class ModelCalls:
                 if handle.config.decoupled and not message.decoupled:
                     name = handle.config.name
                     raise InvalidArgument(f"model '{name}' is decoupled: call exec or async_exec with decoupled=True")
-                async with aclosing(handle.infer(self._read_request(message))) as responses:
+                async with aclosing(handle.infer(_read_request(message.request, inputs))) as responses:
                     async for response in responses:
                         sent_final = response.final or not message.decoupled
                         self._process.send(InferAnswer(message.call, self._write_response(response), sent_final))
@@ -125,20 +142,6 @@ class ModelCalls:
 
     def _send_failure(self, call: int, error: CharoniaError) -> None:
         self._process.send(InferAnswer(call, ResponseMessage([], error_message(error)), True))
-
-    def _read_request(self, message: Infer) -> InferRequest:
-        request = message.request
-        parameters: dict[str, ParameterValue] = json.loads(request.parameters)
-        if request.correlation_id:
-            parameters["sequence_id"] = request.correlation_id
-            parameters["sequence_start"] = bool(request.flags & 1)
-            parameters["sequence_end"] = bool(request.flags & 2)
-        if request.timeout:
-            parameters["timeout"] = request.timeout
-        if request.priority:
-            parameters["priority"] = request.priority
-        inputs = {tensor.name: tensor for tensor in read_tensors(self._process, request.inputs)}
-        return InferRequest(request.id, inputs, tuple(request.outputs) or None, parameters)
 
     def _write_response(self, response: InferResponse) -> ResponseMessage:
         outputs = write_tensors(self._process, response.outputs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from ...core.errors import InvalidArgument
+from ...core.errors import Internal, InvalidArgument
 from ...core.gateway import ModelServices
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...telemetry.shared_state import ServerGateway
@@ -21,13 +21,11 @@ from ..python_stub import messages
 from ..runtime import InstancePlacement
 from .environments import interpreter
 from .model_calls import ModelCalls
-from .python_runtime import FirstAnswer, PythonRuntime
+from .python_runtime import FirstAnswer, PythonRuntime, initialize_failure
 from .stub_process import Interpreter, MemorySizes, StubProcess
 
 _LIBRARY_BYTES = 40 << 20
 """Memory that a process takes with Python and numpy."""
-
-_COMPLETE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +50,14 @@ class PythonBackend:
             _arguments(directory, config, placement),
             config.decoupled,
         )
-        seconds = read_integer(parameters, "stub-timeout-seconds", 30, least=1)
         with ExitStack() as resources:
             program = resources.enter_context(interpreter(directory.parent, parameters))
-            process = StubProcess(placement.name, runtime, program, _memory_sizes(parameters))
-            runtime.start(process, ModelCalls(process, gateway, gateway.shared_state.metrics), message, seconds)
+            try:
+                process = StubProcess(placement.name, runtime, program, _memory_sizes(parameters))
+            except (OSError, MemoryError) as error:
+                raise Internal(f"{initialize_failure(placement.name)}: {error}") from None
+            calls = ModelCalls(process, gateway, gateway.shared_state.metrics)
+            runtime.start(process, calls, message, _start_seconds(parameters))
             runtime.resources = resources.pop_all()
         return runtime
 
@@ -72,16 +73,16 @@ class PythonBackend:
             str(_model_file(directory, raw)), _search_path(directory), json.dumps(dict(raw))
         )
         with interpreter(directory.parent, parameters) as program:
-            return asyncio.run(_complete(f"model '{raw['name']}'", message, program))
+            return asyncio.run(_complete(raw["name"], message, program, _start_seconds(parameters)))
 
 
-async def _complete(name: str, message: messages.CompleteConfig, program: Interpreter) -> RawConfig:
-    answer = FirstAnswer(name)
-    process = StubProcess(name, answer, program)
+async def _complete(model: str, message: messages.CompleteConfig, program: Interpreter, seconds: float) -> RawConfig:
+    answer = FirstAnswer(f"Failed to auto-complete the configuration of model '{model}'")
+    process = StubProcess(f"model '{model}'", answer, program)
     await process.connect()
     try:
         process.send(message)
-        completed = await asyncio.to_thread(answer.wait, _COMPLETE_SECONDS)
+        completed = await asyncio.to_thread(answer.wait, seconds)
     finally:
         await process.close(0)
     config: RawConfig = json.loads(completed.config)
@@ -110,6 +111,10 @@ def _arguments(directory: Path, config: ModelConfig, placement: InstancePlacemen
         "model_version": config.version,
         "model_name": config.name,
     }
+
+
+def _start_seconds(parameters: Mapping[str, str]) -> int:
+    return read_integer(parameters, "stub-timeout-seconds", 30, least=1)
 
 
 def _memory_sizes(parameters: Mapping[str, str]) -> MemorySizes:

@@ -38,20 +38,24 @@ _CHECK_SECONDS = 5.0
 _ENDED = "its process ended unexpectedly"
 
 
-class FirstAnswer:
-    """A `StubListener` that waits for the first message of a process, in any thread."""
+def initialize_failure(instance: str) -> str:
+    return f"Failed to initialize model instance '{instance}'"
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+
+class FirstAnswer:
+    """A `StubListener` that waits for the first message of a process, in any thread. `failure`: the beginning of its
+    errors."""
+
+    def __init__(self, failure: str) -> None:
+        self._failure = failure
         self._answer: Future[Any] = Future()
 
     def on_message(self, message: Any) -> None:
         if not self._answer.done():
             self._answer.set_result(message)
 
-    def on_end(self) -> None:
-        if not self._answer.done():
-            self._answer.set_result(messages.Failed(_ENDED, ""))
+    def on_end(self, how: str) -> None:
+        self.on_message(messages.Failed(f"{_ENDED}: {how}", ""))
 
     def wait(self, seconds: float) -> Any:
         """The message.
@@ -62,11 +66,11 @@ class FirstAnswer:
         try:
             message = self._answer.result(seconds)
         except TimeoutError:
-            raise InvalidArgument(f"{self._name} did not answer within {seconds:g} s") from None
+            message = messages.Failed(f"its process did not answer within {seconds:g} s (stub-timeout-seconds)", "")
         if isinstance(message, messages.Failed):
             if message.report:
-                log.error("%s failed: %s", self._name, message.report)
-            raise InvalidArgument(f"{self._name} failed: {message.message}")
+                log.error("%s: %s", self._failure, message.report)
+            raise InvalidArgument(f"{self._failure}: {message.message}")
         return message
 
 
@@ -76,7 +80,7 @@ class PythonRuntime:
 
     def __init__(self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
         self._name, self._datatypes, self._loop = name, datatypes, loop
-        self._first = FirstAnswer(f"instance '{name}'")
+        self._first = FirstAnswer(initialize_failure(name))
         self._handles = count()
         self._open: dict[int, RuntimeRequest] = {}
         self._executed: Future[messages.Executed] = Future()
@@ -233,8 +237,8 @@ class PythonRuntime:
             case _:
                 self._first.on_message(message)
 
-    def on_end(self) -> None:
-        self._first.on_end()
+    def on_end(self, how: str) -> None:
+        self._first.on_end(how)
         self._set_readiness(_ENDED)
         if not self._executed.done():
             self._executed.set_exception(self._end_error())

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ...processes.child_process import ChildProcess, anonymous_file
+from ...processes.child_process import ChildProcess, anonymous_file, describe_exit
 from ..python_stub import messages
 from ..python_stub.tensor_memory import BlockReader, BlockWriter
 
@@ -79,8 +79,8 @@ class StubListener(Protocol):
 
     def on_message(self, message: Any) -> None: ...
 
-    def on_end(self) -> None:
-        """The process has ended, by itself or not; the last call."""
+    def on_end(self, how: str) -> None:
+        """The process has ended, by itself or not; the last call. `how`: see `describe_exit`."""
 
 
 class StubProcess:
@@ -180,7 +180,7 @@ class StubProcess:
         if not self.lost:
             self.lost = True
             self._loop.remove_reader(self._end)
-            self._listener.on_end()
+            self._listener.on_end(describe_exit(self._process.wait(0)))
 
     def _count_release(self) -> None:
         # Called when an array is collected, which may be anywhere: nothing here may need a lock of ours.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .connection import server
 from .messages import LogMessage
+from .triton_error import TritonModelException
 
 
 class Logger:
@@ -20,6 +21,8 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: int = INFO) -> None:
+        if level not in _LOG_LEVELS:
+            raise TritonModelException(f"{level} is no level of the logger")
         _log(_LOG_LEVELS[level], message)
 
     @staticmethod

@@ -128,7 +128,7 @@ class Initialized(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The model could not be loaded or finalized, or its config not be completed. `report`: the traceback."""
+    """The model could not be loaded, or its config not be completed. `report`: the traceback."""
 
     message: str
     report: str

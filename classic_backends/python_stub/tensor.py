@@ -100,7 +100,10 @@ def received_tensor(message: TensorMessage) -> Tensor:
 
 
 def write_tensors(tensors: Iterable[Tensor]) -> list[TensorMessage]:
-    return server().writer.write_all((each._name, each._datatype, each._array) for each in tensors)
+    try:
+        return server().writer.write_all((each._name, each._datatype, each._array) for each in tensors)
+    except MemoryError as error:
+        raise TritonModelException(str(error)) from None
 
 
 def _to_bytes_objects(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

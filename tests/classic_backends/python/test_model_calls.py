@@ -165,12 +165,29 @@ async def test_errors_of_other_models_are_values(tmp_path: Path, name: str, text
     assert values(response) == {"T": [text.encode()], "Y": [code]}
 
 
+async def test_calls_that_fail_or_are_left_at_once_hold_no_memory(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        memory = sys.modules["charonia_stub.connection"].server().writer
+        for number in range(200):
+            asked = pb_utils.InferenceRequest(model_name="nobody" if number % 2 else "hang",
+                                              inputs=[pb_utils.Tensor("X", np.zeros(1 << 16, np.uint8))])
+            asked.exec() if number % 2 else asked.exec(decoupled=True).cancel()
+        return [y(memory.size) for r in requests]
+    """
+    async with python_model(tmp_path, body, OtherModels()) as model:
+        [response] = await answers(model, request(1))
+    [size] = values(response)["Y"]
+    assert size <= 4 << 20
+
+
 async def test_leaving_a_stream_cancels_it(tmp_path: Path) -> None:
     body = """
     def execute(self, requests):
         [r] = requests
         stream = pb_utils.InferenceRequest(model_name="hang", requested_output_names=["Y"],
                                            inputs=[pb_utils.Tensor("X", x(r))]).exec(decoupled=True)
+        pb_utils.is_model_ready("double")  # the server has begun with what it was asked before
         stream.cancel()
         return [y(len(list(stream)))]
     """

@@ -1,6 +1,7 @@
 """Python models in their processes: the calls of Triton's interface, failures, ends of all kinds."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -321,10 +322,14 @@ async def test_errors_have_their_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ("raise ValueError('no weights')", "ValueError: no weights"),
-        ("import no_such_module", "No module named 'no_such_module'"),
-        ("os._exit(3)", "its process ended unexpectedly"),
-        ("time.sleep(60)", "did not answer within 1 s"),
+        ("raise ValueError('no weights')", "ValueError: no weights\n\nAt:\n  {file}(15): initialize\n"),
+        (
+            "import no_such_module",
+            "ModuleNotFoundError: No module named 'no_such_module'\n\nAt:\n  {file}(15): initialize\n",
+        ),
+        ("os._exit(3)", "its process ended unexpectedly: it exited with 3"),
+        ("os.kill(os.getpid(), 11)", "its process ended unexpectedly: it was ended by SIGSEGV"),
+        ("time.sleep(60)", "its process did not answer within 1 s (stub-timeout-seconds)"),
     ],
 )
 async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, body: str, text: str) -> None:
@@ -333,7 +338,44 @@ async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, body: str,
     with pytest.raises(InvalidArgument) as caught:
         async with python_model(tmp_path, body, parameters=seconds):
             pass
-    assert text in str(caught.value)
+    file = tmp_path / "model" / "1" / "model.py"
+    assert str(caught.value) == "Failed to initialize model instance 'model_0_0': " + text.format(file=file)
+
+
+async def test_memory_that_is_exhausted_is_told_and_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+    def initialize(self, args):
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+
+    def execute(self, requests):
+        return [y(np.zeros(x(r)[0], np.int32)) for r in requests]
+    """
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "")
+
+    grow = "Failed to increase the shared memory pool size to"
+    async with python_model(tmp_path, body) as model:
+        for _ in range(3):
+            with pytest.raises(Internal, match=f"{grow} 4194304 bytes: File too large"):
+                await answers(model, request(1 << 20))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(Internal, match=f"{grow} 2097152 bytes: No space left on device"):
+                await answers(model, request(*[1] * (1 << 19)))
+            with pytest.raises(Internal, match=f"initialize model instance 'model_0_0': {grow} 1048576 bytes: No sp"):
+                async with python_model(tmp_path, body):
+                    pass
+        [response] = await answers(model, request(1 << 17))
+    assert len(values(response)["Y"]) == 1 << 17
+
+
+async def test_what_finalize_raises_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with python_model(tmp_path, f"{DOUBLE}\ndef finalize(self): raise ValueError('not closed')"):
+        pass
+    assert "model_0_0: ValueError: not closed" in caplog.messages
 
 
 async def test_a_process_that_dies_fails_its_requests_and_is_replaced(tmp_path: Path) -> None:
