@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.model import RawConfig
-from .config_defaults import LANGUAGE_MODEL_BACKENDS
+from .config_defaults import ENSEMBLE_PLATFORM, LANGUAGE_MODEL_BACKENDS
 from .config_io import ConfigMessage, v2_datatype
 
 _MAX_INSTANCES = 1024
@@ -35,6 +35,7 @@ _IGNORED_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "
 _ONNX_OPTIMIZATION = ("graph", "execution_accelerators")
 _IGNORED_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
 _IGNORED_STATE = ("use_same_buffer_for_input_output", "use_growable_memory")
+_IGNORED_ENSEMBLE = ("batch_input", "batch_output", "default_model_filename")
 _IGNORED_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
 _CLASSIC_ONLY = (
     "max_batch_size",
@@ -77,6 +78,8 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
     if config.backend in LANGUAGE_MODEL_BACKENDS:
         yield from _fields_set(config, _CLASSIC_ONLY)
         return
+    if config.platform == ENSEMBLE_PLATFORM:
+        yield from _fields_set(config, _IGNORED_ENSEMBLE)
     if config.model_transaction_policy.decoupled and config.backend not in _DECOUPLED_BACKENDS:
         yield _DECOUPLED
     onnx = config.backend == "onnxruntime"
@@ -149,6 +152,8 @@ def validate_config(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
     if config.HasField("dynamic_batching"):
         _check_batching(config)
     _check_batch_tensors(config)
+    if config.platform == ENSEMBLE_PLATFORM:
+        _check_ensemble(config)
     _check_instances(config, gpus)
     if "openai" in config.parameters:
         _check_openai(config)
@@ -246,6 +251,23 @@ def _check_instances(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
         else:
             message = f"{of} has kind {group.Kind.Name(group.kind)} but specifies one or more GPUs"
             _require(not group.gpus, "instance_group.gpus", message)
+
+
+def _check_ensemble(config: ConfigMessage) -> None:
+    """Check that an ensemble asks for nothing that only a model with code of its own can have."""
+    name = config.name
+    message = f"ensemble scheduling must be set for ensemble {name} whose platform is {ENSEMBLE_PLATFORM}"
+    _require(config.HasField("ensemble_scheduling"), "ensemble_scheduling", message)
+    message = f"instance group should not be specified for ensemble '{name}'"
+    _require(not config.instance_group, "instance_group", message)
+    message = f"optimization should not be specified for ensemble '{name}'"
+    _require(not config.HasField("optimization"), "optimization", message)
+    message = f"model_warmup can not be specified for ensemble '{name}'"
+    _require(not config.model_warmup, "model_warmup", message)
+    for side, tensors in (("input", config.input), ("output", config.output)):
+        for tensor in tensors:
+            message = f"{side} '{tensor.name}' of ensemble '{name}' can not have 'reshape': set it in a step's model"
+            _require(not tensor.HasField("reshape"), f"{side}.{tensor.name}.reshape", message)
 
 
 def _check_openai(config: ConfigMessage) -> None:

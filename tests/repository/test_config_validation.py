@@ -16,6 +16,10 @@ input { name: "A" data_type: TYPE_FP32 dims: [ 2, -1 ] reshape { shape: [ 1, 2, 
 output { name: "B" data_type: TYPE_FP32 dims: 1 reshape { } }
 """
 OPENAI = GOOD.replace("{", "{{").replace("}", "}}") + 'parameters {{ key: "openai" value: {{ string_value: "{}" }} }}'
+WHOLE = """
+name: "w" platform: "ensemble" ensemble_scheduling { step { } }
+input { name: "A" data_type: TYPE_FP32 dims: 1 }
+"""
 LONE = 'name: "m" backend: "x" '
 
 
@@ -161,6 +165,19 @@ def test_batching_is_invited_where_the_server_found_the_size() -> None:
             "version_policy.versions",
             "'versions' of the version policy must be 1 or more numbers of at least 1 for m",
         ),
+        (WHOLE + "instance_group { }", "instance_group", "instance group should not be specified for ensemble 'w'"),
+        (WHOLE + "optimization { }", "optimization", "optimization should not be specified for ensemble 'w'"),
+        (WHOLE + "model_warmup { name: 'x' }", "model_warmup", "model_warmup can not be specified for ensemble 'w'"),
+        (
+            WHOLE.replace("dims: 1", "dims: 1 reshape { shape: [ 1, 1 ] }"),
+            "input.A.reshape",
+            "input 'A' of ensemble 'w' can not have 'reshape'",
+        ),
+        (
+            'name: "w" platform: "ensemble"',
+            "ensemble_scheduling",
+            "ensemble scheduling must be set for ensemble w whose platform is ensemble",
+        ),
         (OPENAI.format("talk"), "parameters.openai", "parameter 'openai' of m must be 'chat' or 'completions', got"),
         (OPENAI.format("chat"), "output", "m has the parameter 'openai', but no output 'text_output' of TYPE_STRING"),
         (
@@ -193,6 +210,10 @@ def test_rules(text: str, field: str, says: str) -> None:
         (GOOD + "optimization { priority: PRIORITY_MAX graph { level: 1 } }", ["optimization.priority"]),
         (GOOD + 'instance_group { profile: "1" }', ["instance_group.profile"]),
         (GOOD.replace("dims: 1 ", "dims: 1 is_shape_tensor: true "), ["output.B.is_shape_tensor"]),
+        (
+            WHOLE + "model_transaction_policy { decoupled: true } default_model_filename: 'x'",
+            ["default_model_filename"],
+        ),
         (GOOD + "model_transaction_policy { decoupled: true }", ["model_transaction_policy.decoupled"]),
         ('name: "m" backend: "repeat" model_transaction_policy { decoupled: true }', []),
         (LONE + "optimization { graph { level: 1 } }", ["optimization.graph"]),

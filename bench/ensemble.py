@@ -1,0 +1,272 @@
+"""The cost of ensembles: the same load to a model alone and through a graph around it, in turns.
+
+    python -m charonia.bench.ensemble
+    python -m charonia.bench.ensemble --trials tokens chain --quick
+    python -m charonia.bench.ensemble --trials throughput --scratch DIR --script
+
+`tokens`: microseconds of frontend CPU for each token through a graph of three steps, less those of the language model
+alone, which is a fake that only counts. `chain`: requests a second through three identity models, as a share of one's.
+`throughput`: tokens a second of a language model that computes (random weights, int8) through three steps, as a share
+of its own; `--script` adds a graph with a Python step per token. Ends with status 1 if a bar is missed.
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+from rich.table import Table
+
+from ..core.errors import Unavailable
+from .checkpoint import ShapeName
+from .cli_errors import exit_on_error
+from .load import fake_model
+from .load.driver import LoopMode
+from .load.endpoints import OK, RequestOptions
+from .load.graph_models import CHAIN, GRAPH, IDENTITY, LLM, SCRIPTED, write_chain, write_graphs
+from .load.infer_generators import Generator, find_generator, run_load
+from .load.infer_load import InferLoad
+from .load.plan import Prompts, uniform_jobs
+from .load.service_trials import TrialVerdict, speed
+from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
+from .offline import prepare_checkpoint
+from .server_process import CpuMeter, ServerAddress, own_server
+
+Log: TypeAlias = Callable[[str], None]
+TrialName: TypeAlias = Literal["tokens", "chain", "throughput"]
+_TRIALS: tuple[TrialName, ...] = ("tokens", "chain", "throughput")
+_MOST_MICROSECONDS = 60.0
+_LEAST_CHAIN = 0.4
+_LEAST_THROUGHPUT = 0.9
+_BLOCK = 16
+_Count = Annotated[int, Parameter(validator=Number(gt=0))]
+_Switch = Annotated[bool, Parameter(negative=())]
+
+app = App(name="python -m charonia.bench.ensemble", help=__doc__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphLoad:
+    """The load of every turn."""
+
+    streams: _Count = 64
+    """Requests at a time of `tokens` and `throughput`."""
+    prompt: _Count = 16
+    """Tokens of each prompt, about."""
+    new: _Count = 128
+    """New tokens of each request."""
+    step_ms: Annotated[float, Parameter(validator=Number(gt=0))] = 15.0
+    """Milliseconds that a step of the fake engine takes: at less, tokens merge."""
+    connections: _Count = 32
+    """Requests at a time of `chain`."""
+    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 3.0
+    """Of each turn of `chain`."""
+    generator: Generator = "auto"
+    """What drives `chain`: wrk, which wants whole seconds, or our own process; auto takes wrk if it is there."""
+    repeats: _Count = 3
+    """Turns of each side."""
+    script: _Switch = False
+    """In `throughput`, a graph with a Python step as well."""
+    quick: _Switch = False
+    """A turn or two of a fraction of the load, to see that it runs; the figures mean nothing."""
+
+    def sized(self) -> "GraphLoad":
+        return replace(self, streams=4, new=8, repeats=1, seconds=1.0, connections=4) if self.quick else self
+
+
+class GraphTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one side: `per_second` tokens or requests, and microseconds of frontend CPU for each."""
+
+    trial: TrialName
+    model: str
+    per_second: float
+    microseconds: float
+
+
+Turn: TypeAlias = Callable[[str], GraphTurn]
+
+
+def take_turns(turn: Turn, models: Sequence[str], repeats: int, log: Log) -> list[GraphTurn]:
+    """Each model's turn, one after the other, `repeats` times."""
+    turns = []
+    for model in list(models) * repeats:
+        turns.append(turn(model))
+        done = turns[-1]
+        log(f"{done.trial:10} {model:9} {done.per_second:9.1f}/s, {done.microseconds:7.1f} µs of frontend CPU each")
+    return turns
+
+
+def middle(turns: Sequence[GraphTurn], model: str, figure: Callable[[GraphTurn], float]) -> float:
+    return median(figure(turn) for turn in turns if turn.model == model)
+
+
+def tokens_trial(load: GraphLoad, log: Log) -> tuple[list[GraphTurn], list[TrialVerdict]]:
+    length = load.prompt * 8 + load.new + _BLOCK
+    parameters = {
+        "max_num_seqs": load.streams,
+        "max_num_batched_tokens": 4 * load.streams,
+        "fake_step_seconds": load.step_ms / 1e3,
+        "fake_max_model_len": length,
+        # Room for all: preemption is no business of the frontend's.
+        "kv_cache_blocks": load.streams * (length // _BLOCK + 1),
+    }
+    with TemporaryDirectory(prefix="charonia-bench-") as scratch:
+        repository = fake_model.write_repository(Path(scratch) / "models", parameters)
+        write_graphs(repository)
+        with own_server("--model-repository", str(repository)) as place:
+            turns = take_turns(lambda model: _stream("tokens", place, model, load), (LLM, GRAPH), load.repeats, log)
+    alone, through = (middle(turns, model, lambda turn: turn.microseconds) for model in (LLM, GRAPH))
+    what = f"frontend CPU of a token, µs: {through:.1f} through three steps, {alone:.1f} alone"
+    return turns, [TrialVerdict(what, through - alone, _MOST_MICROSECONDS, at_least=False)]
+
+
+def throughput_trial(
+    checkpoint: Path, load: GraphLoad, parameters: Mapping[str, object], log: Log
+) -> tuple[list[GraphTurn], list[TrialVerdict]]:
+    """`parameters`: of the model of `checkpoint`, which computes."""
+    graphs = (GRAPH, SCRIPTED) if load.script else (GRAPH,)
+    with TemporaryDirectory(prefix="charonia-bench-") as scratch:
+        repository = Path(scratch) / "models"
+        (repository / LLM).mkdir(parents=True)
+        (repository / LLM / "1").symlink_to(checkpoint.resolve())
+        fake_model.write_config(repository / LLM, {"max_num_seqs": load.streams, **parameters})
+        write_graphs(repository, script=load.script)
+        with own_server("--model-repository", str(repository)) as place:
+            turns = take_turns(
+                lambda model: _stream("throughput", place, model, load), (LLM, *graphs), load.repeats, log
+            )
+    alone, *through = (middle(turns, model, lambda turn: turn.per_second) for model in (LLM, *graphs))
+    kinds = ("three steps", "three steps, one in Python")
+    said = [
+        f"tokens/s of {load.streams} streams: {rate:.1f} through {kind}, {alone:.1f} alone"
+        for rate, kind in zip(through, kinds, strict=False)
+    ]
+    bars = (_LEAST_THROUGHPUT, 0.0)
+    return turns, [
+        TrialVerdict(what, rate / alone, bar, at_least=True)
+        for what, rate, bar in zip(said, through, bars, strict=False)
+    ]
+
+
+def _stream(trial: TrialName, place: ServerAddress, model: str, load: GraphLoad) -> GraphTurn:
+    """A closed loop of as many streams; every stream has all its tokens."""
+    jobs = uniform_jobs([0.0] * (2 * load.streams), load.prompt, load.new)
+    target = LoadTarget(
+        host=place.host, port=place.http_port, door="generate", manner=RequestOptions(model, counted=False)
+    )
+    pace = LoopMode(concurrency=load.streams)
+    meter = CpuMeter(place.pid)
+    [outcome] = run(LoadRun(target=target, jobs=jobs, prompts=Prompts(form="text"), pace=pace), on_start=meter.start)
+    spent, tokens = meter.spent(), _tokens(model, outcome)
+    each = float("nan") if spent is None else spent.frontend / tokens * 1e6
+    return GraphTurn(trial=trial, model=model, per_second=speed(outcome), microseconds=each)
+
+
+def _tokens(model: str, outcome: WorkerOutcome) -> int:
+    failed = [record.status for record in outcome.records if record.status != OK]
+    if failed:
+        raise Unavailable(f"{len(failed)} of {len(outcome.records)} streams of '{model}' failed: {failed[0]}")
+    return sum(record.tokens for record in outcome.records)
+
+
+def chain_trial(load: GraphLoad, log: Log) -> tuple[list[GraphTurn], list[TrialVerdict]]:
+    with TemporaryDirectory(prefix="charonia-bench-") as scratch:
+        write_chain(Path(scratch))
+        with own_server("--model-repository", scratch) as place:
+            turns = take_turns(lambda model: _ask(place, model, load), (IDENTITY, CHAIN), load.repeats, log)
+    alone, through = (middle(turns, model, lambda turn: turn.per_second) for model in (IDENTITY, CHAIN))
+    what = f"requests/s: {through:.0f} through three identity models, {alone:.0f} of one"
+    return turns, [TrialVerdict(what, through / alone, _LEAST_CHAIN, at_least=True)]
+
+
+def _ask(place: ServerAddress, model: str, load: GraphLoad) -> GraphTurn:
+    asked = InferLoad(
+        door="binary", port=place.http_port, connections=load.connections, seconds=load.seconds, model=model
+    )
+    by = find_generator("binary", load.generator)
+    meter = CpuMeter(place.pid)
+    meter.start()
+    report = run_load(asked, by)
+    spent = meter.spent()
+    # The meter sees our own generator's warm-up too, which is answered at the same rate.
+    answers = report.answers * (1 + (asked.warm_up / report.seconds if by == "own" else 0.0))
+    each = float("nan") if spent is None else spent.frontend / answers * 1e6
+    return GraphTurn(trial="chain", model=model, per_second=report.rate, microseconds=each)
+
+
+def show(console: Console, verdicts: Sequence[TrialVerdict]) -> None:
+    """Print them beside their bars."""
+    table = Table("", "figure", "bar", "")
+    for verdict in verdicts:
+        sign = "at least" if verdict.at_least else "at most"
+        met = "met" if verdict.met else "[red]missed[/red]"
+        table.add_row(verdict.what, f"{verdict.value:.2f}", f"{sign} {verdict.bar:g}", met)
+    console.print(table)
+
+
+@contextmanager
+def _computing(
+    load: GraphLoad, shape: ShapeName, scratch: Path | None, log: Log
+) -> Iterator[tuple[Path, Mapping[str, object]]]:
+    """A checkpoint that computes, and the parameters of its model."""
+    chosen: ShapeName = "granite-tiny" if load.quick else shape
+    parameters = {} if load.quick else {"dtype": "bfloat16", "quantization": "int8", "max_model_len": 2048}
+    with prepare_checkpoint(None, chosen, scratch, log) as (checkpoint, _):
+        yield checkpoint, parameters
+
+
+@app.default
+def ensemble(
+    *,
+    trials: Annotated[tuple[TrialName, ...], Parameter(consume_multiple=True, negative=())] = _TRIALS,
+    load: Annotated[GraphLoad, Parameter("*")] = GraphLoad(),
+    shape: ShapeName = "qwen2.5-0.5b",
+    scratch: Path | None = None,
+    json: Path | None = None,
+) -> int:
+    """Compare models alone with graphs around them.
+
+    Parameters
+    ----------
+    trials
+        Which of them.
+    shape
+        Whose shape the random weights of `throughput` have.
+    scratch
+        Keep made checkpoints here; by default they are made anew each time.
+    json
+        Write all turns and the verdicts to this file.
+    """
+    console, load = Console(), load.sized()
+
+    def log(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
+    turns: list[GraphTurn] = []
+    verdicts: list[TrialVerdict] = []
+    with exit_on_error():
+        for trial in trials:
+            if trial == "throughput":
+                with _computing(load, shape, scratch, log) as (checkpoint, parameters):
+                    taken, reached = throughput_trial(checkpoint, load, parameters, log)
+            else:
+                taken, reached = (tokens_trial if trial == "tokens" else chain_trial)(load, log)
+            turns, verdicts = turns + taken, verdicts + reached
+    show(console, verdicts)
+    if json:
+        json.write_bytes(msgspec.json.encode({"load": load, "turns": turns, "verdicts": verdicts}))
+    return 0 if load.quick or all(verdict.met for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(app())
