@@ -10,11 +10,19 @@ from cyclopts import CycloptsPanel
 from cyclopts.exceptions import CycloptsError, UnknownOptionError
 
 from ..core.errors import did_you_mean
+from ..engine.vllm.arguments import NOT_SERVED, WITHOUT_EFFECT
 
 _NO_EFFECT = "leave it out: "
 _NOT_SERVED = "not served: "
 
+
+def _flags(arguments: Mapping[str, str], kind: str) -> dict[str, str]:
+    return {f"--{name.replace('_', '-')}": kind + reason for name, reason in arguments.items()}
+
+
 VLLM_FLAGS: Mapping[str, str] = {
+    **_flags(WITHOUT_EFFECT, _NO_EFFECT),
+    **_flags(NOT_SERVED, _NOT_SERVED),
     "--host": "--http-address, --grpc-address and --metrics-address",
     "--port": "--http-port; gRPC has --grpc-port, metrics --metrics-port",
     "--model": "the first argument: charonia serve MODEL",
@@ -27,25 +35,9 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--num-gpu-blocks-override": "--kv-cache-blocks",
     "--enable-prefix-caching": "--prefix-caching, which is on by default",
     "--no-enable-prefix-caching": "--no-prefix-caching",
-    "--enable-chunked-prefill": f"{_NO_EFFECT}prompts are always computed in pieces",
     "--async-scheduling": "--ahead 1",
-    "--scheduling-policy": f"{_NO_EFFECT}a request's priority always counts",
-    "--enforce-eager": f"{_NO_EFFECT}there are no graphs to capture",
-    "--compilation-config": f"{_NO_EFFECT}nothing is compiled",
-    "--swap-space": f"{_NO_EFFECT}what has no room is computed again",
-    "--cpu-offload-gb": f"{_NOT_SERVED}weights are where they are computed with",
-    "--load-format": f"{_NO_EFFECT}safetensors, else torch's .bin",
     "--hf-token": "the variable HF_TOKEN",
-    "--hf-overrides": f"{_NOT_SERVED}change the checkpoint's config.json",
-    "--tokenizer-mode": f"{_NO_EFFECT}a tokenizer.json is read",
-    "--trust-remote-code": f"{_NOT_SERVED}no code of a checkpoint is run",
-    "--seed": f"{_NO_EFFECT}a request's seed counts",
-    "--max-logprobs": f"{_NO_EFFECT}up to 20",
-    "--generation-config": f"{_NO_EFFECT}the checkpoint's generation_config.json gives the defaults",
-    "--override-generation-config": f"{_NOT_SERVED}change the checkpoint's generation_config.json",
-    "--enable-lora": f"{_NOT_SERVED}adapters, but with --backend tensorrtllm",
-    "--lora-modules": f"{_NOT_SERVED}adapters, but with --backend tensorrtllm",
-    "--speculative-config": f"{_NOT_SERVED}speculation, but with --backend tensorrtllm",
+    "--lora-modules": f"{_NOT_SERVED}{NOT_SERVED['enable_lora']}",
     "--enable-auto-tool-choice": f"{_NOT_SERVED}calls of tools",
     "--tool-call-parser": f"{_NOT_SERVED}calls of tools",
     "--reasoning-parser": f"{_NOT_SERVED}reasoning stays in the text",
@@ -57,7 +49,6 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--enable-log-requests": "--log-info, which is on by default",
     "--disable-log-requests": "--log-info=false",
     "--no-enable-log-requests": "--log-info=false",
-    "--disable-log-stats": f"{_NO_EFFECT}statistics are metrics, not lines of the log",
     "--disable-uvicorn-access-log": f"{_NO_EFFECT}they come with --log-verbose alone",
     "--enable-request-id-headers": f"{_NO_EFFECT}every answer has x-request-id",
     "--allowed-methods": f"{_NO_EFFECT}--allowed-origins lets pages use all of them",

@@ -3,6 +3,7 @@ table of backends. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,7 @@ from ..core.model import MemoryNeed, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.hf_checkpoint import find_weights
+from .config import EngineConfig
 from .frontend.llm import LlmModel, TokenizerBundle
 from .options import EngineOptions, engine_config, parse_settings
 
@@ -36,6 +38,13 @@ def language_model(
     Raises:
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
+    return LlmModel(name, version, granted_config(path, parameters, memory, gpu_memory), on_progress)
+
+
+def granted_config(
+    path: str, parameters: Mapping[str, Any], memory: int | None = None, gpu_memory: int | None = None
+) -> EngineConfig:
+    """The configuration of a model's engine. Arguments, and errors: see `language_model`."""
     checkpoint, options = _read(path, parameters)
     here = usable_cores().logical
     # More are meant for another machine; ranks that Ray places may have more cores than are here.
@@ -43,11 +52,10 @@ def language_model(
         message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
         raise InvalidArgument(message, field="threads")
     plain = engine_config(checkpoint, options)
-    config = msgspec.structs.replace(plain, host_memory=memory, gpu_memory=gpu_memory)
-    return LlmModel(name, version, config, on_progress)
+    return msgspec.structs.replace(plain, host_memory=memory, gpu_memory=gpu_memory)
 
 
-def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
+def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
     """The memory that the weights need, and a cache whose bytes are given: of the host, or of each GPU that has a rank.
     `gpus`: the numbers of those here. No weights are counted of a checkpoint that is yet to be downloaded, and nothing
     for ranks that Ray places: it knows each machine better.
@@ -60,7 +68,7 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
         return ()
     weights, cache = _weight_bytes(Path(checkpoint), options), options.kv_cache_bytes or 0
     device, replicas = options.device or "auto", options.data_parallel_size or 1
-    if device == "cpu" or (device == "auto" and not (gpus and torch_has_cuda())):  # as torch will choose
+    if computes_on_host(device, gpus):
         return (MemoryNeed((weights + cache) * replicas),)
     ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
     _, _, number = device.partition(":")
@@ -68,7 +76,12 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
     return tuple(MemoryNeed(weights // ranks + cache, gpu) for gpu in taken)
 
 
-def examine(path: str, parameters: Mapping[str, str]) -> str:
+def computes_on_host(device: str | None, gpus: Sequence[int]) -> bool:
+    """Whether an engine with this option `device` will compute on the host, where there are these GPUs."""
+    return device == "cpu" or (device in (None, "auto") and not (gpus and torch_has_cuda()))  # as torch will choose
+
+
+def examine(path: str, parameters: Mapping[str, Any]) -> str:
     """Check a checkpoint as loading it would, but read no weights. Return what only loading will find out, if anything.
 
     Raises:
@@ -97,6 +110,6 @@ def _weight_bytes(directory: Path, options: EngineOptions) -> int:
     return int(stored * (width / stored_width))
 
 
-def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]:
+def _read(path: str, parameters: Mapping[str, Any]) -> tuple[str, EngineOptions]:
     settings = dict(parameters)
     return settings.pop("model", path), parse_settings(settings, EngineOptions)

@@ -69,6 +69,7 @@ ClassicModelBuilder: TypeAlias = Callable[
 
 TEXT_BACKENDS = {
     "charonia": ("engine.build", "language_model", "memory_needed", "examine"),
+    "vllm": ("engine.vllm.build", "vllm_model", "memory_needed", "examine"),
     "tensorrtllm": ("engine.trtllm.build", "tensorrt_llm"),
 }
 """Backend name -> module of ours, and the functions in it that a `TextBackend` has, in its order."""

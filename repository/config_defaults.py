@@ -34,9 +34,9 @@ TRITON_BACKENDS = (
 """A version's files are tried in this order."""
 
 LANGUAGE_MODEL_BACKEND = "charonia"
-LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "tensorrtllm")
+LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "vllm", "tensorrtllm")
 ENCODER_BACKEND = "encoder"
-CHECKPOINT_BACKENDS = (*LANGUAGE_MODEL_BACKENDS, ENCODER_BACKEND)
+CHECKPOINT_BACKENDS = (LANGUAGE_MODEL_BACKEND, "tensorrtllm", ENCODER_BACKEND)
 ENSEMBLE_PLATFORM = "ensemble"
 
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
@@ -58,7 +58,11 @@ def fill_backend(config: ConfigMessage, directory: Path) -> None:
         config.platform = ENSEMBLE_PLATFORM
         return
     _pair_backend_and_platform(config)
-    if not config.default_model_filename and config.backend not in (*CHECKPOINT_BACKENDS, ENSEMBLE_PLATFORM):
+    if not config.default_model_filename and config.backend not in (
+        *LANGUAGE_MODEL_BACKENDS,
+        ENCODER_BACKEND,
+        ENSEMBLE_PLATFORM,
+    ):
         config.default_model_filename = _default_filename(config, directory)
 
 

@@ -53,6 +53,10 @@ _CLASSIC_ONLY = (
 )
 
 
+_DECLARED_TENSORS = ("vllm",)
+"""Language models' backends whose tensors Triton's repositories may write out: they are declared in any case."""
+
+
 def refuse_unsupported_fields(config: ConfigMessage) -> None:
     """Raises `Unsupported` for a field that changes answers and is not served."""
     for field, reason in _REFUSED.items():
@@ -76,7 +80,7 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
     if config.response_cache.enable and not (caching and is_response_cache_enabled(config)):
         yield "response_cache"
     if config.backend in LANGUAGE_MODEL_BACKENDS:
-        yield from _fields_set(config, _CLASSIC_ONLY)
+        yield from (field for field in _fields_set(config, _CLASSIC_ONLY) if not _holds_anyway(config, field))
         return
     if config.platform == ENSEMBLE_PLATFORM:
         yield from _fields_set(config, _IGNORED_ENSEMBLE)
@@ -99,6 +103,16 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
     for side, tensors in (("input", config.input), ("output", config.output)):
         for tensor in tensors:
             yield from _fields_set(tensor, _IGNORED_TENSOR, f"{side}.{tensor.name}.")
+
+
+def _holds_anyway(config: ConfigMessage, field: str) -> bool:
+    """Whether a language model is as this field of its config says, which Triton's backends for them write out."""
+    if field == "model_transaction_policy":
+        return bool(config.model_transaction_policy.decoupled)
+    if field == "instance_group":
+        [group, *others] = config.instance_group
+        return not others and group.count <= 1 and group.kind in (group.KIND_AUTO, group.KIND_MODEL)
+    return field in ("input", "output") and config.backend in _DECLARED_TENSORS
 
 
 def _fields_set(message: ConfigMessage, fields: Sequence[str], prefix: str = "") -> list[str]:

@@ -47,6 +47,7 @@ INNER_FLOORS = {
         "frontend",
         "trtllm",
         ".build",
+        "vllm",
     ),
     "api": ("http", "triton openai grpc", ".app"),
     "classic_backends": (

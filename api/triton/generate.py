@@ -131,6 +131,7 @@ class _Mapping:
 
     def __init__(self, config: ModelConfig) -> None:
         self._batched = config.max_batch_size > 0
+        self._implied_stream = config.implied_stream
         self._specs = {spec.name: spec for spec in config.inputs}
         self._lists: dict[str, list[Any]] = {}
         self._id = ""
@@ -170,11 +171,11 @@ class _Mapping:
         return spec is not None and spec.datatype == datatype
 
     def build_request(self, stream: bool) -> InferRequest:
-        """The request of the members taken; `stream` fills an absent `stream` input.
+        """The request of the members taken; `stream` fills an absent `stream` input, where the model's config says so.
 
         Lists, which v2 parameters cannot be, go with scalars as JSON into the input that is made for them.
         """
-        if self._has("stream", "BOOL") and "stream" not in self._tensors:
+        if self._implied_stream and self._has("stream", "BOOL") and "stream" not in self._tensors:
             self._tensors["stream"] = json_tensors.input_tensor(self._specs["stream"], stream, self._batched)
         if self._lists:
             sampling: dict[str, Any] = {key: value for key, value in self._parameters.items() if key != "id"}

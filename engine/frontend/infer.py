@@ -6,64 +6,91 @@ The names are those of Triton's TensorRT-LLM and vLLM back ends. Knows nothing o
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import orjson
 
 from ...core.errors import InvalidArgument
+from ...core.logprobs import TokenLogprob
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, join_chunks
 from ...core.tensor import Tensor, TensorSpec
 from ...tokenization.tokenizer import TokenLimit
-from .request_parameters import ResponseOptions, one_element, parse_request_parameters, text_of
+from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of
 
-INPUTS = (
-    TensorSpec("text_input", "BYTES", (1,), optional=True),
-    TensorSpec("input_ids", "INT32", (-1,), optional=True),
-    TensorSpec("stream", "BOOL", (1,), optional=True),
-    TensorSpec("sampling_parameters", "BYTES", (1,), optional=True),
-)
+Chunks = AsyncGenerator[GenerateChunk, None]
 
-OUTPUTS = (
-    TensorSpec("text_output", "BYTES", (-1,)),
-    TensorSpec("finish_reason", "BYTES", (-1,)),
-    TensorSpec("num_input_tokens", "INT32", (1,)),
-    TensorSpec("num_output_tokens", "INT32", (-1,)),
-    TensorSpec("output_ids", "INT32", (-1,)),
-    TensorSpec("cum_log_probs", "FP32", (-1,)),
-    TensorSpec("output_log_probs", "FP32", (-1, -1)),
-    TensorSpec("cumulative_logprob", "FP32", (-1,)),
-)
-"""All but the first come only when asked for: by a parameter `return_...`, or by name. A free first dimension is the
-number of answers, but `output_ids` are concatenated, and rows of `output_log_probs` are padded with 0."""
+OutputValues: TypeAlias = Callable[[Sequence[GenerateChunk], Sequence[float]], Any]
+"""The elements of an output, from a chunk of each answer, and the sums of the logprobs of all its tokens so far."""
 
-_LOG_PROBS = ("cum_log_probs", "output_log_probs")
+
+class OutputTensor(NamedTuple):
+    """An output that a language model may give, and how its elements come about."""
+
+    spec: TensorSpec
+    values: OutputValues
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """The tensors of a language model, as one kind of repository has them, and what requests mean that leave some out.
+
+    An input that is no prompt is a parameter of its name. The first output always comes, the others when they are asked
+    for: by name, or by a parameter `return_...`. `defaults`: parameters that are not the checkpoint's to choose, by our
+    own names. `refused`: options that no model of the layout has, with what is said of them. `echoes`: a whole answer
+    begins with the prompt, unless the request says otherwise. `implied_stream`: see `ModelConfig`.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[OutputTensor, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    echoes: bool = False
+    implied_stream: bool = True
+
+    @property
+    def output_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(output.spec for output in self.outputs)
+
+
+_PROMPTS = {"text_input", "input_ids"}
+_SAMPLING_PARAMETERS = "sampling_parameters"
+_LOG_PROBS = {"cum_log_probs", "output_log_probs"}
 _LOGPROBS = {*_LOG_PROBS, "cumulative_logprob"}
+
+_COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens", "logprobs"}
+"""Outputs that would lose tokens if a response without text were left out."""
 
 _READ_AT_ONCE = 1 << 16
 """Token ids that are converted before they are counted against a shorter limit: so many cost little."""
 
-Chunks = AsyncGenerator[GenerateChunk, None]
-
 
 class ParsedInferRequest(NamedTuple):
-    """A v2 request to a language model, parsed: one generation or several for the same prompt. `outputs`: the names of
-    the response's tensors, in order."""
+    """A v2 request to a language model, parsed: one generation or several for the same prompt. `outputs`: the
+    response's tensors, in order."""
 
     requests: tuple[GenerateRequest, ...]
     options: ResponseOptions
-    outputs: tuple[str, ...]
+    outputs: tuple[OutputTensor, ...]
 
 
-def parse_infer_request(request: InferRequest, limit: TokenLimit | None = None) -> ParsedInferRequest:
-    """Parse a v2 request. `limit`: of its token ids.
+def parse_infer_request(
+    request: InferRequest, layout: TensorLayout, limit: TokenLimit | None = None
+) -> ParsedInferRequest:
+    """Parse a v2 request to a model of this layout. `limit`: of its token ids.
 
     Raises:
         InvalidArgument: a name is unknown, a value is wrong, or they contradict each other; `field` names it.
     """
-    sampling, options = parse_request_parameters(request.parameters, request.inputs.get("sampling_parameters"))
-    options = _response_options(request, options)
-    outputs = _output_names(request, options)
-    if _LOGPROBS & set(outputs):
+    tensors = {name: _parameter(tensor) for name, tensor in request.inputs.items() if name not in _PROMPTS}
+    tensors.pop(_SAMPLING_PARAMETERS, None)
+    replacement = request.inputs.get(_SAMPLING_PARAMETERS)
+    sampling, options = parse_request_parameters(request.parameters, replacement, tensors, layout.defaults)
+    _check_options(options, layout)
+    excluded = options.exclude_input_in_output
+    outputs = _outputs(request, options, layout)
+    if sampling.logprobs is None and any(output.spec.name in _LOGPROBS for output in outputs):
         sampling = msgspec.structs.replace(sampling, logprobs=0)
     generate = GenerateRequest(
         id=request.id,
@@ -75,31 +102,38 @@ def parse_infer_request(request: InferRequest, limit: TokenLimit | None = None) 
         choice_count=options.n,
         adapter=options.lora_name,
         guided_decoding=options.guide,
-        echo=not options.exclude_input_in_output,
+        echo=(layout.echoes and not options.stream) if excluded is None else not excluded,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(options.n))
     return ParsedInferRequest(tuple(requests), options, outputs)
 
 
-def _response_options(request: InferRequest, options: ResponseOptions) -> ResponseOptions:
-    """`options` with the `stream` that came as a tensor, which wins."""
-    if "stream" in request.inputs:
-        options = msgspec.structs.replace(options, stream=bool(one_element(request.inputs["stream"])))
-    if options.stream and not options.exclude_input_in_output:
+def _parameter(tensor: Tensor) -> Any:
+    """The value of an input that is a parameter: its element, or a list of them."""
+    values = tensor.data.ravel().tolist()
+    if tensor.datatype == "BYTES":
+        values = [decode_text(tensor.name, value) for value in values]
+    return values[0] if len(values) == 1 else values
+
+
+def _check_options(options: ResponseOptions, layout: TensorLayout) -> None:
+    for name, message in layout.refused.items():
+        if getattr(options, name):
+            raise InvalidArgument(message, field=name)
+    if options.stream and options.exclude_input_in_output is False:
         raise InvalidArgument(
             "When streaming, `exclude_input_in_output` = False is not allowed.", field="exclude_input_in_output"
         )
     if options.stream and options.n > 1:
         raise InvalidArgument(f"When streaming, n must be 1, got {options.n}.", field="n")
-    return options
 
 
 class StreamedResponses:
     """The responses of one streamed answer, chunk by chunk."""
 
-    def __init__(self, outputs: Sequence[str]) -> None:
+    def __init__(self, outputs: Sequence[OutputTensor]) -> None:
         self._outputs = outputs
-        self._by_token = not _COUNT_TOKENS.isdisjoint(outputs)
+        self._by_token = any(output.spec.name in _COUNT_TOKENS for output in outputs)
         self._sum = 0.0
 
     def build_response(self, chunk: GenerateChunk) -> InferResponse | None:
@@ -109,10 +143,6 @@ class StreamedResponses:
         if chunk.text or chunk.finish_reason is not None or self._by_token:
             return _response([chunk], [self._sum], self._outputs)
         return None
-
-
-_COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens"}
-"""Outputs that would lose tokens if a response without text were left out."""
 
 
 async def complete_response(asked: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
@@ -142,37 +172,24 @@ def _sum(chunk: GenerateChunk) -> float:
     return sum(each.logprob for each in chunk.logprobs)
 
 
-def _response(chunks: Sequence[GenerateChunk], sums: Sequence[float], outputs: Sequence[str]) -> InferResponse:
+def _response(chunks: Sequence[GenerateChunk], sums: Sequence[float], outputs: Sequence[OutputTensor]) -> InferResponse:
     """One response: a chunk of each answer, and the sums of the logprobs of all its tokens so far."""
-    values = ((name, _VALUES[name](chunks, sums)) for name in outputs)
-    tensors = tuple([Tensor.from_values(name, _DATATYPES[name], each) for name, each in values])
-    return InferResponse(tensors, final=chunks[0].finish_reason is not None)
+    tensors = [Tensor.from_values(spec.name, spec.datatype, values(chunks, sums)) for spec, values in outputs]
+    return InferResponse(tuple(tensors), final=chunks[0].finish_reason is not None)
 
 
-def _padded_logprobs(chunks: Sequence[GenerateChunk]) -> list[list[float]]:
-    width = max(len(chunk.logprobs) for chunk in chunks)
-    return [[each.logprob for each in chunk.logprobs] + [0.0] * (width - len(chunk.logprobs)) for chunk in chunks]
-
-
-_DATATYPES = {spec.name: spec.datatype for spec in OUTPUTS}
-
-_VALUES: dict[str, Callable[[Sequence[GenerateChunk], Sequence[float]], Any]] = {
-    "text_output": lambda chunks, _: [chunk.text.encode() for chunk in chunks],
-    "finish_reason": lambda chunks, _: [(chunk.finish_reason or "").encode() for chunk in chunks],
-    "num_input_tokens": lambda chunks, _: [chunks[0].usage.prompt_tokens],
-    "num_output_tokens": lambda chunks, _: [len(chunk.token_ids) for chunk in chunks],
-    "output_ids": lambda chunks, _: [token for chunk in chunks for token in chunk.token_ids],
-    "cum_log_probs": lambda _, sums: sums,
-    "output_log_probs": lambda chunks, _: _padded_logprobs(chunks),
-    "cumulative_logprob": lambda _, sums: sums,
-}
-
-
-def _output_names(request: InferRequest, options: ResponseOptions) -> tuple[str, ...]:
+def _outputs(request: InferRequest, options: ResponseOptions, layout: TensorLayout) -> tuple[OutputTensor, ...]:
+    known = {output.spec.name: output for output in layout.outputs}
     if request.outputs is not None:
-        return request.outputs
-    asked = (name for name in _DATATYPES if getattr(options, f"return_{name}", False))
-    return ("text_output", *asked, *(_LOG_PROBS if options.return_log_probs else ()))
+        return tuple(known[name] for name in request.outputs)
+    asked = {layout.outputs[0].spec.name}
+    for option in options.__struct_fields__:
+        if option.startswith("return_") and getattr(options, option):
+            asked |= _LOG_PROBS if option == "return_log_probs" else {option.removeprefix("return_")}
+    if missing := sorted(asked - known.keys()):
+        parameter, output = f"return_{missing[0]}", missing[0]
+        raise InvalidArgument(f"parameter '{parameter}': this model has no output '{output}'", field=parameter)
+    return tuple(output for name, output in known.items() if name in asked)
 
 
 def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
@@ -184,3 +201,64 @@ def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
             raise limit.error(f"input_ids are {count}", "input_ids")
         return tuple(inputs["input_ids"].data.ravel().tolist())
     return text_of(inputs["text_input"])
+
+
+def _padded_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[list[float]]:
+    width = max(len(chunk.logprobs) for chunk in chunks)
+    return [[each.logprob for each in chunk.logprobs] + [0.0] * (width - len(chunk.logprobs)) for chunk in chunks]
+
+
+def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:
+    """For each answer a JSON list as Triton's vLLM backend has it: of each token, objects by the ids of itself and the
+    likeliest ones. A token that is none of these has no rank. null where no logprobs were asked for."""
+    return [
+        orjson.dumps(list(map(_by_token_id, chunk.logprobs)) if chunk.logprobs or not chunk.token_ids else None)
+        for chunk in chunks
+    ]
+
+
+def _by_token_id(token: TokenLogprob) -> dict[str, dict[str, Any]]:
+    ranks = {each.id: rank for rank, each in enumerate(token.top, start=1)}
+    return {
+        str(each.id): {"logprob": each.logprob, "rank": ranks.get(each.id), "decoded_token": each.text}
+        for each in (token, *token.top)
+    }
+
+
+OUTPUT_VALUES: Mapping[str, OutputValues] = {
+    "text_output": lambda chunks, _: [chunk.text.encode() for chunk in chunks],
+    "finish_reason": lambda chunks, _: [(chunk.finish_reason or "").encode() for chunk in chunks],
+    "num_input_tokens": lambda chunks, _: [chunks[0].usage.prompt_tokens],
+    "num_output_tokens": lambda chunks, _: [len(chunk.token_ids) for chunk in chunks],
+    "output_ids": lambda chunks, _: [token for chunk in chunks for token in chunk.token_ids],
+    "cum_log_probs": lambda _, sums: sums,
+    "output_log_probs": _padded_logprobs,
+    "cumulative_logprob": lambda _, sums: sums,
+    "logprobs": vllm_logprobs,
+}
+"""The elements of an output by its name; a layout may have others."""
+
+OWN_LAYOUT = TensorLayout(
+    inputs=(
+        TensorSpec("text_input", "BYTES", (1,), optional=True),
+        TensorSpec("input_ids", "INT32", (-1,), optional=True),
+        TensorSpec("stream", "BOOL", (1,), optional=True),
+        TensorSpec(_SAMPLING_PARAMETERS, "BYTES", (1,), optional=True),
+    ),
+    outputs=tuple(
+        OutputTensor(spec, OUTPUT_VALUES[spec.name])
+        for spec in (
+            TensorSpec("text_output", "BYTES", (-1,)),
+            TensorSpec("finish_reason", "BYTES", (-1,)),
+            TensorSpec("num_input_tokens", "INT32", (1,)),
+            TensorSpec("num_output_tokens", "INT32", (-1,)),
+            TensorSpec("output_ids", "INT32", (-1,)),
+            TensorSpec("cum_log_probs", "FP32", (-1,)),
+            TensorSpec("output_log_probs", "FP32", (-1, -1)),
+            TensorSpec("cumulative_logprob", "FP32", (-1,)),
+            TensorSpec("logprobs", "BYTES", (-1,)),
+        )
+    ),
+)
+"""The layout of `backend: "charonia"`. A free first dimension is the number of answers, but `output_ids` are
+concatenated, and rows of `output_log_probs` are padded with 0."""

@@ -28,7 +28,7 @@ from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_k
 from .chunk_builder import ChunkBuilder, TextEnds
 from .client import EngineClient
 from .engine import Engine, EngineSpec
-from .infer import INPUTS, OUTPUTS, StreamedResponses, complete_response, parse_infer_request
+from .infer import OWN_LAYOUT, StreamedResponses, TensorLayout, complete_response, parse_infer_request
 from .sequence_stats import open_sequence, record_request, v2_statistics
 from .token_stream import TokenStream
 
@@ -72,19 +72,31 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
 
 class LlmModel:
     """One checkpoint served by one engine: a `TextModel`. `engine`: the spec of the engine, or the configuration of our
-    own.
+    own. `layout`: of its tensors.
 
     `generate` and `infer` raise as `Engine.admit`, `Engine.open_stream` and `TokenStream.read` do, and
     `InvalidArgument` for a prompt that cannot be tokenized.
     """
 
     def __init__(
-        self, name: str, version: str, engine: EngineConfig | EngineSpec, on_progress: OnProgress = ignore_progress
+        self,
+        name: str,
+        version: str,
+        engine: EngineConfig | EngineSpec,
+        on_progress: OnProgress = ignore_progress,
+        layout: TensorLayout = OWN_LAYOUT,
     ) -> None:
         self._spec = spec = engine if isinstance(engine, EngineSpec) else own_engine_spec(engine)
-        created = int(time.time())
+        self._layout = layout
         self._config = ModelConfig(
-            name, version, spec.backend, decoupled=True, inputs=INPUTS, outputs=OUTPUTS, created=created
+            name,
+            version,
+            spec.backend,
+            decoupled=True,
+            inputs=layout.inputs,
+            outputs=layout.output_specs,
+            created=int(time.time()),
+            implied_stream=layout.implied_stream,
         )
         self._on_progress = on_progress
         self._metrics = LlmMetrics()
@@ -184,7 +196,7 @@ class LlmModel:
             yield chunk
 
     async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
-        question = parse_infer_request(request, TokenLimit(self._info.max_model_len))
+        question = parse_infer_request(request, self._layout, TokenLimit(self._info.max_model_len))
         streams = [self.generate(each, context) for each in question.requests]
         if not question.options.stream:
             yield await complete_response(question, streams)

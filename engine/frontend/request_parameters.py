@@ -4,6 +4,7 @@ An unknown name, a value of the wrong type and a parameter that is not supported
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -22,17 +23,18 @@ MAX_CHOICES = 128
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """All parameters of a request that do not choose tokens. `n`: the number of answers. `timeout`: microseconds, as
-    Triton has it; 0 is the model's."""
+    Triton has it; 0 is the model's. `exclude_input_in_output`: None leaves it to the model's tensor layout."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
-    exclude_input_in_output: bool = True
+    exclude_input_in_output: bool | None = None
     return_finish_reason: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     return_output_ids: bool = False
     return_log_probs: bool = False
     return_cumulative_logprob: bool = False
+    return_logprobs: bool = False
     priority: int = 0
     cache_salt: str = ""
     timeout: Microseconds = 0
@@ -53,7 +55,7 @@ class _NamedValue(NamedTuple):
     value: Any
 
 
-_SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
+_SAMPLING = set(SamplingParams.__struct_fields__) - {"prompt_logprobs"}
 _OPTIONS = set(ResponseOptions.__struct_fields__)
 _ALIASES = {
     "end_id": "stop_token_ids",
@@ -83,14 +85,25 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "len_penalty": (1,),
     "early_stopping": (False,),
-    "logprobs": (False,),
     "prompt_logprobs": (False,),
-    "return_logprobs": (False,),
+    "prompt_logprob_token_ids": (),
+    "prompt_logprob_start": (),
+    "logprob_token_ids": (),
+    "flat_logprobs": (False,),
+    "image": (),
+    "embedding_request": (),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
     "return_perf_metrics": (False,),
     "return_stop_reason": (False,),
     "detokenize": (True,),
+    "output_kind": (),
+    "stream_interval": (1,),
+    "extra_args": ({},),
+    "skip_reading_prefix_cache": (False,),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "logits_processors": (),
     "guided_decoding": (),
     "structured_outputs": (),
     "response_format": (),
@@ -104,9 +117,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def parse_request_parameters(
-    parameters: Mapping[str, ParameterValue], replacement: Tensor | None
+    parameters: Mapping[str, ParameterValue],
+    replacement: Tensor | None,
+    tensors: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[SamplingParams, ResponseOptions]:
-    """Parse a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens.
+    """Parse a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens. `tensors`: the
+    parameters that came as inputs, which win over both. `defaults`: by our own names, of parameters that are not given.
 
     Raises:
         InvalidArgument: one is unknown, not supported or of the wrong type; `field` names it.
@@ -121,6 +138,8 @@ def parse_request_parameters(
             raise InvalidArgument(f"{replacement.name} must be a JSON object", field=replacement.name)
         options = {name: each for name, each in given.items() if name in _OPTIONS}
         given = options | _by_own_names(content)
+    given |= _by_own_names(tensors)
+    given = {name: _NamedValue(name, value) for name, value in defaults.items()} | given
     return _convert(given, _SAMPLING, SamplingParams), _convert(given, _OPTIONS, ResponseOptions)
 
 
@@ -141,11 +160,19 @@ def text_of(tensor: Tensor) -> str:
     Raises:
         InvalidArgument: it is not one, or not UTF-8.
     """
-    element = one_element(tensor)
+    return decode_text(tensor.name, one_element(tensor))
+
+
+def decode_text(name: str, element: Any) -> str:
+    """The text of an element of the BYTES tensor `name`.
+
+    Raises:
+        InvalidArgument: it is not UTF-8.
+    """
     try:
         return element if isinstance(element, str) else bytes(element).decode()
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{tensor.name} is not UTF-8: {error}", field=tensor.name) from error
+        raise InvalidArgument(f"{name} is not UTF-8: {error}", field=name) from error
 
 
 def _by_own_names(parameters: Mapping[str, Any]) -> dict[str, _NamedValue]:
@@ -168,7 +195,7 @@ def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
         # TensorRT-LLM has a boolean that is called stop, too.
         return value is None or value is False or value in ("", [], {})
     if name in _SAMPLING or name in _OPTIONS:
-        return value is None
+        return value is None or (name == "logprobs" and value is False)
     if name in _PROTOCOL or name.startswith("triton_"):
         return True
     if name not in _UNSUPPORTED:

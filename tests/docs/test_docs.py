@@ -35,6 +35,7 @@ PAGES = (
     "metrics.md",
     "clients.md",
     "pipelines.md",
+    "repositories.md",
     "architecture.md",
     "life-of-a-request.md",
     "performance.md",
@@ -247,7 +248,13 @@ def plain(path: str) -> str:
         ),
         (
             "What else v2 takes",
-            {*request_parameters.ResponseOptions.__struct_fields__, *request_parameters._UNSUPPORTED, *MANNERS} - {"n"},
+            {
+                *request_parameters.ResponseOptions.__struct_fields__,
+                *request_parameters._UNSUPPORTED,
+                *MANNERS,
+                "logprobs",
+            }
+            - {"n"},
         ),
         (
             "What else OpenAI's API takes",
@@ -260,7 +267,7 @@ def plain(path: str) -> str:
             {*schemas.TokenizeBody.__struct_fields__, *schemas.DetokenizeBody.__struct_fields__}
             | {*schemas.TOKENIZE_NO_OP_VALUES},
         ),
-        ("gRPC", {spec.name for spec in infer.INPUTS}),
+        ("gRPC", {spec.name for spec in infer.OWN_LAYOUT.inputs}),
     ],
 )
 def test_every_field_stands_there(heading: str, names: set[str], page: Any, codes: Any) -> None:
@@ -271,7 +278,7 @@ def test_every_field_stands_there(heading: str, names: set[str], page: Any, code
 
 def test_every_output_stands_there(page: Any) -> None:
     said = page("clients.md").text
-    assert [spec.name for spec in infer.OUTPUTS if spec.name not in said] == []
+    assert [spec.name for spec in infer.OWN_LAYOUT.output_specs if spec.name not in said] == []
 
 
 # architecture.md, life-of-a-request.md

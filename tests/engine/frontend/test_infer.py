@@ -10,7 +10,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, InferRequest, Usage
 from charonia.core.tensor import Tensor
-from charonia.engine.frontend.infer import StreamedResponses, complete_response, parse_infer_request
+from charonia.engine.frontend.infer import OWN_LAYOUT, StreamedResponses, complete_response, parse_infer_request
 
 LENGTH = FinishReason.LENGTH
 
@@ -50,7 +50,7 @@ class Streams:
 
 
 async def respond(request: InferRequest, streams: Streams) -> list[dict[str, Any]]:
-    question = parse_infer_request(request)
+    question = parse_infer_request(request, OWN_LAYOUT)
     if question.options.stream:
         spoken = StreamedResponses(question.outputs)
         said = [spoken.build_response(chunk) async for chunk in streams.all[0]]
@@ -63,7 +63,7 @@ async def respond(request: InferRequest, streams: Streams) -> list[dict[str, Any
 
 async def test_log_probs_stand_beside_the_tokens() -> None:
     request = asked(return_log_probs=True, return_output_ids=True)
-    assert parse_infer_request(request).requests[0].sampling.logprobs == 0
+    assert parse_infer_request(request, OWN_LAYOUT).requests[0].sampling.logprobs == 0
     [answer] = await respond(request, Streams([chunk(4, -0.5), chunk(5, -1.0, LENGTH)]))
     expected = {"text_output": [b"xx"], "output_ids": [4, 5], "cum_log_probs": [-1.5], "output_log_probs": [[-0.5, -1]]}
     assert answer == expected
@@ -86,7 +86,7 @@ async def test_streamed_counts_add_up_while_a_character_is_incomplete() -> None:
 
 async def test_several_answers_are_rows() -> None:
     request = asked(n=2, return_log_probs=True, return_num_output_tokens=True, return_output_ids=True)
-    first, second = parse_infer_request(request).requests
+    first, second = parse_infer_request(request, OWN_LAYOUT).requests
     assert (first.choice, second.choice) == (0, 1)
     [answer] = await respond(request, Streams([chunk(4, -0.5), chunk(5, -1.0, LENGTH)], [chunk(6, -2.0, LENGTH)]))
     assert answer == {
@@ -107,14 +107,14 @@ async def test_one_of_several_that_fails_ends_all_of_them() -> None:
 
 def test_no_new_tokens_are_for_those_who_want_the_prompt() -> None:
     with pytest.raises(InvalidArgument, match="max_tokens must be at least 1") as refused:
-        parse_infer_request(asked(max_tokens=0))
+        parse_infer_request(asked(max_tokens=0), OWN_LAYOUT)
     assert refused.value.field == "max_tokens"
-    [request] = parse_infer_request(asked(max_tokens=0, exclude_input_in_output=False)).requests
+    [request] = parse_infer_request(asked(max_tokens=0, exclude_input_in_output=False), OWN_LAYOUT).requests
     assert (request.echo, request.prompt_only) == (True, True)
 
 
 def test_nobody_pays_for_log_probs_unasked() -> None:
-    assert parse_infer_request(asked()).requests[0].sampling.logprobs is None
+    assert parse_infer_request(asked(), OWN_LAYOUT).requests[0].sampling.logprobs is None
     by_name = asked()
     named = InferRequest(inputs=by_name.inputs, outputs=("text_output", "cumulative_logprob"))
-    assert parse_infer_request(named).requests[0].sampling.logprobs == 0
+    assert parse_infer_request(named, OWN_LAYOUT).requests[0].sampling.logprobs == 0

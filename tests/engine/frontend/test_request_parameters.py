@@ -6,7 +6,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GuidedDecoding, InferRequest, SamplingParams
 from charonia.core.tensor import Tensor
-from charonia.engine.frontend.infer import parse_infer_request
+from charonia.engine.frontend.infer import OWN_LAYOUT, parse_infer_request
 from charonia.engine.frontend.request_parameters import ResponseOptions, parse_request_parameters
 
 PROMPT = {"text_input": Tensor.from_values("text_input", "BYTES", [b"x"])}
@@ -85,7 +85,7 @@ def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
         ({"no_such": 5}, "no_such", "unknown parameter 'no_such'"),
         ({"beam_width": 2}, "beam_width", "'beam_width' is not supported yet"),
         ({"sampling_param_best_of": 2}, "sampling_param_best_of", "'sampling_param_best_of' is not supported yet"),
-        ({"logprobs": 5}, "logprobs", "'logprobs' is not supported yet"),
+        ({"prompt_logprobs": 5}, "prompt_logprobs", "'prompt_logprobs' is not supported yet"),
         ({"stop": True}, "stop", "'stop' must be a string, got a boolean"),
         ({"stop_words": ["a", 1]}, "stop_words", r"'stop_words\[1\]' must be a string, got an integer"),
         ({"n": 0}, "n", "'n' must be an integer >= 1"),
@@ -134,7 +134,10 @@ def test_what_vllms_clients_say_of_tokens() -> None:
 def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
     assert parse_request_parameters({"timeout": 1_500_000}, None)[1].timeout == 1_500_000
     assert (
-        parse_infer_request(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5
+        parse_infer_request(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000}), OWN_LAYOUT)
+        .requests[0]
+        .timeout
+        == 1.5
     )
     with pytest.raises(InvalidArgument, match="timeout"):
         parse_request_parameters({"timeout": -1}, None)
@@ -143,16 +146,16 @@ def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
 def test_a_negative_priority_is_refused_as_on_every_door() -> None:
     for parameters in ({"priority": -3}, {"priority": "-3"}):
         with pytest.raises(InvalidArgument, match="priority must be at least 0, got -3") as refusal:
-            parse_infer_request(InferRequest(inputs=PROMPT, parameters=parameters))
+            parse_infer_request(InferRequest(inputs=PROMPT, parameters=parameters), OWN_LAYOUT)
         assert refusal.value.field == "priority"
 
 
 def test_a_guide_and_its_type_come_together() -> None:
     schema = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{}", "lora_name": "a"}
-    asked = parse_infer_request(InferRequest(inputs=PROMPT, parameters=schema)).requests[0]
+    asked = parse_infer_request(InferRequest(inputs=PROMPT, parameters=schema), OWN_LAYOUT).requests[0]
     assert (asked.guided_decoding, asked.adapter) == (GuidedDecoding("json_schema", "{}"), "a")
     plain = {"guided_decoding_guide_type": "json"}
-    assert parse_infer_request(InferRequest(inputs=PROMPT, parameters=plain)).requests[
+    assert parse_infer_request(InferRequest(inputs=PROMPT, parameters=plain), OWN_LAYOUT).requests[
         0
     ].guided_decoding == GuidedDecoding("json")
     for wrong, field in [
@@ -162,5 +165,5 @@ def test_a_guide_and_its_type_come_together() -> None:
         (schema | {"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type"),
     ]:
         with pytest.raises(InvalidArgument) as refusal:
-            parse_infer_request(InferRequest(inputs=PROMPT, parameters=wrong))
+            parse_infer_request(InferRequest(inputs=PROMPT, parameters=wrong), OWN_LAYOUT)
         assert refusal.value.field == field

@@ -1,0 +1,98 @@
+"""vLLM's engine arguments: those that our own engine has, and what becomes of the others.
+
+Tables alone: the command line reads them too, for vLLM's flags.
+"""
+
+from collections.abc import Mapping
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "enable_chunked_prefill": "prompts are always computed in pieces",
+    "scheduling_policy": "a request's priority always counts",
+    "enforce_eager": "there are no graphs to capture",
+    "compilation_config": "nothing is compiled",
+    "swap_space": "what has no room is computed again",
+    "load_format": "safetensors, else torch's .bin",
+    "tokenizer_mode": "a tokenizer.json is read",
+    "seed": "a request's seed counts",
+    "max_logprobs": "up to 20",
+    "generation_config": "the checkpoint's generation_config.json gives the defaults",
+    "disable_log_stats": "statistics are metrics, not lines of the log",
+}
+"""Arguments that ask for what is so anyway, or is not there to be asked for, with the reason."""
+
+NOT_SERVED: Mapping[str, str] = {
+    "cpu_offload_gb": "weights are where they are computed with",
+    "trust_remote_code": "no code of a checkpoint is run",
+    "hf_overrides": "change the checkpoint's config.json",
+    "override_generation_config": "change the checkpoint's generation_config.json",
+    "enable_lora": "adapters, but with --backend tensorrtllm",
+    "speculative_config": "speculation, but with --backend tensorrtllm",
+}
+"""Arguments for what our own engine does not do, with the way out or the reason."""
+
+ELSEWHERE = {
+    "served_model_name": "a model is called as its folder",
+    "download_dir": "--download-dir is for all models",
+    "hf_token": "the variable HF_TOKEN is for all models",
+    "disable_log_requests": "--log-info=false",
+    "enable_log_requests": "--log-info is on by default",
+    "guided_decoding_backend": "guided decoding is refused where it is asked for",
+    "structured_outputs_config": "guided decoding is refused where it is asked for",
+    "limit_mm_per_prompt": "images are refused where they come",
+    "async_scheduling": "the parameter 'ahead' in config.pbtxt",
+    "reasoning_parser": "reasoning stays in the text",
+    "otlp_traces_endpoint": "--otlp-traces-endpoint is for all models",
+    "generation_config": "parameters that a request leaves out have vLLM's defaults",
+    "override_generation_config": "parameters that a request leaves out have vLLM's defaults",
+    "enable_lora": "adapters are not served: a request with a lora_name is refused",
+    "speculative_config": "nothing is drafted; the text is the same",
+}
+"""What stands for an argument in a repository, in place of what is said of the flag."""
+
+OWN_NAMES: Mapping[str, str] = {
+    "tokenizer": "tokenizer",
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "device": "device",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "enable_expert_parallel": "enable_expert_parallel",
+    "distributed_executor_backend": "distributed_executor_backend",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "block_size": "block_size",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "gpu_memory_utilization": "kv_cache_memory_fraction",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "num_gpu_blocks_override": "kv_cache_blocks",
+    "enable_prefix_caching": "prefix_caching",
+}
+"""Arguments that our engine has, with its names of them."""
+
+OWN_VALUES = {
+    ("dtype", "half"): "float16",
+    ("dtype", "float"): "float32",
+    ("distributed_executor_backend", "uni"): None,
+}
+"""Other values of the arguments above -> ours."""
+
+CHANGES_ANSWERS = {
+    "hf_overrides": NOT_SERVED["hf_overrides"],
+    "rope_scaling": NOT_SERVED["hf_overrides"],
+    "rope_theta": NOT_SERVED["hf_overrides"],
+    "disable_sliding_window": "layers attend as their config.json says",
+    "logits_processors": "no code from outside chooses tokens",
+    "skip_tokenizer_init": "prompts are text",
+    "task": "the model is to generate text",
+    "runner": "the model is to generate text",
+    "convert": "the model is to generate text",
+}
+"""Arguments that are refused: without them the model would answer otherwise than it is asked to."""
+
+HARMLESS = {"task": {"generate"}, "runner": {"generate"}, "convert": {"none"}, "load_format": {"safetensors", "pt"}}
+"""Their values, and others', that change nothing."""
+
+NOTHING = {"", "none", "false", "0", "0.0", "auto", "[]", "{}"}
+"""Values in text that ask for nothing."""

@@ -1,0 +1,45 @@
+"""Builds a model of Triton's vLLM backend on our own engine, and says what it needs: entries of the repository's table
+of backends. Imports no torch."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ...core.model import MemoryNeed, Model
+from .. import build
+from ..frontend.llm import LlmModel, own_engine_spec
+from .model_json import read_model_json
+from .tensors import VLLM_LAYOUT
+
+log = logging.getLogger(__name__)
+
+
+def vllm_model(
+    name: str,
+    version: str,
+    path: str,
+    parameters: Mapping[str, str],
+    on_progress: Callable[[str, float, float, str], None],
+    **granted: int,
+) -> Model:
+    """The model that `model.json` in the directory `path` describes. Names the arguments without effect in the log.
+
+    Raises:
+        InvalidArgument: see `read_model_json`.
+    """
+    found = read_model_json(path, parameters)
+    if found.idle:
+        reasons = ", ".join(f"{argument} ({reason})" for argument, reason in found.idle.items())
+        log.warning("model '%s': engine arguments of vLLM without effect here: %s", name, reasons)
+    config = build.granted_config(path, found.parameters, **granted)
+    return LlmModel(name, version, replace(own_engine_spec(config), backend="vllm"), on_progress, VLLM_LAYOUT)
+
+
+def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
+    """See `engine.build`'s."""
+    return build.memory_needed(path, read_model_json(path, parameters).parameters, gpus)
+
+
+def examine(path: str, parameters: Mapping[str, str]) -> str:
+    """See `engine.build`'s."""
+    return build.examine(path, read_model_json(path, parameters).parameters)

@@ -1,0 +1,122 @@
+"""`model.json` in a version's directory, the engine arguments of a model of Triton's vLLM backend, as settings of our
+own engine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...core.errors import InvalidArgument, did_you_mean
+from ...telemetry.host_metrics import usable_gpus
+from ...tokenization.checkpoint_files import read_json
+from ..build import computes_on_host
+from ..options import EngineOptions, parse_settings
+from .arguments import (
+    CHANGES_ANSWERS,
+    ELSEWHERE,
+    HARMLESS,
+    NOT_SERVED,
+    NOTHING,
+    OWN_NAMES,
+    OWN_VALUES,
+    WITHOUT_EFFECT,
+)
+
+_FILE = "model.json"
+_PATHS = ("model", "tokenizer")
+_OF_THE_BACKEND = {"REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK"}
+"""Parameters in config.pbtxt that ask for what is always so: metrics, and readiness that asks the engine."""
+_DEVICES = "GPU_DEVICE_IDS"
+
+
+class ModelJson(NamedTuple):
+    """`parameters`: the checkpoint, a directory or a hub id, as `model`, and the settings of our engine. `idle`: the
+    arguments that have no effect, with the reason."""
+
+    parameters: dict[str, Any]
+    idle: dict[str, str]
+
+
+def read_model_json(directory: str, parameters: Mapping[str, str]) -> ModelJson:
+    """Read the arguments of a version's directory. `parameters`: those of config.pbtxt, settings of our engine, which
+    win.
+
+    Raises:
+        InvalidArgument: there is no such file, or something in it is wrong; the message names it.
+    """
+    file = Path(directory) / _FILE
+    if not file.is_file():
+        raise InvalidArgument(f"there is no {file}: it has the engine arguments of a model of the vllm backend")
+    arguments = read_json(file)
+    try:
+        paths = {name: _located(file, name, arguments.pop(name)) for name in _PATHS if arguments.get(name) is not None}
+        if "model" not in paths:
+            raise InvalidArgument("it names no model: set 'model' to the directory of a checkpoint, or to a hub id")
+        if revision := arguments.pop("revision", None):
+            paths["model"] = f"{paths['model']}@{revision}"
+        settings, idle = _translated(arguments, parameters.get("device"))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{file}: {error.message}") from None
+    own = {name: value for name, value in parameters.items() if name not in {*_OF_THE_BACKEND, _DEVICES}}
+    if _DEVICES in parameters:
+        idle[_DEVICES] = "CUDA_VISIBLE_DEVICES of the server, or the parameter 'device'"
+    return ModelJson({**paths, **settings, **own}, idle)
+
+
+def _located(file: Path, name: str, value: Any) -> str:
+    """A path, which may be relative to the file's directory, as one; a hub id as it is."""
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument(f"argument '{name}' must be a directory or a hub id, got {value!r}")
+    local = file.parent / Path(value).expanduser()
+    if local.is_dir():
+        return str(local.resolve())
+    if value.startswith((".", "/", "~")):
+        raise InvalidArgument(f"argument '{name}': there is no directory {local}")
+    return value
+
+
+def _translated(arguments: Mapping[str, Any], device: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Our own settings for these arguments, and those without effect, each with the reason. `device`: in place of the
+    arguments' own.
+
+    Raises:
+        InvalidArgument: an argument is of the wrong type or out of range, or the model would answer otherwise without
+            it.
+    """
+    settings: dict[str, Any] = {}
+    idle: dict[str, str] = {}
+    for name, value in arguments.items():
+        if name in CHANGES_ANSWERS and not _asks_for_nothing(name, value):
+            raise InvalidArgument(f"argument '{name}' is not served: {CHANGES_ANSWERS[name]}")
+        if name in OWN_NAMES:
+            settings |= _setting(name, OWN_VALUES.get((name, str(value)), value))
+        elif not _asks_for_nothing(name, value):
+            idle[name] = _reason(name)
+    fraction = "kv_cache_memory_fraction"
+    if fraction in settings and computes_on_host(device or settings.get("device"), usable_gpus()):
+        del settings[fraction]
+        idle["gpu_memory_utilization"] = f"no GPU computes; the host's is the parameter '{fraction}' in config.pbtxt"
+    return settings, idle
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    text = str(value).lower()
+    return text in NOTHING or text in HARMLESS.get(name, ())
+
+
+def _setting(name: str, value: Any) -> dict[str, Any]:
+    """The setting of one argument; none where it is null."""
+    if value is None:
+        return {}
+    try:
+        return parse_settings({OWN_NAMES[name]: value}, EngineOptions).given()
+    except InvalidArgument as error:
+        reason = error.message.partition(f"'{OWN_NAMES[name]}' ")[2]
+        raise InvalidArgument(f"argument '{name}' {reason}") from None
+
+
+def _reason(name: str) -> str:
+    for reasons in (ELSEWHERE, WITHOUT_EFFECT, NOT_SERVED):
+        if name in reasons:
+            return reasons[name]
+    known = ("model", "revision", *OWN_NAMES, *WITHOUT_EFFECT, *NOT_SERVED, *ELSEWHERE)
+    return f"not known here{did_you_mean(name, known)}"

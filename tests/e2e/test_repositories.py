@@ -1,0 +1,159 @@
+"""Repositories that people have, served as they are: the layout of Triton's vLLM backend."""
+
+import json
+import queue
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from .models import FAKE, write_config, write_model
+from .serving import Server, served_well
+from .tensors import given
+
+PROMPT = "def fibonacci"
+SAMPLING = {"temperature": 0.8, "seed": 7, "max_tokens": 24, "ignore_eos": True, "top_k": 50}
+ENGINE = {"max_model_len": 256, "num_gpu_blocks_override": 64, "gpu_memory_utilization": 0.5, "enforce_eager": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer_only: Path) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    write_model(repository, "own", checkpoint, kv_cache_blocks=64)
+    version = write_config(repository, "vllm", 'backend: "vllm" instance_group [ { count: 1 kind: KIND_MODEL } ]')
+    (version / "model.json").write_text(json.dumps({"model": str(checkpoint), **ENGINE}))
+    parameters = "".join(
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+        for key, value in {**FAKE, "fake_step_seconds": 0.05, "kv_cache_blocks": 160}.items()
+    )
+    version = write_config(repository, "slow", f'backend: "vllm" {parameters}')
+    (version / "model.json").write_text(json.dumps({"model": str(tokenizer_only)}))
+    with served_well(tmp_path_factory.mktemp("v") / "t", "--model-repository", str(repository)) as running:
+        yield running
+
+
+def generate(server: Server, model: str, **body: Any) -> Any:
+    response = httpx.post(f"{server.url}/v2/models/{model}/generate", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.fixture(scope="module")
+def own_text(server: Server) -> str:
+    """What `backend: "charonia"` makes of the prompt."""
+    text: str = generate(server, "own", text_input=PROMPT, **SAMPLING)["text_output"]
+    assert text
+    return text
+
+
+def test_the_tensors_are_the_backends(server: Server) -> None:
+    metadata = httpx.get(f"{server.url}/v2/models/vllm").json()
+    assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    assert len(metadata["inputs"]) == 11
+    assert {each["name"]: each["datatype"] for each in metadata["outputs"]} == {
+        "text_output": "BYTES",
+        "finish_reason": "BYTES",
+        "cumulative_logprob": "FP32",
+        "logprobs": "BYTES",
+        "num_input_tokens": "UINT32",
+        "num_output_tokens": "UINT32",
+    }
+    config = httpx.get(f"{server.url}/v2/models/vllm/config").json()
+    assert (config["backend"], config["max_batch_size"]) == ("vllm", 0)
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert "engine arguments of vLLM without effect here: enforce_eager (there are no graphs" in server.said
+
+
+def test_a_whole_answer_begins_with_the_prompt(server: Server, own_text: str) -> None:
+    body = {"text_input": PROMPT, "parameters": {"stream": False, **SAMPLING}}
+    assert generate(server, "vllm", **body)["text_output"] == PROMPT + own_text
+    alone = generate(server, "vllm", text_input=PROMPT, exclude_input_in_output=True, **SAMPLING)
+    assert alone["text_output"] == own_text
+    as_json = json.dumps(SAMPLING | {"n": 2, "stop": ["never said"]})
+    both = generate(server, "vllm", text_input=PROMPT, sampling_parameters=as_json, return_num_output_tokens=True)
+    assert both["text_output"][0] == PROMPT + own_text
+    assert both["num_output_tokens"] == [24, 24]
+
+
+def test_a_stream_has_the_same_text_without_the_prompt(server: Server, own_text: str) -> None:
+    url = f"{server.url}/v2/models/vllm/generate_stream"
+    body = {"text_input": PROMPT, "stream": True, "return_finish_reason": True, **SAMPLING}
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
+    assert "".join(event["text_output"] for event in events) == own_text
+    assert [event["finish_reason"] for event in events] == ["None"] * (len(events) - 1) + ["length"]
+    with httpx.stream("POST", url, json={"text_input": PROMPT, **SAMPLING}, timeout=60) as response:
+        [event] = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
+    assert event["text_output"] == PROMPT + own_text, "unlike our own models, this one streams only when it is told to"
+
+
+def streamed(server: Server, **inputs: Any) -> list[Any]:
+    """The responses that tritonclient's stream gets, up to the final one or an error."""
+    answers: queue.Queue[Any] = queue.Queue()
+    tensors = [
+        given(triton, name, np.array([value], bool if isinstance(value, bool) else object))
+        for name, value in inputs.items()
+    ]
+    found = []
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        client.start_stream(lambda result, error: answers.put(error or result))
+        client.async_stream_infer("vllm", tensors, enable_empty_final_response=True)
+        while True:
+            answer = answers.get(timeout=60)
+            found.append(answer)
+            if isinstance(answer, Exception) or answer.get_response().parameters["triton_final_response"].bool_param:
+                return found
+
+
+def test_tritonclient_streams(server: Server, own_text: str) -> None:
+    wanted = dict.fromkeys(("return_num_output_tokens", "return_num_input_tokens", "return_cumulative_logprob"), True)
+    answers = streamed(
+        server, text_input=PROMPT.encode(), stream=True, sampling_parameters=json.dumps(SAMPLING).encode(), **wanted
+    )
+    told = [answer for answer in answers if answer.get_response().outputs]
+    assert b"".join(answer.as_numpy("text_output")[0] for answer in told).decode() == own_text
+    assert sum(int(answer.as_numpy("num_output_tokens")[0]) for answer in told) == SAMPLING["max_tokens"]
+    assert {answer.as_numpy("num_input_tokens").dtype for answer in told} == {np.dtype(np.uint32)}
+    sums = [float(answer.as_numpy("cumulative_logprob")[0]) for answer in told]
+    assert sums == sorted(sums, reverse=True)
+
+
+def test_refusals_name_what_and_have_their_status(server: Server) -> None:
+    url = f"{server.url}/v2/models/vllm/generate"
+    for extra, text in (
+        ({"image": ["aGk="]}, "parameter 'image' is not supported yet"),
+        ({"lora_name": "alpaca"}, "LoRA feature is not enabled."),
+        ({"guided_decoding": '{"regex": "a"}'}, "'guided_decoding' is not supported"),
+        ({"sampling_parameters": "{"}, "sampling_parameters is not JSON"),
+        ({"stream": True, "exclude_input_in_output": False}, "`exclude_input_in_output` = False is not allowed."),
+        ({"max_tokens": "many"}, "'max_tokens' must be an integer"),
+    ):
+        response = httpx.post(url, json={"text_input": PROMPT, **extra}, timeout=60)
+        assert response.status_code == 400, response.text
+        assert text in response.json()["error"]
+    [refusal] = streamed(server, text_input=PROMPT.encode(), image=b"aGk=")
+    assert isinstance(refusal, InferenceServerException)
+    assert "'image' is not supported" in str(refusal)
+
+
+def test_a_client_that_leaves_frees_its_cache(server: Server) -> None:
+    body = {"text_input": PROMPT, "stream": True, "max_tokens": 2000}
+    with httpx.stream("POST", f"{server.url}/v2/models/slow/generate_stream", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.until(lambda: held(server) > 0)
+    server.until(lambda: held(server) == 0)
+    server.until(lambda: "model=slow version=1 outcome=cancelled" in server.said)
+
+
+def held(server: Server) -> float:
+    """The share of the slow model's cache that running sequences hold."""
+    metrics = httpx.get(server.metrics_url).text
+    [line] = re.findall(r'^charonia_kv_cache_usage_ratio{.*model="slow".*} (.*)$', metrics, re.MULTILINE)
+    return float(line)
