@@ -45,6 +45,7 @@ class BuiltinLoader(NamedTuple):
 
     make: Callable[[ModelConfig, InstancePlacement, Mapping[str, str]], Runtime]
     fill: Callable[[RawConfig], RawConfig]
+    by_request: bool = False
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]

@@ -64,11 +64,12 @@ class ClassicModel:
         for name in (EXECUTION_TIMEOUT, RESTART_PAUSE):
             self._parameters.pop(name, None)
         self._warmup_requests = samples.warmup_requests
-        self._sequences = sequences = read_sequence_support(config, samples.initial_states)
-        batching = read_batching_config(config.raw, config.max_batch_size, config.decoupled)
+        self._sequences = sequences = read_sequence_support(config, samples.initial_states, loader.by_request)
+        combines = loader.by_request or not config.decoupled
+        batching = read_batching_config(config.raw, config.max_batch_size, combines)
         self._batching = batching if sequences is None else sequences.config.batching
         self._signature = ModelSignature(config)
-        self._layout = BatchLayout(self._signature, read_ragged_config(config.raw), sequences)
+        self._layout = BatchLayout(self._signature, read_ragged_config(config.raw), sequences, loader.by_request)
         self._placements = read_placements(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = ModelMetrics(latencies)

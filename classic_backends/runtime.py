@@ -54,15 +54,14 @@ class RuntimeTraits(NamedTuple):
     `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: it takes ragged
     inputs, as one flat tensor. `process`: its own; an instance that loses it is replaced. `interrupt`: makes the
     current execution fail for the reason given, from any thread, though the runtime may be lost with it; None where
-    that is impossible. `by_request`: it is a `RequestRuntime`. `unready_reason`: asks the model itself, in the event
-    loop, why it is not ready; empty where it is, None where it has no such check.
+    that is impossible. `unready_reason`: asks the model itself, in the event loop, why it is not ready; empty where it
+    is, None where it has no such check.
     """
 
     inline: bool = False
     ragged: bool = False
     process: RuntimeProcess | None = None
     interrupt: Callable[[str], None] | None = None
-    by_request: bool = False
     unready_reason: Callable[[], Awaitable[str]] | None = None
 
 
@@ -97,23 +96,32 @@ class RuntimeResponse(NamedTuple):
     parameters: Mapping[str, ParameterValue] = {}
 
 
-class Rescheduled:
-    """The answer to a request that the model wants to see again, in a later batch."""
+class Rescheduled(NamedTuple):
+    """The answer to a request that the model wants to see again, in a later batch. `outputs`: of its sequence's
+    states."""
+
+    outputs: Arrays = {}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+RuntimeAnswer: TypeAlias = RuntimeResponse | Exception | Rescheduled | None
+
+
+@dataclass(slots=True, eq=False)
 class RuntimeRequest:
-    """One request as the client made it, for a `RequestRuntime`.
+    """One request as the client made it, for a `RequestRuntime`. One that is rescheduled comes again as the same
+    object, with `inputs` and `flags` of its next execution.
 
     `inputs` as in `Runtime.execute`; `output_names`: those that the client wants, none for all. `correlation_id` and
     `flags` place it in its sequence, as in Triton's API; `timeout` is in microseconds. `respond`, called in the event
     loop, takes a response or an error, or None where only the end of the responses is told; then the last argument is
-    true, as it may be with a response and is with an error.
+    true, as it may be with a response and is with an error. It takes a `Rescheduled` that did not come with the other
+    answers, too. `cancelled`: nobody waits for it any more; `RequestRuntime.cancel_request` tells it, unless that was
+    before the runtime had the request.
     """
 
     inputs: Arrays
     output_names: Sequence[str]
-    respond: Callable[[RuntimeResponse | Exception | None, bool], None]
+    respond: Callable[[RuntimeAnswer, bool], None]
     context: RequestContext
     id: str = ""
     correlation_id: int | str = 0
@@ -121,13 +129,12 @@ class RuntimeRequest:
     timeout: int = 0
     priority: int = 0
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-
-
-RuntimeAnswer: TypeAlias = RuntimeResponse | Exception | Rescheduled | None
+    cancelled: bool = False
 
 
 class RequestRuntime(Runtime, Protocol):
-    """A runtime that takes the requests of a batch as they are, and may answer them later."""
+    """A runtime that takes the requests of a batch as they are, and may answer them later. When its process ends, it
+    tells that to all that have no last answer, rescheduled ones too."""
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         """An answer for each request; None for one that `respond` tells all answers of, before or after this returns.
@@ -136,14 +143,19 @@ class RequestRuntime(Runtime, Protocol):
         """
 
     def cancel_request(self, request: RuntimeRequest) -> None:
-        """Nobody waits for the request any more. Called in the event loop."""
+        """Nobody waits for the request any more; if it was rescheduled, it does not come again. Called in the event
+        loop."""
 
     def hold_request(self, request: RuntimeRequest, held: bool) -> None:
         """Its responses wait for their reader: make no more of them until told otherwise. Called in the event loop."""
 
 
 class RuntimeLoader(Protocol):
-    """One backend: makes the instances of its models. Imports its libraries when it is called."""
+    """One backend: makes the instances of its models. Imports its libraries when it is called. `by_request`: they are
+    `RequestRuntime`s."""
+
+    @property
+    def by_request(self) -> bool: ...
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]

@@ -35,6 +35,9 @@ class SequenceLayout(Protocol):
     """The additions of a stateful model to its batches; see `sequences.sequence_support.SequenceSupport`."""
 
     @property
+    def iterative(self) -> bool: ...
+
+    @property
     def state_outputs(self) -> tuple[str, ...]: ...
 
     def arrange_rows(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]: ...
@@ -45,11 +48,18 @@ class SequenceLayout(Protocol):
 
 
 class BatchLayout(NamedTuple):
-    """How the batches of a model are put together and taken apart."""
+    """How the batches of a model are put together and taken apart. `by_request`: they are not, the runtime takes
+    requests as they are."""
 
     signature: ModelSignature
     ragged: RaggedConfig = RaggedConfig()
     sequences: SequenceLayout | None = None
+    by_request: bool = False
+
+    @property
+    def holds_sequences(self) -> bool:
+        """Whether a sequence's next request needs to wait for the last answer to the one before."""
+        return self.sequences is not None and (self.sequences.iterative or bool(self.sequences.state_outputs))
 
 
 def execute_batch(

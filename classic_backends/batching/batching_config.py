@@ -84,15 +84,16 @@ class BatchingConfig:
         return self.policies.get(level, self.policy)
 
 
-def read_batching_config(raw: RawConfig, max_batch_size: int, decoupled: bool) -> BatchingConfig:
-    """Parse `dynamic_batching` of a model's config; without it, requests are not combined (Triton's default scheduler).
-    Raises `InvalidArgument` if the values contradict each other; `field` names one of them."""
+def read_batching_config(raw: RawConfig, max_batch_size: int, combines: bool) -> BatchingConfig:
+    """Parse `dynamic_batching` of a model's config; without it, requests are not combined (Triton's default scheduler),
+    nor if the model never `combines` them. Raises `InvalidArgument` if the values contradict each other; `field` names
+    one of them."""
     if "dynamic_batching" not in raw:
         return BatchingConfig()
     asked: RawConfig = raw["dynamic_batching"]
     levels = int(asked.get("priority_levels", 0))
     config = BatchingConfig(
-        combine_requests=max_batch_size > 0 and not decoupled,
+        combine_requests=max_batch_size > 0 and combines,
         max_batch_size=max(max_batch_size, 1),
         preferred_sizes=read_preferred_sizes(asked, max_batch_size, "dynamic_batching"),
         max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * NS_PER_US,

@@ -7,18 +7,18 @@ come until then join the batch. The event loop wakes free instances and keeps th
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import cast
 
-from ...core.errors import CharoniaError, NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
+from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
 from ..runtime import RequestRuntime
 from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher, RequestBatch
 from .instance import Instance, call_in_loop
 from .queued_request import QueuedRequest
-from .request_execution import ExecutionSurroundings, RequestExecution
+from .request_execution import ExecutionSurroundings, execute_requests
 from .response_router import BatchResult, ResponseRouter
 
 
@@ -68,7 +68,9 @@ class Dispatcher:
         self._free: list[Instance] = []
         self._waking: set[Instance] = set()
         self._closed = False
-        self._surroundings = ExecutionSurroundings(layout, decoupled, router, self._call_in_loop, self._resubmit)
+        self._surroundings = ExecutionSurroundings(
+            layout, decoupled, router, self._call_in_loop, self._settle_batch, self.release
+        )
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -84,14 +86,15 @@ class Dispatcher:
 
     def remove_instance(self, instance: Instance) -> None:
         """Forget a lost instance. Without another one all requests are rejected: it is uncertain when there will be
-        one."""
+        one. Those that were executed before are told by the runtime."""
         self._instances.discard(instance)
         with self._lock:
             if instance in self._free:
                 self._free.remove(instance)
             waiting = [] if self._instances else self._queue.drain()
         for request in waiting:
-            self._router.on_rejected(request, restarting_error(request))
+            if request.execution is None:
+                self._router.on_rejected(request, restarting_error(request))
 
     def submit(self, request: QueuedRequest) -> None:
         """Queue a request. Raises `Unavailable` if the queue is full or closed, or no instance is there."""
@@ -109,12 +112,27 @@ class Dispatcher:
         elif request.queue_deadline is not None:
             self._timer.set_no_later_than(request.queue_deadline)
 
-    def _resubmit(self, request: QueuedRequest) -> None:
-        """Queue a request again that its model wants to see once more."""
-        try:
-            self.submit(request)
-        except CharoniaError as error:
-            self._router.on_rejected(request, error)
+    def release(self, request: QueuedRequest, again: bool = False) -> None:
+        """A request that its runtime has held is finished, or is to be executed `again`."""
+        with self._lock:
+            lost = again and not self._can_come_again(request)
+            held = self._queue.release(request, again and not lost, time.monotonic_ns())
+        if held:
+            self._wake_instances()
+        if lost:
+            self._drop(request)
+
+    def _can_come_again(self, request: QueuedRequest) -> bool:
+        return not (self._closed or request.given_up or request.finished)
+
+    def _drop(self, request: QueuedRequest) -> None:
+        """End a request that is rescheduled and cannot come again."""
+        if request.given_up and not request.finished:
+            assert request.execution is not None
+            request.execution.cancel()
+            self._router.on_finished([request])
+        elif self._instances and not request.finished:  # without them, its runtime tells that its process has ended
+            self._router.on_rejected(request, stopping_error(request))
 
     def cancel_request(self, request: QueuedRequest) -> bool:
         """Take a request out of the queue. False: it had left already; its responses are dropped by `given_up`."""
@@ -163,9 +181,8 @@ class Dispatcher:
 
     def execute_batch(self, instance: Instance, batch: RequestBatch) -> None:
         started_at = time.monotonic_ns()
-        if instance.runtime.traits.by_request:
-            runtime = cast(RequestRuntime, instance.runtime)
-            RequestExecution(self._surroundings, runtime, batch, started_at).run(instance.name)
+        if self._layout.by_request:
+            execute_requests(self._surroundings, cast(RequestRuntime, instance.runtime), batch, instance.name)
             return
         if not self._decoupled:
             jobs = [request.job for request in batch.requests]
@@ -183,6 +200,16 @@ class Dispatcher:
                 self._call_in_loop(self._router.on_stream_response, BatchResult(batch, started_at, result))
                 instance.execution_timer.start()
         self._call_in_loop(self._router.on_stream_end, batch, started_at)
+
+    def _settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool]) -> None:
+        """What becomes of the batch that was executed; see `DynamicBatcher.settle_batch`."""
+        with self._lock:
+            coming = [*again, *(request for request, for_reader in held.items() if for_reader)]
+            lost = {request for request in coming if not self._can_come_again(request)}
+            kept = {each: held[each] for each in held.keys() - lost if not each.finished}
+            self._queue.settle_batch([each for each in again if each not in lost], kept, time.monotonic_ns())
+        for request in lost:
+            self._call_in_loop(self._drop, request)
 
     def next_batch(self, instance: Instance) -> RequestBatch | None:
         if instance.lost:

@@ -5,7 +5,7 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/user_gu
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...telemetry.model_metrics import CloseReason
@@ -103,6 +103,15 @@ class DynamicBatcher:
             self._queue.remove(request)
         return decision._replace(ask_again_at=self._queue.next_deadline)
 
+    def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool], now: int) -> None:
+        """The batch taken last is executed, by a runtime that takes requests as they are. Those to queue `again`, and
+        those `held`, of which more is to come: true for one that waits for its reader. Only models with sequences have
+        such requests."""
+
+    def release(self, request: QueuedRequest, again: bool, now: int) -> bool:
+        """A request is finished, or is to be queued `again`. False: it was not held."""
+        return False
+
     def drain(self) -> list[QueuedRequest]:
         """Remove and return all requests."""
         waiting, self._delay = list(self._queue), None
@@ -119,7 +128,7 @@ class DynamicBatcher:
         if not requests:
             return None
         delay, sizes = self._config.max_delay_ns, self._config.preferred_sizes
-        oldest = min(request.arrived_at for request in requests)
+        oldest = min(request.queued_at for request in requests)
         exceeded = 0 < delay <= now - oldest
         if preferred and not exceeded:
             whole = preferred == len(requests)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -80,6 +80,11 @@ class ResponseChannel:
         """Whether as many responses wait as may."""
         return len(self._responses) >= _MAX_UNREAD
 
+    @property
+    def drained(self) -> bool:
+        """Whether no more than half of what may wait does."""
+        return len(self._responses) <= _MAX_UNREAD // 2
+
     def put(self, response: InferResponse) -> None:
         self._responses.append(response)
         self.wake_reader()
@@ -101,7 +106,7 @@ class ResponseChannel:
             await self._reader
         if self.unread_slots is not None:
             self.unread_slots.release()
-        if self.on_drained is not None and len(self._responses) <= _MAX_UNREAD // 2:
+        if self.on_drained is not None and self.drained:
             self.on_drained()
             self.on_drained = None
         return self._responses.popleft()
@@ -135,15 +140,23 @@ class ResponseOrderer:
             self._channels.popleft()
 
 
+class ExecutionHandle(Protocol):
+    """What a runtime that takes requests as they are has of one."""
+
+    def cancel(self) -> None:
+        """Nobody waits for the request any more. Called in the event loop."""
+
+
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
     """A job on its way through the queue and back to its reader.
 
     `batch_size`: its items in a batch, at least 1; only requests with equal `batch_key` share a batch. `priority` and
-    `timeout_ns` as the request asked, 0 for neither. `given_up`: the reader left or was told an error; set by the event
-    loop, read by the instance's thread. `parameters`: the request's. `on_give_up`: of the execution that has the
-    request, where that can be told. The queue sets the fields from `arrived_at` to `queued`. `answer_timer` runs
-    out at `answer_deadline`.
+    `timeout_ns` as the request asked, 0 for neither. `given_up`: the reader left or was told an error; `finished`: it
+    has its last response or error, and nothing more is taken; both are set by the event loop, and read by the
+    instance's thread. `parameters`: the request's. `execution`: of a runtime that takes requests, from the first time
+    on. The queue sets the fields from `arrived_at` to `queued`: a request that is rescheduled is `queued_at` several
+    times. `answer_timer` runs out at `answer_deadline`.
     """
 
     job: InferenceJob
@@ -155,9 +168,11 @@ class QueuedRequest:
     priority: int = 0
     timeout_ns: int = 0
     given_up: bool = False
+    finished: bool = False
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-    on_give_up: Callable[[], None] | None = None
+    execution: ExecutionHandle | None = None
     arrived_at: int = 0
+    queued_at: int = 0
     level: int = 0
     queue_deadline: int | None = None
     answer_deadline: int | None = None
@@ -168,8 +183,8 @@ class QueuedRequest:
         self.given_up = True
         if self.channel.unread_slots is not None:
             self.channel.unread_slots.release()
-        if self.on_give_up is not None:
-            self.on_give_up()
+        if self.execution is not None:
+            self.execution.cancel()
 
 
 class SingleResponseStream:

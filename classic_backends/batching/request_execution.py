@@ -1,19 +1,20 @@
-"""One execution of a runtime that takes requests as they are: it answers some when it returns, others later.
+"""The executions of a runtime that takes requests as they are: it answers some when it returns, others later, and some
+requests come again.
 
-`run` is called in the instance's thread; everything else happens in the event loop.
+A batch runs in the instance's thread; everything else happens in the event loop.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
-from ...core.errors import CharoniaError
+from ...core.errors import CharoniaError, Internal
 from ...core.request import InferResponse
 from ...telemetry.model_metrics import NO_TIMING, ExecutionTiming
-from ..runtime import RequestRuntime, Rescheduled, RuntimeAnswer, RuntimeRequest, RuntimeResponse
+from ..runtime import RequestRuntime, Rescheduled, RuntimeAnswer, RuntimeRequest
 from .batch_execution import (
     BatchLayout,
     ExecutionResult,
@@ -22,7 +23,7 @@ from .batch_execution import (
     split_outputs,
 )
 from .dynamic_batcher import RequestBatch
-from .queued_request import QueuedRequest
+from .queued_request import InferenceJob, QueuedRequest
 from .response_router import BatchResult, ResponseRouter
 
 _SEQUENCE_START, _SEQUENCE_END = 1, 2
@@ -30,141 +31,200 @@ _SEQUENCE_START, _SEQUENCE_END = 1, 2
 
 
 class ExecutionSurroundings(NamedTuple):
-    """What all executions of a model share. `call_in_loop` calls in the event loop, from any thread; `resubmit` queues
-    a request again."""
+    """What all executions of a model share. `call_in_loop` calls in the event loop, from any thread; `settle_batch` and
+    `release` are the dispatcher's."""
 
     layout: BatchLayout
     decoupled: bool
     router: ResponseRouter
     call_in_loop: Callable[..., None]
-    resubmit: Callable[[QueuedRequest], None]
+    settle_batch: Callable[[Sequence[QueuedRequest], Mapping[QueuedRequest, bool]], None]
+    release: Callable[[QueuedRequest, bool], None]
 
 
 class RequestExecution:
-    """One batch in the hands of a runtime. `started_at`: nanoseconds of `time.monotonic_ns`."""
+    """One request in the hands of a runtime, from its first execution to its last answer."""
 
     def __init__(
-        self, surroundings: ExecutionSurroundings, runtime: RequestRuntime, batch: RequestBatch, started_at: int
+        self, surroundings: ExecutionSurroundings, runtime: RequestRuntime, queued: QueuedRequest, started_at: int
     ) -> None:
-        self._layout, self._decoupled, self._router, self._call_in_loop, self._resubmit = surroundings
-        self._runtime, self._batch, self._started_at = runtime, batch, started_at
+        self._layout, self._decoupled, self._router, _, _, self._release = surroundings
+        self._runtime, self.queued, self._started_at = runtime, queued, started_at
+        self._timing = NO_TIMING
         self._mark = started_at
-        self._open = set(batch.requests)
-
-    def run(self, instance: str) -> None:
-        """Execute the batch. `instance`: its name, for the log. Never raises."""
-        computed_at = gathered_at = self._started_at
-        try:
-            requests = [self._make_request(queued) for queued in self._batch.requests]
-            gathered_at = time.monotonic_ns()
-            answers = self._runtime.execute_requests(requests)
-            computed_at = time.monotonic_ns()
-            responses = [self._read(*each) for each in zip(self._batch.requests, answers, strict=True)]
-        except BaseException as error:  # a model may do anything: the thread goes on
-            self._call_in_loop(self._fail, client_error(error, instance))
-            return
-        now = time.monotonic_ns()
-        timing = ExecutionTiming(gathered_at - self._started_at, computed_at - gathered_at, now - computed_at)
-        rescheduled = [
-            queued
-            for queued, answer in zip(self._batch.requests, answers, strict=True)
-            if isinstance(answer, Rescheduled)
-        ]
-        self._call_in_loop(self._finish, responses, timing, rescheduled)
-
-    def _make_request(self, queued: QueuedRequest) -> RuntimeRequest:
+        self._batch: RequestBatch
         job, sequence = queued.job, queued.job.sequence_flags
-        request = RuntimeRequest(
-            gather_inputs(self._layout, [job]),
-            () if job.requested_outputs is None else job.requested_outputs,
-            lambda answer, final: self._respond(queued, request, answer, final),
+        self._request = RuntimeRequest(
+            {},
+            _wanted_outputs(self._layout, job),
+            self._respond,
             queued.context,
             queued.request_id,
             0 if sequence is None else sequence.id,
-            0 if sequence is None else sequence.start * _SEQUENCE_START | sequence.end * _SEQUENCE_END,
+            0,
             queued.timeout_ns // 1000,
             queued.priority,
             queued.parameters,
         )
-        queued.on_give_up = partial(self._runtime.cancel_request, request)
-        if queued.given_up:
-            self._call_in_loop(queued.on_give_up)
-        return request
+        queued.execution = self
 
-    def _read(self, queued: QueuedRequest, answer: RuntimeAnswer) -> InferResponse | Exception | None:
-        """An answer as the client gets it; None if there is none yet."""
-        if answer is None or isinstance(answer, (Rescheduled, Exception)):
-            return None if isinstance(answer, Rescheduled) else answer
+    # In the instance's thread
+
+    def prepare(self, batch: RequestBatch, started_at: int) -> RuntimeRequest:
+        """The request for the next execution, as a part of `batch`."""
+        job, flags = self.queued.job, self.queued.job.sequence_flags
+        self._batch, self._mark = RequestBatch([self.queued], batch.close_reason), started_at
+        self._request.inputs = gather_inputs(self._layout, [job])
+        self._request.flags = 0 if flags is None else flags.start * _SEQUENCE_START | flags.end * _SEQUENCE_END
+        self._request.cancelled = self._request.cancelled or self.queued.given_up
+        return self._request
+
+    def read(self, answer: RuntimeAnswer) -> InferResponse | Exception | None:
+        """An answer as the client gets it; None if there is none yet. In either thread."""
+        if answer is None or isinstance(answer, Exception):
+            return answer
         try:
-            [response] = split_outputs(self._layout, [queued.job], answer.outputs)
+            if isinstance(answer, Rescheduled):
+                self._read_rescheduled(answer)
+                return None
+            [response] = split_outputs(self._layout, [self.queued.job], answer.outputs)
         except CharoniaError as error:
             return error
+        if self._decoupled and answer.outputs and not (response.outputs or answer.parameters):
+            return None  # it had nothing but states
         return msgspec.structs.replace(response, parameters=answer.parameters, final=not self._decoupled)
+
+    def _read_rescheduled(self, answer: Rescheduled) -> None:
+        job, sequences = self.queued.job, self._layout.sequences
+        if sequences is None or not sequences.iterative or job.sequence_flags is None:
+            name = self._layout.signature.model_name
+            needs = "which needs sequence_batching { iterative_sequence: true } in its config"
+            raise Internal(f"model '{name}' rescheduled a request, {needs}")
+        sequences.store_states([job], [answer.outputs])
+        job.sequence_flags = job.sequence_flags._replace(start=False)
 
     # In the event loop
 
-    def _finish(
-        self,
-        responses: Sequence[InferResponse | Exception | None],
-        timing: ExecutionTiming,
-        rescheduled: Sequence[QueuedRequest],
-    ) -> None:
-        self._router.on_batch_done(BatchResult(self._batch, self._started_at, ExecutionResult(responses, timing)))
+    def cancel(self) -> None:
+        self._request.cancelled = True
+        self._runtime.cancel_request(self._request)
+
+    def on_executed(self, response: InferResponse | Exception | None, timing: ExecutionTiming) -> None:
+        """The batch is executed; `response`: this request's, if it came with the batch's."""
+        self._timing = _sum(self._timing, timing)
         self._mark = time.monotonic_ns()
-        for queued, response in zip(self._batch.requests, responses, strict=True):
-            if response is not None:
-                self._close(queued)
-        for queued in rescheduled:
-            self._close(queued)
-            if queued.job.sequence_flags is not None:
-                queued.job.sequence_flags = queued.job.sequence_flags._replace(start=False)
-            self._resubmit(queued)
+        if response is not None:
+            self._deliver(response, NO_TIMING, True)
 
-    def _fail(self, error: Exception) -> None:
-        """Tell the error to the requests that have no answer yet."""
-        left = [queued for queued in self._batch.requests if queued in self._open]
-        if self._decoupled:
-            for queued in left:
-                self._respond(queued, None, error, True)
-        elif left:
-            for queued in left:
-                self._close(queued)
-            batch = RequestBatch(left, self._batch.close_reason)
-            self._router.on_batch_done(BatchResult(batch, self._started_at, ExecutionResult((), NO_TIMING, error)))
+    def fail(self, error: Exception) -> None:
+        self._respond(error, True)
 
-    def _respond(
-        self,
-        queued: QueuedRequest,
-        request: RuntimeRequest | None,
-        answer: RuntimeResponse | Exception | None,
-        final: bool,
-    ) -> None:
-        """Take a response that does not come with the whole batch's."""
-        if queued not in self._open:
+    def resume(self) -> None:
+        """Execute a rescheduled request again, once its reader has read enough."""
+        if self.queued.channel.drained:
+            self._runtime.hold_request(self._request, False)
+            self._release(self.queued, True)
+        else:
+            self.queued.channel.on_drained = self.resume
+
+    def _respond(self, answer: RuntimeAnswer, final: bool) -> None:
+        """Take an answer that does not come with the whole batch's."""
+        if self.queued.finished:
             return
-        batch = RequestBatch([queued], self._batch.close_reason)
-        if answer is not None:
-            response, mark = self._read(queued, answer), self._mark
-            self._mark = time.monotonic_ns()
-            timing = ExecutionTiming(0, self._mark - mark, 0)
-            final = final or isinstance(response, Exception) or not self._decoupled
-            if not self._decoupled:
-                self._router.on_batch_done(self._result(batch, ExecutionResult([response], timing)), counted=True)
-            elif isinstance(response, Exception):
-                self._router.on_stream_response(self._result(batch, ExecutionResult((), timing, response)))
-            else:
-                self._router.on_stream_response(self._result(batch, ExecutionResult([response], timing)))
-        if final:
-            self._close(queued)
-            if self._decoupled:
-                self._router.on_stream_end(batch, self._started_at, counted=True)
-        elif request is not None and queued.channel.full and queued.channel.on_drained is None:
-            self._runtime.hold_request(request, True)
-            queued.channel.on_drained = partial(self._runtime.hold_request, request, False)
+        response, mark = self.read(answer), self._mark
+        self._mark = time.monotonic_ns()
+        if isinstance(answer, Rescheduled) and response is None:
+            self._release(self.queued, True)
+        elif response is not None or final:
+            self._deliver(response, ExecutionTiming(0, self._mark - mark, 0), final)
 
-    def _result(self, batch: RequestBatch, result: ExecutionResult) -> BatchResult:
-        return BatchResult(batch, self._started_at, result)
+    def _deliver(self, response: InferResponse | Exception | None, timing: ExecutionTiming, final: bool) -> None:
+        channel = self.queued.channel
+        if not self._decoupled and response is not None:
+            result = ExecutionResult([response], _sum(self._timing, timing))
+            self._router.on_batch_done(BatchResult(self._batch, self._started_at, result), counted=True)
+        elif isinstance(response, Exception):
+            result = ExecutionResult((), timing, response)
+            self._router.on_stream_response(BatchResult(self._batch, self._started_at, result))
+        elif response is not None:
+            result = ExecutionResult([response], timing)
+            self._router.on_stream_response(BatchResult(self._batch, self._started_at, result))
+        if isinstance(response, Exception):
+            final = True
+            self.cancel()
+        if self._decoupled and final:
+            self._router.on_stream_end(self._batch, self._started_at, counted=True)
+        elif channel.full and channel.on_drained is None:
+            self._runtime.hold_request(self._request, True)
+            channel.on_drained = partial(self._runtime.hold_request, self._request, False)
 
-    def _close(self, queued: QueuedRequest) -> None:
-        self._open.discard(queued)
-        queued.on_give_up = None
+
+def _wanted_outputs(layout: BatchLayout, job: InferenceJob) -> Sequence[str]:
+    """The outputs that the client wants, and those of states; none for all."""
+    if job.requested_outputs is None:
+        return ()
+    states = () if layout.sequences is None else layout.sequences.state_outputs
+    return tuple(dict.fromkeys((*job.requested_outputs, *states)))
+
+
+def _sum(left: ExecutionTiming, right: ExecutionTiming) -> ExecutionTiming:
+    return ExecutionTiming(*map(sum, zip(left, right, strict=True)))
+
+
+def execute_requests(
+    surroundings: ExecutionSurroundings, runtime: RequestRuntime, batch: RequestBatch, instance: str
+) -> None:
+    """Execute a batch, in the thread of an instance; `instance` is its name, for the log. Never raises."""
+    started_at = gathered_at = computed_at = time.monotonic_ns()
+    executions = [_execution_of(surroundings, runtime, queued, started_at) for queued in batch.requests]
+    try:
+        requests = [execution.prepare(batch, started_at) for execution in executions]
+        gathered_at = time.monotonic_ns()
+        answers = runtime.execute_requests(requests)
+        computed_at = time.monotonic_ns()
+        responses = [execution.read(answer) for execution, answer in zip(executions, answers, strict=True)]
+    except BaseException as error:  # a model may do anything: the thread goes on
+        surroundings.call_in_loop(_fail_batch, executions, client_error(error, instance))
+        return
+    timing = ExecutionTiming(gathered_at - started_at, computed_at - gathered_at, time.monotonic_ns() - computed_at)
+    answered = list(zip(executions, answers, responses, strict=True))
+    again = [each for each, answer, response in answered if isinstance(answer, Rescheduled) and response is None]
+    crowded = [each for each in again if not each.queued.channel.drained]
+    held = {each.queued: True for each in crowded}
+    if surroundings.layout.holds_sequences:
+        held |= {each.queued: False for each, answer, _ in answered if answer is None}
+    surroundings.settle_batch([each.queued for each in again if each not in crowded], held)
+    done = BatchResult(batch, started_at, ExecutionResult([None] * len(executions), timing))
+    surroundings.call_in_loop(
+        _finish_batch, surroundings.router, done, list(zip(executions, responses, strict=True)), crowded
+    )
+
+
+def _execution_of(
+    surroundings: ExecutionSurroundings, runtime: RequestRuntime, queued: QueuedRequest, started_at: int
+) -> RequestExecution:
+    execution = queued.execution
+    return (
+        execution
+        if isinstance(execution, RequestExecution)
+        else RequestExecution(surroundings, runtime, queued, started_at)
+    )
+
+
+def _finish_batch(
+    router: ResponseRouter,
+    done: BatchResult,
+    responses: Sequence[tuple[RequestExecution, InferResponse | Exception | None]],
+    crowded: Sequence[RequestExecution],
+) -> None:
+    router.on_batch_done(done)
+    for execution, response in responses:
+        execution.on_executed(response, done.result.timing)
+    for execution in crowded:
+        execution.resume()
+
+
+def _fail_batch(executions: Sequence[RequestExecution], error: Exception) -> None:
+    """Tell the error to the requests that have no last answer yet."""
+    for execution in executions:
+        execution.fail(error)

@@ -60,7 +60,8 @@ class RequestQueue:
             insort(self._level_order, number)
         if policy.max_size and len(level) >= policy.max_size:
             return False
-        request.level, request.arrived_at, request.queued = number, now, True
+        request.level, request.queued_at, request.queued = number, now, True
+        request.arrived_at = request.arrived_at or now
         request.queue_deadline = policy.queue_deadline(now, request.timeout_ns)
         request.answer_deadline = policy.answer_deadline(now, request.timeout_ns)
         level.on_time[request] = None

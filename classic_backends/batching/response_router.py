@@ -1,7 +1,7 @@
 """Gives responses to the channels of their requests, and records them in the model's metrics."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class ResponseRouter:
         self,
         metrics: ModelMetrics,
         batched: bool,
-        on_finished: Callable[[Iterable[QueuedRequest]], None] = lambda requests: None,
+        on_finished: Callable[[Sequence[QueuedRequest]], None] = lambda requests: None,
     ) -> None:
         self._metrics = metrics
         self._batched = batched
@@ -60,7 +60,7 @@ class ResponseRouter:
         responses = result.responses if result.error is None else [result.error] * len(requests)
         answered = [pair for pair in zip(requests, responses, strict=True) if pair[1] is not None]
         for request, response in answered:
-            if request.given_up:
+            if request.given_up or request.finished:
                 continue
             arrived_at = request.arrived_at
             request.context.execution = ExecutionTimes(arrived_at, started_at, result.timing)
@@ -71,7 +71,7 @@ class ResponseRouter:
             assert response is not None
             request.channel.put(response)
             request.channel.end()
-        self._on_finished([request for request, _ in answered])
+        self.on_finished([request for request, _ in answered])
 
     def on_stream_response(self, done: BatchResult) -> None:
         """A decoupled model made one response, or failed."""
@@ -100,7 +100,7 @@ class ResponseRouter:
     def on_stream_end(self, batch: RequestBatch, started_at: int, counted: bool = False) -> None:
         """A decoupled model has made its last response. `counted`: its execution is already."""
         [request] = batch.requests
-        stream = self._streams.pop(request, _StreamProgress())
+        stream = self._streams.get(request) or _StreamProgress()
         if not stream.failed and not request.given_up:
             # Triton's backends end a stream with one more response, which is empty.
             self._metrics.response_sums(stream.count)["empty_response"].add(0)
@@ -109,13 +109,22 @@ class ResponseRouter:
                 self._metrics.record_execution(self._recorded_size(batch), stream.timing, batch.close_reason, 1)
             self._metrics.record_success(request.batch_size, latency, started_at - request.arrived_at, stream.timing)
             request.channel.end()
-        self._on_finished([request])
+        self.on_finished([request])
 
     def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
-        """The request left the queue without being executed."""
+        """The request left the queue without being executed, or once more."""
         code = error.code if isinstance(error, CharoniaError) else ErrorCode.INTERNAL
         self._fail(request, error, _REJECTION_REASONS.get(code, FailureReason.OTHER))
-        self._on_finished([request])
+        if request.execution is not None:
+            request.execution.cancel()
+        self.on_finished([request])
+
+    def on_finished(self, requests: Sequence[QueuedRequest]) -> None:
+        """Nothing more becomes of the requests: they have their last response or error, or were given up."""
+        for request in requests:
+            request.finished = True
+            self._streams.pop(request, None)
+        self._on_finished(requests)
 
     def _fail(self, request: QueuedRequest, error: Exception, reason: FailureReason) -> None:
         self._metrics.record_failure(reason, time.monotonic_ns() - request.arrived_at)

@@ -44,6 +44,8 @@ class EncoderLoader:
     """Loads the version's directory itself: modules.json beside a transformer, or a transformer's config.json.
     Parameters: `max_batch_tokens` computed together, padding included; `intra_op_thread_count`."""
 
+    by_request = False
+
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:

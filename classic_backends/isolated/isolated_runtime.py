@@ -55,6 +55,7 @@ class IsolatableLoader(NamedTuple):
     default: Literal["isolated", "thread"] = THREAD
     library_bytes: int = 32 << 20
     completes_in_process: bool = False
+    by_request: bool = False
 
     def load(
         self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]

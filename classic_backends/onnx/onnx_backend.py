@@ -29,6 +29,8 @@ class OnnxLoader:
     """Loads `model.onnx`, or the `default_model_filename`; either may be a directory with a file of that name in it.
     The session that completed a config is kept until the load that follows, or the next config: a file is read once."""
 
+    by_request = False
+
     def __init__(self) -> None:
         self._completed: Session | None = None
 

@@ -34,6 +34,8 @@ class PythonBackend:
 
     services: ModelServices | None = None
 
+    by_request = True
+
     def bound_to(self, services: ModelServices) -> "PythonBackend":
         return replace(self, services=services)
 

@@ -76,13 +76,19 @@ class FirstAnswer:
 
 class PythonRuntime:
     """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` is the
-    server's; `resources` are closed with it."""
+    server's; `resources` are closed with it.
+
+    The process knows a request by its handle, from its first execution until it is answered or dropped. `_waiting` are
+    the handles of those that are rescheduled, and not executed again yet.
+    """
 
     def __init__(self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
         self._name, self._datatypes, self._loop = name, datatypes, loop
         self._first = FirstAnswer(initialize_failure(name))
-        self._handles = count()
+        self._new_handles = count(1)
         self._open: dict[int, RuntimeRequest] = {}
+        self._handles: dict[RuntimeRequest, int] = {}
+        self._waiting: set[int] = set()
         self._executed: Future[messages.Executed] = Future()
         self._kill_reason = ""
         self._readiness: asyncio.Future[str] | None = None
@@ -103,27 +109,33 @@ class PythonRuntime:
             process.kill()  # it may hang, and has no model to finalize
             self.close()
             raise
-        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, by_request=True, unready_reason=check)
+        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, unready_reason=check)
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
-        handles = [next(self._handles) for _ in requests]
+        handles = [self._handles.get(request) or next(self._new_handles) for request in requests]
         batch: list[messages.RequestMessage] = []
         try:
             batch.extend(map(self._write, handles, requests))
         except BaseException:  # there is no memory for them all
             self._process.writer.release(tensor.offset for written in batch for tensor in written.inputs)
             raise
+        self._waiting.difference_update(handles)
         self._open.update(zip(handles, requests, strict=True))
+        self._handles.update(zip(requests, handles, strict=True))
         self._executed = Future()
         if self._process.lost:
             raise self._end_error()
         self._process.send(messages.Execute(batch))
+        for request in requests:
+            if request.cancelled:
+                self.cancel_request(request)
         executed = self._executed.result()
-        answers: list[RuntimeAnswer] = []
+        self._waiting.update(executed.rescheduled)
+        answers = []
         for handle, response in zip(handles, executed.responses or [None] * len(handles), strict=True):
-            answers.append(Rescheduled() if handle in executed.rescheduled else self._read(response))
-            if answers[-1] is not None or executed.error is not None:
-                self._open.pop(handle, None)
+            answers.append(self._read(response, handle in executed.rescheduled))
+            if (answers[-1] is not None and handle not in self._waiting) or executed.error is not None:
+                self._forget(handle)
         if executed.error is not None:
             raise Internal(executed.error)
         return answers
@@ -144,13 +156,23 @@ class PythonRuntime:
             answer, final = arrived.get()
 
     def cancel_request(self, request: RuntimeRequest) -> None:
-        self._process.send(messages.CancelRequest(self._handle_of(request)))
+        handle = self._handles.get(request)
+        if handle is None:
+            return
+        self._process.send(messages.CancelRequest(handle))
+        if handle in self._waiting:
+            self._forget(handle)
 
     def hold_request(self, request: RuntimeRequest, held: bool) -> None:
-        self._process.send(messages.HoldRequest(self._handle_of(request), held))
+        handle = self._handles.get(request)
+        if handle is not None:
+            self._process.send(messages.HoldRequest(handle, held))
 
-    def _handle_of(self, request: RuntimeRequest) -> int:
-        return next((handle for handle, each in self._open.items() if each is request), -1)
+    def _forget(self, handle: int) -> None:
+        self._waiting.discard(handle)
+        request = self._open.pop(handle, None)
+        if request is not None:
+            self._handles.pop(request, None)
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._process.close(_LEAVE_SECONDS), self._loop).result()
@@ -171,13 +193,13 @@ class PythonRuntime:
             request.context.trace_id or None,
         )
 
-    def _read(self, message: messages.ResponseMessage | None) -> RuntimeResponse | Exception | None:
+    def _read(self, message: messages.ResponseMessage | None, rescheduled: bool = False) -> RuntimeAnswer:
         if message is None:
-            return None
+            return Rescheduled() if rescheduled else None
         if message.error is not None:
             return error_from_message(message.error)
         outputs = {tensor.name: self._process.reader.read(tensor) for tensor in message.outputs}
-        return RuntimeResponse(outputs, json.loads(message.parameters or "{}"))
+        return Rescheduled(outputs) if rescheduled else RuntimeResponse(outputs, json.loads(message.parameters or "{}"))
 
     def _interrupt(self, reason: str) -> None:
         self._kill_reason = reason
@@ -220,6 +242,8 @@ class PythonRuntime:
                 self._executed.set_result(message)
             case messages.SendResponse():
                 self._on_response(message)
+            case messages.Reschedule():
+                self._on_reschedule(message.handle)
             case messages.Infer():
                 self._calls.infer(message, self._parent_context(message.parent))
             case messages.CancelInfer():
@@ -244,6 +268,7 @@ class PythonRuntime:
             self._executed.set_exception(self._end_error())
         while self._open:
             _, request = self._open.popitem()
+            self._handles.pop(request, None)
             request.respond(self._end_error(), True)
         self._calls.close()
 
@@ -254,5 +279,10 @@ class PythonRuntime:
                 self._process.reader.discard(message.response.outputs)
             return
         if message.final:
-            del self._open[message.handle]
+            self._forget(message.handle)
         request.respond(self._read(message.response), message.final)
+
+    def _on_reschedule(self, handle: int) -> None:
+        if handle in self._open:
+            self._waiting.add(handle)
+            self._open[handle].respond(Rescheduled(), False)

@@ -50,6 +50,7 @@ _BODIES: Mapping[str, Callable[[msgspec.Raw], Any]] = {
         messages.Initialized,
         messages.LogMessage,
         messages.Release,
+        messages.Reschedule,
         messages.SendResponse,
         messages.UpdateMetric,
     )

@@ -36,6 +36,7 @@ from .triton_error import TritonModelException
 
 _API_MODULES = ("triton_python_backend_utils", "c_python_backend_utils")
 
+_EXPECTED_NONE = "Expected a None object in the execute function return list for reschduled request, found type"
 _EXPECTED_RESPONSE = "Expected an 'InferenceResponse' object in the execute function return list, found type"
 
 
@@ -64,9 +65,8 @@ def main() -> None:
 class _Batch:
     """Requests to execute together, and what is known of their answers."""
 
-    def __init__(self, requests: list[RequestMessage], decoupled: bool) -> None:
-        self.requests = requests
-        self.pending = [PendingRequest(request.handle, decoupled) for request in requests]
+    def __init__(self, requests: list[RequestMessage], pending: list[PendingRequest]) -> None:
+        self.requests, self.pending = requests, pending
 
     def take_requests(self) -> list[InferenceRequest]:
         """The requests as the model sees them, once."""
@@ -89,9 +89,11 @@ class StubInstance:
         self._inbox: queue.SimpleQueue[_Batch | messages.Initialize | messages.CompleteConfig | None]
         self._inbox = queue.SimpleQueue()
         self._pending: weakref.WeakValueDictionary[int, PendingRequest] = weakref.WeakValueDictionary()
+        self._rescheduled: dict[int, PendingRequest] = {}
         self._model: Any = None
         self._arguments: dict[str, str] = {}
         self._decoupled = False
+        self._state_outputs: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         connection.handlers.update(
@@ -126,6 +128,8 @@ class StubInstance:
 
     def _initialize(self, message: messages.Initialize) -> None:
         self._decoupled, self._arguments = message.decoupled, message.arguments
+        states = json.loads(message.arguments["model_config"]).get("sequence_batching", {}).get("state", [])
+        self._state_outputs = {state["output_name"] for state in states}
         backend_utils.set_model_directory(str(Path(message.model_file).parent))
         model = _load_class(message.model_file, message.paths)()
         if not hasattr(model, "execute"):
@@ -145,14 +149,21 @@ class StubInstance:
         return 0
 
     def _add_batch(self, requests: list[list[Any]]) -> None:
-        batch = _Batch([request_from_json(request) for request in requests], self._decoupled)
+        received = [request_from_json(request) for request in requests]
+        batch = _Batch(received, [self._pending_request(request.handle) for request in received])
         self._pending.update({pending.handle: pending for pending in batch.pending})
         self._inbox.put(batch)
+
+    def _pending_request(self, handle: int) -> PendingRequest:
+        pending = self._rescheduled.pop(handle, None) or PendingRequest(handle, self._decoupled)
+        pending.rescheduled = False
+        return pending
 
     def _cancel(self, handle: int) -> None:
         pending = self._pending.get(handle)
         if pending is not None:
             pending.cancel()
+            pending.closed = pending.closed or self._rescheduled.pop(handle, None) is not None
 
     def _hold(self, handle: int, held: bool) -> None:
         pending = self._pending.get(handle)
@@ -164,7 +175,7 @@ class StubInstance:
             requests = batch.take_requests()
             result = self._model.execute(requests)
             if inspect.isawaitable(result) and self._decoupled:
-                asyncio.run_coroutine_threadsafe(self._finish_later(result, batch), self._background_loop())
+                asyncio.run_coroutine_threadsafe(self._finish_later(result, requests, batch), self._background_loop())
                 return Executed([None] * len(requests), [])
             if inspect.isawaitable(result):
                 result = self._own_loop().run_until_complete(result)
@@ -174,10 +185,12 @@ class StubInstance:
             batch.close()
             return Executed([], [], self._failure_text(error))
 
-    async def _finish_later(self, result: Any, batch: _Batch) -> None:
+    async def _finish_later(self, result: Any, requests: list[InferenceRequest], batch: _Batch) -> None:
         """Wait for what an `async` function of a decoupled model still does after `Executed` was sent."""
         try:
             self._check_decoupled_result(await result)
+            for handle in self._reschedule(requests, batch):
+                self._connection.send(messages.Reschedule(handle))
         except BaseException as error:
             traceback.print_exc()
             message = ResponseMessage([], ErrorMessage("INTERNAL", self._failure_text(error)))
@@ -186,12 +199,6 @@ class StubInstance:
 
     def _read_result(self, result: Any, requests: list[InferenceRequest], batch: _Batch) -> Executed:
         """What `execute` returned, checked and written."""
-        rescheduled = []
-        for request, pending in zip(requests, batch.pending):
-            if request._release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
-                if pending.answered or pending.closed:
-                    raise TritonModelException("A request that was answered cannot be rescheduled.")
-                rescheduled.append(pending.handle)
         if self._decoupled:
             self._check_decoupled_result(result)
             result = [None] * len(requests)
@@ -204,10 +211,12 @@ class StubInstance:
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(result)}"
             )
-        answered_otherwise = self._decoupled or rescheduled
-        for response, pending in zip(result, batch.pending):
-            if response is None and (answered_otherwise or pending.has_sender):
+        for response, request, pending in zip(result, requests, batch.pending):
+            rescheduled = request._release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+            if response is None and (self._decoupled or rescheduled or pending.has_sender):
                 continue
+            if rescheduled and not self._is_state(response):
+                raise TritonModelException(f"{_EXPECTED_NONE} '{type(response).__name__}'.")
             if not isinstance(response, InferenceResponse):
                 raise TritonModelException(f"{_EXPECTED_RESPONSE} '{type(response).__name__}'.")
             if pending.has_sender and pending.answered:
@@ -218,12 +227,33 @@ class StubInstance:
         try:
             for response, request in zip(result, requests):
                 written.append(None if response is None else response_to_message(response, request._outputs))
+            rescheduled_handles = self._reschedule(requests, batch)
         except BaseException:
             self._connection.writer.release(tensor.offset for each in written if each for tensor in each.outputs)
             raise
         for response, pending in zip(result, batch.pending):
-            pending.closed = pending.closed or response is not None or pending.handle in rescheduled
-        return Executed(written, rescheduled)
+            pending.closed = pending.closed or (response is not None and not pending.rescheduled)
+        return Executed(written, rescheduled_handles)
+
+    def _reschedule(self, requests: list[InferenceRequest], batch: _Batch) -> list[int]:
+        """The handles of the requests that are to come again."""
+        again = [
+            pending
+            for request, pending in zip(requests, batch.pending)
+            if request._release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+        ]
+        if any(pending.closed or (pending.answered and not self._decoupled) for pending in again):
+            raise TritonModelException("A request that was answered cannot be rescheduled.")
+        for pending in again:
+            pending.rescheduled = True
+            self._rescheduled[pending.handle] = pending
+        return [pending.handle for pending in again]
+
+    def _is_state(self, response: Any) -> bool:
+        """Whether a response brings the server a sequence's states, and the client nothing."""
+        if not isinstance(response, InferenceResponse) or response.has_error():
+            return False
+        return {tensor.name() for tensor in response.output_tensors()} <= self._state_outputs
 
     def _check_decoupled_result(self, result: Any) -> None:
         if result is not None:

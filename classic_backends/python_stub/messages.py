@@ -81,7 +81,7 @@ class Execute(NamedTuple):
 
 
 class CancelRequest(NamedTuple):
-    """The client of a request has left, or was told an error."""
+    """The client of a request has left, or was told an error; if it is rescheduled, it does not come again."""
 
     handle: int
 
@@ -142,7 +142,8 @@ class CompletedConfig(NamedTuple):
 
 class Executed(NamedTuple):
     """`execute` has returned: a response for each request, None for those that are answered by `SendResponse`, or an
-    error for all that have no answer yet. `rescheduled`: handles of those that come again with the next batch."""
+    error for all that have no answer yet. `rescheduled`: handles of those that come again, with a later batch and the
+    same handle; a response of theirs has nothing but states."""
 
     responses: list[ResponseMessage | None]
     rescheduled: list[int]
@@ -155,6 +156,12 @@ class SendResponse(NamedTuple):
     handle: int
     response: ResponseMessage | None
     final: bool
+
+
+class Reschedule(NamedTuple):
+    """A request comes again, as a coroutine has said after `Executed`."""
+
+    handle: int
 
 
 class Infer(NamedTuple):

@@ -15,14 +15,15 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class PendingRequest:
-    """A received request that is to be answered: `closed` once it has its last response, or comes again.
+    """A received request that is to be answered: `closed` once it has its last response. `rescheduled`: it waits for
+    its next execution.
 
-    Held by the request and its sender: where the model lets go of both, the client is told.
+    Held by the request and its sender, and while it waits: where the model lets go of both, the client is told.
     """
 
     def __init__(self, handle: int, decoupled: bool) -> None:
         self.handle, self.decoupled = handle, decoupled
-        self.closed = self.cancelled = self.answered = self.has_sender = False
+        self.closed = self.cancelled = self.answered = self.has_sender = self.rescheduled = False
         self.lock = threading.Lock()
         self._may_send = threading.Event()
         self._may_send.set()
@@ -79,6 +80,8 @@ class InferenceResponseSender:
         with pending.lock:
             if pending.closed:
                 raise TritonModelException("Unable to send response. Response sender has been closed.")
+            if final and pending.rescheduled:
+                raise TritonModelException("Unable to send response. The request is rescheduled: this is not its last.")
             if not pending.decoupled:
                 if response is None and not pending.answered:
                     raise TritonModelException(

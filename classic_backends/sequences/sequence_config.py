@@ -65,11 +65,14 @@ class StateTensor(NamedTuple):
 
 class SlotRules(NamedTuple):
     """The sequences that may be open on one instance, and how long each may be without a request. `fixed_rows` (the
-    "direct" strategy): an open sequence has a row of the batch to itself."""
+    "direct" strategy): an open sequence has a row of the batch to itself. `iterative`: each request is a sequence,
+    which ends with it, and gets one of the `ids` if it brings none; they are such as clients do not choose."""
 
     slots_per_instance: int
     max_idle_ns: int = _DEFAULT_IDLE_US * NS_PER_US
     fixed_rows: bool = False
+    iterative: bool = False
+    ids: range = range(1 << 62, 1 << 63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,40 +85,61 @@ class SequenceConfig:
     states: tuple[StateTensor, ...] = ()
 
 
-def read_sequence_config(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceConfig | None:
+def read_sequence_config(
+    config: ModelConfig, initial: Mapping[str, Tensor], by_request: bool = False
+) -> SequenceConfig | None:
     """Parse `sequence_batching`; None without it. `initial`: the first request's state, by its input; zeros where
-    absent. Raises `InvalidArgument` if values contradict each other, or a state is too large, which `field` names, and
-    `Unsupported` if the config asks for what is not built."""
+    absent. `by_request`: the model's runtime takes requests as they are. Raises `InvalidArgument` if values contradict
+    each other, or a state is too large, which `field` names, and `Unsupported` if the config asks for what the backend
+    cannot do."""
     if "sequence_batching" not in config.raw:
         return None
     asked: RawConfig = config.raw["sequence_batching"]
-    fixed_rows, field = "oldest" not in asked, ""
+    if not by_request:
+        _check_backend(asked, config)
+    slots, batching = _read_strategy(asked, config, by_request or not config.decoupled)
+    idle_ns = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE_US) * NS_PER_US
+    states = tuple(_read_state(each, initial, config.max_batch_size > 0) for each in asked.get("state", ()))
+    controls = _read_controls(asked)
+    ids = [_free_ids(each.datatype) for each in controls if each.kind is ControlKind.ID]
+    iterative = bool(asked.get("iterative_sequence", False))
+    rules = SlotRules(slots, idle_ns, "oldest" not in asked, iterative, *ids)
+    return SequenceConfig(rules, batching, controls, states)
+
+
+def _check_backend(asked: RawConfig, config: ModelConfig) -> None:
+    """Refuse what only a runtime that takes requests as they are can do."""
+    field = ""
     if asked.get("iterative_sequence"):
-        field = "iterative_sequence"
-        reason = "needs a backend that puts its requests back in the queue, and there is none here"
+        field, reason = (
+            "iterative_sequence",
+            f"needs a backend that reschedules requests, which '{config.backend}' cannot",
+        )
     elif config.decoupled and asked.get("state"):
-        field, reason = "state", "cannot be carried on by a decoupled model"
-    elif config.decoupled and config.max_batch_size > 1 and fixed_rows:
-        field, reason = "direct", "needs max_batch_size 0 or 1 for a decoupled model, which has no batches"
+        field, reason = "state", f"cannot be carried on by a decoupled model of '{config.backend}'"
+    elif config.decoupled and config.max_batch_size > 1 and "oldest" not in asked:
+        field, reason = "direct", f"needs max_batch_size 0 or 1 for a decoupled model of '{config.backend}'"
     if field:
         message = f"model '{config.name}': sequence batching {field} {reason}"
         raise Unsupported(message, field=f"sequence_batching.{field}")
-    slots, batching = _read_strategy(asked, config)
-    idle_ns = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE_US) * NS_PER_US
-    states = tuple(_read_state(each, initial, config.max_batch_size > 0) for each in asked.get("state", ()))
-    return SequenceConfig(SlotRules(slots, idle_ns, fixed_rows), batching, _read_controls(asked), states)
 
 
-def _read_strategy(asked: RawConfig, config: ModelConfig) -> tuple[int, BatchingConfig]:
+def _free_ids(datatype: str) -> range:
+    """Ids of a control's type for requests that bring none: the upper half of what it holds."""
+    bits = 30 if datatype in ("INT32", "UINT32") else 62
+    return range(1 << bits, 2 << bits)
+
+
+def _read_strategy(asked: RawConfig, config: ModelConfig, combines: bool) -> tuple[int, BatchingConfig]:
     """The slots of an instance, and its batching, by the strategy: "oldest", or else "direct"."""
-    size, combine = max(config.max_batch_size, 1), config.max_batch_size > 0 and not config.decoupled
+    size, combine = max(config.max_batch_size, 1), config.max_batch_size > 0 and combines
     rules: RawConfig = asked.get("oldest", asked.get("direct", {}))
     delay = int(rules.get("max_queue_delay_microseconds", 0)) * NS_PER_US
     if "oldest" in asked:
-        slots = int(rules.get("max_candidate_sequences", 0))
+        slots = int(rules.get("max_candidate_sequences", 0)) or size
         if slots < 1:
             name = "max_candidate_sequences"
-            raise _refuse(f"{name} must be at least 1 for {config.name}, got {slots}", f"oldest.{name}")
+            raise _refuse(f"{name} must be at least 0 for {config.name}, got {slots}", f"oldest.{name}")
         preferred = read_preferred_sizes(rules, config.max_batch_size, "sequence_batching.oldest")
         return slots, BatchingConfig(combine, size, preferred, delay, bool(rules.get("preserve_ordering", False)))
     utilization = float(rules.get("minimum_slot_utilization", 0))

@@ -4,7 +4,7 @@ In the event loop's thread, between the model and its instances.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ...core.errors import Cancelled, RequestTimeout
 from ...core.metrics import Reading
@@ -44,7 +44,8 @@ class SequenceScheduler:
         yield Reading("charonia_sequence_slots", self._table.total_slots)
 
     def add_instance(self, instance: Instance) -> None:
-        dispatcher = Dispatcher(SequenceBatcher(self._config), self._layout, self._router, self._decoupled)
+        batcher = SequenceBatcher(self._config, self._layout.by_request)
+        dispatcher = Dispatcher(batcher, self._layout, self._router, self._decoupled)
         dispatcher.add_instance(instance)
         self._dispatchers[instance] = dispatcher
         self._table.add_instance(instance)
@@ -93,7 +94,7 @@ class SequenceScheduler:
         for each in reversed(withdrawn):
             if each is not request:
                 self._router.on_rejected(each, cancelled)
-        self._finish(withdrawn)
+        self._router.on_finished([request] if request in withdrawn else [])
 
     def close(self) -> None:
         """Reject the requests that wait, and those that come."""
@@ -109,10 +110,14 @@ class SequenceScheduler:
             for request in sequence.pending:
                 self._dispatchers[sequence.slot.instance].submit(request)
 
-    def _finish(self, requests: Iterable[QueuedRequest]) -> None:
+    def _finish(self, requests: Sequence[QueuedRequest]) -> None:
         now = time.monotonic_ns()
         for request in requests:
+            sequence = self._table.sequence_of(request)
+            slot = None if sequence is None else sequence.slot
             self._table.finish_request(request, now)
+            if slot is not None and request.execution is not None and slot.instance in self._dispatchers:
+                self._dispatchers[slot.instance].release(request)
         self._assign_slots()
         self._timer.set_no_later_than(now + self._config.slots.max_idle_ns)
 

@@ -37,6 +37,10 @@ class SequenceSupport(NamedTuple):
     id_control: ControlTensor | None
 
     @property
+    def iterative(self) -> bool:
+        return self.config.slots.iterative
+
+    @property
     def state_outputs(self) -> tuple[str, ...]:
         return tuple(state.output for state in self.config.states)
 
@@ -47,18 +51,22 @@ class SequenceSupport(NamedTuple):
     # Requests
 
     def read_flags(self, request: InferRequest, batch_size: int) -> SequenceFlags:
-        """Raises `InvalidArgument` for a request that can be in no sequence of this model."""
+        """The sequence of a request; of an iterative model that is the request alone, and it may be without an id.
+        Raises `InvalidArgument` for a request that can be in no sequence of this model."""
         if batch_size != 1:
             message = "must specify batch-size 1 due to requirements of sequence batcher"
             raise InvalidArgument(f"inference request to model '{self.runtime_config.name}' {message}")
         sequence_id = self._read_id(request)
-        return SequenceFlags(sequence_id, _read_flag(request, "sequence_start"), _read_flag(request, "sequence_end"))
+        start, end = (_read_flag(request, f"sequence_{name}") for name in ("start", "end"))
+        return SequenceFlags(sequence_id, start or not sequence_id, end and not self.iterative)
 
     def _read_id(self, request: InferRequest) -> SequenceId:
         model, control = self.runtime_config.name, self.id_control
         found = request.parameters.get("sequence_id", 0)
         if isinstance(found, bool) or not isinstance(found, (int, str)):
             raise _refuse(request, f"parameter 'sequence_id' must be an integer or a string, got {found!r}")
+        if not found and self.iterative:
+            return "" if control is not None and control.datatype == "BYTES" else 0
         if not found:
             message = f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
             raise InvalidArgument(message, field="sequence_id")
@@ -97,7 +105,10 @@ class SequenceSupport(NamedTuple):
         return [by_row.get(row, idle) for row in range(count)]
 
     def sequence_inputs(self, jobs: Sequence[InferenceJob]) -> dict[str, NDArray[Any]]:
-        """The controls and states of a batch."""
+        """The controls and states of a batch. What is left of a sequence that starts anew is forgotten."""
+        for job in jobs:
+            if job.sequence is not None and job.sequence_flags is not None and job.sequence_flags.start:
+                job.sequence.states = {}
         inputs = {state.input: _state_input(state, jobs) for state in self.config.states}
         for control in self.config.controls:
             values = [_control_value(control, job.sequence_flags) for job in jobs for _ in range(job.batch_size)]
@@ -106,14 +117,19 @@ class SequenceSupport(NamedTuple):
         return inputs
 
     def store_states(self, jobs: Sequence[InferenceJob], outputs: Sequence[Arrays]) -> None:
-        """Keep the states that each job's outputs leave its sequence: all of them or, after an error, none. Raises
+        """Keep the states that each job's outputs leave its sequence, all of them or, after an error, none; one that a
+        job has no output for stays. Raises
         `Internal` if a state has another type or shape than its config says."""
-        kept = [{each.input: self._checked(each, part[each.output]) for each in self.config.states} for part in outputs]
-        for job, states in zip(jobs, kept, strict=True):
+        states = self.config.states
+        kept = [
+            {each.input: self._checked(each, part[each.output]) for each in states if each.output in part}
+            for part in outputs
+        ]
+        for job, made in zip(jobs, kept, strict=True):
             if job.sequence is not None and job.sequence_flags is not None:
                 if len(jobs) > 1:  # a view would keep the whole batch in memory
-                    states = {name: array.copy() for name, array in states.items()}
-                job.sequence.states = {} if job.sequence_flags.end else states
+                    made = {name: array.copy() for name, array in made.items()}
+                job.sequence.states = {} if job.sequence_flags.end else {**job.sequence.states, **made}
 
     def _checked(self, state: StateTensor, array: NDArray[Any]) -> NDArray[Any]:
         shape = array.shape[1:] if self._batched else array.shape
@@ -126,9 +142,11 @@ class SequenceSupport(NamedTuple):
         return array
 
 
-def read_sequence_support(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceSupport | None:
+def read_sequence_support(
+    config: ModelConfig, initial: Mapping[str, Tensor], by_request: bool = False
+) -> SequenceSupport | None:
     """None for a model without `sequence_batching`. Takes and raises what `read_sequence_config` does."""
-    sequences = read_sequence_config(config, initial)
+    sequences = read_sequence_config(config, initial, by_request)
     if sequences is None:
         return None
     id_control = next((each for each in sequences.controls if each.kind is ControlKind.ID), None)

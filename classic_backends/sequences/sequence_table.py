@@ -10,7 +10,7 @@ Pure bookkeeping over times (nanoseconds) that its caller gives. Knows nothing o
 import logging
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, cycle
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
@@ -54,6 +54,7 @@ class SequenceTable:
         # Of each instance, how many slots were ever used.
         self._used: dict[Instance, int] = {}
         self._serial = count()
+        self._new_ids = cycle(rules.ids)
 
     @property
     def waiting_requests(self) -> int:
@@ -90,6 +91,8 @@ class SequenceTable:
         open, and the request does not start it."""
         flags = request.job.sequence_flags
         assert flags is not None
+        if self._rules.iterative and not flags.id:
+            flags = request.job.sequence_flags = flags._replace(id=self._new_id(isinstance(flags.id, str)))
         sequence = self._open.get(flags.id)
         if sequence is None:
             if not flags.start:
@@ -110,6 +113,11 @@ class SequenceTable:
             deadline = now + request.timeout_ns
             sequence.slot_deadline = min(sequence.slot_deadline or deadline, deadline)
         return sequence
+
+    def _new_id(self, text: bool) -> SequenceId:
+        """An id for a request that brings none."""
+        ids = (str(number) if text else number for number in self._new_ids)
+        return next(each for each in ids if each not in self._open)
 
     def assign_slots(self) -> list[OpenSequence]:
         """Give free slots to the sequences that have waited longest, and return these: their requests may go there."""
@@ -137,6 +145,8 @@ class SequenceTable:
         if sequence is not None:
             del sequence.pending[request]
             if not sequence.pending:
+                if self._rules.iterative:
+                    self.close_sequence(sequence)
                 self._rest(sequence, now)
 
     def _rest(self, sequence: OpenSequence, now: int) -> None:

@@ -51,6 +51,8 @@ class InferenceModes(NamedTuple):
 class TorchLoader:
     """Loads `model.pt` or `model.pt2`, or the `default_model_filename`."""
 
+    by_request = False
+
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:

@@ -178,6 +178,8 @@ async def test_a_reader_who_is_slow_holds_the_instance_and_no_memory() -> None:
             pass
 
     class Loader:
+        by_request = False
+
         def load(self, *arguments: Any) -> Counting:
             return Counting()
 

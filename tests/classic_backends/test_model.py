@@ -35,6 +35,8 @@ PLAIN = RuntimeTraits()
 class Gated:
     """Doubles X into Y when `gate` opens; fails on a negative number. Remembers what it was given."""
 
+    by_request = False
+
     def __init__(self, traits: RuntimeTraits = PLAIN) -> None:
         self.traits = traits
         self.gate = threading.Event()

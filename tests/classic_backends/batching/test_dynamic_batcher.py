@@ -359,7 +359,7 @@ def test_the_rules_are_read_from_a_config() -> None:
             "priority_queue_policy": {"1": {"max_queue_size": 3, "allow_timeout_override": True}},
         }
     }
-    rules = read_batching_config(raw, 8, decoupled=False)
+    rules = read_batching_config(raw, 8, combines=True)
     assert (rules.combine_requests, rules.max_batch_size, rules.preferred_sizes) == (True, 8, (4, 8))
     assert (rules.max_delay_ns, rules.priority_levels, rules.level_of(0), rules.level_of(1)) == (100_000, 2, 2, 1)
     assert rules.policy_of(2) == QueuePolicy(timeout_ns=7000, postpone=True)
@@ -384,5 +384,5 @@ def test_the_rules_are_read_from_a_config() -> None:
 )
 def test_rules_that_contradict_each_other_are_refused(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        read_batching_config({"dynamic_batching": fields}, 8, decoupled=False)
+        read_batching_config({"dynamic_batching": fields}, 8, combines=True)
     assert refused.value.field == field

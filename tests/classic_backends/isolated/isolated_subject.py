@@ -90,6 +90,8 @@ class Subject:
 class SubjectLoader:
     """A file `fails` fails the load, `exits` ends it; a pipe `waits` holds it up until it is written to, and closed."""
 
+    by_request = False
+
     def load(
         self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
     ) -> Subject:

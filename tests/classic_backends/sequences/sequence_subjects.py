@@ -45,6 +45,7 @@ class Loader:
     """One model for all instances."""
 
     traits = RuntimeTraits()
+    by_request = False
 
     def load(
         self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]

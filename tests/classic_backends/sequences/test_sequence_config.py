@@ -58,6 +58,7 @@ def test_oldest_has_the_rules_of_a_dynamic_batcher() -> None:
     rules = read(config(oldest=OLDEST | asked)).config
     assert (rules.slots.slots_per_instance, rules.slots.fixed_rows) == (6, False)
     assert rules.batching == BatchingConfig(True, 4, (2,), 5000, preserve_ordering=True)
+    assert read(config(oldest={})).config.slots.slots_per_instance == 4
 
 
 def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
@@ -97,7 +98,7 @@ BOTH = control("A", "START", fp32_false_true=[0.0, 1.0], int32_false_true=[0, 1]
 @pytest.mark.parametrize(
     ("sequences", "field", "says"),
     [
-        ({"oldest": {}}, "oldest.max_candidate_sequences", "must be at least 1 for m, got 0"),
+        ({"oldest": {"max_candidate_sequences": -1}}, "oldest.max_candidate_sequences", "at least 0 for m, got -1"),
         ({"oldest": OLDEST | {"preferred_batch_size": [5]}}, "oldest.preferred_batch_size", "sequence batching pref"),
         ({"direct": {"minimum_slot_utilization": 1.5}}, "direct.minimum_slot_utilization", "in range \\[0.0, 1.0\\]"),
         ({"control_input": [{"name": "", "control": []}]}, "control_input", "must have a name"),
@@ -143,6 +144,23 @@ def test_what_is_not_served_is_refused_by_name(settings: ModelConfig, field: str
     with pytest.raises(Unsupported, match=f"model 'm': sequence batching {field}") as refused:
         read(settings)
     assert refused.value.field == f"sequence_batching.{field}"
+
+
+def test_a_runtime_that_takes_requests_can_do_all_of_it() -> None:
+    for settings in (config(iterative_sequence=True), config(decoupled=True, state=[state([1])])):
+        found = read_sequence_support(settings, {}, by_request=True)
+        assert found is not None
+        assert found.config.batching.combine_requests
+
+
+def test_a_request_that_is_a_sequence_needs_no_id() -> None:
+    text = config(iterative_sequence=True, control_input=[control("ID", "CORRID", data_type="TYPE_STRING")])
+    for settings, none in ((config(iterative_sequence=True), 0), (text, "")):
+        found = read_sequence_support(settings, {}, by_request=True)
+        assert found is not None
+        assert found.read_flags(InferRequest(), 1) == SequenceFlags(none, start=True)
+    whole = {"sequence_id": "a", "sequence_start": True, "sequence_end": True}
+    assert found.read_flags(InferRequest(parameters=whole), 1) == SequenceFlags("a", start=True)
 
 
 def ids(datatype: str) -> SequenceSupport:

@@ -1,0 +1,187 @@
+"""Requests that a Python model wants to see again, together with everybody else's; and states that come along."""
+
+import asyncio
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.classic_backends.model import ClassicModel
+from charonia.core.errors import CharoniaError, Internal
+from charonia.core.request import InferRequest
+from charonia.core.request_context import RequestContext
+from charonia.core.tensor import Tensor
+
+from ...waiting import until
+from ..asking import answers
+from ..sequences.sequence_subjects import control
+from .python_models import python_model, values
+
+START = control("START", "START", int32_false_true=[0, 1])
+ID = control("ID", "CORRID", data_type="TYPE_UINT64")
+STATE = {"input_name": "S", "output_name": "S_OUT", "data_type": "TYPE_INT32", "dims": [1]}
+ITERATIVE = {"iterative_sequence": True, "control_input": [START, ID], "oldest": {"max_candidate_sequences": 32}}
+
+COUNT_DOWN = """
+batches = []
+left = {}
+
+def execute(self, requests):
+    self.batches.append(len(requests))
+    answers = []
+    for r in requests:
+        key = pb_utils.get_input_tensor_by_name(r, "ID").as_numpy().item()
+        assert key == r.correlation_id()
+        start = pb_utils.get_input_tensor_by_name(r, "START").as_numpy().item()
+        assert r.flags() == start
+        if start:
+            self.left[key] = int(x(r).item())
+        self.left[key] -= 1
+        if self.left[key] > 0:
+            r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            answers.append(None)
+        else:
+            del self.left[key]
+            answers.append(y([[x(r).item()]]) if x(r).item() < 100 else y([self.batches.index(len(requests))]))
+    return answers
+"""
+
+GENERATE = """
+left = {}
+
+def execute(self, requests):
+    for r in requests:
+        key = r.correlation_id()
+        if r.flags() & 1:
+            self.left[key] = int(x(r).item())
+        self.left[key] -= 1
+        last = not self.left[key]
+        if not last:
+            r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        r.get_response_sender().send(y([len(requests)]), flags=FINAL if last else 0)
+"""
+
+
+def ask(number: int, **parameters: Any) -> InferRequest:
+    return InferRequest("id", {"X": Tensor("X", "INT32", (1, 1), np.array([[number]], np.int32))}, None, parameters)
+
+
+def settings(sequences: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"max_batch_size": 8, "sequence_batching": sequences, **others}
+
+
+def used_slots(model: ClassicModel) -> float:
+    [found] = [each.value for each in model.readings() if each.family == "charonia_sequences_open"]
+    assert isinstance(found, int | float)
+    return found
+
+
+@pytest.mark.parametrize("strategy", [{}, {"oldest": {"max_candidate_sequences": 5}}, {"oldest": {}}])
+async def test_each_request_comes_again_until_it_is_answered_once(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    sequences = {"iterative_sequence": True, "control_input": [START, ID], **strategy}
+    async with python_model(tmp_path, COUNT_DOWN, **settings(sequences)) as model:
+        several = await asyncio.gather(*(answers(model, ask(number)) for number in range(1, 21)))
+        statistics = model.statistics()
+        assert used_slots(model) == 0
+    assert [values(response)["Y"] for [response] in several] == [[number] for number in range(1, 21)]
+    assert (statistics.inference_count, statistics.inference.success.count) == (20, 20)
+    assert 210 / 8 <= statistics.execution_count <= 210
+
+
+async def test_streams_of_a_decoupled_model_share_their_batches(tmp_path: Path) -> None:
+    async with python_model(tmp_path, GENERATE, decoupled=True, **settings(ITERATIVE)) as model:
+        several = await asyncio.gather(*(answers(model, ask(30)) for _ in range(8)))
+        statistics = model.statistics()
+    assert [len(responses) for responses in several] == [30] * 8
+    shared = [values(response)["Y"] for responses in several for response in responses]
+    assert max(shared) == [8]
+    assert statistics.execution_count < 120
+    assert (statistics.inference_count, statistics.inference.success.count) == (8, 8)
+
+
+async def test_a_stream_that_is_left_frees_its_slot(tmp_path: Path) -> None:
+    sequences = ITERATIVE | {"oldest": {"max_candidate_sequences": 1}}
+    async with python_model(tmp_path, GENERATE, decoupled=True, **settings(sequences)) as model:
+        for _ in range(5):
+            async with aclosing(model.infer(ask(10**6), RequestContext("test"))) as responses:  # type: ignore[type-var]
+                await anext(responses)
+        assert len(await answers(model, ask(3))) == 3
+        await until(lambda: used_slots(model) == 0)
+        assert model.stats().cancelled == 5
+
+
+async def test_a_process_that_dies_tells_each_request_once(tmp_path: Path) -> None:
+    body = GENERATE + "\n    if os.path.exists(os.path.dirname(__file__) + '/die'): os.kill(os.getpid(), 9)\n"
+    sequences = ITERATIVE | {"oldest": {"max_candidate_sequences": 16}}
+    async with python_model(tmp_path, body, decoupled=True, **settings(sequences)) as model:
+        tasks = [asyncio.create_task(answers(model, ask(10**6))) for _ in range(20)]
+        await until(lambda: model.statistics().execution_count > 4)
+        (tmp_path / "model" / "1" / "die").touch()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        texts = [str(each) for each in results]
+        assert texts.count("Stub process 'model_0_0' is not healthy.") == 16
+        assert sum("being restarted" in text for text in texts) == 4
+        assert model.stats().failure == 20
+        (tmp_path / "model" / "1" / "die").unlink()
+
+        async with asyncio.timeout(30):
+            while model.stats().success == 0:
+                with suppress(CharoniaError):
+                    assert len(await answers(model, ask(2))) == 2
+                await asyncio.sleep(0.05)
+        assert used_slots(model) == 0
+
+
+async def test_a_reader_who_is_slow_holds_up_nobody_else(tmp_path: Path) -> None:
+    async with python_model(tmp_path, GENERATE, decoupled=True, **settings(ITERATIVE)) as model:
+        async with aclosing(model.infer(ask(1000), RequestContext("test"))) as slow:  # type: ignore[type-var]
+            await anext(slow)
+            assert len(await answers(model, ask(400))) == 400
+            executions = model.statistics().execution_count
+            assert len(await answers(model, ask(20))) == 20
+            assert model.statistics().execution_count - executions == 20  # the slow one has no part in them
+            assert len([each async for each in slow]) == 999
+        async with aclosing(model.infer(ask(1000), RequestContext("test"))) as slow:  # type: ignore[type-var]
+            await anext(slow)
+            assert len(await answers(model, ask(400))) == 400
+        await until(lambda: used_slots(model) == 0)
+
+
+NEEDS = "rescheduled a request, which needs sequence_batching { iterative_sequence: true }"
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "sequences", "body", "text"),
+    [
+        (False, {}, "return [None]", NEEDS),
+        (True, {}, "pass", NEEDS),
+        (False, ITERATIVE, "return [y([[1]])]", "Expected a None object in the execute function return list for res"),
+        (False, ITERATIVE, "r.get_response_sender().send(y([[1]])); return [None]", ""),
+        (True, ITERATIVE, "r.get_response_sender().send(y([[1]]), flags=FINAL)", ""),
+    ],
+)
+async def test_what_cannot_come_again_does_not(
+    tmp_path: Path, decoupled: bool, sequences: dict[str, Any], body: str, text: str
+) -> None:
+    """An empty `text`: the request was answered before that was found."""
+    whole = f"""
+    def execute(self, requests):
+        [r] = requests
+        if x(r).item() == 7:
+            {"r.get_response_sender().send(y([[7]]), flags=FINAL); return" if decoupled else "return [y([[7]])]"}
+        r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        {body}
+    """
+    raw = settings(sequences) if sequences else {"max_batch_size": 8}
+    async with python_model(tmp_path, whole, decoupled=decoupled, **raw) as model:
+        for _ in range(3):
+            if not text:
+                assert len(await answers(model, ask(1))) == 1
+                continue
+            with pytest.raises(Internal) as caught:
+                await answers(model, ask(1))
+            assert text in str(caught.value)
+        [response] = await answers(model, ask(7))
+    assert values(response)["Y"] == [7]
