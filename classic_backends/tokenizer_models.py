@@ -92,6 +92,7 @@ class TokenizerLoader(NamedTuple):
     tensors: FoundModel
     make: Callable[[Tokenizer, ModelConfig, Mapping[str, str]], Answer]
     inline: bool
+    by_request: bool = True
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
@@ -103,7 +104,7 @@ class TokenizerLoader(NamedTuple):
             message = f"model '{config.name}' needs the parameter 'tokenizer_dir': the directory of its tokenizer"
             raise InvalidArgument(message, field="tokenizer_dir")
         tokenizer = Tokenizer.load(locate_checkpoint(named) if named else directory)
-        traits = RuntimeTraits(inline=self.inline, by_request=True)
+        traits = RuntimeTraits(inline=self.inline)
         return TokenizerRuntime(self.make(tokenizer, config, given), traits)
 
     def _check_types(self, config: ModelConfig) -> None:
