@@ -120,7 +120,7 @@ class RequestContext:
     if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
     model made of other models, as they began. `id` is the protocol's request id, `client_id` the header
     X-Request-Id. `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request
-    is `sampled`.
+    is `sampled`. `depth`: requests of models that this one was made for, one for another.
     """
 
     endpoint: str
@@ -143,6 +143,7 @@ class RequestContext:
     sampled: bool = False
     trace_id: str = ""
     trace: object | None = None
+    depth: int = 0
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 
@@ -158,7 +159,7 @@ class RequestContext:
     def adopt(self, child: "RequestContext") -> None:
         """Make a context that was just opened that of a request which this one's model makes of another model."""
         child.tenant, child.tenant_weight = self.tenant, self.tenant_weight
-        child.all_sequences = self.all_sequences
+        child.all_sequences, child.depth = self.all_sequences, self.depth + 1
 
     def add_sequence(self, record: SequenceRecord) -> None:
         self.sequences.append(record)

@@ -17,8 +17,9 @@ from ..core.request_context import RequestContext
 from ..core.statistics import VersionStatistics
 from ..telemetry.model_metrics import FailureReason
 from .ensemble_plan import EnsemblePlan, EnsembleStep, plan_ensemble, read_steps
-from .ensemble_run import EnsembleRun, with_ensemble_name
+from .ensemble_run import EnsembleRun
 from .request_counts import RequestCounts
+from .step_errors import with_model_name
 
 ENDPOINT = "ensemble"
 """The endpoint that requests of ensembles come from, in metrics and traces."""
@@ -111,7 +112,7 @@ class EnsembleModel:
         try:
             return self._gateway.acquire(child, step.model, step.version)
         except CharoniaError as error:
-            raise with_ensemble_name(self.config.name, error) from None
+            raise with_model_name(f"ensemble '{self.config.name}'", error) from None
 
 
 def _close(children: Mapping[int, RequestContext], run: EnsembleRun | None) -> None:

@@ -18,6 +18,7 @@ from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.tensor import Tensor
 from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage
 from .response_buffer import ResponseBuffer
+from .step_errors import first_error, with_model_name
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
@@ -155,17 +156,10 @@ class EnsembleRun:
 
     def _failure(self, group: BaseExceptionGroup[BaseException]) -> BaseException:
         """The first error of the steps, with the ensemble's name before it."""
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        return with_ensemble_name(self._plan.name, error) if isinstance(error, CharoniaError) else error
-
-
-def with_ensemble_name(name: str, error: CharoniaError) -> CharoniaError:
-    """The error of a step as the ensemble's clients see it."""
-    error.message = f"in ensemble '{name}', {error.message}"
-    error.args = (error.message,)
-    return error
+        error = first_error(group)
+        if isinstance(error, CharoniaError):
+            return with_model_name(f"ensemble '{self._plan.name}'", error)
+        return error
 
 
 async def _value(values: Values, name: str) -> Tensor | None:

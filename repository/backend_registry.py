@@ -95,11 +95,12 @@ CALLING_BACKENDS = frozenset({"python"})
 """Backends whose models ask other models: their loaders are bound to the server."""
 
 ENSEMBLE = "ensemble"
+PIPELINE = "pipeline"
 
 
 def check_backend(name: str, backend: str) -> None:
     """Raises `InvalidArgument` for a backend that is not served."""
-    backends = (*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, ENSEMBLE)
+    backends = (*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, ENSEMBLE, PIPELINE)
     if backend not in backends:
         known = ", ".join(sorted(backends))
         message = f"model '{name}': unknown backend '{backend}'; known are {known}"
@@ -127,6 +128,13 @@ def ensemble_builder() -> Callable[[ModelConfig, Gateway, Sequence[float]], Meas
     builder: Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel]
     builder = _import("ensembles.ensemble_model", "EnsembleModel")
     return builder
+
+
+def pipeline_builder() -> Callable[[ModelConfig, Path, Gateway, Sequence[float]], MeasuredModel]:
+    return cast(
+        Callable[[ModelConfig, Path, Gateway, Sequence[float]], MeasuredModel],
+        _import("ensembles.pipeline_model", "PipelineModel"),
+    )
 
 
 def classic_model_builder() -> ClassicModelBuilder:

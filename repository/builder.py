@@ -16,12 +16,14 @@ from ..core.tensor import TensorSpec
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
     ENSEMBLE,
+    PIPELINE,
     OnProgress,
     TextBackend,
     check_backend,
     classic_model_builder,
     classic_runtime_loader,
     ensemble_builder,
+    pipeline_builder,
     text_backend,
 )
 from .config_defaults import enable_default_batching, fill_defaults
@@ -96,8 +98,8 @@ class ModelBuilder:
             refuse_unsupported_fields(source.config)
             validate_written_config(source.config)
             backend = text_backend(source.backend)
-            if source.backend == ENSEMBLE:
-                return self._prepare_ensemble(source, version, services)
+            if source.backend in (ENSEMBLE, PIPELINE):
+                return self._prepare_composite_model(source, version, services)
             if backend is None:
                 return self._prepare_classic_model(source, version, services)
             return self._prepare_text_model(backend, source, version, sharers)
@@ -123,15 +125,16 @@ class ModelBuilder:
 
         return ModelFactory(build, reservation, examine)
 
-    def _prepare_ensemble(self, source: ModelSource, version: VersionSource, services: ModelServices) -> ModelFactory:
+    def _prepare_composite_model(
+        self, source: ModelSource, version: VersionSource, services: ModelServices
+    ) -> ModelFactory:
         config = self._model_config(self.complete_config(source, version), source, version)
+        if source.backend == ENSEMBLE:
+            model = ensemble_builder()(config, services.gateway, self.quantiles)
+        else:
+            model = pipeline_builder()(config, Path(version.path), services.gateway, self.quantiles)
         reservation = self.budget.reserve(source.name, version.number, ())
-        builder = ensemble_builder()
-
-        def build(_: OnProgress) -> Model:
-            return self._with_cache(builder(config, services.gateway, self.quantiles), source.config)
-
-        return ModelFactory(build, reservation)
+        return ModelFactory(lambda _: self._with_cache(model, source.config), reservation)
 
     def _prepare_classic_model(
         self, source: ModelSource, version: VersionSource, services: ModelServices
@@ -167,9 +170,9 @@ class ModelBuilder:
         return CachedModel(model, self.cache, self.quantiles)
 
     def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
-        """The config of one version of a classic model or ensemble, completed, with its defaults, and validated."""
+        """The config of one version of any model but a language model: completed, with its defaults, and validated."""
         whole = copy.deepcopy(source.config)
-        if self.auto_complete and source.backend != ENSEMBLE:
+        if self.auto_complete and source.backend not in (ENSEMBLE, PIPELINE):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = classic_runtime_loader(source.backend)
             whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
@@ -183,7 +186,8 @@ class ModelBuilder:
 
     def _fill_defaults(self, config: ConfigMessage) -> None:
         gpus = usable_gpus()
-        uses_gpus = bool(gpus) and config.backend and classic_runtime_loader(config.backend).uses_gpus()
+        has_runtime = config.backend not in ("", PIPELINE)
+        uses_gpus = bool(gpus) and has_runtime and classic_runtime_loader(config.backend).uses_gpus()
         fill_defaults(config, gpus, bool(uses_gpus))
 
 

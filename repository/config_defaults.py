@@ -12,9 +12,11 @@ from typing import NamedTuple
 from ..core.errors import InvalidArgument
 from .config_io import ConfigMessage
 
+PIPELINE_BACKEND = "pipeline"
+
 
 class TritonBackend(NamedTuple):
-    """One of Triton's own backends, with the platform and the model file that go with it."""
+    """A backend with the platform and the model file that go with it: Triton's own, and that of pipelines."""
 
     backend: str
     platform: str
@@ -28,6 +30,7 @@ TRITON_BACKENDS = (
     TritonBackend("pytorch", "pytorch_libtorch", "model.pt"),
     TritonBackend("pytorch", "torch_aoti", "model.pt2"),
     TritonBackend("python", "", "model.py"),
+    TritonBackend(PIPELINE_BACKEND, "", "pipeline.py"),
     TritonBackend("tensorflow", "tensorflow_graphdef", "model.graphdef"),
     TritonBackend("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
 )
@@ -128,7 +131,7 @@ def fill_defaults(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool 
     """Fill in all other defaults. `gpus`: those of this machine; `uses_gpus`: the backend can use them."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
-    if config.platform == ENSEMBLE_PLATFORM:
+    if config.platform == ENSEMBLE_PLATFORM or config.backend == PIPELINE_BACKEND:
         return
     sequences = config.sequence_batching
     if config.HasField("sequence_batching"):

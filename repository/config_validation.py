@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.model import RawConfig
-from .config_defaults import ENSEMBLE_PLATFORM, LANGUAGE_MODEL_BACKENDS
+from .config_defaults import ENSEMBLE_PLATFORM, LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND
 from .config_io import ConfigMessage, v2_datatype
 
 _MAX_INSTANCES = 1024
@@ -26,11 +26,13 @@ _REFUSED = {
 }
 """Fields that change a model's answers, with the reason why they are refused."""
 
-_DECOUPLED_BACKENDS = ("", "python", "repeat", "square")
+_DECOUPLED_BACKENDS = ("", "python", PIPELINE_BACKEND, "repeat", "square")
 """Backends of models that may make several responses to a request; an ensemble has none."""
 
+_WITHOUT_SEQUENCES = (*LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND)
 _DECOUPLED = "model_transaction_policy.decoupled"
 _IGNORED = ("runtime", "cc_model_filenames")
+_NO_INSTANCES = ("batch_input", "batch_output", "optimization", "dynamic_batching", "instance_group", "model_warmup")
 _IGNORED_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
 _ONNX_OPTIMIZATION = ("graph", "execution_accelerators")
 _IGNORED_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
@@ -62,8 +64,9 @@ def refuse_unsupported_fields(config: ConfigMessage) -> None:
     for field, reason in _REFUSED.items():
         if config.HasField(field):
             raise Unsupported(f"model '{config.name}' has {field}: {reason} here", field=field)
-    if config.backend in LANGUAGE_MODEL_BACKENDS and config.HasField("sequence_batching"):
-        message = f"model '{config.name}' has sequence_batching: language models keep no sequences between requests"
+    if config.backend in _WITHOUT_SEQUENCES and config.HasField("sequence_batching"):
+        kind = "pipelines" if config.backend == PIPELINE_BACKEND else "language models"
+        message = f"model '{config.name}' has sequence_batching: {kind} keep no sequences between requests"
         raise Unsupported(message, field="sequence_batching")
 
 
@@ -84,6 +87,9 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
         return
     if config.platform == ENSEMBLE_PLATFORM:
         yield from _fields_set(config, _IGNORED_ENSEMBLE)
+    if config.backend == PIPELINE_BACKEND:
+        yield from _fields_set(config, _NO_INSTANCES)
+        return
     if config.model_transaction_policy.decoupled and config.backend not in _DECOUPLED_BACKENDS:
         yield _DECOUPLED
     onnx = config.backend == "onnxruntime"

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound
 from ..processes.scratch import ScratchDirectory
 from .catalog import RepositoryCatalog
+from .config_defaults import PIPELINE_BACKEND
 from .config_io import parse_config_override
 from .lifecycle import LoadFailure, ModelLifecycle
 from .model_registry import ModelRegistry
@@ -155,7 +156,7 @@ class ModelControl:
 
 def _check_runs_no_code(source: ModelSource, uploaded: bool) -> None:
     """Raises `InvalidArgument` if a model that came with a request runs what did, or a program of its choice."""
-    if uploaded and source.backend == "python":
+    if uploaded and source.backend in ("python", PIPELINE_BACKEND):
         message = f"the files of model '{source.name}' would be run as code, {_CODE_REFUSED}"
         raise InvalidArgument(message, field="backend")
     if _ENVIRONMENT in source.parameters:

@@ -10,8 +10,15 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.declared_models import DeclaredModels
 from ..core.errors import CharoniaError, InvalidArgument
-from .config_defaults import LANGUAGE_MODEL_BACKEND, canonical_backend, detect_checkpoint_backend, fill_backend
+from .config_defaults import (
+    LANGUAGE_MODEL_BACKEND,
+    PIPELINE_BACKEND,
+    canonical_backend,
+    detect_checkpoint_backend,
+    fill_backend,
+)
 from .config_io import CONFIG_FILE_NAMES, ConfigMessage, find_config, line_of, new_config, parse_config_file
 
 log = logging.getLogger(__name__)
@@ -49,7 +56,9 @@ class ModelSource:
 
     @property
     def steps(self) -> frozenset[str]:
-        """The models that an ensemble asks; none for another model."""
+        """The models that an ensemble or a pipeline asks; none for another model."""
+        if self.backend == PIPELINE_BACKEND:
+            return DeclaredModels.of(self.parameters).names
         return frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
 
     @property

@@ -7,6 +7,9 @@ from typing import Self
 
 from ..core.metrics import Measurement, Reading
 
+HOLDER = "__holds_event_loop_as__"
+"""The global of a module whose code runs in the event loop: what it is called in the alarm."""
+
 _PROBE_INTERVAL = 0.25
 """Seconds between two probes."""
 
