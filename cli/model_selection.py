@@ -96,7 +96,8 @@ def select_models(
     cache = parse_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
     budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
-    builder = ModelBuilder(backends, not options.configs.disable_auto_complete_config, budget, quantiles, cache)
+    complete, written_in_python = not options.configs.disable_auto_complete_config, options.configs.backend_directory
+    builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python)
     return ModelSelection(catalog, builder, options, single is not None and not repositories)
 
 

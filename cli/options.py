@@ -50,6 +50,8 @@ class ConfigOptions:
     """Take configs as they are written, instead of completing them from the models' files."""
     backend_config: _Texts = ()
     """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
+    backend_directory: Path = Path("/opt/tritonserver/backends")
+    """Directory of backends written in Python: folders with a model.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
     """
     backends = parse_backend_config(options.backend_config)
     memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))  # where it will be served there may be more than here
-    builder = ModelBuilder(backends, not options.disable_auto_complete_config, memory)
+    complete, directory = not options.disable_auto_complete_config, options.backend_directory
+    builder = ModelBuilder(backends, complete, memory, backend_directory=directory)
     catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
     if not catalog.model_names():
         if is_checkpoint(repository):

@@ -42,8 +42,6 @@ class TritonFlags:
     response_cache_byte_size: _Former = ""
     """--cache-config local,size=..."""
 
-    backend_directory: _Idle = ()
-    """Backends are part of the package."""
     repoagent_directory: _Idle = ()
     """No repository agents are run."""
     cache_directory: _Idle = ()

@@ -91,20 +91,31 @@ CLASSIC_RUNTIME_LOADERS = {
 """Backend name of a classic model -> module of ours, and the `RuntimeLoader` in it."""
 
 
-CALLING_BACKENDS = frozenset({"python"})
+PYTHON = "python"
+CALLING_BACKENDS = frozenset({PYTHON})
 """Backends whose models ask other models: their loaders are bound to the server."""
 
 ENSEMBLE = "ensemble"
 PIPELINE = "pipeline"
 
 
-def check_backend(name: str, backend: str) -> None:
-    """Raises `InvalidArgument` for a backend that is not served."""
-    backends = (*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, ENSEMBLE, PIPELINE)
-    if backend not in backends:
-        known = ", ".join(sorted(backends))
-        message = f"model '{name}': unknown backend '{backend}'; known are {known}"
-        raise InvalidArgument(message, field="backend")
+def is_own_backend(backend: str) -> bool:
+    """Whether a backend is part of the package, and none written in Python by somebody else."""
+    return backend in TEXT_BACKENDS or backend in CLASSIC_RUNTIME_LOADERS or backend in (ENSEMBLE, PIPELINE)
+
+
+def _backends_in(directory: Path | None) -> list[str]:
+    """The backends written in Python of a directory: its folders with a `model.py`."""
+    return [] if directory is None else [file.parent.name for file in directory.glob("*/model.py")]
+
+
+def check_backend(name: str, backend: str, directory: Path | None) -> None:
+    """Raises `InvalidArgument` for a backend that is not served. `directory`: of the backends written in Python."""
+    if is_own_backend(backend) or backend in (others := _backends_in(directory)):
+        return
+    known = ", ".join(sorted({*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, ENSEMBLE, PIPELINE, *others}))
+    message = f"model '{name}': unknown backend '{backend}'; known are {known}"
+    raise InvalidArgument(message, field="backend")
 
 
 def text_backend(backend: str) -> TextBackend | None:
@@ -115,11 +126,16 @@ def text_backend(backend: str) -> TextBackend | None:
     return TextBackend(*(_import(module, name) for name in names))
 
 
-def classic_runtime_loader(backend: str, services: ModelServices | None = None) -> ClassicRuntimeLoader:
-    """The loader of a backend; `services` of the server whose models it loads, where their configs alone are read
-    None."""
-    loader = _import(*CLASSIC_RUNTIME_LOADERS[backend])
-    if backend in CALLING_BACKENDS and services is not None:
+def classic_runtime_loader(
+    backend: str, directory: Path | None, services: ModelServices | None = None
+) -> ClassicRuntimeLoader:
+    """The loader of a backend; `directory` of the backends written in Python; `services` of the server whose models it
+    loads, where their configs alone are read None."""
+    written_in_python = not is_own_backend(backend)
+    loader = _import(*CLASSIC_RUNTIME_LOADERS[PYTHON if written_in_python else backend])
+    if written_in_python and directory is not None:
+        loader = loader.with_code(directory / backend)
+    if services is not None and (backend in CALLING_BACKENDS or written_in_python):
         loader = loader.bound_to(services)
     return cast(ClassicRuntimeLoader, loader)
 

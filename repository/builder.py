@@ -17,12 +17,15 @@ from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
     ENSEMBLE,
     PIPELINE,
+    PYTHON,
+    ClassicRuntimeLoader,
     OnProgress,
     TextBackend,
     check_backend,
     classic_model_builder,
     classic_runtime_loader,
     ensemble_builder,
+    is_own_backend,
     pipeline_builder,
     text_backend,
 )
@@ -75,7 +78,7 @@ class ModelBuilder:
 
     `backends`: see `parse_backend_config`. `auto_complete`: backends complete configs from their models' files.
     `quantiles`: those of the summaries of latencies, none for no summaries. `cache`: for the responses of models whose
-    configs ask for one.
+    configs ask for one. `backend_directory`: of backends written in Python.
     """
 
     backends: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -83,6 +86,7 @@ class ModelBuilder:
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     quantiles: tuple[float, ...] = ()
     cache: ResponseCache | None = None
+    backend_directory: Path | None = None
 
     def prepare(
         self, source: ModelSource, version: VersionSource, services: ModelServices, sharers: int = 1
@@ -94,7 +98,7 @@ class ModelBuilder:
         be built; the message says where its config is wrong.
         """
         try:
-            check_backend(source.name, source.backend)
+            check_backend(source.name, source.backend, self.backend_directory)
             refuse_unsupported_fields(source.config)
             validate_written_config(source.config)
             backend = text_backend(source.backend)
@@ -140,7 +144,7 @@ class ModelBuilder:
         self, source: ModelSource, version: VersionSource, services: ModelServices
     ) -> ModelFactory:
         settings, directory = self._classic_settings(source.backend), Path(version.path)
-        loader, builder = classic_runtime_loader(source.backend, services), classic_model_builder()
+        loader, builder = self._runtime_loader(source.backend, services), classic_model_builder()
         # Memory is reserved before anything reads the model, as completing its config does.
         placed = copy.deepcopy(source.config)
         self._fill_defaults(placed)
@@ -174,20 +178,27 @@ class ModelBuilder:
         whole = copy.deepcopy(source.config)
         if self.auto_complete and source.backend not in (ENSEMBLE, PIPELINE):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
-            loader = classic_runtime_loader(source.backend)
+            loader = self._runtime_loader(source.backend)
             whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
             enable_default_batching(whole, size_given=source.config.max_batch_size > 0)
         self._fill_defaults(whole)
         validate_config(whole, usable_gpus())
         return whole
 
+    def _runtime_loader(self, backend: str, services: ModelServices | None = None) -> ClassicRuntimeLoader:
+        return classic_runtime_loader(backend, self.backend_directory, services)
+
     def _classic_settings(self, backend: str) -> dict[str, str]:
-        return {_DEFAULT_BATCH_KEY: "4", **self.backends.get("", {}), **self.backends.get(backend, {})}
+        names = ("", backend) if is_own_backend(backend) else ("", PYTHON, backend)
+        settings = {_DEFAULT_BATCH_KEY: "4"}
+        for name in names:
+            settings |= self.backends.get(name, {})
+        return settings
 
     def _fill_defaults(self, config: ConfigMessage) -> None:
         gpus = usable_gpus()
         has_runtime = config.backend not in ("", PIPELINE)
-        uses_gpus = bool(gpus) and has_runtime and classic_runtime_loader(config.backend).uses_gpus()
+        uses_gpus = bool(gpus) and has_runtime and self._runtime_loader(config.backend).uses_gpus()
         fill_defaults(config, gpus, bool(uses_gpus))
 
 

@@ -26,8 +26,15 @@ _REFUSED = {
 }
 """Fields that change a model's answers, with the reason why they are refused."""
 
-_DECOUPLED_BACKENDS = ("", "python", PIPELINE_BACKEND, "repeat", "square")
-"""Backends of models that may make several responses to a request; an ensemble has none."""
+_SINGLE_RESPONSE_BACKENDS = (
+    "identity",
+    "onnxruntime",
+    "pytorch",
+    "encoder",
+    "charonia_preprocessing",
+    "charonia_postprocessing",
+)
+"""Backends whose models make one response to a request."""
 
 _WITHOUT_SEQUENCES = (*LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND)
 _DECOUPLED = "model_transaction_policy.decoupled"
@@ -90,7 +97,7 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
     if config.backend == PIPELINE_BACKEND:
         yield from _fields_set(config, _NO_INSTANCES)
         return
-    if config.model_transaction_policy.decoupled and config.backend not in _DECOUPLED_BACKENDS:
+    if config.model_transaction_policy.decoupled and config.backend in _SINGLE_RESPONSE_BACKENDS:
         yield _DECOUPLED
     onnx = config.backend == "onnxruntime"
     optimization = _IGNORED_OPTIMIZATION if onnx else (*_IGNORED_OPTIMIZATION, *_ONNX_OPTIMIZATION)

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound
 from ..processes.scratch import ScratchDirectory
+from .backend_registry import PYTHON, is_own_backend
 from .catalog import RepositoryCatalog
 from .config_defaults import PIPELINE_BACKEND
 from .config_io import parse_config_override
@@ -156,7 +157,8 @@ class ModelControl:
 
 def _check_runs_no_code(source: ModelSource, uploaded: bool) -> None:
     """Raises `InvalidArgument` if a model that came with a request runs what did, or a program of its choice."""
-    if uploaded and source.backend in ("python", PIPELINE_BACKEND):
+    runs_code = source.backend in (PYTHON, PIPELINE_BACKEND) or not is_own_backend(source.backend)
+    if uploaded and runs_code:
         message = f"the files of model '{source.name}' would be run as code, {_CODE_REFUSED}"
         raise InvalidArgument(message, field="backend")
     if _ENVIRONMENT in source.parameters:

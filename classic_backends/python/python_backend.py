@@ -24,15 +24,22 @@ from .model_calls import ModelCalls
 from .python_runtime import FirstAnswer, PythonRuntime, initialize_failure
 from .stub_process import Interpreter, MemorySizes, StubProcess
 
+MODEL_FILE = "model.py"
+
 _LIBRARY_BYTES = 40 << 20
 """Memory that a process takes with Python and numpy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PythonBackend:
-    """A `RuntimeLoader`; models are loaded once it is bound to a server, which they may call."""
+    """A `RuntimeLoader`; models are loaded once it is bound to a server, which they may call. `code`: the directory of
+    the `model.py` of all its models; None where each brings its own."""
 
     services: ModelServices | None = None
+    code: Path | None = None
+
+    def with_code(self, directory: Path) -> "PythonBackend":
+        return replace(self, code=directory)
 
     by_request = True
 
@@ -47,8 +54,8 @@ class PythonBackend:
         datatypes = {spec.name: spec.datatype for spec in config.inputs}
         runtime = PythonRuntime(placement.name, datatypes, loop)
         message = messages.Initialize(
-            str(_model_file(directory, config.raw)),
-            _search_path(directory),
+            str(self._model_file(directory, config.raw)),
+            self._search_path(directory),
             _arguments(directory, config, placement),
             config.decoupled,
         )
@@ -72,10 +79,22 @@ class PythonBackend:
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         """What the model's `auto_complete_config` makes of the config, in a process that ends afterwards."""
         message = messages.CompleteConfig(
-            str(_model_file(directory, raw)), _search_path(directory), json.dumps(dict(raw))
+            str(self._model_file(directory, raw)), self._search_path(directory), json.dumps(dict(raw))
         )
         with interpreter(directory.parent, parameters) as program:
             return asyncio.run(_complete(raw["name"], message, program, _start_seconds(parameters)))
+
+    def _model_file(self, directory: Path, raw: RawConfig) -> Path:
+        file = directory / (raw.get("default_model_filename") or MODEL_FILE)
+        if self.code is not None:
+            file = self.code / MODEL_FILE
+        if not file.is_file():
+            raise InvalidArgument(f"model '{raw['name']}': there is no file '{file}'")
+        return file
+
+    def _search_path(self, directory: Path) -> list[str]:
+        """The version's directory comes first."""
+        return list(map(str, filter(None, (directory, directory.parent, self.code))))
 
 
 async def _complete(model: str, message: messages.CompleteConfig, program: Interpreter, seconds: float) -> RawConfig:
@@ -89,17 +108,6 @@ async def _complete(model: str, message: messages.CompleteConfig, program: Inter
         await process.close(0)
     config: RawConfig = json.loads(completed.config)
     return config
-
-
-def _model_file(directory: Path, raw: RawConfig) -> Path:
-    file = directory / (raw.get("default_model_filename") or "model.py")
-    if not file.is_file():
-        raise InvalidArgument(f"model '{raw['name']}': there is no file '{file}'")
-    return file
-
-
-def _search_path(directory: Path) -> list[str]:
-    return [str(directory), str(directory.parent)]
 
 
 def _arguments(directory: Path, config: ModelConfig, placement: InstancePlacement) -> dict[str, str]:

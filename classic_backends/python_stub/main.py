@@ -130,7 +130,7 @@ class StubInstance:
         self._decoupled, self._arguments = message.decoupled, message.arguments
         states = json.loads(message.arguments["model_config"]).get("sequence_batching", {}).get("state", [])
         self._state_outputs = {state["output_name"] for state in states}
-        backend_utils.set_model_directory(str(Path(message.model_file).parent))
+        backend_utils.set_model_directory(message.paths[0])
         model = _load_class(message.model_file, message.paths)()
         if not hasattr(model, "execute"):
             raise AttributeError(f"class TritonPythonModel of '{message.model_file}' has no function 'execute'")

@@ -57,8 +57,8 @@ class ResponseMessage(NamedTuple):
 
 
 class Initialize(NamedTuple):
-    """The first message to a process: load `model_file` and make the model. `paths` go in front of `sys.path`;
-    `arguments` are those of the model's `initialize`."""
+    """The first message to a process: load `model_file` and make the model. `paths` are appended to `sys.path`; the
+    first one is the version's directory. `arguments` are those of the model's `initialize`."""
 
     model_file: str
     paths: list[str]

@@ -38,7 +38,6 @@ def test_a_whole_command_line_is_understood() -> None:
     triton, server, repository = told["triton"], told["options"].server, told["options"].repository
     triton.check()
     assert triton.without_effect == [
-        "--backend-directory",
         "--model-load-thread-count",
         "--http-thread-count",
         "--grpc-infer-thread-count",

@@ -146,9 +146,40 @@ output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
 """,
 }
 SOURCES = {"double": DOUBLE, "mark": MARK, "asks": ASKS, "says": SAYS}
+SCALE = """
+import factors
+
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "X", "data_type": "TYPE_INT32", "dims": [-1]})
+        config.add_output({"name": "Y", "data_type": "TYPE_INT32", "dims": [-1]})
+        return config
+
+    def initialize(self, args):
+        self.factor = factors.read(pb_utils.get_model_dir())
+
+    def execute(self, requests):
+        found = [pb_utils.get_input_tensor_by_name(r, "X").as_numpy() for r in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", self.factor * each)]) for each in found]
+"""
+
+
+def write_backends(directory: Path) -> Path:
+    """The backend `scale`, and one that has a name of ours."""
+    for name in ("scale", "identity"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "model.py").write_text(SCALE)
+    (directory / "scale" / "factors.py").write_text("def read(path): return int(open(path + '/factor').read())")
+    return directory
 
 
 def write_repository(directory: Path, tokenizer_only: Path) -> Path:
+    (directory / "scaled" / "1").mkdir(parents=True)
+    (directory / "scaled" / "config.pbtxt").write_text('backend: "scale"')
+    (directory / "scaled" / "1" / "factor").write_text("7")
     for name in {*CONFIGS, *SOURCES}:
         (directory / name / "1").mkdir(parents=True)
         if name in CONFIGS:
@@ -166,7 +197,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path) -> Pa
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("p") / "t", "--model-repository", str(models)) as running:
+    flags = ("--backend-directory", str(write_backends(tmp_path_factory.mktemp("backends"))))
+    with serving(tmp_path_factory.mktemp("p") / "t", "--model-repository", str(models), *flags) as running:
         yield running
         assert running.stop() == 0, running.said
         assert list(running.scratch.iterdir()) == []
@@ -204,6 +236,14 @@ def test_tensors_pass_a_classic_and_a_python_model(server: Server) -> None:
             [statistics] = client.get_inference_statistics(name)["model_stats"]
             assert statistics["inference_stats"]["success"]["count"] == 1, name
             assert statistics["inference_count"] == 2, name
+
+
+def test_a_backend_in_python_has_models_that_are_data(server: Server) -> None:
+    with triton.InferenceServerClient(server.http_address) as client:
+        tensor = triton.InferInput("X", [2], "INT32").set_data_from_numpy(np.array([1, 2], np.int32))
+        assert client.infer("scaled", [tensor]).as_numpy("Y").tolist() == [7, 14]
+        assert client.get_model_config("scaled")["backend"] == "scale"
+        assert client.is_model_ready("echo")  # of our own identity
 
 
 def test_tokens_stream_through_a_graph(server: Server) -> None:
@@ -327,6 +367,7 @@ def test_explicit_control_loads_what_an_ensemble_asks(
         (models / name / "1").mkdir(parents=True)
         (models / name / "config.pbtxt").write_text(CONFIGS["twice"].replace('"double"', f'"{step}"'))
     flags = ("--model-control-mode", "explicit", "--load-model", "twice")
+    flags += ("--backend-directory", str(write_backends(tmp_path / "backends")))
     with (
         serve("--model-repository", str(models), *flags) as server,
         triton.InferenceServerClient(server.http_address) as client,
@@ -361,6 +402,10 @@ def test_explicit_control_loads_what_an_ensemble_asks(
         config = {"backend": "python", "default_model_filename": "other"}
         with pytest.raises(triton.InferenceServerException, match="'x' would be run as code, which is not taken from"):
             client.load_model("x", config=json.dumps(config), files=files)
+        with pytest.raises(triton.InferenceServerException, match="'x' would be run as code, which is not taken from"):
+            client.load_model("x", config=json.dumps({"backend": "scale"}), files=files)
+        with pytest.raises(triton.InferenceServerException, match=r"unknown backend .no.; known are .* scale"):
+            client.load_model("scaled", config=json.dumps({"backend": "no"}))
         config = {"backend": "python", "parameters": {"EXECUTION_ENV_PATH": {"string_value": "/tmp"}}}
         with pytest.raises(
             triton.InferenceServerException, match="'double' names a program to run, which is not taken"

@@ -113,8 +113,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
     """The backend `toy`; every model of it that was loaded."""
     Toy.loaded = []
     monkeypatch.setitem(backend_registry.CLASSIC_RUNTIME_LOADERS, "toy", ("toy", "TOYS"))
-    monkeypatch.setattr(backend_registry, "classic_runtime_loader", lambda backend, services=None: TOYS)
-    monkeypatch.setattr("charonia.repository.builder.classic_runtime_loader", lambda backend, services=None: TOYS)
+    monkeypatch.setattr(backend_registry, "classic_runtime_loader", lambda *_: TOYS)
+    monkeypatch.setattr("charonia.repository.builder.classic_runtime_loader", lambda *_: TOYS)
     monkeypatch.setattr("charonia.repository.builder.classic_model_builder", lambda: Toy)
     return Toy.loaded
 
