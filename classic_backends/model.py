@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable, request_id_prefix
 from ..core.metrics import Reading
@@ -30,9 +31,10 @@ from .batching.dispatcher import Dispatcher
 from .batching.dynamic_batcher import DynamicBatcher
 from .batching.instance_pool import DEFAULT_RESTART_PAUSE, EXECUTION_TIMEOUT, RESTART_PAUSE, InstancePool
 from .batching.queued_request import InferenceJob, QueuedRequest, ResponseChannel, ResponseOrderer, SingleResponseStream
+from .batching.request_execution import execute_alone
 from .batching.response_router import ResponseRouter
 from .instance_groups import read_placements
-from .runtime import InstancePlacement, Runtime, RuntimeLoader
+from .runtime import InstancePlacement, LoadedRuntime, RequestRuntime, Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 from .signature import ModelSignature, check_ragged_support
@@ -119,7 +121,7 @@ class ClassicModel:
             check_ragged_support(self._signature, runtime.traits.ragged, self._config.backend)
             waits = decoupled or self._batching.max_delay_ns or self._sequences is not None
             if runtime.traits.inline and not waits:
-                self._inline_runtime = runtime  # without a queue and threads
+                self._inline_runtime = cast(Runtime, runtime)  # without a queue and threads
             else:
                 await self._pool.load_instances(others)
         except BaseException:
@@ -233,7 +235,7 @@ class ClassicModel:
             self._dispatcher.cancel_request(queued)
         queued.channel.end(error)
 
-    def _load_runtime(self, placement: InstancePlacement) -> Runtime:
+    def _load_runtime(self, placement: InstancePlacement) -> LoadedRuntime:
         """Called in the thread of the instance."""
         config = self._config if self._sequences is None else self._sequences.runtime_config
         runtime = self._loader.load(self._directory, config, placement, self._parameters)
@@ -246,17 +248,19 @@ class ClassicModel:
             raise
         return runtime
 
-    def _warm_up(self, runtime: Runtime, request: InferRequest, instance: str) -> None:
+    def _warm_up(self, runtime: LoadedRuntime, request: InferRequest, instance: str) -> None:
         job = InferenceJob(self._signature.to_arrays(request), request.outputs)
         if self._sequences is not None:
             self._sequences.mark_warm_up(job)
-        if self._config.decoupled:
-            results = list(execute_decoupled(runtime, self._layout, job, instance))
+        if self._loader.by_request:
+            errors = [execute_alone(cast(RequestRuntime, runtime), self._layout, job, instance)]
+        elif self._config.decoupled:
+            errors = [each.error for each in execute_decoupled(cast(Runtime, runtime), self._layout, job, instance)]
         else:
-            results = [execute_batch(runtime, self._layout, [job], instance)]
-        for result in results:
-            if result.error is not None:
-                raise InvalidArgument(f"failed to run warmup sample on '{instance}': {result.error}")
+            errors = [execute_batch(cast(Runtime, runtime), self._layout, [job], instance).error]
+        for error in errors:
+            if error is not None:
+                raise InvalidArgument(f"failed to run warmup sample on '{instance}': {error}")
 
 
 def _read_count(request: InferRequest, name: str) -> int:

@@ -132,9 +132,12 @@ class RuntimeRequest:
     cancelled: bool = False
 
 
-class RequestRuntime(Runtime, Protocol):
-    """A runtime that takes the requests of a batch as they are, and may answer them later. When its process ends, it
-    tells that to all that have no last answer, rescheduled ones too."""
+class RequestRuntime(Protocol):
+    """A runtime that takes the requests of a batch as they are, and may answer them later; else as a `Runtime`. When
+    its process ends, it tells that to all that have no last answer, rescheduled ones too."""
+
+    @property
+    def traits(self) -> RuntimeTraits: ...
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         """An answer for each request; None for one that `respond` tells all answers of, before or after this returns.
@@ -149,6 +152,12 @@ class RequestRuntime(Runtime, Protocol):
     def hold_request(self, request: RuntimeRequest, held: bool) -> None:
         """Its responses wait for their reader: make no more of them until told otherwise. Called in the event loop."""
 
+    def close(self) -> None:
+        """Free everything; the last call."""
+
+
+LoadedRuntime: TypeAlias = Runtime | RequestRuntime
+
 
 class RuntimeLoader(Protocol):
     """One backend: makes the instances of its models. Imports its libraries when it is called. `by_request`: they are
@@ -159,7 +168,7 @@ class RuntimeLoader(Protocol):
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
-    ) -> Runtime:
+    ) -> LoadedRuntime:
         """One instance, ready to execute. `directory`: of the model's version; `parameters`: the backend's, from
         `--backend-config`, overridden by the model's own. Raises `CharoniaError` if the model cannot be loaded; `field`
         names a wrong parameter."""

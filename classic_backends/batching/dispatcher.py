@@ -13,7 +13,7 @@ from functools import partial
 from typing import cast
 
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
-from ..runtime import RequestRuntime
+from ..runtime import RequestRuntime, Runtime
 from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher, RequestBatch
 from .instance import Instance, call_in_loop
@@ -68,6 +68,7 @@ class Dispatcher:
         self._free: list[Instance] = []
         self._waking: set[Instance] = set()
         self._closed = False
+        self._early: set[QueuedRequest] = set()
         self._surroundings = ExecutionSurroundings(
             layout, decoupled, router, self._call_in_loop, self._settle_batch, self.release
         )
@@ -117,6 +118,8 @@ class Dispatcher:
         with self._lock:
             lost = again and not self._can_come_again(request)
             held = self._queue.release(request, again and not lost, time.monotonic_ns())
+            if again and not held:  # its batch is not settled yet
+                self._early.add(request)
         if held:
             self._wake_instances()
         if lost:
@@ -184,13 +187,14 @@ class Dispatcher:
         if self._layout.by_request:
             execute_requests(self._surroundings, cast(RequestRuntime, instance.runtime), batch, instance.name)
             return
+        runtime = cast(Runtime, instance.runtime)
         if not self._decoupled:
             jobs = [request.job for request in batch.requests]
-            result = execute_batch(instance.runtime, self._layout, jobs, instance.name)
+            result = execute_batch(runtime, self._layout, jobs, instance.name)
             self._call_in_loop(self._router.on_batch_done, BatchResult(batch, started_at, result))
             return
         [request] = batch.requests
-        with closing(execute_decoupled(instance.runtime, self._layout, request.job, instance.name)) as results:
+        with closing(execute_decoupled(runtime, self._layout, request.job, instance.name)) as results:
             for result in results:
                 instance.execution_timer.stop()
                 if request.channel.unread_slots is not None:
@@ -204,10 +208,12 @@ class Dispatcher:
     def _settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool]) -> None:
         """What becomes of the batch that was executed; see `DynamicBatcher.settle_batch`."""
         with self._lock:
-            coming = [*again, *(request for request, for_reader in held.items() if for_reader)]
-            lost = {request for request in coming if not self._can_come_again(request)}
-            kept = {each: held[each] for each in held.keys() - lost if not each.finished}
-            self._queue.settle_batch([each for each in again if each not in lost], kept, time.monotonic_ns())
+            coming = dict.fromkeys((*again, *(each for each in held if each in self._early)))
+            waiting = [request for request, for_reader in held.items() if for_reader]
+            lost = {request for request in (*coming, *waiting) if not self._can_come_again(request)}
+            kept = {each: held[each] for each in held if not (each in coming or each in lost or each.finished)}
+            self._early.clear()
+            self._queue.settle_batch([each for each in coming if each not in lost], kept, time.monotonic_ns())
         for request in lost:
             self._call_in_loop(self._drop, request)
 

@@ -15,7 +15,7 @@ from time import monotonic, monotonic_ns
 from typing import Protocol
 
 from ...processes.child_process import RestartBackoff
-from ..runtime import InstancePlacement, Runtime, RuntimeProcess
+from ..runtime import InstancePlacement, LoadedRuntime, RuntimeProcess
 from .dynamic_batcher import RequestBatch
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Instance:
     batch without losing its process."""
 
     def __init__(
-        self, placement: InstancePlacement, load: Callable[[InstancePlacement], Runtime], backoff: RestartBackoff
+        self, placement: InstancePlacement, load: Callable[[InstancePlacement], LoadedRuntime], backoff: RestartBackoff
     ) -> None:
         self.placement = placement
         self.name = placement.name
@@ -104,13 +104,13 @@ class Instance:
         self.started_at = monotonic()
         self.overdue_logged = self.timed_out = self.has_served = False
         self.unready_reason = ""
-        self.runtime: Runtime
+        self.runtime: LoadedRuntime
         self.process: RuntimeProcess | None = None
         self.execution_timer = ExecutionTimer()
         self.current_batch: RequestBatch | None = None
         self._load = load
         self._loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
+        self._loaded: asyncio.Future[LoadedRuntime] = self._loop.create_future()
         self._ended = asyncio.Event()
         self._inbox: SimpleQueue[WorkSource | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -177,7 +177,7 @@ class Instance:
                 log.exception("instance '%s' did not close", self.name)
         call_in_loop(self._loop, self._ended.set)
 
-    def _set_loaded(self, runtime: Runtime | None, error: BaseException | None = None) -> None:
+    def _set_loaded(self, runtime: LoadedRuntime | None, error: BaseException | None = None) -> None:
         if self._loaded.done():
             return
         if runtime is not None:

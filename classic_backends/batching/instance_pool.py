@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ...core.cancellation import wait_for_first
 from ...processes.child_process import RestartBackoff
-from ..runtime import InstancePlacement, Runtime
+from ..runtime import InstancePlacement, LoadedRuntime
 from .instance import Instance, is_set_within
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class InstancePool:
 
     def __init__(
         self,
-        load: Callable[[InstancePlacement], Runtime],
+        load: Callable[[InstancePlacement], LoadedRuntime],
         execution_timeout: float = 0.0,
         restart_pause: float = DEFAULT_RESTART_PAUSE,
     ) -> None:
@@ -70,7 +70,7 @@ class InstancePool:
         self.restarts = 0
 
     @property
-    def first(self) -> Runtime:
+    def first(self) -> LoadedRuntime:
         return self._instances[0].runtime
 
     @property

@@ -7,12 +7,14 @@ A batch runs in the instance's thread; everything else happens in the event loop
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import msgspec
 
 from ...core.errors import CharoniaError, Internal
 from ...core.request import InferResponse
+from ...core.request_context import RequestContext
 from ...telemetry.model_metrics import NO_TIMING, ExecutionTiming
 from ..runtime import RequestRuntime, Rescheduled, RuntimeAnswer, RuntimeRequest
 from .batch_execution import (
@@ -53,29 +55,17 @@ class RequestExecution:
         self._timing = NO_TIMING
         self._mark = started_at
         self._batch: RequestBatch
-        job, sequence = queued.job, queued.job.sequence_flags
-        self._request = RuntimeRequest(
-            {},
-            _wanted_outputs(self._layout, job),
-            self._respond,
-            queued.context,
-            queued.request_id,
-            0 if sequence is None else sequence.id,
-            0,
-            queued.timeout_ns // 1000,
-            queued.priority,
-            queued.parameters,
-        )
+        self._request = _make_request(self._layout, queued.job, self._respond, queued.context)
+        self._request.id, self._request.parameters = queued.request_id, queued.parameters
+        self._request.timeout, self._request.priority = queued.timeout_ns // 1000, queued.priority
         queued.execution = self
 
     # In the instance's thread
 
     def prepare(self, batch: RequestBatch, started_at: int) -> RuntimeRequest:
         """The request for the next execution, as a part of `batch`."""
-        job, flags = self.queued.job, self.queued.job.sequence_flags
         self._batch, self._mark = RequestBatch([self.queued], batch.close_reason), started_at
-        self._request.inputs = gather_inputs(self._layout, [job])
-        self._request.flags = 0 if flags is None else flags.start * _SEQUENCE_START | flags.end * _SEQUENCE_END
+        _fill_request(self._request, self._layout, self.queued.job)
         self._request.cancelled = self._request.cancelled or self.queued.given_up
         return self._request
 
@@ -85,7 +75,7 @@ class RequestExecution:
             return answer
         try:
             if isinstance(answer, Rescheduled):
-                self._read_rescheduled(answer)
+                _reschedule(self._layout, self.queued.job, answer)
                 return None
             [response] = split_outputs(self._layout, [self.queued.job], answer.outputs)
         except CharoniaError as error:
@@ -93,15 +83,6 @@ class RequestExecution:
         if self._decoupled and answer.outputs and not (response.outputs or answer.parameters):
             return None  # it had nothing but states
         return msgspec.structs.replace(response, parameters=answer.parameters, final=not self._decoupled)
-
-    def _read_rescheduled(self, answer: Rescheduled) -> None:
-        job, sequences = self.queued.job, self._layout.sequences
-        if sequences is None or not sequences.iterative or job.sequence_flags is None:
-            name = self._layout.signature.model_name
-            needs = "which needs sequence_batching { iterative_sequence: true } in its config"
-            raise Internal(f"model '{name}' rescheduled a request, {needs}")
-        sequences.store_states([job], [answer.outputs])
-        job.sequence_flags = job.sequence_flags._replace(start=False)
 
     # In the event loop
 
@@ -159,12 +140,30 @@ class RequestExecution:
             channel.on_drained = partial(self._runtime.hold_request, self._request, False)
 
 
-def _wanted_outputs(layout: BatchLayout, job: InferenceJob) -> Sequence[str]:
-    """The outputs that the client wants, and those of states; none for all."""
-    if job.requested_outputs is None:
-        return ()
+def _make_request(
+    layout: BatchLayout, job: InferenceJob, respond: Callable[[RuntimeAnswer, bool], None], context: RequestContext
+) -> RuntimeRequest:
+    """A request without inputs; it wants the job's outputs, and those of its sequence's states."""
     states = () if layout.sequences is None else layout.sequences.state_outputs
-    return tuple(dict.fromkeys((*job.requested_outputs, *states)))
+    wanted = () if job.requested_outputs is None else tuple(dict.fromkeys((*job.requested_outputs, *states)))
+    sequence_id = 0 if job.sequence_flags is None else job.sequence_flags.id
+    return RuntimeRequest({}, wanted, respond, context, correlation_id=sequence_id)
+
+
+def _fill_request(request: RuntimeRequest, layout: BatchLayout, job: InferenceJob) -> None:
+    """Give the request the inputs and flags of its next execution."""
+    flags = job.sequence_flags
+    request.inputs = gather_inputs(layout, [job])
+    request.flags = 0 if flags is None else flags.start * _SEQUENCE_START | flags.end * _SEQUENCE_END
+
+
+def _reschedule(layout: BatchLayout, job: InferenceJob, answer: Rescheduled) -> None:
+    """Make a job ready to come again. Raises `Internal` for a model that may not ask for that."""
+    if layout.sequences is None or not layout.sequences.iterative or job.sequence_flags is None:
+        needs = "which needs sequence_batching { iterative_sequence: true } in its config"
+        raise Internal(f"model '{layout.signature.model_name}' rescheduled a request, {needs}")
+    layout.sequences.store_states([job], [answer.outputs])
+    job.sequence_flags = job.sequence_flags._replace(start=False)
 
 
 def _sum(left: ExecutionTiming, right: ExecutionTiming) -> ExecutionTiming:
@@ -198,6 +197,32 @@ def execute_requests(
     surroundings.call_in_loop(
         _finish_batch, surroundings.router, done, list(zip(executions, responses, strict=True)), crowded
     )
+
+
+def execute_alone(runtime: RequestRuntime, layout: BatchLayout, job: InferenceJob, instance: str) -> Exception | None:
+    """Execute a request that no client waits for, until it has its last answer, and return its error. Never raises."""
+    arrived: SimpleQueue[tuple[RuntimeAnswer, bool]] = SimpleQueue()
+    context = RequestContext("warm-up")
+    try:
+        request = _make_request(layout, job, lambda answer, final: arrived.put((answer, final)), context)
+        answer: RuntimeAnswer = Rescheduled()
+        final = False
+        while not final:
+            if isinstance(answer, Rescheduled):
+                _fill_request(request, layout, job)
+                [answer] = runtime.execute_requests([request])
+                final = answer is not None and not isinstance(answer, Rescheduled)
+            else:
+                answer, final = arrived.get()
+            if isinstance(answer, Rescheduled):
+                _reschedule(layout, job, answer)
+            elif isinstance(answer, Exception):
+                return answer
+            elif answer is not None:
+                split_outputs(layout, [job], answer.outputs)
+    except BaseException as error:
+        return client_error(error, instance)
+    return None
 
 
 def _execution_of(

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from itertools import chain
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
@@ -65,7 +65,7 @@ class IsolatableLoader(NamedTuple):
         isolated, own = self._read(parameters)
         if isolated:
             return IsolatedRuntime(InstanceTask(self.loader, directory, config, place, own))
-        return resolve_loader(self.loader).load(directory, config, place, own)
+        return cast(Runtime, resolve_loader(self.loader).load(directory, config, place, own))
 
     def uses_gpus(self) -> bool:
         return resolve_loader(self.loader).uses_gpus()

@@ -6,8 +6,7 @@
 import asyncio
 import json
 import logging
-import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import count
@@ -17,7 +16,6 @@ from ...core.errors import Internal, InvalidArgument
 from ...core.request_context import RequestContext
 from ..python_stub import messages
 from ..runtime import (
-    Arrays,
     Rescheduled,
     RuntimeAnswer,
     RuntimeRequest,
@@ -139,21 +137,6 @@ class PythonRuntime:
         if executed.error is not None:
             raise Internal(executed.error)
         return answers
-
-    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        arrived: queue.SimpleQueue[tuple[RuntimeAnswer, bool]] = queue.SimpleQueue()
-        context = RequestContext("warm-up")
-        request = RuntimeRequest(inputs, output_names, lambda answer, final: arrived.put((answer, final)), context)
-        [answer] = self.execute_requests([request])
-        final = answer is not None
-        while True:
-            if isinstance(answer, Exception):
-                raise answer
-            if isinstance(answer, RuntimeResponse):
-                yield answer.outputs
-            if final:
-                return
-            answer, final = arrived.get()
 
     def cancel_request(self, request: RuntimeRequest) -> None:
         handle = self._handles.get(request)

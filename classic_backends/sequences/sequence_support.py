@@ -86,7 +86,7 @@ class SequenceSupport(NamedTuple):
     def mark_warm_up(self, job: InferenceJob) -> None:
         """Make a warm-up job the only request of a sequence."""
         text = self.id_control is not None and self.id_control.datatype == "BYTES"
-        job.sequence_flags = SequenceFlags("warmup" if text else 1, start=True, end=True)
+        job.sequence_flags = SequenceFlags("warmup" if text else 1, start=True, end=not self.iterative)
         job.sequence = SequenceContext(job.sequence_flags.id)
 
     # Batches

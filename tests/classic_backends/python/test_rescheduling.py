@@ -5,11 +5,13 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from charonia.classic_backends.model import ClassicModel
 from charonia.core.errors import CharoniaError, Internal
+from charonia.core.model import ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
@@ -185,3 +187,132 @@ async def test_what_cannot_come_again_does_not(
             assert text in str(caught.value)
         [response] = await answers(model, ask(7))
     assert values(response)["Y"] == [7]
+
+
+@pytest.mark.parametrize("body", [COUNT_DOWN, GENERATE])
+async def test_a_warm_up_request_comes_again_too(tmp_path: Path, body: str) -> None:
+    raw = settings(ITERATIVE, decoupled=body is GENERATE)
+    samples = ModelSamples([WarmupRequest(ask(5), times=2)])
+    async with python_model(tmp_path, body, samples=samples, **raw) as model:
+        assert len(await answers(model, ask(3))) == (3 if body is GENERATE else 1)
+        await until(lambda: model.statistics().execution_count == 3)
+
+
+async def test_coroutines_of_a_decoupled_model_say_later_what_comes_again(tmp_path: Path) -> None:
+    body = """
+    left = {}
+
+    async def execute(self, requests):
+        await asyncio.sleep(0)
+        for r in requests:
+            key = r.correlation_id()
+            self.left[key] = self.left.get(key, int(x(r).item())) - 1
+            if self.left[key]:
+                r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            r.get_response_sender().send(y([self.left[key]]), flags=0 if self.left[key] else FINAL)
+    """
+    async with python_model(tmp_path, body, decoupled=True, **settings(ITERATIVE)) as model:
+        several = await asyncio.gather(*(answers(model, ask(20)) for _ in range(8)))
+        async with aclosing(model.infer(ask(10**6), RequestContext("test"))) as responses:  # type: ignore[type-var]
+            await anext(responses)
+        await until(lambda: used_slots(model) == 0)
+    assert [[values(each)["Y"] for each in responses] for responses in several] == [
+        [[number] for number in range(19, -1, -1)]
+    ] * 8
+
+
+async def test_the_sender_of_an_earlier_time_stays_good(tmp_path: Path) -> None:
+    body = """
+    senders = {}
+
+    def execute(self, requests):
+        for r in requests:
+            sender = self.senders.setdefault(r.correlation_id(), r.get_response_sender())
+            sender.send(y([r.flags()]), flags=0 if r.flags() else FINAL)
+            if r.flags():
+                r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+    """
+    async with python_model(tmp_path, body, decoupled=True, **settings(ITERATIVE)) as model:
+        responses = await answers(model, ask(1))
+    assert [values(each)["Y"] for each in responses] == [[1], [0]]
+
+
+ACCUMULATE = """
+def execute(self, requests):
+    answers = []
+    for r in requests:
+        total = pb_utils.get_input_tensor_by_name(r, "S").as_numpy() + x(r)
+        tensors = [pb_utils.Tensor("Y", total.reshape(-1)), pb_utils.Tensor("S_OUT", total)]
+        answers.append(pb_utils.InferenceResponse(tensors))
+    return answers
+"""
+
+
+def step(number: int, sequence: int | str, start: bool = False, end: bool = False) -> InferRequest:
+    return ask(number, sequence_id=sequence, sequence_start=start, sequence_end=end)
+
+
+@pytest.mark.parametrize("sequence", [5, "five"])
+async def test_states_go_from_request_to_request(tmp_path: Path, sequence: int | str) -> None:
+    sequences = {"state": [STATE], "oldest": {"max_candidate_sequences": 4}}
+    initial = {"S": Tensor.from_values("S", "INT32", [100])}
+    async with python_model(tmp_path, ACCUMULATE, samples=ModelSamples((), initial), **settings(sequences)) as model:
+        sums = []
+        for number, flags in ((1, {"start": True}), (2, {}), (3, {"end": True}), (4, {"start": True})):
+            [response] = await answers(model, step(number, sequence, **flags))
+            assert [output.name for output in response.outputs] == ["Y"]
+            sums += values(response)["Y"]
+        several = await asyncio.gather(
+            *(answers(model, step(each, 7, start=each == 1, end=each == 9)) for each in range(1, 10))
+        )
+    assert sums == [101, 103, 106, 104]
+    assert [values(response)["Y"] for [response] in several] == [[100 + sum(range(last + 1))] for last in range(1, 10)]
+
+
+async def test_the_last_response_with_a_state_counts(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.answer, args=(r, r.get_response_sender())).start()
+
+    def answer(self, r, sender):
+        state = pb_utils.get_input_tensor_by_name(r, "S").as_numpy()
+        for number in range(3):
+            state = state + x(r)
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("S_OUT", state)]))
+            sender.send(y(state))
+        sender.send(flags=FINAL)
+    """
+    sequences = {"state": [STATE], "oldest": {"max_candidate_sequences": 4}}
+    async with python_model(tmp_path, body, decoupled=True, **settings(sequences)) as model:
+        several = await asyncio.gather(*(answers(model, step(1, 5, start=not each)) for each in range(4)))
+        await answers(model, msgspec.structs.replace(step(1, 5), outputs=("T",)))
+        last = await answers(model, step(1, 5))
+    assert [[values(each)["Y"] for each in responses] for responses in (*several, last)] == [
+        [[3 * index + 1], [3 * index + 2], [3 * index + 3]] for index in (0, 1, 2, 3, 5)
+    ]
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_states_come_along_with_a_request_that_comes_again(tmp_path: Path, decoupled: bool) -> None:
+    body = f"""
+    def execute(self, requests):
+        answers = []
+        for r in requests:
+            state = pb_utils.get_input_tensor_by_name(r, "S").as_numpy() + 1
+            if state.item() < x(r).item():
+                r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("S_OUT", state)]))
+            else:
+                answers.append(y(state))
+        if not {decoupled}:
+            return answers
+        for r, answer in zip(requests, answers):
+            final = answer.output_tensors()[0].name() == "Y"
+            r.get_response_sender().send(answer, flags=FINAL if final else 0)
+    """
+    sequences = {"iterative_sequence": True, "state": [STATE]}
+    async with python_model(tmp_path, body, decoupled=decoupled, **settings(sequences)) as model:
+        several = await asyncio.gather(*(answers(model, ask(number)) for number in range(1, 21)))
+        assert model.statistics().inference_count == 20
+    assert [values(response)["Y"] for [response] in several] == [[number] for number in range(1, 21)]
