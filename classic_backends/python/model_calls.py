@@ -8,21 +8,23 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, error_from_code
+from ...core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable, error_from_code
 from ...core.gateway import Gateway
 from ...core.request import InferRequest, InferResponse, ParameterValue
 from ...core.request_context import RequestContext
 from ...core.tensor import Tensor
 from ...telemetry.custom_metrics import CustomMetrics, MetricKind
 from ..python_stub.messages import (
+    MAX_UNREAD_ANSWERS,
     Call,
     CallAnswer,
     CancelInfer,
     ErrorMessage,
     Infer,
     InferAnswer,
+    ReadAnswers,
     RequestMessage,
     ResponseMessage,
     TensorMessage,
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 ENDPOINT = "python"
 """The endpoint that requests of Python models come from, in logs and traces."""
+
+MAX_INFERENCES = 1024
 
 _TRITON_CODES = {
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
@@ -75,12 +79,22 @@ def _read_request(message: RequestMessage, inputs: Sequence[Tensor]) -> InferReq
     return InferRequest(message.id, tensors, tuple(message.outputs) or None, parameters)
 
 
-class ModelCalls:
-    """The calls of one process, until it ends."""
+class _OpenInference(NamedTuple):
+    """A request of the process to another model. `room`: for responses, before the process has read some."""
 
-    def __init__(self, process: StubProcess, gateway: Gateway, metrics: CustomMetrics) -> None:
+    task: asyncio.Task[None]
+    room: asyncio.Semaphore
+
+
+class ModelCalls:
+    """The calls of one process, until it ends. `max_inferences`: requests to other models that may be open at once."""
+
+    def __init__(
+        self, process: StubProcess, gateway: Gateway, metrics: CustomMetrics, max_inferences: int = MAX_INFERENCES
+    ) -> None:
         self._process, self._gateway, self._metrics = process, gateway, metrics
-        self._inferences: dict[int, asyncio.Task[None]] = {}
+        self._max_inferences = max_inferences
+        self._inferences: dict[int, _OpenInference] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._methods: Mapping[str, Callable[..., Awaitable[Any]]] = {
             "load_model": self._load_model,
@@ -93,21 +107,31 @@ class ModelCalls:
 
     def close(self) -> None:
         """Cancel everything that the process has asked for, and remove its metrics."""
-        for task in (*self._inferences.values(), *self._calls):
+        for task in (*(each.task for each in self._inferences.values()), *self._calls):
             task.cancel()
         self._metrics.remove_all(self)
 
     def infer(self, message: Infer, parent: RequestContext | None) -> None:
         """Begin to answer. `parent`: the context of the request that the model asks for."""
         inputs = read_tensors(self._process, message.request.inputs)  # now, for a task may be cancelled unbegun
-        call = self._infer(message, inputs, parent)
-        task = asyncio.create_task(call, name=f"{self._process.name} asks {message.model}")
-        self._inferences[message.call] = task
+        if len(self._inferences) >= self._max_inferences:
+            text = f"instance '{self._process.name}' has {self._max_inferences} requests to other models open"
+            self._send_failure(message.call, Unavailable(f"{text}, which are the most (max-open-calls)"))
+            return
+        room = asyncio.Semaphore(MAX_UNREAD_ANSWERS)
+        answering = self._infer(message, inputs, room, parent)
+        task = asyncio.create_task(answering, name=f"{self._process.name} asks {message.model}")
+        self._inferences[message.call] = _OpenInference(task, room)
         task.add_done_callback(lambda _: self._inferences.pop(message.call))
 
     def cancel_infer(self, message: CancelInfer) -> None:
         if message.call in self._inferences:
-            self._inferences[message.call].cancel()
+            self._inferences[message.call].task.cancel()
+
+    def continue_infer(self, message: ReadAnswers) -> None:
+        if message.call in self._inferences:
+            for _ in range(message.answers):
+                self._inferences[message.call].room.release()
 
     def call(self, message: Call) -> None:
         task = asyncio.create_task(self._call(message), name=f"{self._process.name} calls {message.method}")
@@ -117,7 +141,9 @@ class ModelCalls:
     def update_metric(self, message: UpdateMetric) -> None:
         self._metrics.update(self, message.metric, message.operation, message.value)
 
-    async def _infer(self, message: Infer, inputs: list[Tensor], parent: RequestContext | None) -> None:
+    async def _infer(
+        self, message: Infer, inputs: Sequence[Tensor], room: asyncio.Semaphore, parent: RequestContext | None
+    ) -> None:
         sent_final = False
         try:
             with self._gateway.open_request(ENDPOINT, () if parent is None else parent.headers) as context:
@@ -129,6 +155,7 @@ class ModelCalls:
                     raise InvalidArgument(f"model '{name}' is decoupled: call exec or async_exec with decoupled=True")
                 async with aclosing(handle.infer(_read_request(message.request, inputs))) as responses:
                     async for response in responses:
+                        await room.acquire()
                         sent_final = response.final or not message.decoupled
                         self._process.send(InferAnswer(message.call, self._write_response(response), sent_final))
         except CharoniaError as error:

@@ -20,7 +20,7 @@ from ..instance_groups import read_placements
 from ..python_stub import messages
 from ..runtime import InstancePlacement
 from .environments import interpreter
-from .model_calls import ModelCalls
+from .model_calls import MAX_INFERENCES, ModelCalls
 from .python_runtime import FirstAnswer, PythonRuntime, initialize_failure
 from .stub_process import Interpreter, MemorySizes, StubProcess
 
@@ -50,6 +50,7 @@ class PythonBackend:
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> PythonRuntime:
         assert self.services is not None
+        max_calls = read_integer(parameters, "max-open-calls", MAX_INFERENCES, least=1)
         gateway, loop = cast(ServerGateway, self.services.gateway), self.services.loop
         datatypes = {spec.name: spec.datatype for spec in config.inputs}
         runtime = PythonRuntime(placement.name, datatypes, loop)
@@ -65,7 +66,7 @@ class PythonBackend:
                 process = StubProcess(placement.name, runtime, program, _memory_sizes(parameters))
             except (OSError, MemoryError) as error:
                 raise Internal(f"{initialize_failure(placement.name)}: {error}") from None
-            calls = ModelCalls(process, gateway, gateway.shared_state.metrics)
+            calls = ModelCalls(process, gateway, gateway.shared_state.metrics, max_calls)
             runtime.start(process, calls, message, _start_seconds(parameters))
             runtime.resources = resources.pop_all()
         return runtime

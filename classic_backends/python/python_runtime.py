@@ -231,6 +231,8 @@ class PythonRuntime:
                 self._calls.infer(message, self._parent_context(message.parent))
             case messages.CancelInfer():
                 self._calls.cancel_infer(message)
+            case messages.ReadAnswers():
+                self._calls.continue_infer(message)
             case messages.Call():
                 self._calls.call(message)
             case messages.Checked():

@@ -49,6 +49,7 @@ _BODIES: Mapping[str, Callable[[msgspec.Raw], Any]] = {
         messages.Infer,
         messages.Initialized,
         messages.LogMessage,
+        messages.ReadAnswers,
         messages.Release,
         messages.Reschedule,
         messages.SendResponse,

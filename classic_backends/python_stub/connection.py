@@ -74,17 +74,17 @@ class ServerConnection:
 
     def infer(
         self, model: str, version: str, request: RequestMessage, decoupled: bool, parent: int, listener: InferListener
-    ) -> Callable[[], None]:
-        """Ask another model. Returns a function that cancels the request; `listener` hears no more after it."""
-        serial = next(self._serials)
-        self._inferences[serial] = listener
-        self.send(Infer(serial, model, version, request, decoupled, parent))
+    ) -> int:
+        """Ask another model. Returns the call's number."""
+        call = next(self._serials)
+        self._inferences[call] = listener
+        self.send(Infer(call, model, version, request, decoupled, parent))
+        return call
 
-        def cancel() -> None:
-            if self._inferences.pop(serial, None) is not None:
-                self.send(CancelInfer(serial))
-
-        return cancel
+    def cancel_infer(self, call: int) -> None:
+        """Cancel a request of another model, unless it has ended; its listener hears no more."""
+        if self._inferences.pop(call, None) is not None:
+            self.send(CancelInfer(call))
 
     def _on_call_answer(self, call: int, result: str, error: str | None) -> None:
         self._calls.pop(call).put(_CallResult(json.loads(result), error))

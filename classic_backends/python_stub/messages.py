@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 
+MAX_UNREAD_ANSWERS = 64
+"""Responses to one `Infer` that the server sends before the model has read any of them."""
+
 
 class TensorMessage(NamedTuple):
     """One tensor, in a block of the sender's memory. `datatype` is the v2 protocol's name. BYTES lie there as all
@@ -180,6 +183,13 @@ class CancelInfer(NamedTuple):
     """No more responses of an `Infer` are read."""
 
     call: int
+
+
+class ReadAnswers(NamedTuple):
+    """The model has read so many responses to an `Infer`: as many more may come."""
+
+    call: int
+    answers: int
 
 
 class Call(NamedTuple):

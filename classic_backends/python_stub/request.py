@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from contextlib import suppress
 from typing import Any, Callable, Iterator, Sequence
 
 from .connection import server
-from .messages import RequestMessage, ResponseMessage
+from .messages import MAX_UNREAD_ANSWERS, ReadAnswers, RequestMessage, ResponseMessage
 from .response import InferenceResponse, parameters_json, response_from_message
 from .response_sender import InferenceResponseSender, PendingRequest
 from .tensor import Tensor, received_tensor, write_tensors
@@ -148,17 +149,18 @@ class InferenceRequest:
             if response is not None:
                 answers.append(response)
             if final:
-                loop.call_soon_threadsafe(settle)
+                with suppress(RuntimeError):  # the loop is closed, and who waited is gone
+                    loop.call_soon_threadsafe(settle)
 
         def settle() -> None:
             if not future.done():
                 future.set_result(answers[0] if answers else InferenceResponse())
 
-        cancel = self._send(decoupled, listen)
-        future.add_done_callback(lambda done: cancel() if done.cancelled() else None)
+        call = self._send(decoupled, listen)
+        future.add_done_callback(lambda done: server().cancel_infer(call) if done.cancelled() else None)
         return future
 
-    def _send(self, decoupled: bool, listen: Callable[[InferenceResponse | None, bool], None]) -> Callable[[], None]:
+    def _send(self, decoupled: bool, listen: Callable[[InferenceResponse | None, bool], None]) -> int:
         if not self._model:
             raise TritonModelException("A model_name is needed to call another model.")
         tensors = write_tensors(self._inputs)
@@ -182,12 +184,18 @@ class InferenceRequest:
 
 
 class ResponseIterator:
-    """The responses of a called model as they come. The last one may be empty: it only says that there are no more."""
+    """The responses of a called model as they come. The last one may be empty: it only says that there are no more.
+
+    The called model waits where many are unread; an iterator that is let go of cancels it.
+    """
 
     def __init__(self, request: InferenceRequest, decoupled: bool) -> None:
-        self._responses: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+        responses: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+        self._responses = responses
         self._ended = False
-        self._cancel = request._send(decoupled, lambda response, final: self._responses.put((response, final)))
+        self._read = 0
+        # Who listens must not hold the iterator, or it would last as long as the call.
+        self._call = request._send(decoupled, lambda response, final: responses.put((response, final)))
 
     def __iter__(self) -> Iterator[InferenceResponse]:
         return self
@@ -196,6 +204,10 @@ class ResponseIterator:
         if self._ended:
             raise StopIteration
         response, self._ended = self._responses.get()
+        self._read += 1
+        if self._read == MAX_UNREAD_ANSWERS // 2 and not self._ended:
+            server().send(ReadAnswers(self._call, self._read))
+            self._read = 0
         return InferenceResponse() if response is None else response
 
     def _only(self) -> InferenceResponse:
@@ -205,10 +217,14 @@ class ResponseIterator:
         return InferenceResponse() if response is None else response
 
     def cancel(self) -> None:
-        """Stop the called model; the iterator ends."""
-        self._cancel()
+        """Stop the called model; the iterator ends, and what it has not given is dropped."""
+        server().cancel_infer(self._call)
+        with suppress(queue.Empty):
+            while True:
+                self._responses.get_nowait()
         self._responses.put((None, True))
 
     def __del__(self) -> None:
-        if not self._ended and hasattr(self, "_cancel"):
-            self._cancel()
+        if not self._ended and hasattr(self, "_call"):
+            with suppress(OSError):  # the connection is closed, and this process ends
+                server().cancel_infer(self._call)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.python.python_backend import PythonBackend
-from charonia.core.errors import Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.errors import InvalidArgument, NotFound, Unavailable
 from charonia.core.gateway import ModelServices
 from charonia.core.metrics import Histogram
 from charonia.core.model import ModelConfig
@@ -30,7 +30,7 @@ class OtherModels(InProcessGateway):
         super().__init__()
         self.ended: list[RequestContext] = []
         self.seen: list[InferRequest] = []
-        self.running = 0
+        self.running = self.made = 0
         self.calls: list[Any] = []
 
     def open_request(self, endpoint: str, headers: Any = ()) -> RequestContext:
@@ -71,6 +71,7 @@ class _Handle:
                     yield InferResponse((Tensor("Y", "INT32", data.shape, data * 2),), {"made": "by double"}, True)
                 case "count":
                     for number in range(int(data[0])):
+                        self._gateway.made += 1
                         yield InferResponse((Tensor("Y", "INT32", (1,), np.array([number], np.int32)),))
                 case "hang":
                     await asyncio.Event().wait()
@@ -181,37 +182,67 @@ async def test_calls_that_fail_or_are_left_at_once_hold_no_memory(tmp_path: Path
     assert size <= 4 << 20
 
 
-async def test_leaving_a_stream_cancels_it(tmp_path: Path) -> None:
-    body = """
-    def execute(self, requests):
-        [r] = requests
-        stream = pb_utils.InferenceRequest(model_name="hang", requested_output_names=["Y"],
-                                           inputs=[pb_utils.Tensor("X", x(r))]).exec(decoupled=True)
-        pb_utils.is_model_ready("double")  # the server has begun with what it was asked before
-        stream.cancel()
-        return [y(len(list(stream)))]
+STREAMS = """
+def stream(r, model):
+    asked = pb_utils.InferenceRequest(model_name=model, inputs=[pb_utils.Tensor("X", x(r))])
+    return asked.exec(decoupled=True)
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+"""
+
+
+async def test_a_stream_that_is_not_read_waits(tmp_path: Path) -> None:
+    body = f"""{STREAMS}
+def execute(self, requests):
+    [r] = requests
+    parts = TritonPythonModel.stream(r, "count")
+    TritonPythonModel.wait_for({str(tmp_path / "go")!r})
+    return [y(sum(len(part.output_tensors()) for part in parts))]
     """
     gateway = OtherModels()
     async with python_model(tmp_path, body, gateway) as model:
-        await answers(model, request(1))
-        await until(lambda: gateway.running == 0 and len(gateway.ended) == 1)
+        answer = asyncio.create_task(answers(model, request(1000)))
+        await until(lambda: gateway.made >= 64)
+        await asyncio.sleep(0.05)
+        assert gateway.made == 65  # one more than may wait unread
+        (tmp_path / "go").touch()
+        assert values((await answer)[0]) == {"Y": [1000]}
 
 
-async def test_a_process_that_ends_takes_its_calls_with_it(tmp_path: Path) -> None:
-    body = """
-    def execute(self, requests):
-        [r] = requests
-        stream = pb_utils.InferenceRequest(model_name="hang", requested_output_names=["Y"],
-                                           inputs=[pb_utils.Tensor("X", x(r))]).exec(decoupled=True)
-        pb_utils.MetricFamily("a_metric", "help", pb_utils.MetricFamily.GAUGE).Metric().set(1)
-        time.sleep(0.2)
-        os._exit(1)
+async def test_a_stream_is_cancelled_by_the_model_alone(tmp_path: Path) -> None:
+    body = f"""{STREAMS}
+def execute(self, requests):
+    [r] = requests
+    several = [TritonPythonModel.stream(r, "hang") for _ in range(4)]
+    [refused] = TritonPythonModel.stream(r, "hang")
+    pb_utils.load_model(refused.error().message())
+    while not r.is_cancelled():
+        time.sleep(0.01)
+    pb_utils.load_model("cancelled")
+    TritonPythonModel.wait_for({str(tmp_path / "go")!r})
+    several[0].cancel()
+    assert [part.output_tensors() for part in several[0]] == [[]]
+    del several[1]
+    pb_utils.load_model("left")
+    TritonPythonModel.wait_for({str(tmp_path / "end")!r})
+    os._exit(1)
     """
     gateway = OtherModels()
-    async with python_model(tmp_path, body, gateway) as model:
-        with pytest.raises(Internal, match="not healthy"):
-            await answers(model, request(1))
+    async with python_model(tmp_path, body, gateway, parameters={"max-open-calls": "4"}) as model:
+        client = asyncio.create_task(answers(model, request(1)))
+        await until(lambda: gateway.running == 4 and gateway.calls)
+        client.cancel()
+        await until(lambda: len(gateway.calls) == 2)
+        assert gateway.running == 4  # the model was told, and goes on
+        (tmp_path / "go").touch()
+        await until(lambda: len(gateway.calls) == 3 and gateway.running == 2)
+        (tmp_path / "end").touch()
         await until(lambda: gateway.running == 0)
+    refused, *others = (name for name, _, _ in gateway.calls)
+    text = "has 4 requests to other models open, which are the most (max-open-calls)"
+    assert (refused, others) == (f"instance 'model_0_0' {text}", ["cancelled", "left"])
 
 
 async def test_the_repository_is_changed_and_asked(tmp_path: Path) -> None:
