@@ -105,6 +105,39 @@ def check(
 
 
 @app.command
+def run_model(
+    directory: Path,
+    /,
+    *,
+    inputs: Annotated[tuple[str, ...], Parameter(name="--input", negative=())] = (),
+    parameters: Annotated[tuple[str, ...], Parameter(name="--param", negative=())] = (),
+    load_model: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    options: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions(),  # noqa: B008
+) -> int:
+    """Ask one model of a repository once, without a server; its responses are lines of JSON.
+
+    Parameters
+    ----------
+    directory
+        The model's directory.
+    inputs
+        Input as NAME=JSON, NAME=@FILE.npy or, for strings, NAME=TEXT; may be given several times.
+    parameters
+        Parameter of the request as KEY=VALUE; may be given several times.
+    load_model
+        Model beside it that its code asks; may be given several times. The steps of an ensemble are loaded anyway.
+    """
+    from .model_run import ModelRequest, log_what_models_print, print_responses
+
+    log_what_models_print()
+    try:
+        print_responses(directory, ModelRequest(inputs, parameters, load_model), options)
+    except CharoniaError as error:
+        return _failed(error)
+    return 0
+
+
+@app.command
 def flags(
     *,
     triton: Annotated[TritonFlags, Parameter("*")] = TritonFlags(),  # noqa: B008
