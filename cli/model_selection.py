@@ -40,8 +40,8 @@ class ModelSelection:
     def create_watcher(self, gateway: InProcessGateway) -> RepositoryWatcher:
         """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
         if self.options.model_control_mode == "explicit":
-            allow_code = self.options.allow_uploaded_code
-            gateway.model_control = ModelControl(self.catalog, gateway.registry, gateway.lifecycle, allow_code)
+            allowed = self.options.allow_uploaded_code, self.options.allow_pipelines
+            gateway.model_control = ModelControl(self.catalog, gateway.registry, gateway.lifecycle, *allowed)
         return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle)
 
     async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:

@@ -76,6 +76,8 @@ class RepositoryOptions:
     """Model to load at the start in mode explicit; may be given several times, * is all."""
     allow_uploaded_code: Annotated[bool, Parameter(negative=())] = False
     """Take Python code that comes with a load request, in mode explicit."""
+    allow_pipelines: Annotated[bool, Parameter(negative=())] = False
+    """Let requests load pipelines, in mode explicit, where neither keys nor restrictions protect that."""
     repository_poll_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 15
     """Seconds between looks at the repository in mode poll."""
     configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()

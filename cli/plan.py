@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..api.api_keys import Keyring, load_keyring
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
@@ -55,9 +55,17 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
     Raises `CharoniaError` if there is nothing to serve, or an option means nothing or contradicts another.
     """
     endpoints, metrics = endpoint_settings(options), parse_metrics_config(options.server.metrics_config)
-    warn_of_unprotected_control(options, endpoints)
+    unprotected = unprotected_control(options, endpoints)
+    if unprotected:
+        log.warning(
+            "whoever reaches this server over %s may load models, which is to run code here: set --api-key-file, or "
+            "restrict '%s' by --http-restricted-api and --grpc-restricted-protocol",
+            " or ".join(unprotected),
+            _LOADS,
+        )
+    repository = replace(options.repository, allow_pipelines=options.repository.allow_pipelines or not unprotected)
     engine = {name: str(value) for name, value in options.engine.given().items()}
-    selection = select_models(model, options.repository, engine, metrics.quantiles if metrics.summaries else ())
+    selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
     return ServePlan(options, endpoints, selection, _shared_state(options.server, logs), metrics)
 
 
@@ -98,22 +106,16 @@ def parse_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple
     return tuple(clouds)
 
 
-def warn_of_unprotected_control(options: ServeOptions, endpoints: EndpointSettings) -> None:
-    """In mode explicit, warn of endpoints that let any client load a model, and so run the code that it brings."""
+def unprotected_control(options: ServeOptions, endpoints: EndpointSettings) -> list[str]:
+    """The protocols over which, in mode explicit, any client may load a model."""
     if options.repository.model_control_mode != "explicit" or endpoints.keys:
-        return
-    open_endpoints = []
+        return []
+    unprotected = []
     if is_true(options.server.allow_http) and _LOADS not in endpoints.http.required_headers:
-        open_endpoints.append("HTTP")
+        unprotected.append("HTTP")
     if is_true(options.grpc.allow_grpc) and "RepositoryModelLoad" not in endpoints.grpc_policy.required_headers:
-        open_endpoints.append("gRPC")
-    if open_endpoints:
-        log.warning(
-            "whoever reaches this server over %s may load models, which is to run code here: set --api-key-file, or "
-            "restrict '%s' by --http-restricted-api and --grpc-restricted-protocol",
-            " or ".join(open_endpoints),
-            _LOADS,
-        )
+        unprotected.append("gRPC")
+    return unprotected
 
 
 def _shared_state(server: ServerOptions, logs: LogControl) -> SharedState:

@@ -88,10 +88,7 @@ class PipelineCode:
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         filename = config.raw.get("default_model_filename") or "pipeline.py"
-        if Path(filename).name != filename:
-            message = f"'{filename}' of pipeline '{config.name}' is no file of its version's directory"
-            raise InvalidArgument(message, field="default_model_filename")
-        self._file = directory.resolve() / filename
+        self._file, self._root = directory.resolve() / filename, directory.resolve().parents[1]
         self._owner = f"pipeline '{config.name}'"
         self._package = f"pipeline_{re.sub(r'[^0-9A-Za-z]', '_', config.name)}_{config.version}_{next(_serial)}"
         self._module: ModuleType | None = None
@@ -160,8 +157,11 @@ class PipelineCode:
 
     def place(self, filename: str, line: int) -> str:
         """A line of a file of the code, by its path from the repository; empty for another file."""
-        root = self._file.parent
-        return f"{Path(filename).relative_to(root.parents[1])}:{line}" if Path(filename).is_relative_to(root) else ""
+        return (
+            f"{Path(filename).relative_to(self._root)}:{line}"
+            if Path(filename).is_relative_to(self._file.parent)
+            else ""
+        )
 
     def _import_error(self, error: BaseException) -> str:
         if isinstance(error, SyntaxError) and error.filename:

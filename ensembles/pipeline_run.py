@@ -58,14 +58,15 @@ class PipelineRun:
             async with aclosing(_await(answers) if inspect.isawaitable(answers) else answers) as values:
                 await self._answer(values)
         except BaseException as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             raise self._failure(first_error(error)) from None
 
     async def _answer(self, values: AsyncGenerator[Any, None]) -> None:
         answer: InferResponse | None = None
         async for value in values:
+            if _is_cancelled():
+                raise asyncio.CancelledError
             if answer is not None:
                 raise Internal(f"{self._name} has yielded twice{self._at(values)}, and its config is not decoupled")
             response = self._make_response(value, values)
@@ -108,6 +109,12 @@ class PipelineRun:
             return with_model_name(self._name, error) if error is self._requests.last_error else error
         log.error("%s has failed", self._name, exc_info=error)
         return Internal(f"{self._name} has failed{self._code.where(error)}: {type(error).__name__}: {error}")
+
+
+def _is_cancelled() -> bool:
+    """Whether the client has left: also if the code has caught that, and goes on."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _await(answer: Awaitable[Any]) -> AsyncGenerator[Any, None]:

@@ -51,6 +51,8 @@ class ResponseBuffer:
             if driver.done():
                 driver.cancelled() or driver.exception()
             else:
+                driver.cancel()
+                asyncio._unregister_task(driver)  # the end of the loop would wait for it
                 stack = driver.get_stack(limit=1)
                 where = "".join(f", at {frame.f_code.co_filename}:{frame.f_lineno}" for frame in stack)
                 log.error("%s does not end though it was cancelled %g s ago%s", name, self._patience, where)

@@ -28,6 +28,10 @@ _MAX_FOLDER_DEPTH = 64
 
 _ENVIRONMENT = "EXECUTION_ENV_PATH"
 _CODE_REFUSED = "which is not taken from requests unless the server runs with --allow-uploaded-code"
+_PIPELINE_REFUSED = (
+    "whose code runs in the server: whoever may reach the server may load it, so the server must run with "
+    "--allow-pipelines, with API keys, or with 'model-repository' restricted"
+)
 
 
 class CircularEnsembles(InvalidArgument):
@@ -35,12 +39,18 @@ class CircularEnsembles(InvalidArgument):
 
 
 class ModelControl:
-    """Loads and unloads models as requests ask for, in mode explicit. `allow_code`: requests may bring Python code."""
+    """Loads and unloads models as requests ask for, in mode explicit. `allow_code`: requests may bring Python code;
+    `allow_pipelines`: they may load pipelines, which run in the server's own process."""
 
     def __init__(
-        self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle, allow_code: bool = False
+        self,
+        catalog: RepositoryCatalog,
+        registry: ModelRegistry,
+        lifecycle: ModelLifecycle,
+        allow_code: bool = False,
+        allow_pipelines: bool = False,
     ) -> None:
-        self._allow_code = allow_code
+        self._allow_code, self._allow_pipelines = allow_code, allow_pipelines
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
@@ -79,6 +89,8 @@ class ModelControl:
             message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
             raise Internal(message, field=error.field) from None
         try:
+            if source.backend == PIPELINE_BACKEND and not self._allow_pipelines:
+                raise InvalidArgument(f"model '{name}' is a pipeline, {_PIPELINE_REFUSED}", field="backend")
             await self._load_steps(source, asked_by)
         except BaseException:
             release()

@@ -1,17 +1,26 @@
-"""The lag of the event loop: the delay of a timer that does nothing else."""
+"""The lag of the event loop: the delay of a timer that does nothing else, and an alarm that names what holds it up."""
 
 import asyncio
+import logging
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Self
 
 from ..core.metrics import Measurement, Reading
+
+log = logging.getLogger(__name__)
 
 HOLDER = "__holds_event_loop_as__"
 """The global of a module whose code runs in the event loop: what it is called in the alarm."""
 
 _PROBE_INTERVAL = 0.25
 """Seconds between two probes."""
+
+_ALARM = 1.0
+"""Seconds of delay from which on the log says what the loop is held by."""
 
 _WINDOW = 10.0
 """A delay is remembered for at least as many seconds, and at most twice as many."""
@@ -27,13 +36,16 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
         self._window_began = clock()
         self._longest = self._longest_before = 0.0
+        self._closed = threading.Event()
 
     def __enter__(self) -> Self:
         self._start_timer()
+        threading.Thread(target=self._watch, args=(threading.get_ident(),), name="loop-lag", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._due = None
+        self._closed.set()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -63,3 +75,26 @@ class LoopLag:
 
     def _late(self) -> float:
         return 0.0 if self._due is None else max(0.0, self._clock() - self._due)
+
+    def _watch(self, thread: int) -> None:
+        """Log once for each long delay what the loop's thread does; a thread's own work."""
+        told = None
+        while not self._closed.wait(_PROBE_INTERVAL):
+            due = self._due
+            if due is not None and due != told and (late := self._clock() - due) > _ALARM:
+                told = due
+                log.warning("the event loop has been held for %.1f s, by %s", late, _holder(thread))
+
+
+def _holder(thread: int) -> str:
+    """The code of a model that a thread is in, else the innermost function."""
+    innermost = frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if (name := frame.f_globals.get(HOLDER)) is not None:
+            return f"{name}, at {_place(frame)}"
+        frame = frame.f_back
+    return "a thread that has ended" if innermost is None else _place(innermost)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -45,6 +45,21 @@ def test_an_ensemble_and_a_python_model(tmp_path: Path, capsys: pytest.CaptureFi
     assert "ensemble output 'B' for ensemble c is not used" in wrong
 
 
+def test_pipelines_are_read_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, code in (
+        ("a", "async def run(request, lookup): yield\nraise SystemExit"),
+        ("b", "\n1 +"),
+        ("c", "x = 1"),
+    ):
+        write(tmp_path, name, GOOD.replace("identity", "pipeline"))
+        (tmp_path / name / "1" / "pipeline.py").write_text(code)
+    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    good, broken, without = capsys.readouterr().out.splitlines()
+    assert good == "a: good: pipeline, version 1"
+    assert broken == f"b: WRONG: {tmp_path}/b/1/pipeline.py:2: invalid syntax"
+    assert without.startswith(f"c: WRONG: {tmp_path}/c/1/pipeline.py defines no 'run'")
+
+
 def test_numbers_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each of these was counted to, or given memory."""
     levels = f"dynamic_batching {{ priority_levels: {2**64 - 1} default_priority_level: {2**63} }}"
