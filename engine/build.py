@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.model import MemoryNeed, TextModel
+from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.hf_checkpoint import find_weights
@@ -24,21 +24,20 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def language_model(
-    name: str,
-    version: str,
+    written: ModelConfig,
     path: str,
     parameters: Mapping[str, str],
     on_progress: Callable[[str, float, float, str], None],
     memory: int | None = None,
     gpu_memory: int | None = None,
 ) -> TextModel:
-    """A language model over the checkpoint at `path`, which the parameter `model` may replace. `memory`, `gpu_memory`:
-    bytes of the host's memory, and of each GPU's, that it may take; None for all that is free.
+    """A language model over the checkpoint at `path`, which the parameter `model` may replace. `written`: its config.
+    `memory`, `gpu_memory`: bytes of the host's memory, and of each GPU's, that it may take; None for all that is free.
 
     Raises:
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
-    return LlmModel(name, version, granted_config(path, parameters, memory, gpu_memory), on_progress)
+    return LlmModel(written.name, written.version, granted_config(path, parameters, memory, gpu_memory), on_progress)
 
 
 def granted_config(

@@ -20,14 +20,13 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 class TextModelBuilder(Protocol):
     """Builds a model that makes its own config, without loading it. Raises `CharoniaError` for a wrong parameter.
 
-    `granted`: bytes that the model may take, if its backend estimates memory: `memory` of the host's, and `gpu_memory`
-    of each GPU's if it needs any there.
+    `written`: the config of its directory. `granted`: bytes that the model may take, if its backend estimates memory:
+    `memory` of the host's, and `gpu_memory` of each GPU's if it needs any there.
     """
 
     def __call__(
         self,
-        name: str,
-        version: str,
+        written: ModelConfig,
         path: str,
         parameters: Mapping[str, str],
         on_progress: OnProgress,
@@ -70,7 +69,8 @@ ClassicModelBuilder: TypeAlias = Callable[
 TEXT_BACKENDS = {
     "charonia": ("engine.build", "language_model", "memory_needed", "examine"),
     "vllm": ("engine.vllm.build", "vllm_model", "memory_needed", "examine"),
-    "tensorrtllm": ("engine.trtllm.build", "tensorrt_llm"),
+    "tensorrtllm": ("engine.trtllm_layouts.build", "tensorrt_llm_model", "memory_needed", "examine"),
+    "llmapi": ("engine.trtllm_layouts.build", "tensorrt_llm_model", "memory_needed", "examine"),
 }
 """Backend name -> module of ours, and the functions in it that a `TextBackend` has, in its order."""
 

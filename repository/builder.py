@@ -122,7 +122,8 @@ class ModelBuilder:
         reservation = self.budget.reserve(source.name, version.number, needs, granted.get("memory", 0))
 
         def build(on_progress: OnProgress) -> Model:
-            return backend.build(source.name, version.number, version.path, parameters, on_progress, **granted)
+            written = _to_model_config(source.config, version.number, {})
+            return backend.build(written, version.path, parameters, on_progress, **granted)
 
         def examine() -> str:
             return "" if backend.examine is None else backend.examine(version.path, parameters)

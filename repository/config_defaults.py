@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
 from .config_io import ConfigMessage
+from .native_models import native_backend
 
 PIPELINE_BACKEND = "pipeline"
 
@@ -37,7 +38,7 @@ TRITON_BACKENDS = (
 """A version's files are tried in this order."""
 
 LANGUAGE_MODEL_BACKEND = "charonia"
-LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "vllm", "tensorrtllm")
+LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "vllm", "tensorrtllm", "llmapi")
 ENCODER_BACKEND = "encoder"
 CHECKPOINT_BACKENDS = (LANGUAGE_MODEL_BACKEND, "tensorrtllm", ENCODER_BACKEND)
 ENSEMBLE_PLATFORM = "ensemble"
@@ -51,6 +52,8 @@ def fill_backend(config: ConfigMessage, directory: Path) -> None:
     `directory`, else by the model's name. Raises `InvalidArgument` if backend and platform contradict each other, or
     nothing tells the backend."""
     config.backend = canonical_backend(config.backend)
+    if config.backend == "python":
+        config.backend = native_backend(config, directory) or config.backend
     if not config.backend and not config.platform:
         _detect_backend(config, directory)
     if config.HasField("ensemble_scheduling") and not {config.backend, config.platform} <= {"", ENSEMBLE_PLATFORM}:

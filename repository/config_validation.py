@@ -65,6 +65,9 @@ _CLASSIC_ONLY = (
 _DECLARED_TENSORS = ("vllm",)
 """Language models' backends whose tensors Triton's repositories may write out: they are declared in any case."""
 
+_READ_TENSORS = ("tensorrtllm", "llmapi")
+"""Those that are served by the tensors in their configs, if there are any."""
+
 
 def refuse_unsupported_fields(config: ConfigMessage) -> None:
     """Raises `Unsupported` for a field that changes answers and is not served."""
@@ -120,6 +123,10 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
 
 def _holds_anyway(config: ConfigMessage, field: str) -> bool:
     """Whether a language model is as this field of its config says, which Triton's backends for them write out."""
+    if config.backend in _READ_TENSORS and config.input:
+        if field == "instance_group":
+            return all(group.count <= 1 for group in config.instance_group)
+        return field in ("input", "output", "max_batch_size", "model_transaction_policy")
     if field == "model_transaction_policy":
         return bool(config.model_transaction_policy.decoupled)
     if field == "instance_group":

@@ -47,7 +47,7 @@ INNER_FLOORS = {
         "frontend",
         "trtllm",
         ".build",
-        "vllm",
+        "vllm trtllm_layouts",
     ),
     "api": ("http", "triton openai grpc", ".app"),
     "classic_backends": (

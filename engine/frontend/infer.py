@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import orjson
@@ -15,11 +15,51 @@ import orjson
 from ...core.errors import InvalidArgument
 from ...core.logprobs import TokenLogprob
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, join_chunks
+from ...core.request_context import RequestContext
 from ...core.tensor import Tensor, TensorSpec
 from ...tokenization.tokenizer import TokenLimit
+from ..core.messages import CoreReady
 from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of
 
 Chunks = AsyncGenerator[GenerateChunk, None]
+
+
+class GeneratingModel(Protocol):
+    """The language model that a layout asks: `LlmModel`. `info`: of its engine."""
+
+    @property
+    def info(self) -> CoreReady: ...
+
+    def generate(self, request: GenerateRequest, context: RequestContext) -> Chunks: ...
+
+    def cancel(self, request_id: str) -> None:
+        """End the generations of all requests with this id; their readers get `Cancelled`."""
+
+
+class InferLayout(Protocol):
+    """The tensors by which clients know a language model, and what it does with them. `implied_stream`: see
+    `ModelConfig`."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def output_specs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def max_batch_size(self) -> int: ...
+
+    @property
+    def decoupled(self) -> bool: ...
+
+    @property
+    def implied_stream(self) -> bool: ...
+
+    def infer(
+        self, request: InferRequest, context: RequestContext, model: GeneratingModel
+    ) -> AsyncGenerator[InferResponse, None]:
+        """Raises as `LlmModel.infer` does."""
+
 
 OutputValues: TypeAlias = Callable[[Sequence[GenerateChunk], Sequence[float]], Any]
 """The elements of an output, from a chunk of each answer, and the sums of the logprobs of all its tokens so far."""
@@ -48,10 +88,26 @@ class TensorLayout:
     refused: Mapping[str, str] = field(default_factory=dict)
     echoes: bool = False
     implied_stream: bool = True
+    max_batch_size: int = field(default=0, init=False)
+    decoupled: bool = field(default=True, init=False)
 
     @property
     def output_specs(self) -> tuple[TensorSpec, ...]:
         return tuple(output.spec for output in self.outputs)
+
+    async def infer(
+        self, request: InferRequest, context: RequestContext, model: GeneratingModel
+    ) -> AsyncGenerator[InferResponse, None]:
+        question = parse_infer_request(request, self, TokenLimit(model.info.max_model_len))
+        streams = [model.generate(each, context) for each in question.requests]
+        if not question.options.stream:
+            yield await complete_response(question, streams)
+            return
+        spoken = StreamedResponses(question.outputs)
+        async with aclosing(streams[0]) as chunks:
+            async for chunk in chunks:
+                if (response := spoken.build_response(chunk)) is not None:
+                    yield response
 
 
 _PROMPTS = {"text_input", "input_ids"}
@@ -234,6 +290,7 @@ OUTPUT_VALUES: Mapping[str, OutputValues] = {
     "cum_log_probs": lambda _, sums: sums,
     "output_log_probs": _padded_logprobs,
     "cumulative_logprob": lambda _, sums: sums,
+    "stop_reason": lambda chunks, _: [str(chunk.stop_reason or "").encode() for chunk in chunks],
     "logprobs": vllm_logprobs,
 }
 """The elements of an output by its name; a layout may have others."""
@@ -256,6 +313,7 @@ OWN_LAYOUT = TensorLayout(
             TensorSpec("cum_log_probs", "FP32", (-1,)),
             TensorSpec("output_log_probs", "FP32", (-1, -1)),
             TensorSpec("cumulative_logprob", "FP32", (-1,)),
+            TensorSpec("stop_reason", "BYTES", (-1,)),
             TensorSpec("logprobs", "BYTES", (-1,)),
         )
     ),

@@ -6,7 +6,7 @@ Knows nothing of protocols, and of the engine only `Engine`. Imports no torch.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -28,7 +28,7 @@ from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_k
 from .chunk_builder import ChunkBuilder, TextEnds
 from .client import EngineClient
 from .engine import Engine, EngineSpec
-from .infer import OWN_LAYOUT, StreamedResponses, TensorLayout, complete_response, parse_infer_request
+from .infer import OWN_LAYOUT, InferLayout
 from .sequence_stats import open_sequence, record_request, v2_statistics
 from .token_stream import TokenStream
 
@@ -84,7 +84,7 @@ class LlmModel:
         version: str,
         engine: EngineConfig | EngineSpec,
         on_progress: OnProgress = ignore_progress,
-        layout: TensorLayout = OWN_LAYOUT,
+        layout: InferLayout = OWN_LAYOUT,
     ) -> None:
         self._spec = spec = engine if isinstance(engine, EngineSpec) else own_engine_spec(engine)
         self._layout = layout
@@ -92,7 +92,8 @@ class LlmModel:
             name,
             version,
             spec.backend,
-            decoupled=True,
+            max_batch_size=layout.max_batch_size,
+            decoupled=layout.decoupled,
             inputs=layout.inputs,
             outputs=layout.output_specs,
             created=int(time.time()),
@@ -195,17 +196,8 @@ class LlmModel:
             stats.record_finish(chunk.finish_reason)
             yield chunk
 
-    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
-        question = parse_infer_request(request, self._layout, TokenLimit(self._info.max_model_len))
-        streams = [self.generate(each, context) for each in question.requests]
-        if not question.options.stream:
-            yield await complete_response(question, streams)
-            return
-        spoken = StreamedResponses(question.outputs)
-        async with aclosing(streams[0]) as chunks:
-            async for chunk in chunks:
-                if (response := spoken.build_response(chunk)) is not None:
-                    yield response
+    def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+        return self._layout.infer(request, context, self)
 
     @contextmanager
     def _cancellable(self, request_id: str, stream: TokenStream) -> Iterator[None]:
@@ -225,7 +217,7 @@ class LlmModel:
         """End the generations of all requests with this id; their readers get `Cancelled`."""
         for stream in self._open.get(request_id, ()):
             if not stream.ended:
-                stream.fail(Cancelled("Request cancelled by client"))
+                stream.interrupt(Cancelled("Request cancelled by client"))
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         limit = TokenLimit(self._max_counted, "what is only tokenized may have at most")

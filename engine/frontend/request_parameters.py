@@ -29,6 +29,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     exclude_input_in_output: bool | None = None
     return_finish_reason: bool = False
+    return_stop_reason: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     return_output_ids: bool = False
@@ -58,6 +59,7 @@ class _NamedValue(NamedTuple):
 _SAMPLING = set(SamplingParams.__struct_fields__) - {"prompt_logprobs"}
 _OPTIONS = set(ResponseOptions.__struct_fields__)
 _ALIASES = {
+    "embedding_bias": "logit_bias",
     "end_id": "stop_token_ids",
     "random_seed": "seed",
     "request_output_len": "max_tokens",
@@ -95,7 +97,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
     "return_perf_metrics": (False,),
-    "return_stop_reason": (False,),
     "detokenize": (True,),
     "output_kind": (),
     "stream_interval": (1,),
@@ -109,6 +110,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": (),
     "lora_id": (),
     "lora_task_id": (),
+    "lora_path": (),
+    "lora_ckpt_source": (),
+    "image_url": (),
     "logits_post_processor_name": (),
     "embedding_bias_words": (),
     "embedding_bias_weights": (),

@@ -48,6 +48,7 @@ class TokenStream:
         self._cached = 0
         self._finish: FinishReason | None = None
         self._error: CharoniaError | None = None
+        self._interruption: CharoniaError | None = None
         self._unread = False
         self._reader: asyncio.Future[None] | None = None
         self.started = False
@@ -90,6 +91,11 @@ class TokenStream:
         self._error = error
         self._wake_reader()
 
+    def interrupt(self, error: CharoniaError) -> None:
+        """Have the reader leave with `error`, as if it did so by itself: the engine is to be told."""
+        self._interruption = error
+        self._wake_reader()
+
     async def read(self) -> TokenDelta:
         """Wait for new tokens and take all of them.
 
@@ -100,8 +106,8 @@ class TokenStream:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         self._unread = False
-        if self._error is not None:
-            raise self._error
+        if error := self._interruption or self._error:
+            raise error
         tokens, self._tokens = tuple(self._tokens), []
         if not self._logprobs and not self._scores:
             return TokenDelta(tokens, self._cached, self._finish)

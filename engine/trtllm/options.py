@@ -3,19 +3,17 @@
 Options of our own engine that it has too go by the same names. None leaves a choice to TensorRT-LLM.
 """
 
-import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from ...core.errors import InvalidArgument
 from ..options import AtLeastOne, Bytes, Fraction, Seconds
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +107,7 @@ _YAML_CACHE = {
 _ADMISSION = {"guaranteed_no_evict": "no_evict", "max_utilization": "optimistic"}
 
 _ONLY: dict[str, tuple[str, ...]] = {
-    "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
-    "max_beam_width": ("1",),
+    "gpt_model_type": ("inflight_fused_batching", "inflight_batching", "V1"),
     "decoding_mode": ("top_k", "top_p", "top_k_top_p"),
     "backend": ("pytorch",),
     "lora_prefetch_dir": (),
@@ -123,68 +120,94 @@ _ONLY: dict[str, tuple[str, ...]] = {
 }
 """Parameters that are supported only at these values."""
 
+_PER_REQUEST = {"exclude_input_in_output", "triton_config"}
+"""Settings of the tensors, and not of the engine."""
+
 _IDLE = {
     "cancellation_check_period_ms",
-    "stats_check_period_ms",
-    "recv_poll_period_ms",
-    "iter_stats_max_iterations",
-    "request_stats_max_iterations",
-    "executor_worker_path",
-    "xgrammar_tokenizer_info_path",
-    "FORCE_CPU_ONLY_INPUT_TENSORS",
+    "cross_kv_cache_fraction",
+    "cuda_graph_cache_size",
+    "cuda_graph_mode",
+    "enable_context_fmha_fp32_acc",
     "enable_trt_overlap",
+    "executor_worker_path",
+    "FORCE_CPU_ONLY_INPUT_TENSORS",
+    "gpu_device_ids",
+    "gpu_weights_percent",
+    "iter_stats_max_iterations",
+    "kv_cache_onboard_blocks",
+    "logits_post_processors",
+    "lora_cache_gpu_memory_fraction",
+    "lora_cache_host_memory_bytes",
+    "lora_cache_max_adapter_size",
+    "lora_cache_optimal_adapter_size",
+    "max_attention_window_size",
+    "max_beam_width",
+    "multi_block_mode",
     "normalize_log_probs",
-    "exclude_input_in_output",
-    "triton_config",
+    "num_nodes",
+    "participant_ids",
+    "recv_poll_period_ms",
+    "request_stats_max_iterations",
+    "sink_token_length",
+    "speculative_decoding_fast_logits",
+    "stats_check_period_ms",
+    "xgrammar_tokenizer_info_path",
 }
-"""Parameters without effect here: periods of another loop, and settings that each request has for itself."""
+"""Parameters without effect here: places and periods of other processes, sizes for what requests may not ask for."""
 
 
-def read_model_source(path: str, parameters: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+class SourceSettings(NamedTuple):
+    """`model`: a directory or hub id. `settings`: by our names. `idle`: parameters that have no effect."""
+
+    model: str
+    settings: dict[str, Any]
+    idle: tuple[str, ...] = ()
+
+
+def is_set(value: str) -> bool:
+    """Whether a parameter has a value, and no placeholder of Triton's templates that was not filled in."""
+    return bool(value) and not value.startswith("${")
+
+
+def read_model_source(path: str, parameters: Mapping[str, str]) -> SourceSettings:
     """The directory or hub id of a model, and its settings by our names: from a version's directory, a checkpoint or a
-    hub id, and the parameters of its config. A setting that would change answers and is not supported is refused; one
-    that only tunes the process of Triton's backend is named in the log.
+    hub id, and the parameters of its config. A setting that would change answers and is not supported is refused.
 
     Raises:
         InvalidArgument: something is asked for that cannot be served; `field` names it.
     """
+    given: dict[str, Any] = {}
+    for name, value in read_model_yaml(path).items():
+        if name == "kv_cache_config" and isinstance(value, dict):
+            given |= {_YAML_CACHE.get(field, f"{name}.{field}"): each for field, each in value.items()}
+        elif value is not None:
+            given[_YAML.get(name, name)] = value
+    given |= {_PARAMETERS.get(name, name): value for name, value in parameters.items() if is_set(value)}
+    settings = {name: _converted(name, value) for name, value in given.items() if name not in _IDLE | _PER_REQUEST}
+    settings = {name: value for name, value in settings.items() if name not in _ONLY}
+    return SourceSettings(settings.pop("model", path), settings, tuple(sorted(_IDLE & given.keys())))
+
+
+def read_model_yaml(path: str) -> dict[str, Any]:
+    """The arguments in the `model.yaml` of a version's directory, or in the file that LLM_CONFIG_PATH names in its
+    place; none without one. Raises `InvalidArgument` for another kind of file."""
     file = Path(path) / "model.yaml"
-    settings = _read_yaml(file) if file.is_file() else {}
-    for name, value in parameters.items():
-        if value and not value.startswith("${"):  # a placeholder of Triton's templates that was not filled in
-            settings.update(_translated(name, value, _PARAMETERS))
-    return settings.pop("model", path), settings
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    file = Path(os.environ.get("LLM_CONFIG_PATH") or file)
     try:
         content = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise InvalidArgument(f"{file} must hold the arguments of TensorRT-LLM's LLM, by name")
-    settings: dict[str, Any] = {}
-    for name, value in content.items():
-        if name == "kv_cache_config" and isinstance(value, dict):
-            for field, each in value.items():
-                if field not in _YAML_CACHE:
-                    known = ", ".join(_YAML_CACHE)
-                    raise InvalidArgument(f"kv_cache_config: unknown field '{field}'; known are {known}", field=field)
-                settings[_YAML_CACHE[field]] = each
-        elif value is not None:
-            settings.update(_translated(str(name), value, _YAML))
-    return settings
+    return {str(name): value for name, value in content.items()}
 
 
-def _translated(name: str, value: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    if name in _ONLY:
-        if str(value) not in _ONLY[name]:
-            raise InvalidArgument(f"parameter '{name}': '{value}' is not served here", field=name)
-        return {}
-    if name in _IDLE:
-        log.warning("parameter '%s' has no effect here", name)
-        return {}
-    if isinstance(value, dict):
-        value = msgspec.json.encode(value).decode()
-    ours = names.get(name, name)
-    return {ours: _ADMISSION.get(value, value) if ours == "admission" else value}
+def _converted(name: str, value: Any) -> Any:
+    if name in _ONLY and str(value) not in _ONLY[name]:
+        raise InvalidArgument(f"parameter '{name}': '{value}' is not served here", field=name)
+    if name == "admission":
+        return _ADMISSION.get(value, value)
+    return msgspec.json.encode(value).decode() if isinstance(value, dict) else value

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ...core.model import MemoryNeed, Model
+from ...core.model import MemoryNeed, Model, ModelConfig
 from .. import build
 from ..frontend.llm import LlmModel, own_engine_spec
 from .model_json import read_model_json
@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def vllm_model(
-    name: str,
-    version: str,
+    written: ModelConfig,
     path: str,
     parameters: Mapping[str, str],
     on_progress: Callable[[str, float, float, str], None],
@@ -30,9 +29,9 @@ def vllm_model(
     found = read_model_json(path, parameters)
     if found.idle:
         reasons = ", ".join(f"{argument} ({reason})" for argument, reason in found.idle.items())
-        log.warning("model '%s': engine arguments of vLLM without effect here: %s", name, reasons)
-    config = build.granted_config(path, found.parameters, **granted)
-    return LlmModel(name, version, replace(own_engine_spec(config), backend="vllm"), on_progress, VLLM_LAYOUT)
+        log.warning("model '%s': engine arguments of vLLM without effect here: %s", written.name, reasons)
+    spec = replace(own_engine_spec(build.granted_config(path, found.parameters, **granted)), backend="vllm")
+    return LlmModel(written.name, written.version, spec, on_progress, VLLM_LAYOUT)
 
 
 def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:

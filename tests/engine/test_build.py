@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.model import MemoryNeed
+from charonia.core.model import MemoryNeed, ModelConfig
 from charonia.engine import build
 from charonia.engine.build import language_model, memory_needed
 from charonia.processes.host import usable_cores
@@ -78,7 +78,7 @@ def test_wrong_parameters_are_refused_by_name(checkpoint: Path) -> None:
 
 def test_more_threads_than_cores_can_be_meant_for_are_refused(checkpoint: Path) -> None:
     def build(**parameters: str) -> None:
-        language_model("m", "1", str(checkpoint), parameters, lambda *phase: None)
+        language_model(ModelConfig("m", "1", "charonia"), str(checkpoint), parameters, lambda *phase: None)
 
     most = 4 * usable_cores().logical
     with pytest.raises(InvalidArgument, match=f"threads: {most + 1} is more than 4 for each of the") as refusal:
@@ -93,7 +93,7 @@ def test_a_core_is_told_what_it_may_take(checkpoint: Path) -> None:
         configs = [replica.core._config for replica in model.client.replicas]
         return [(config.host_memory, config.gpu_memory) for config in configs]
 
-    place = "m", "1", str(checkpoint)
+    place = ModelConfig("m", "1", "charonia"), str(checkpoint)
     assert told(language_model(*place, {}, lambda *phase: None, memory=123, gpu_memory=45)) == [(123, 45)]
     assert told(language_model(*place, {}, lambda *phase: None)) == [(None, None)]
     two = {"data_parallel_size": "2", "device": "cuda"}

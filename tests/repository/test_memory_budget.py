@@ -232,9 +232,9 @@ class Greedy(Toy):
     """A model that is granted memory and needs half of it."""
 
     def __init__(
-        self, name: str, version: str, path: str, parameters: object, on_progress: object, memory: int = 0
+        self, written: ModelConfig, path: str, parameters: object, on_progress: object, memory: int = 0
     ) -> None:
-        super().__init__(ModelConfig(name, version, "greedy"), None, Path(path))
+        super().__init__(ModelConfig(written.name, written.version, "greedy"), None, Path(path))
         self.granted = memory
 
     def reserved_memory(self) -> ReservedMemory:

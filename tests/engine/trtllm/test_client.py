@@ -13,6 +13,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable, Unsupported
 from charonia.core.metrics import Histogram
+from charonia.core.model import ModelConfig
 from charonia.core.request import (
     FinishReason,
     GenerateChunk,
@@ -23,9 +24,10 @@ from charonia.core.request import (
 )
 from charonia.core.request_context import RequestContext
 from charonia.engine.frontend.llm import LlmModel
-from charonia.engine.trtllm.build import tensorrt_llm, trtllm_engine_spec
+from charonia.engine.trtllm.build import trtllm_engine_spec
 from charonia.engine.trtllm.client import IterationStats
 from charonia.engine.trtllm.options import TrtllmOptions
+from charonia.engine.trtllm_layouts.build import tensorrt_llm_model
 from charonia.telemetry.llm_metrics import LlmMetrics
 
 from ...waiting import until
@@ -294,7 +296,7 @@ async def test_statistics_are_asked_for_and_their_end_breaks_nothing(
 
 
 async def test_without_the_package_the_model_names_the_extra(words: Path) -> None:
-    model = tensorrt_llm("words", "1", str(words), {}, lambda *progress: None)
+    model = tensorrt_llm_model(ModelConfig("words", "1", "tensorrtllm"), str(words), {}, lambda *progress: None)
     assert isinstance(model, LlmModel)
     assert model.config.backend == "tensorrtllm"
     with pytest.raises(Unsupported, match=r"charonia\[tensorrt-llm\]"):
@@ -353,7 +355,9 @@ async def test_a_load_that_is_given_up_is_shut_down_when_it_is_done(words: Path,
 
 async def test_progress_is_told(words: Path, package: Any) -> None:
     told: list[tuple[Any, ...]] = []
-    model = tensorrt_llm("words", "1", str(words), {"max_num_seqs": "2"}, lambda *each: told.append(each))
+    model = tensorrt_llm_model(
+        ModelConfig("words", "1", "tensorrtllm"), str(words), {"max_num_seqs": "2"}, lambda *each: told.append(each)
+    )
     await model.load()
     await model.unload()
     assert [(phase, done, detail) for phase, done, _, detail in told] == [

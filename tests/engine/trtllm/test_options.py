@@ -1,6 +1,5 @@
 """The repositories of Triton's TensorRT-LLM backends, by our names."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -40,9 +39,8 @@ triton_config: {decoupled: true, max_batch_size: 0}
 """
 
 
-def test_the_older_backend(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        model, settings = read_model_source("/here", OLDER)
+def test_the_older_backend() -> None:
+    model, settings, idle = read_model_source("/here", OLDER)
     assert model == "/engine"
     assert parse_settings(settings, TrtllmOptions) == TrtllmOptions(
         tokenizer="/tokenizer",
@@ -51,15 +49,13 @@ def test_the_older_backend(caplog: pytest.LogCaptureFixture) -> None:
         kv_cache_host_bytes=45_000_000,
         prefix_caching=True,
     )
-    assert [record.getMessage() for record in caplog.records] == [
-        "parameter 'cancellation_check_period_ms' has no effect here"
-    ]
+    assert idle == ("cancellation_check_period_ms", "max_beam_width")
 
 
 def test_the_newer_backend(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(NEWER)
-    model, settings = read_model_source(str(tmp_path), {"max_num_seqs": "8"})
-    assert model == "owner/name"
+    model, settings, idle = read_model_source(str(tmp_path), {"max_num_seqs": "8"})
+    assert (model, idle) == ("owner/name", ())
     options = parse_settings(settings, TrtllmOptions)
     assert options.speculation == {"decoding_type": "NGram", "max_draft_len": 3}
     assert options == TrtllmOptions(
@@ -74,18 +70,22 @@ def test_the_newer_backend(tmp_path: Path) -> None:
 
 
 def test_our_own_names_and_no_names(tmp_path: Path) -> None:
-    assert read_model_source(str(tmp_path), {}) == (str(tmp_path), {})
-    assert read_model_source(str(tmp_path), {"model": "/m", "admission": "no_evict"}) == (
-        "/m",
-        {"admission": "no_evict"},
-    )
+    assert read_model_source(str(tmp_path), {}) == (str(tmp_path), {}, ())
+    given = {"model": "/m", "admission": "no_evict"}
+    assert read_model_source(str(tmp_path), given) == ("/m", {"admission": "no_evict"}, ())
+
+
+def test_another_yaml_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.yaml").write_text(NEWER)
+    (tmp_path / "other.yaml").write_text("model: other/name")
+    monkeypatch.setenv("LLM_CONFIG_PATH", str(tmp_path / "other.yaml"))
+    assert read_model_source(str(tmp_path), {}) == ("other/name", {}, ())
 
 
 @pytest.mark.parametrize(
     ("parameters", "field"),
     [
-        ({"gpt_model_type": "V1"}, "gpt_model_type"),
-        ({"max_beam_width": "4"}, "max_beam_width"),
+        ({"gpt_model_type": "enc_dec"}, "gpt_model_type"),
         ({"decoding_mode": "medusa"}, "decoding_mode"),
         ({"encoder_model_path": "/e"}, "encoder_model_path"),
     ],
@@ -102,7 +102,6 @@ def test_what_would_change_answers_is_refused(parameters: dict[str, str], field:
         ("backend: tensorrt", "'backend': 'tensorrt' is not served"),
         ("- a", "must hold the arguments"),
         ("a: [", "cannot be read"),
-        ("kv_cache_config: {sinks: 3}", "unknown field 'sinks'"),
     ],
 )
 def test_a_yaml_that_is_wrong(tmp_path: Path, text: str, says: str) -> None:
@@ -111,8 +110,11 @@ def test_a_yaml_that_is_wrong(tmp_path: Path, text: str, says: str) -> None:
         read_model_source(str(tmp_path), {})
 
 
-@pytest.mark.parametrize("name", ["backend_name", "kv_cache_onboard_blocks"])
-def test_what_nobody_knows_is_refused_with_what_is_known(name: str) -> None:
-    _, settings = read_model_source("/here", {name: "x"})
+@pytest.mark.parametrize(
+    ("text", "name"), [("backend_name: x", "backend_name"), ("kv_cache_config: {sinks: 3}", "kv_cache_config.sinks")]
+)
+def test_what_nobody_knows_is_refused_with_what_is_known(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / "model.yaml").write_text(text)
+    settings = read_model_source(str(tmp_path), {}).settings
     with pytest.raises(InvalidArgument, match=f"unknown parameter '{name}'; known are tokenizer"):
         parse_settings(settings, TrtllmOptions)

@@ -70,9 +70,11 @@ async def test_a_repository_of_tritons_backend_is_served(
 def test_a_repository_is_checked_without_the_package(
     repository: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = repository('backend: "tensorrtllm" parameters { key: "max_beam_width" value { string_value: "2" } }')
+    directory = repository(
+        'backend: "tensorrtllm" parameters { key: "decoding_mode" value { string_value: "medusa" } }'
+    )
     assert print_check_report(directory, ConfigOptions()) == 1
-    assert "config.pbtxt:1: parameter 'max_beam_width': '2' is not served here" in capsys.readouterr().out
+    assert "config.pbtxt:1: parameter 'decoding_mode': 'medusa' is not served here" in capsys.readouterr().out
     (directory / "tensorrt_llm" / "config.pbtxt").write_text(TRITONS.format(backend="tensorrt-llm"))
     assert print_check_report(directory, ConfigOptions()) == 0
     assert "tensorrt_llm: good: tensorrtllm, version 1" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.model import ModelConfig
 from charonia.engine import build
 from charonia.engine.frontend.llm import ignore_progress
 from charonia.engine.options import EngineOptions, parse_settings
@@ -124,6 +125,6 @@ def test_a_missing_file_and_a_wrong_parameter_are_told(tmp_path: Path) -> None:
 def test_the_log_names_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, {"model": ".", "enforce_eager": True, "num_gpu_blocks_override": 8})
     with caplog.at_level(logging.WARNING):
-        model = vllm_model("gpt", "1", str(tmp_path), {"executor": "fake"}, ignore_progress)
+        model = vllm_model(ModelConfig("gpt", "1", "vllm"), str(tmp_path), {"executor": "fake"}, ignore_progress)
     assert "model 'gpt': engine arguments of vLLM without effect here: enforce_eager (there are no" in caplog.text
     assert (model.config.backend, model.config.decoupled, model.config.max_batch_size) == ("vllm", True, 0)

@@ -1,0 +1,190 @@
+"""Repositories of Triton's TensorRT-LLM backend, served as they are: the ensemble of four models, and `llmapi`."""
+
+import json
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from .models import FAKE
+from .serving import Server, served_well
+from .tensors import given
+from .trtllm_repository import TrtllmRepository, write_ascii_tokenizer
+
+PROMPT = "The quick"
+SAMPLED = {"temperature": 1.5, "seed": 7, "top_k": 50}
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer_only: Path) -> Iterator[Server]:
+    models = tmp_path_factory.mktemp("models")
+    ascii_only = write_ascii_tokenizer(tmp_path_factory.mktemp("ascii") / "ascii", checkpoint)
+    repository = TrtllmRepository(models)
+    repository.write_texts(ascii_only)
+    repository.write_llm("tensorrt_llm", ascii_only)
+    repository.write_ensemble("ensemble", "tensorrt_llm")
+    repository.write_llm("slow", tokenizer_only, **FAKE, fake_step_seconds=0.05, exclude_input_in_output="${x}")
+    repository.write_llmapi("llmapi", ascii_only)
+    with served_well(tmp_path_factory.mktemp("r") / "t", "--model-repository", str(models)) as running:
+        yield running
+
+
+def ask(server: Server, model: str, status: int = 200, **body: Any) -> Any:
+    response = httpx.post(f"{server.url}/v2/models/{model}/generate", json=body, timeout=60)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def events(server: Server, model: str, **body: Any) -> list[Any]:
+    url = f"{server.url}/v2/models/{model}/generate_stream"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        assert response.status_code == 200
+        return [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
+
+
+@pytest.fixture(scope="module")
+def own_text(server: Server) -> str:
+    """What the engine itself makes of the prompt."""
+    body = {"model": "tensorrt_llm", "prompt": PROMPT, "max_tokens": LENGTH, **SAMPLED}
+    text: str = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    assert text
+    return text
+
+
+def test_the_ensembles_text_is_the_engines_own(server: Server, own_text: str) -> None:
+    body = {"text_input": PROMPT, "max_tokens": LENGTH, "bad_words": "", "stop_words": ""} | SAMPLED
+    assert ask(server, "ensemble", **body)["text_output"] == own_text
+    parts = events(server, "ensemble", **body, stream=True)
+    assert len(parts) > 1
+    assert "".join(part["text_output"] for part in parts) == own_text
+    assert ask(server, "ensemble", **body, exclude_input_in_output=False)["text_output"] == PROMPT + own_text
+
+
+def test_llmapis_text_is_the_engines_own(server: Server, own_text: str) -> None:
+    body = {f"sampling_param_{name}": value for name, value in SAMPLED.items()}
+    body |= {"text_input": PROMPT, "sampling_param_max_tokens": LENGTH}
+    whole = ask(server, "llmapi", **body, return_finish_reason=True)
+    assert whole["text_output"] == own_text
+    assert whole["finish_reason"] in ("stop", "length")
+    parts = events(server, "llmapi", **body, streaming=True)
+    assert "".join(part["text_output"] for part in parts) == own_text
+    greedy = ask(server, "llmapi", text_input=PROMPT, sampling_param_temperature=0)["text_output"]
+    assert ask(server, "llmapi", text_input=PROMPT)["text_output"] == greedy
+    assert ask(server, "ensemble", text_input=PROMPT, max_tokens=32)["text_output"] == greedy
+    refused = ask(server, "llmapi", 400, text_input=PROMPT, sampling_param_logits_post_processor_name="x")
+    assert "sampling_param_logits_post_processor_name" in refused["error"]
+
+
+def test_words_and_numbers(server: Server, own_text: str) -> None:
+    body = {"text_input": PROMPT, "max_tokens": LENGTH, **SAMPLED}
+    banned = ask(server, "ensemble", **body, bad_words=[own_text[0]])["text_output"]
+    assert banned != own_text
+    told = ask(server, "ensemble", **body, return_log_probs=True)
+    assert told["cum_log_probs"] == pytest.approx(sum(told["output_log_probs"]), abs=1e-4)
+    sampled = {f"sampling_param_{name}": value for name, value in SAMPLED.items()} | {"sampling_param_max_tokens": 24}
+    other = ask(server, "llmapi", text_input=PROMPT, return_cumulative_logprob=True, **sampled)
+    assert told["cum_log_probs"] == pytest.approx(other["cumulative_logprob"], abs=1e-4)
+    assert told["arrival_time_ns"] < told["first_scheduled_time_ns"] < told["last_token_time_ns"]
+    assert told["kv_cache_alloc_total_blocks"] > 0
+
+
+def test_what_is_not_there_is_refused_by_name(server: Server) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 4}
+    for field, value in (
+        ("beam_width", 2),
+        ("lora_task_id", 3),
+        ("prompt_vocab_size", 9),
+        ("return_context_logits", True),
+        ("guided_decoding_guide_type", "json"),
+        ("IMAGE", 1),
+    ):
+        refused = ask(server, "ensemble", 400, **body, **{field: value})
+        assert field in refused["error"], refused
+    nothing = {"beam_width": 1, "lora_task_id": 0, "guided_decoding_guide_type": "", "decoder_text_input": ""}
+    assert ask(server, "ensemble", **body, **nothing)["text_output"]
+
+
+def running(server: Server, model: str) -> float:
+    """Sequences that the model computes now."""
+    lines = httpx.get(server.metrics_url).text.splitlines()
+    [value] = [
+        line.split()[-1]
+        for line in lines
+        if line.startswith("charonia_requests_running{") and f'model="{model}"' in line
+    ]
+    return float(value)
+
+
+class TokenStream:
+    """Requests of tritonclient's stream to one model of token ids."""
+
+    def __init__(self, server: Server, model: str) -> None:
+        self.answers: queue.Queue[Any] = queue.Queue()
+        self._model = model
+        self._client = triton.InferenceServerClient(server.grpc_address)
+        self._client.start_stream(lambda result, error: self.answers.put(error or result))
+
+    def send(self, request_id: str, **inputs: Any) -> None:
+        tensors = [given(triton, name, np.asarray(value)) for name, value in inputs.items()]
+        self._client.async_stream_infer(self._model, tensors, request_id=request_id, enable_empty_final_response=True)
+
+    def __enter__(self) -> "TokenStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+
+def token_request(ids: list[int], length: int, **others: Any) -> dict[str, Any]:
+    return {
+        "input_ids": np.array([ids], np.int32),
+        "input_lengths": np.array([[len(ids)]], np.int32),
+        "request_output_len": np.array([[length]], np.int32),
+        **others,
+    }
+
+
+def test_a_batch_of_token_ids(server: Server) -> None:
+    rows = {
+        "input_ids": np.array([[3, 4, 5], [8, 9, 0]], np.int32),
+        "input_lengths": np.array([[3], [2]], np.int32),
+        "request_output_len": np.array([[4], [2]], np.int32),
+        "end_id": np.array([[-1], [-1]], np.int32),
+        "stop_words_list": np.array([[[6, 7], [2, -1]], [[0, 0], [-1, -1]]], np.int32),
+    }
+    with TokenStream(server, "slow") as stream:
+        stream.send("", **rows)
+        result = stream.answers.get(timeout=60)
+        assert result.as_numpy("output_ids").tolist() == [[[3, 4, 5, 6, 7]], [[8, 9, 10, 11, 0]]]
+        assert result.as_numpy("sequence_length").tolist() == [[5], [4]]
+        stream.send("", **token_request([3], 2, num_return_sequences=np.array([[2]], np.int32)))
+        assert stream.answers.get(timeout=60).as_numpy("output_ids").tolist() == [[[3, 4, 5]] * 2]
+        stream.send("", **(token_request([3], 2) | {"input_lengths": np.array([[2]], np.int32)}))
+        assert "input_lengths must be between 1 and the 1" in str(stream.answers.get(timeout=60))
+
+
+def test_a_second_request_stops_the_first(server: Server) -> None:
+    endless = token_request([3], 200, streaming=[[True]], end_id=np.array([[-1]], np.int32))
+    with TokenStream(server, "slow") as stream:
+        stream.send("one", **endless)
+        assert stream.answers.get(timeout=60).as_numpy("output_ids").tolist() == [[[4]]]
+        stream.send("one", **token_request([3], 1, stop=[[True]]))
+        while not isinstance(answer := stream.answers.get(timeout=60), InferenceServerException):
+            pass
+        assert "Request cancelled by client" in str(answer)
+        server.until(lambda: running(server, "slow") == 0)
+        stream.send("", **token_request([3], 1, stop=[[True]]))
+        while not isinstance(answer := stream.answers.get(timeout=60), InferenceServerException):
+            pass
+        assert "A request id must be provided" in str(answer)
+        stream.send("two", **endless)
+        server.until(lambda: running(server, "slow") == 1)
+    server.until(lambda: running(server, "slow") == 0)
