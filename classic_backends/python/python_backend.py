@@ -99,8 +99,9 @@ class PythonBackend:
 
 
 async def _complete(model: str, message: messages.CompleteConfig, program: Interpreter, seconds: float) -> RawConfig:
-    answer = FirstAnswer(f"Failed to auto-complete the configuration of model '{model}'")
-    process = StubProcess(f"model '{model}'", answer, program)
+    name = f"model '{model}'"
+    answer = FirstAnswer(name, f"Failed to auto-complete the configuration of {name}")
+    process = StubProcess(name, answer, program)
     await process.connect()
     try:
         process.send(message)

@@ -36,20 +36,25 @@ _CHECK_SECONDS = 5.0
 _ENDED = "its process ended unexpectedly"
 
 
+_ANSWERS = (messages.Initialized, messages.CompletedConfig, messages.Failed)
+
+
 def initialize_failure(instance: str) -> str:
     return f"Failed to initialize model instance '{instance}'"
 
 
 class FirstAnswer:
-    """A `StubListener` that waits for the first message of a process, in any thread. `failure`: the beginning of its
-    errors."""
+    """A `StubListener` that waits for the answer to the first message to a process, in any thread. `name`: stands
+    before what that logs; `failure`: begins the errors."""
 
-    def __init__(self, failure: str) -> None:
-        self._failure = failure
+    def __init__(self, name: str, failure: str) -> None:
+        self._name, self._failure = name, failure
         self._answer: Future[Any] = Future()
 
     def on_message(self, message: Any) -> None:
-        if not self._answer.done():
+        if isinstance(message, messages.LogMessage):
+            log.log(message.level, "%s: %s: %s", self._name, message.source, message.text)
+        elif isinstance(message, _ANSWERS) and not self._answer.done():
             self._answer.set_result(message)
 
     def on_end(self, how: str) -> None:
@@ -82,7 +87,7 @@ class PythonRuntime:
 
     def __init__(self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
         self._name, self._datatypes, self._loop = name, datatypes, loop
-        self._first = FirstAnswer(initialize_failure(name))
+        self._first = FirstAnswer(name, initialize_failure(name))
         self._new_handles = count(1)
         self._open: dict[int, RuntimeRequest] = {}
         self._handles: dict[RuntimeRequest, int] = {}
@@ -170,7 +175,7 @@ class PythonRuntime:
             request.flags,
             request.timeout,
             request.priority,
-            json.dumps(dict(request.parameters)),
+            json.dumps(dict(request.parameters)) if request.parameters else "{}",
             list(request.output_names),
             self._process.writer.write_all(tensors),
             request.context.trace_id or None,
@@ -182,7 +187,9 @@ class PythonRuntime:
         if message.error is not None:
             return error_from_message(message.error)
         outputs = {tensor.name: self._process.reader.read(tensor) for tensor in message.outputs}
-        return Rescheduled(outputs) if rescheduled else RuntimeResponse(outputs, json.loads(message.parameters or "{}"))
+        if rescheduled:
+            return Rescheduled(outputs)
+        return RuntimeResponse(outputs, json.loads(message.parameters) if message.parameters not in ("", "{}") else {})
 
     def _interrupt(self, reason: str) -> None:
         self._kill_reason = reason
@@ -239,10 +246,6 @@ class PythonRuntime:
                 self._set_readiness(message.unready_reason)
             case messages.UpdateMetric():
                 self._calls.update_metric(message)
-            case messages.LogMessage():
-                log.log(message.level, "%s: %s: %s", self._name, message.source, message.text)
-            case messages.Release():
-                pass
             case _:
                 self._first.on_message(message)
 

@@ -31,11 +31,13 @@ class ServerConnection:
     """Messages to and from the server. Any thread may send; one thread reads, and ends the process with the connection.
 
     `reader` has the tensors that the server writes, out of `reader_descriptor`; `writer` takes those for it. `handlers`
-    are called in the reading thread with the body of a message, by the name of its class.
+    are called in the reading thread with the body of a message, by the name of its class. `serves`: the server answers
+    calls, for the model is to serve; else only its config is completed.
     """
 
     def __init__(self, connection: socket.socket, reader_descriptor: int, writer: BlockWriter) -> None:
         self._socket = connection
+        self.serves = False
         self.reader = BlockReader(reader_descriptor, self._count_release)
         self.writer = writer
         self.handlers: dict[str, Callable[..., None]] = {
@@ -64,6 +66,7 @@ class ServerConnection:
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The result of a function of the server. Raises `TritonModelException`."""
+        self._require_serving(method)
         serial, answer = next(self._serials), queue.SimpleQueue()  # type: ignore[var-annotated]
         self._calls[serial] = answer
         self.send(Call(serial, method, json.dumps(arguments)))
@@ -75,11 +78,16 @@ class ServerConnection:
     def infer(
         self, model: str, version: str, request: RequestMessage, decoupled: bool, parent: int, listener: InferListener
     ) -> int:
-        """Ask another model. Returns the call's number."""
+        """Ask another model. Returns the call's number. Raises as `call` does."""
+        self._require_serving("exec")
         call = next(self._serials)
         self._inferences[call] = listener
         self.send(Infer(call, model, version, request, decoupled, parent))
         return call
+
+    def _require_serving(self, method: str) -> None:
+        if not self.serves:
+            raise TritonModelException(f"{method} cannot be called while the model's config is completed")
 
     def cancel_infer(self, call: int) -> None:
         """Cancel a request of another model, unless it has ended; its listener hears no more."""

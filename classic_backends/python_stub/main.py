@@ -119,6 +119,7 @@ class StubInstance:
                 continue
             try:
                 if isinstance(message, messages.Initialize):
+                    self._connection.serves = True
                     self._initialize(message)
                     self._connection.send(messages.Initialized(hasattr(self._model, "is_ready")))
                 else:

@@ -107,9 +107,11 @@ def write_tensors(tensors: Iterable[Tensor]) -> list[TensorMessage]:
 
 
 def _to_bytes_objects(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    items = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
+    items = array.ravel().tolist()
+    if all(type(item) is bytes for item in items):
+        return array
     objects = np.empty(len(items), np.object_)
-    objects[:] = items
+    objects[:] = [item if isinstance(item, bytes) else str(item).encode() for item in items]
     return objects.reshape(array.shape)
 
 

@@ -75,10 +75,13 @@ class BlockWriter:
         for item in items:
             if not isinstance(item, bytes):
                 raise TypeError(f"tensor '{name}' must hold bytes, not {type(item).__name__}")
-        whole = np.array([len(item) for item in items], _LENGTH).tobytes() + b"".join(items)
-        offset = self._allocate(len(whole))
-        self._memory[offset : offset + len(whole)] = whole
-        return TensorMessage(name, datatype, shape, offset, len(whole))
+        lengths, contents = np.array([len(item) for item in items], _LENGTH).tobytes(), b"".join(items)
+        size = len(lengths) + len(contents)
+        offset = self._allocate(size)
+        start = offset + len(lengths)
+        memory = self._memory
+        memory[offset:start], memory[start : offset + size] = lengths, contents
+        return TensorMessage(name, datatype, shape, offset, size)
 
     def write_all(self, tensors: Iterable[tuple[str, str, np.ndarray[Any, Any]]]) -> list[TensorMessage]:
         """Write tensors as `write` does: all of them, or none where one fails."""

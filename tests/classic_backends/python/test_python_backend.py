@@ -470,10 +470,16 @@ async def test_what_it_prints_and_logs_is_logged(tmp_path: Path, caplog: pytest.
     ]
 
 
-def test_a_config_is_completed_by_the_model(tmp_path: Path) -> None:
+def test_a_config_is_completed_by_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     body = """
     @staticmethod
     def auto_complete_config(config):
+        pb_utils.Logger.log_warn("completing")
+        for call in (pb_utils.is_model_ready, lambda name: pb_utils.InferenceRequest(model_name=name).exec()):
+            try:
+                call("other")
+            except pb_utils.TritonModelException as error:
+                pb_utils.Logger.log_warn(str(error))
         config.add_input({"name": "X", "data_type": "TYPE_INT32", "dims": [-1]})
         config.add_output({"name": "Y", "data_type": "TYPE_INT32", "dims": [-1]})
         config.set_max_batch_size(4)
@@ -493,6 +499,8 @@ def test_a_config_is_completed_by_the_model(tmp_path: Path) -> None:
         "dynamic_batching": {},
         "model_transaction_policy": {"decoupled": True},
     }
+    refusals = [f"{name} cannot be called while the model's config is completed" for name in ("is_model_ready", "exec")]
+    assert [message.partition(": ")[2].partition(": ")[2] for message in caplog.messages] == ["completing", *refusals]
     with pytest.raises(InvalidArgument, match=r"the model expects dims \[-1\] but the model configuration specifies"):
         PYTHON.complete(version, {"name": "m", "input": [{"name": "X", "data_type": "TYPE_INT32", "dims": [2]}]}, {})
     with pytest.raises(InvalidArgument, match="configuration specified max_batch_size 8"):
