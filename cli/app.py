@@ -104,6 +104,39 @@ def check(
         return _failed(error)
 
 
+@app.command(name="import")
+def import_(
+    source: str,
+    /,
+    *,
+    into: Path = Path("models"),
+    name: str = "",
+    copy: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Make a model of a repository: from a checkpoint, an encoder, an ONNX model or a TorchScript file.
+
+    Parameters
+    ----------
+    source
+        A Hugging Face or sentence-transformers directory, a hub id in the Hugging Face cache, or a file that ends with
+        .onnx, .pt or .pt2.
+    into
+        Model repository; made if it is not there.
+    name
+        The model's name, instead of the source's.
+    copy
+        Copy the files. Otherwise they are linked: nothing is stored twice, but the repository cannot be moved without
+        them.
+    """
+    from .model_import import import_model
+
+    try:
+        import_model(source, into, name, copy)
+    except CharoniaError as error:
+        return _failed(error)
+    return 0
+
+
 @app.command
 def run_model(
     directory: Path,

@@ -6,12 +6,14 @@ that only loading finds is not found.
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
+from ..core.model import ModelConfig
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_validation import ignored_field_message, ignored_fields
@@ -22,27 +24,42 @@ from ..repository.model_source import ModelSource, config_position, is_checkpoin
 from .options import ConfigOptions
 
 
+class CheckedModel(NamedTuple):
+    """A model that would load. `config`: of its latest version. `findings`: the lines to say about it."""
+
+    config: ModelConfig
+    findings: list[str]
+
+
+@contextmanager
+def model_checker(options: ConfigOptions) -> Iterator[Callable[[ModelSource], CheckedModel]]:
+    """The check of one model: raises `CharoniaError` for one that would not load. Raises `InvalidArgument` if an option
+    is wrong."""
+    backends = parse_backend_config(options.backend_config)
+    memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))  # where it will be served there may be more than here
+    complete, directory = not options.disable_auto_complete_config, options.backend_directory
+    builder = ModelBuilder(backends, complete, memory, backend_directory=directory)
+    with closing(asyncio.new_event_loop()) as loop:
+        services = ModelServices(InProcessGateway(builder=builder), loop)  # which serve nothing
+        yield lambda source: _check_model(source, builder, services)
+
+
 def print_check_report(repository: Path, options: ConfigOptions) -> int:
     """Print the findings of a repository; returns the exit status, 1 if a model would not load.
 
     Raises `InvalidArgument` if the directory is missing or empty, or an option is wrong.
     """
-    backends = parse_backend_config(options.backend_config)
-    memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))  # where it will be served there may be more than here
-    complete, directory = not options.disable_auto_complete_config, options.backend_directory
-    builder = ModelBuilder(backends, complete, memory, backend_directory=directory)
-    catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
-    if not catalog.model_names():
-        if is_checkpoint(repository):
-            message = f"'{repository}' is a checkpoint and no model repository: charonia serve {repository}"
-            raise InvalidArgument(message)
-        raise InvalidArgument(f"nothing to check: model repository '{repository}' has no folders")
     status = 0
-    with closing(asyncio.new_event_loop()) as loop:
-        services = ModelServices(InProcessGateway(builder=builder), loop)  # which serve nothing
+    with model_checker(options) as check:
+        catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
+        if not catalog.model_names():
+            if is_checkpoint(repository):
+                message = f"'{repository}' is a checkpoint and no model repository: charonia serve {repository}"
+                raise InvalidArgument(message)
+            raise InvalidArgument(f"nothing to check: model repository '{repository}' has no folders")
         for name in catalog.model_names():
             try:
-                for finding in _check_model(catalog.read(name), builder, services):
+                for finding in check(catalog.read(name)).findings:
                     print(f"{name}: {finding}")
             except CharoniaError as error:
                 print(f"{name}: WRONG: {error.message}")
@@ -50,18 +67,20 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
     return status
 
 
-def _check_model(source: ModelSource, builder: ModelBuilder, services: ModelServices) -> Iterator[str]:
-    """The lines about a model that would load; raises `CharoniaError` for another."""
+def _check_model(source: ModelSource, builder: ModelBuilder, services: ModelServices) -> CheckedModel:
     notes, made = [], []
     for version in source.versions:
         try:
             factory = builder.prepare(source, version, services)
-            made.append(factory.build(ignore_progress).config.raw)
+            made.append(factory.build(ignore_progress).config)
             notes.append(factory.examine())
             factory.reservation.release()
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
-    for path in ignored_fields(source.config, made=made):
-        yield f"{config_position(source.config_file, path)}{ignored_field_message(path)}"
+    findings = [
+        f"{config_position(source.config_file, path)}{ignored_field_message(path)}"
+        for path in ignored_fields(source.config, made=[config.raw for config in made])
+    ]
     numbers = ", ".join(version.number for version in source.versions)
-    yield "; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)])
+    findings.append("; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)]))
+    return CheckedModel(made[-1], findings)

@@ -157,5 +157,10 @@ def classic_model_builder() -> ClassicModelBuilder:
     return cast(ClassicModelBuilder, _import("classic_backends.model", "ClassicModel"))
 
 
+def torch_config_guesser() -> Callable[[RawConfig, Path], RawConfig]:
+    """`classic_backends.torch.tensor_probe.guess_config`."""
+    return cast(Callable[[RawConfig, Path], RawConfig], _import("classic_backends.torch.tensor_probe", "guess_config"))
+
+
 def _import(module: str, name: str) -> Any:
     return getattr(import_module(f"..{module}", __package__), name)

@@ -6,6 +6,7 @@ Changes the message in place. Refuses only a config without a backend; config_va
 """
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ ENCODER_BACKEND = "encoder"
 CHECKPOINT_BACKENDS = (LANGUAGE_MODEL_BACKEND, "tensorrtllm", ENCODER_BACKEND)
 ENSEMBLE_PLATFORM = "ensemble"
 
+_ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead).*Model")
+"""The names of transformers' classes that classify, or give the vectors of a text's tokens."""
+
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
@@ -78,7 +82,7 @@ def canonical_backend(backend: str) -> str:
 
 
 def detect_checkpoint_backend(directory: Path) -> str:
-    """The backend of a checkpoint: encoders are published with modules.json, or classify sequences."""
+    """The backend of a checkpoint: encoders are published with modules.json, or classify sequences, or have no head."""
     if (directory / "modules.json").is_file():
         return ENCODER_BACKEND
     try:
@@ -86,8 +90,8 @@ def detect_checkpoint_backend(directory: Path) -> str:
         architectures = [str(each) for each in config.get("architectures") or ()]
     except (ValueError, AttributeError, TypeError, OSError):
         return LANGUAGE_MODEL_BACKEND  # its load reports the problem
-    classifies = any(each.endswith("ForSequenceClassification") for each in architectures)
-    return ENCODER_BACKEND if classifies else LANGUAGE_MODEL_BACKEND
+    encodes = any(_ENCODER_CLASS.fullmatch(each) for each in architectures)
+    return ENCODER_BACKEND if encodes else LANGUAGE_MODEL_BACKEND
 
 
 def _detect_backend(config: ConfigMessage, directory: Path) -> None:

@@ -109,6 +109,13 @@ def _parse_error(text: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}" if field else reason, field=field or None)
 
 
+def config_to_text(message: ConfigMessage) -> str:
+    """The message as config.pbtxt has it."""
+    from google.protobuf import text_format
+
+    return str(text_format.MessageToString(message))
+
+
 def config_to_json(message: ConfigMessage) -> dict[str, Any]:
     """The message in protobuf's JSON mapping as Triton shows it: names and order of the .proto, values at their
     defaults too, messages only where they are set, 64-bit integers as numbers."""

@@ -77,11 +77,13 @@ class EncoderLoader:
 
 
 def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
-    """The tensors of an encoder. Its texts may come as ids instead, in rows that -1 fills up."""
+    """The tensors of an encoder. An embedder's texts may come as ids instead, in rows that -1 fills up; a classifier's
+    need no pair, those that are ranked do."""
     text, count = FoundTensor(TEXT, "BYTES", (-1, 1)), FoundTensor(COUNT, "INT32", (-1, 1))
     if isinstance(files, CrossEncoderFiles):
         score = FoundTensor(SCORE, "FP32", (-1, files.labels))
-        return FoundModel((text, FoundTensor(PAIR, "BYTES", (-1, 1))), (score, count))
+        pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=files.labels > 1)
+        return FoundModel((text, pair), (score, count))
     inputs = text._replace(optional=True), FoundTensor(IDS, "INT64", (-1, -1), optional=True)
     return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
 

@@ -5,6 +5,7 @@ Imported only where an encoder is loaded.
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,19 +26,24 @@ _ACTIVATIONS: dict[Activation, nn.Module] = {
 }
 
 
+_transformers = Lock()
+"""Held while transformers imports its modules, which it does by the name and not for two threads at once."""
+
+
 class Transformer:
-    """A module of transformers; it gets segments if its model knows them."""
+    """A module of transformers, of the auto class of that name; it gets segments if its model knows them."""
 
-    def __init__(self, auto_class: Any, directory: Path, device: str) -> None:
-        from transformers.utils import logging
-
+    def __init__(self, auto_class: str, directory: Path, device: str) -> None:
         map_large_blocks_separately()
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
-        try:
-            module = auto_class.from_pretrained(directory, **options)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise InvalidArgument(f"transformers cannot load {directory}: {error}") from error
+        with _transformers:
+            import transformers
+
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            try:
+                module = getattr(transformers, auto_class).from_pretrained(directory, **options)
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                raise InvalidArgument(f"transformers cannot load {directory}: {error}") from error
         self._module = module.to(device).eval()
         self._device = device
         self._has_segments = (getattr(module.config, "type_vocab_size", 0) or 0) > 1
@@ -61,9 +67,7 @@ class Embedder:
     """Texts to vectors, as sentence-transformers makes them."""
 
     def __init__(self, files: EmbedderFiles, device: str) -> None:
-        from transformers import AutoModel
-
-        self._transformer = Transformer(AutoModel, files.directory, device)
+        self._transformer = Transformer("AutoModel", files.directory, device)
         self._pooling = files.pooling
         self._dense = nn.Sequential(*(_load_dense(each) for each in files.dense)).to(device)
         self._normalize = files.normalize
@@ -82,9 +86,7 @@ class CrossEncoder:
     """Pairs of texts to scores, as sentence-transformers makes them."""
 
     def __init__(self, files: CrossEncoderFiles, device: str) -> None:
-        from transformers import AutoModelForSequenceClassification
-
-        self._transformer = Transformer(AutoModelForSequenceClassification, files.directory, device)
+        self._transformer = Transformer("AutoModelForSequenceClassification", files.directory, device)
         self._activation = _ACTIVATIONS[files.activation]
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ from ...core.tensor import NUMPY_TYPES
 from ...processes.host import map_large_blocks_separately
 from ..config_completion import FoundModel, FoundTensor
 
-_DATATYPES: dict[torch.dtype, str] = {
+DATATYPES: dict[torch.dtype, str] = {
     getattr(torch, np.dtype(dtype).name): datatype
     for datatype, dtype in NUMPY_TYPES.items()
     if datatype not in ("BF16", "BYTES")
@@ -87,4 +87,4 @@ def _open_exported(file: Path, device: str | None) -> OpenedModel:
 def _found(name: str, node: Any) -> FoundTensor:
     value = node.meta["val"]
     shape = tuple(size if isinstance(size, int) else -1 for size in value.shape)
-    return FoundTensor(name, _DATATYPES.get(value.dtype, ""), shape)
+    return FoundTensor(name, DATATYPES.get(value.dtype, ""), shape)

@@ -1,19 +1,29 @@
-"""Repositories that people have, served as they are: the layout of Triton's vLLM backend."""
+"""Repositories that people have, served as they are: the layout of Triton's vLLM backend, and what `charonia import`
+makes of checkpoints and files of each kind."""
 
 import json
 import queue
 import re
-from collections.abc import Iterator
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+import onnx
 import pytest
+import torch
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from .models import FAKE, write_config, write_model
+from charonia.cli.model_import import import_model
+
+from .models import FAKE, write_config
 from .serving import Server, served_well
 from .tensors import given
 
@@ -22,10 +32,32 @@ SAMPLING = {"temperature": 0.8, "seed": 7, "max_tokens": 24, "ignore_eos": True,
 ENGINE = {"max_model_len": 256, "num_gpu_blocks_override": 64, "gpu_memory_utilization": 0.5, "enforce_eager": True}
 
 
+class Imported(NamedTuple):
+    """A repository, and the last line that `charonia import` printed for each model."""
+
+    repository: Path
+    lines: dict[str, str]
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer_only: Path) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
-    write_model(repository, "own", checkpoint, kv_cache_blocks=64)
+def imported(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, sibling: Callable[[str], ModuleType]
+) -> Imported:
+    repository, lines = tmp_path_factory.mktemp("imported") / "models", {}
+    sources = {"own": checkpoint, **write_sources(sibling, tmp_path_factory.mktemp("sources"))}
+    for name, source in sources.items():
+        with redirect_stdout(StringIO()) as said:
+            import_model(str(source), repository, name, copied=name == "identity")
+        assert "\n  check           good: " in said.getvalue()
+        lines[name] = said.getvalue().splitlines()[-1].strip()
+    return Imported(repository, lines)
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, imported: Imported, checkpoint: Path, tokenizer_only: Path
+) -> Iterator[Server]:
+    repository = imported.repository
     version = write_config(repository, "vllm", 'backend: "vllm" instance_group [ { count: 1 kind: KIND_MODEL } ]')
     (version / "model.json").write_text(json.dumps({"model": str(checkpoint), **ENGINE}))
     parameters = "".join(
@@ -34,8 +66,33 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer
     )
     version = write_config(repository, "slow", f'backend: "vllm" {parameters}')
     (version / "model.json").write_text(json.dumps({"model": str(tokenizer_only)}))
-    with served_well(tmp_path_factory.mktemp("v") / "t", "--model-repository", str(repository)) as running:
+    # In threads, or each would import torch for itself.
+    flags = [flag for backend in ("encoder", "pytorch") for flag in ("--backend-config", f"{backend},EXECUTION=thread")]
+    with served_well(tmp_path_factory.mktemp("v") / "t", "--model-repository", str(repository), *flags) as running:
         yield running
+
+
+class Halved(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.eye_(self.linear.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) / 2
+
+
+def write_sources(sibling: Callable[[str], ModuleType], directory: Path) -> dict[str, Path]:
+    """One model of each kind but a language model, as it is published, by the name that it is to have."""
+    encoders, models = sibling("encoder_models.py"), sibling("onnx_models.py")
+    encoders.write_embedder(directory / "embedder")
+    encoders.write_cross_encoder(directory / "ranker")
+    encoders.write_cross_encoder(directory / "mood", labels=3)
+    models.write_identity(directory / "identity.onnx", onnx.TensorProto.FLOAT, ("n", 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.script(Halved()).save(str(directory / "halved.pt"))
+    return {path.stem: path for path in directory.iterdir()}
 
 
 def generate(server: Server, model: str, **body: Any) -> Any:
@@ -122,6 +179,20 @@ def test_tritonclient_streams(server: Server, own_text: str) -> None:
     assert {answer.as_numpy("num_input_tokens").dtype for answer in told} == {np.dtype(np.uint32)}
     sums = [float(answer.as_numpy("cumulative_logprob")[0]) for answer in told]
     assert sums == sorted(sums, reverse=True)
+
+
+def test_each_imported_model_answers_the_line_that_was_printed(server: Server, imported: Imported) -> None:
+    answers = {}
+    for name, line in imported.lines.items():
+        code = line.replace("localhost:8000", server.http_address)
+        run = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        answers[name] = run.stdout
+    assert answers.pop("own").startswith('data: {"model_name":"own"')
+    found = {name: json.loads(answer) for name, answer in answers.items()}
+    assert len(found["embedder"]["data"]) == len(found["ranker"]["results"]) == 2
+    assert found["mood"]["outputs"][0]["shape"] == [1, 3]
+    assert found["halved"]["outputs"][0]["data"] == [0.0] * 4
+    assert found["identity"]["outputs"][0]["data"] == [0.0] * 4
 
 
 def test_refusals_name_what_and_have_their_status(server: Server) -> None:
