@@ -3,6 +3,7 @@
 Knows what the files of each kind look like; what is in them is the backends' to read.
 """
 
+import json
 import mmap
 import os
 import re
@@ -16,7 +17,6 @@ from ..repository.backend_registry import torch_config_guesser
 from ..repository.config_defaults import LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
 from ..repository.config_io import config_from_json, config_to_text, find_config
 from ..repository.model_source import find_versions, is_checkpoint, is_repository
-from ..tokenization.checkpoint_files import read_json, refuse_adapter
 
 _MODEL_FILES = {".onnx": "model.onnx", ".pt": "model.pt", ".pth": "model.pt", ".ts": "model.pt", ".pt2": "model.pt2"}
 """Ending of a model's file -> its name in a version's folder."""
@@ -93,17 +93,23 @@ def _refuse_nemo(path: Path) -> None:
 
 
 def _checkpoint_plan(directory: Path) -> ImportPlan:
-    config = read_json(directory / "config.json")
-    if not config and not (directory / "modules.json").is_file():
-        refuse_adapter(directory)
     backend = detect_checkpoint_backend(directory)
     kind = "a language model" if backend == LANGUAGE_MODEL_BACKEND else "an encoder"
-    known = [*(config.get("architectures") or ())[:1], config.get("dtype") or config.get("torch_dtype")]
-    described = ", ".join(str(each) for each in known if each)
+    described = _described(directory / "config.json")
     text = _config_text(backend)
     if backend == LANGUAGE_MODEL_BACKEND:
         text += '# Settings of its engine: parameters { key: "max_num_seqs" value { string_value: "32" } }\n'
     return ImportPlan("", f"{kind} ({described})" if described else kind, (ImportedFile(directory, "1"),), text)
+
+
+def _described(config: Path) -> str:
+    """Class and dtype as a checkpoint's config has them; wrong ones are told when it is checked."""
+    try:
+        fields = json.loads(config.read_bytes())
+        known = [*(fields.get("architectures") or ())[:1], fields.get("dtype") or fields.get("torch_dtype")]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
+    return ", ".join(str(each) for each in known if each)
 
 
 def _only_model_file(directory: Path) -> Path:
