@@ -141,8 +141,11 @@ def _file_plan(file: Path) -> ImportPlan:
     if file.suffix == ".pt2":
         return ImportPlan("", "an exported program of PyTorch", tuple(files), _config_text("pytorch"))
     guessed = config_from_json(torch_config_guesser()({"backend": "pytorch"}, file))
-    text = "# Types and dims were found out by running it: look at them.\n" + config_to_text(guessed)
-    return ImportPlan("", "a TorchScript model", tuple(files), text)
+    text = (
+        "# The file does not tell its tensors: types and dims were found out by running it. Look at them.\n"
+        + config_to_text(guessed)
+    )
+    return ImportPlan("", "a TorchScript model, whose tensors are a guess", tuple(files), text)
 
 
 def _config_text(backend: str) -> str:
@@ -156,7 +159,8 @@ def _named_within(model: Path) -> list[Path]:
     if not model.stat().st_size:
         return []
     with model.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return sorted(file for file in others if content.find(os.fsencode(file.name)) >= 0)
+        apart = content.find(b"location") >= 0  # the key in ONNX of where weights are
+        return sorted(file for file in others if apart and content.find(os.fsencode(file.name)) >= 0)
 
 
 def _guessed_name(path: Path) -> str:

@@ -35,13 +35,9 @@ def import_model(source: str, repository: Path, name: str, copied: bool) -> None
     Raises:
         CharoniaError: it cannot be served, or not be written; nothing is left behind.
     """
-    plan = plan_import(locate_source(source), name)
-    target = repository / plan.name
-    if os.path.lexists(target):
-        raise AlreadyExists(f"'{target}' is there already: choose another --name")
     try:
-        if repository.is_dir() and is_checkpoint(repository):
-            raise InvalidArgument(f"'{repository}' is a checkpoint and no model repository: choose another --into")
+        plan = plan_import(locate_source(source), name)
+        target = _free_place(plan, repository)
         repository.mkdir(parents=True, exist_ok=True)
         # A folder that begins with a dot is no model: a server that follows the repository sees the whole at once.
         with tempfile.TemporaryDirectory(prefix=".import-", dir=repository) as scratch:
@@ -49,8 +45,21 @@ def import_model(source: str, repository: Path, name: str, copied: bool) -> None
             checked = _check(plan, Path(scratch))
             (Path(scratch) / plan.name).rename(target)
     except OSError as error:
-        raise InvalidArgument(f"cannot write '{target}': {error.strerror or error}") from None
+        where = f": {error.filename}" if error.filename else ""
+        raise InvalidArgument(f"cannot import into '{repository}': {error.strerror or error}{where}") from None
     _print_report(plan, checked, target, copied)
+
+
+def _free_place(plan: ImportPlan, repository: Path) -> Path:
+    """The folder of the model. Raises `CharoniaError` where none can be made."""
+    target, source = repository / plan.name, plan.files[0].source
+    if os.path.lexists(target):
+        raise AlreadyExists(f"'{target}' is there already: choose another --name")
+    if repository.is_dir() and is_checkpoint(repository):
+        raise InvalidArgument(f"'{repository}' is a checkpoint and no model repository: choose another --into")
+    if source.is_dir() and repository.resolve().is_relative_to(source.resolve()):
+        raise InvalidArgument(f"'{repository}' lies within '{source}': choose another --into")
+    return target
 
 
 def _check(plan: ImportPlan, scratch: Path) -> CheckedModel:
@@ -66,7 +75,9 @@ def _check(plan: ImportPlan, scratch: Path) -> CheckedModel:
         message = error.message
         for source, place in plan.files:
             message = message.replace(str(scratch / plan.name / place), str(source))
-        raise type(error)(f"'{plan.files[0].source}' would not load: {message}", field=error.field) from None
+        other = next(iter(sorted(plan.files[0].source.rglob("*.onnx"))), None)
+        hint = f"; but there is {other}, which can be imported by itself" if other is not None else ""
+        raise type(error)(f"'{plan.files[0].source}' would not load: {message}{hint}", field=error.field) from None
     return checked
 
 

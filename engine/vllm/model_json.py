@@ -48,10 +48,11 @@ def read_model_json(directory: str, parameters: Mapping[str, str]) -> ModelJson:
         raise InvalidArgument(f"there is no {file}: it has the engine arguments of a model of the vllm backend")
     arguments = read_json(file)
     try:
-        paths = {name: _located(file, name, arguments.pop(name)) for name in _PATHS if arguments.get(name) is not None}
+        paths = {name: _located(file, name, given) for name in _PATHS if (given := arguments.pop(name, None))}
         if "model" not in paths:
             raise InvalidArgument("it names no model: set 'model' to the directory of a checkpoint, or to a hub id")
-        if revision := arguments.pop("revision", None):
+        revision = arguments.pop("revision", None)
+        if revision and not Path(paths["model"]).is_dir():
             paths["model"] = f"{paths['model']}@{revision}"
         settings, idle = _translated(arguments, parameters.get("device"))
     except InvalidArgument as error:
@@ -64,7 +65,7 @@ def read_model_json(directory: str, parameters: Mapping[str, str]) -> ModelJson:
 
 def _located(file: Path, name: str, value: Any) -> str:
     """A path, which may be relative to the file's directory, as one; a hub id as it is."""
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str):
         raise InvalidArgument(f"argument '{name}' must be a directory or a hub id, got {value!r}")
     local = file.parent / Path(value).expanduser()
     if local.is_dir():

@@ -182,11 +182,24 @@ def test_what_is_there_stays_as_it_is(mlp: Path, repository: Path, tmp_path: Pat
     with pytest.raises(InvalidArgument, match="is a checkpoint and no model repository: choose another --into"):
         import_model(str(mlp), checkpoint, "", copied=False)
     assert sorted(path.name for path in repository.iterdir()) == ["dangling", "small-net"]
+    for copied in (False, True):
+        with pytest.raises(InvalidArgument, match=r"lies within .*bert': choose another --into"):
+            import_model(str(checkpoint), checkpoint / "models", "", copied)
+
+
+def test_a_checkpoint_without_weights_is_told_of_its_onnx_model(tmp_path: Path, repository: Path) -> None:
+    source = spoiled(tmp_path / "source", "config.json")
+    (source / "onnx").mkdir()
+    spoiled(source / "onnx", "model.onnx")
+    with pytest.raises(
+        CharoniaError, match=r"source' would not load: .*; but there is .*source/onnx/model.onnx, which"
+    ):
+        import_model(str(source), repository, "", copied=False)
 
 
 def test_a_place_that_cannot_be_written_is_told(mlp: Path) -> None:
     for place in (mlp, Path("/proc/models")):
-        with pytest.raises(InvalidArgument, match=f"cannot write '{place}/small-net': "):
+        with pytest.raises(InvalidArgument, match=f"cannot import into '{place}': "):
             import_model(str(mlp), place, "", copied=False)
 
 
@@ -196,6 +209,6 @@ def test_a_copy_that_breaks_off_leaves_nothing(mlp: Path, repository: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(InvalidArgument, match=r"cannot write .*: No space left on device"):
+    with pytest.raises(InvalidArgument, match=r"cannot import into .*: No space left on device"):
         import_model(str(mlp), repository, "", copied=True)
     assert not list(repository.iterdir())

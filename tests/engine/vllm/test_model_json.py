@@ -64,6 +64,9 @@ def test_a_checkpoint_is_found_beside_the_file_or_anywhere(tmp_path: Path) -> No
     for model in (str(checkpoint), "../owner/name"):
         found = read(version, {"model": model, "tokenizer": "../owner"}).parameters
         assert found == {"model": str(checkpoint), "tokenizer": str(checkpoint.parent)}
+    assert read(version, {"model": "../owner/name", "revision": "main", "tokenizer": ""}).parameters == {
+        "model": str(checkpoint)
+    }
     assert read(version, HUB).parameters == HUB
     assert read(tmp_path, HUB).parameters == {"model": str(checkpoint)}
 
@@ -101,6 +104,8 @@ def test_a_share_of_gpus_is_none_of_the_host(
         ({"model": "./absent"}, r"model.json: argument 'model': there is no directory .*absent"),
         (HUB | {"tokenizer": "/absent"}, r"argument 'tokenizer': there is no directory /absent"),
         (HUB | {"max_model_len": "long"}, r"model.json: argument 'max_model_len' must be an integer"),
+        (HUB | {"max_num_seqs": [1]}, r"argument 'max_num_seqs' must be an integer"),
+        (HUB | {"max_num_seqs": True}, r"argument 'max_num_seqs' must be an integer"),
         (HUB | {"max_num_seqs": 0}, r"argument 'max_num_seqs' must be an integer >= 1"),
         (HUB | {"gpu_memory_utilization": 9}, r"argument 'gpu_memory_utilization' must be a number <= 1"),
         (HUB | {"enable_prefix_caching": "x"}, r"argument 'enable_prefix_caching' must be a boolean"),
