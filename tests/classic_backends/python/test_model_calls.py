@@ -121,11 +121,19 @@ async def test_many_are_asked_at_once_by_coroutines(tmp_path: Path) -> None:
         calls = [pb_utils.InferenceRequest(model_name="double", requested_output_names=["Y"],
                  inputs=[pb_utils.Tensor("X", np.array([n], np.int32))]).async_exec() for n in range(20)]
         found = await asyncio.gather(*calls)
+        hanging = pb_utils.InferenceRequest(model_name="hang", inputs=[pb_utils.Tensor("X", np.array([1], np.int32))])
+        try:
+            await asyncio.wait_for(hanging.async_exec(), 0.05)
+        except asyncio.TimeoutError:
+            pb_utils.load_model("went on")
         return [y([pb_utils.get_output_tensor_by_name(f, "Y").as_numpy()[0] for f in found]) for r in requests]
     """
-    async with python_model(tmp_path, body, OtherModels()) as model:
+    gateway = OtherModels()
+    async with python_model(tmp_path, body, gateway) as model:
         [response] = await answers(model, request(1))
+        await until(lambda: gateway.running == 0 and len(gateway.ended) == 21)
     assert values(response) == {"Y": [2 * number for number in range(20)]}
+    assert gateway.calls == [("went on", None, {})]
 
 
 @pytest.mark.parametrize("way", ["exec(decoupled=True)", "async_exec(decoupled=True)"])
