@@ -110,6 +110,7 @@ def _end_listeners(
     traces: TraceControl, file: TraceFileWriter, tracer: "OtlpTracer | None"
 ) -> Sequence[Callable[[RequestContext], None]]:
     """Called in this order with each request that has ended: the log's record names the trace that the tracer made."""
+    traces.sends_spans = tracer is not None
     if tracer is None:
         return log_request, file
     if traces.settings().spans is not None:

@@ -55,6 +55,9 @@ class ModelHandle(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
+    def for_request(self, context: RequestContext) -> "ModelHandle":
+        """The same version, held by another request too: one that a model makes of it for the same client."""
+
     def stats(self) -> ModelStats: ...
 
     def validate(self, request: InferRequest) -> None:

@@ -48,6 +48,9 @@ QUEUE_FULL_ENDS = {limit: RequestEnd(Outcome.REJECTED, f"queue_full_{limit}") fo
 CANCELLED = RequestEnd(Outcome.CANCELLED)
 DONE = RequestEnd(Outcome.DONE)
 
+_MAX_CHILDREN = 128
+"""Requests of a request's model that are in its trace: a stream through an ensemble has no end."""
+
 _REFUSALS = (ErrorCode.INVALID_ARGUMENT, ErrorCode.NOT_FOUND, ErrorCode.UNSUPPORTED, ErrorCode.UNAUTHENTICATED)
 """Error codes that blame the request, at whatever point they are raised."""
 
@@ -120,7 +123,8 @@ class RequestContext:
     if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
     model made of other models, as they began. `id` is the protocol's request id, `client_id` the header
     X-Request-Id. `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request
-    is `sampled`. `depth`: requests of models that this one was made for, one for another.
+    is `sampled`. `depth`: requests of models that this one was made for, one for another. `parent`: of a request that
+    a model made; `children`: where traces are made, the first of those that ended before this one.
     """
 
     endpoint: str
@@ -144,6 +148,8 @@ class RequestContext:
     trace_id: str = ""
     trace: object | None = None
     depth: int = 0
+    parent: "RequestContext | None" = None
+    children: "list[RequestContext] | None" = None
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 
@@ -152,14 +158,33 @@ class RequestContext:
 
     def child(self, endpoint: str) -> "RequestContext":
         """The context of a request that this one's model makes of another model, for the same client."""
-        child = RequestContext(endpoint, self.headers, self.id, self.client_id, sampled=True, trace_id=self.trace_id)
-        self.adopt(child)
-        return child
+        # What a stream's passes cost: naming all at once is half of setting them one by one.
+        return RequestContext(
+            endpoint,
+            self.headers,
+            self.id,
+            self.client_id,
+            self.tenant,
+            self.tenant_weight,
+            trace_id=self.trace_id,
+            all_sequences=self.all_sequences,
+            depth=self.depth + 1,
+            parent=self,
+            children=None if self.children is None else [],
+        )
 
     def adopt(self, child: "RequestContext") -> None:
         """Make a context that was just opened that of a request which this one's model makes of another model."""
-        child.tenant, child.tenant_weight = self.tenant, self.tenant_weight
+        child.parent = self
+        child.tenant, child.tenant_weight, child.trace_id = self.tenant, self.tenant_weight, self.trace_id
         child.all_sequences, child.depth = self.all_sequences, self.depth + 1
+        child.children = None if self.children is None else []
+
+    @property
+    def traced_in_parent(self) -> bool:
+        """Whether an ended request is told of in the trace of its parent."""
+        siblings = None if self.parent is None else self.parent.children
+        return siblings is not None and any(each is self for each in siblings)
 
     def add_sequence(self, record: SequenceRecord) -> None:
         self.sequences.append(record)
@@ -205,8 +230,12 @@ class RequestContext:
             self._set_worse_end(sequence.end or CANCELLED)
         self.ended_at = time.monotonic()
         self.end = end = self.end or CANCELLED
+        parent = self.parent
+        if parent is not None and parent.children is not None and len(parent.children) < _MAX_CHILDREN:
+            parent.children.append(self)
         while self._end_listeners:
             self._end_listeners.pop()(self)
+        self.children = None
         return end
 
     def _set_worse_end(self, end: RequestEnd) -> None:

@@ -5,7 +5,7 @@ Knows nothing of how models are served, but through the gateway's handles of the
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
 from ..core.errors import CharoniaError, InvalidArgument, NotReady
@@ -17,12 +17,9 @@ from ..core.request_context import RequestContext
 from ..core.statistics import VersionStatistics
 from ..telemetry.model_metrics import FailureReason
 from .ensemble_plan import EnsemblePlan, EnsembleStep, plan_ensemble, read_steps
-from .ensemble_run import EnsembleRun
+from .ensemble_run import ENDPOINT, EnsembleRun, StepTimes
 from .request_counts import RequestCounts
 from .step_errors import with_model_name
-
-ENDPOINT = "ensemble"
-"""The endpoint that requests of ensembles come from, in metrics and traces."""
 
 
 class EnsembleModel:
@@ -84,42 +81,34 @@ class EnsembleModel:
         plan = self._plan
         if plan is None:
             raise NotReady(f"model '{self.config.name}' is not loaded")
-        started_at = time.monotonic_ns()
-        children = {step.number: context.child(ENDPOINT) for step in plan.steps}
-        run: EnsembleRun | None = None
+        started_at, times, holder = time.monotonic_ns(), StepTimes(), RequestContext(ENDPOINT)
         failure: FailureReason | None = FailureReason.CANCELED
         try:
-            handles = {step.number: self._acquire(step, children[step.number]) for step in plan.steps}
-            run = EnsembleRun(plan, request, handles)
+            holder.counted = True  # it asks nothing, but holds the models until the end
+            handles = {step.number: self._acquire(step, holder) for step in plan.steps}
+            run = EnsembleRun(plan, request, context, handles, times)
             if len(plan.stages) == 1:
                 response = await run.answer()
                 failure = None
                 yield response
             else:
+                first = True
                 async with aclosing(run.stream()) as responses:
                     async for response in responses:
+                        if first:
+                            self._counts.record_first_response(started_at)
+                        first = False
                         yield response
             failure = None
-        except CharoniaError:
+        except Exception:
             failure = FailureReason.OTHER
             raise
         finally:
-            _close(children, run)
-            executions = [child.execution for child in children.values() if child.execution is not None]
-            self._counts.record(request, context, executions, started_at, failure)
+            holder.close()
+            self._counts.record(request, context, [times.together()], started_at, failure)
 
-    def _acquire(self, step: EnsembleStep, child: RequestContext) -> ModelHandle:
+    def _acquire(self, step: EnsembleStep, holder: RequestContext) -> ModelHandle:
         try:
-            return self._gateway.acquire(child, step.model, step.version)
+            return self._gateway.acquire(holder, step.model, step.version)
         except CharoniaError as error:
             raise with_model_name(f"ensemble '{self.config.name}'", error) from None
-
-
-def _close(children: Mapping[int, RequestContext], run: EnsembleRun | None) -> None:
-    """End the steps' contexts: a step that was never run is no request of its model."""
-    for number, child in children.items():
-        if run is None or number not in run.asked:
-            child.counted = True
-        elif number in run.failed:
-            child.fail(run.failed[number])
-        child.close()

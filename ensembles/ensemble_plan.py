@@ -23,6 +23,9 @@ DEFAULT_PASSES = 64
 """Passes of one request that run at once where `max_inflight_requests` sets no limit."""
 
 
+_ASKING_BACKENDS = ("ensemble", "pipeline")
+
+
 class EnsembleStep(NamedTuple):
     """One step as the config has it: `inputs` and `outputs` map names of the model's tensors to the ensemble's."""
 
@@ -46,11 +49,13 @@ class Stage(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EnsemblePlan:
     """`stages`: the first, then each within the one before it. `optional`: for each step, the inputs of its model that
-    may be missing. `max_passes`: of one stage, at once. `outputs`: the ensemble's, by name."""
+    may be missing. `asking`: the steps whose models are made of other models. `max_passes`: of one stage, at once.
+    `outputs`: the ensemble's, by name."""
 
     name: str
     stages: tuple[Stage, ...]
     optional: Mapping[int, frozenset[str]]
+    asking: frozenset[int]
     outputs: tuple[str, ...]
     max_passes: int
 
@@ -121,7 +126,8 @@ def plan_ensemble(config: ModelConfig, lookup: ConfigLookup) -> EnsemblePlan:
     }
     limit = int(config.raw["ensemble_scheduling"].get("max_inflight_requests", 0))
     outputs = tuple(spec.name for spec in config.outputs)
-    return EnsemblePlan(config.name, stages, optional, outputs, limit or DEFAULT_PASSES)
+    asking = frozenset(number for number, model in models.items() if model.backend in _ASKING_BACKENDS)
+    return EnsemblePlan(config.name, stages, optional, asking, outputs, limit or DEFAULT_PASSES)
 
 
 def _in_order(config: ModelConfig, steps: Sequence[EnsembleStep]) -> list[EnsembleStep]:

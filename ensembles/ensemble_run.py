@@ -1,44 +1,104 @@
 """One request to an ensemble: runs the steps of its plan, each as soon as it has its inputs.
 
-Steps of one pass run in parallel where they can; passes of a stream overlap, and their responses leave in the order in
-which the stream began them. What a client does not read holds up its own passes, and so the stream. When a step fails
-or the client leaves, everything else of the request is cancelled.
+Steps of one pass run in parallel where they can; passes of a stream overlap if they take long, and their responses
+leave in the order in which the stream began them. What a client does not read holds up its own passes, and so the
+stream. When a step fails or the client leaves, everything else of the request is cancelled.
 """
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from ..core.errors import CharoniaError, Internal
-from ..core.gateway import ModelHandle
+from ..core.gateway import ModelHandle, ResponseStream
 from ..core.request import InferRequest, InferResponse, ParameterValue
+from ..core.request_context import ExecutionTimes, RequestContext
 from ..core.tensor import Tensor
 from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage
 from .response_buffer import ResponseBuffer
 from .step_errors import first_error, with_model_name
 
+ENDPOINT = "ensemble"
+"""The endpoint that requests of ensembles come from, in metrics and traces."""
+
+_SHORT_PASS = 2e-4
+"""Seconds. Passes that take no longer run one after the other, in the task that reads their source: a task for each
+would cost as much again."""
+
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 StepOutputs: TypeAlias = Mapping[str, Tensor]
-Values: TypeAlias = dict[str, "Tensor | asyncio.Task[StepOutputs]"]
-"""The tensors of a pass by the ensemble's names; those of a step that still runs are in its task."""
+Parameters: TypeAlias = Mapping[str, ParameterValue]
+
+
+class Pass(NamedTuple):
+    """One pass: its tensors by the ensemble's names, those of a step that still runs in its task, and the parameters
+    of the responses that they came with."""
+
+    tensors: dict[str, "Tensor | asyncio.Task[StepOutputs]"]
+    parameters: dict[str, ParameterValue]
+
+    def continued(self, outputs: StepOutputs, parameters: Parameters) -> "Pass":
+        """The pass of one response of a stream that this one has begun."""
+        return Pass({**self.tensors, **outputs}, {**self.parameters, **parameters})
+
+
+Place: TypeAlias = "list[InferResponse | None]"
+"""The place of a pass in the order of responses: empty until the pass is done, then with its response or None."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Nanoseconds that the requests to all steps took together: to wait, and for the three parts of their work."""
+
+    queued: int = 0
+    input: int = 0
+    infer: int = 0
+    output: int = 0
+
+    def together(self) -> ExecutionTimes:
+        return ExecutionTimes(0, self.queued, (self.input, self.infer, self.output))
+
+    def add(self, child: RequestContext) -> None:
+        """Add the times of a request that has ended."""
+        if child.execution is not None:
+            queued, begun, spent = child.execution
+            self.queued += begun - queued
+            self.input += spent[0]
+            self.infer += spent[1]
+            self.output += spent[2]
+        elif child.sequences and child.summary.last is not None:
+            submitted, begun_at = child.summary.submitted or child.arrived_at, child.summary.begun or child.arrived_at
+            self.input += int(1e9 * (submitted - child.arrived_at))
+            self.queued += int(1e9 * (begun_at - submitted))
+            self.infer += int(1e9 * (child.summary.last - begun_at))
 
 
 class EnsembleRun:
-    """One request. `handles`: of the steps' models, by the steps' numbers. `asked`: the steps that were run; `failed`:
-    the errors of those that failed."""
+    """One request. `handles`: of the steps' models, by the steps' numbers. `times`: those of the steps are added
+    there."""
 
-    def __init__(self, plan: EnsemblePlan, request: InferRequest, handles: Mapping[int, ModelHandle]) -> None:
-        self._plan, self._request, self._handles = plan, request, handles
-        self.asked: set[int] = set()
-        self.failed: dict[int, Exception] = {}
+    def __init__(
+        self,
+        plan: EnsemblePlan,
+        request: InferRequest,
+        context: RequestContext,
+        handles: Mapping[int, ModelHandle],
+        times: StepTimes,
+    ) -> None:
+        self._plan, self._request, self._context, self._handles, self._times = plan, request, context, handles, times
         self._outputs = plan.outputs if request.outputs is None else request.outputs
-        self._parameters: dict[str, ParameterValue] = {}
         self._tasks: asyncio.TaskGroup
         self._buffer = ResponseBuffer()
+        self._order: deque[Place] = deque()
+        self._place_freed = asyncio.Event()
+        self._passes_are_short = True
 
     async def answer(self) -> InferResponse:
         """The response of an ensemble without decoupled steps.
@@ -46,13 +106,15 @@ class EnsembleRun:
         Raises:
             CharoniaError: a step failed.
         """
-        values: Values = dict(self._request.inputs)
+        state, stage = Pass(dict(self._request.inputs), {}), self._plan.stages[0]
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                await self._run_steps(self._plan.stages[0], values)
-                response = await self._make_response(values)
-        except BaseExceptionGroup as group:
-            raise self._failure(group) from None
+            if stage.chained:
+                response = await self._run_pass(stage, state)
+            else:
+                async with asyncio.TaskGroup() as self._tasks:
+                    response = await self._run_pass(stage, state)
+        except (CharoniaError, BaseExceptionGroup) as error:
+            raise self._failure(error) from None
         if response is None or len(response.outputs) < len(self._outputs):
             raise Internal(f"in ensemble '{self._plan.name}', {_DEADLOCK}")
         return msgspec.structs.replace(response, final=True)
@@ -62,106 +124,170 @@ class EnsembleRun:
         return self._buffer.read(self._drive(), f"ensemble {self._plan.name}")
 
     async def _drive(self) -> None:
+        state = Pass(dict(self._request.inputs), {})
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                await self._run_stage(0, dict(self._request.inputs), None)
+                await self._run_outer_pass(0, state, None)
         except BaseExceptionGroup as group:
             raise self._failure(group) from None
 
-    async def _run_stage(self, number: int, values: Values, previous: asyncio.Task[None] | None) -> None:
-        """Run one pass of a stage; `previous`: the pass that answers before it."""
-        await self._run_steps(self._plan.stages[number], values)
-        if number + 1 < len(self._plan.stages):
-            if previous is not None:
-                await previous
-            await self._run_source(number + 1, values)
-            return
-        response = await self._make_response(values)
+    async def _run_outer_pass(self, number: int, state: Pass, previous: asyncio.Task[None] | None) -> None:
+        """Run a pass of a stage that another one lies within. `previous`: the pass that answers before it."""
+        await self._run_steps(self._plan.stages[number], state)
         if previous is not None:
             await previous
-        if response is not None:
-            await self._buffer.put(response)
-
-    async def _run_source(self, number: int, values: Values) -> None:
-        """Run the passes of a stage, one for each response of its source."""
-        stage = self._plan.stages[number]
-        assert stage.source is not None
-        inputs = await self._inputs(stage.source, values)
+        number += 1
+        source = self._plan.stages[number].source
+        assert source is not None
+        inputs = await self._inputs(source, state)
         if inputs is None:
             return
-        slots = asyncio.Semaphore(self._plan.max_passes)
-        previous: asyncio.Task[None] | None = None
-        async with aclosing(self._ask(stage.source, inputs)) as responses:
-            async for outputs in responses:
-                if outputs:
-                    await slots.acquire()
-                    previous = self._tasks.create_task(self._run_stage(number, {**values, **outputs}, previous))
-                    previous.add_done_callback(lambda _: slots.release())
+        outer, previous = asyncio.Semaphore(self._plan.max_passes), None
+        async with aclosing(self._ask_for_stream(source, inputs)) as responses:
+            async for response in responses:
+                if not response.outputs:
+                    continue
+                made = state.continued(_renamed(source, response), response.parameters)
+                if number + 1 == len(self._plan.stages):
+                    await self._begin_pass(made)
+                else:
+                    await outer.acquire()
+                    previous = self._tasks.create_task(self._run_outer_pass(number, made, previous))
+                    previous.add_done_callback(lambda _: outer.release())
         if previous is not None:
             await previous
 
-    async def _run_steps(self, stage: Stage, values: Values) -> None:
+    async def _begin_pass(self, state: Pass) -> None:
+        """Run a pass of the last stage; only begin it, where passes take long."""
+        if self._passes_are_short and not self._order:
+            begun = time.perf_counter()
+            response = await self._run_pass(self._plan.stages[-1], state)
+            if response is not None:
+                self._buffer.append(response)
+            self._passes_are_short = time.perf_counter() - begun < _SHORT_PASS
+        else:
+            while len(self._order) >= self._plan.max_passes:
+                self._place_freed.clear()
+                await self._place_freed.wait()
+            place: Place = []
+            self._order.append(place)
+            self._tasks.create_task(self._run_beside(state, place))
+        await self._buffer.wait_for_room()
+
+    async def _run_beside(self, state: Pass, place: Place) -> None:
+        """Run a pass beside others, and tell what is answered by now."""
+        begun = time.perf_counter()
+        place.append(await self._run_pass(self._plan.stages[-1], state))
+        self._passes_are_short = time.perf_counter() - begun < _SHORT_PASS
+        while self._order and self._order[0]:
+            [response] = self._order.popleft()
+            if response is not None:
+                self._buffer.append(response)
+        self._place_freed.set()
+
+    async def _run_pass(self, stage: Stage, state: Pass) -> InferResponse | None:
+        """The outputs that there are after a pass; None without any."""
+        await self._run_steps(stage, state)
+        outputs = []
+        for name in self._outputs:
+            tensor = state.tensors.get(name)
+            if isinstance(tensor, asyncio.Task):
+                tensor = (await tensor).get(name)
+            if tensor is not None:
+                outputs.append(tensor)
+        return InferResponse(tuple(outputs), state.parameters) if outputs else None
+
+    async def _run_steps(self, stage: Stage, state: Pass) -> None:
         """Run, or start, the steps of a pass."""
         if stage.chained:
             for step in stage.steps:
-                values.update(await self._run_step(step, values))
+                state.tensors.update(await self._run_step(step, state))
             return
         for step in stage.steps:
-            task = self._tasks.create_task(self._run_step(step, values))
-            values.update(dict.fromkeys(step.outputs.values(), task))
+            task = self._tasks.create_task(self._run_step(step, state))
+            state.tensors.update(dict.fromkeys(step.outputs.values(), task))
 
-    async def _run_step(self, step: EnsembleStep, values: Values) -> StepOutputs:
+    async def _run_step(self, step: EnsembleStep, state: Pass) -> StepOutputs:
         """The outputs of a step; none if it lacks an input."""
-        inputs = await self._inputs(step, values)
+        inputs = await self._inputs(step, state)
         if inputs is None:
             return {}
-        async with aclosing(self._ask(step, inputs)) as responses:
-            async for outputs in responses:
-                return outputs
-        raise Internal(f"model '{step.model}' has not answered")
+        child = self._context.child(ENDPOINT)
+        try:
+            responses = self._handles[step.number].for_request(child).infer(self._request_of(step, inputs))
+            try:
+                response = await self._only_response(step, responses)
+            finally:
+                await responses.aclose()
+            child.finish()
+        except Exception as error:
+            child.fail(error)
+            raise
+        finally:
+            self._end(child)
+        if response.parameters:
+            state.parameters.update(response.parameters)
+        return _renamed(step, response)
 
-    async def _inputs(self, step: EnsembleStep, values: Values) -> dict[str, Tensor] | None:
+    async def _only_response(self, step: EnsembleStep, responses: ResponseStream[InferResponse]) -> InferResponse:
+        try:
+            response = await responses.__anext__()
+        except StopAsyncIteration:
+            raise Internal(f"model '{step.model}' has not answered") from None
+        # Only models that ask others can answer once more without being decoupled.
+        if not response.final and step.number in self._plan.asking:
+            async for _ in responses:
+                raise Internal(f"model '{step.model}' has answered more than once, and is not decoupled")
+        return response
+
+    async def _inputs(self, step: EnsembleStep, state: Pass) -> dict[str, Tensor] | None:
         """The inputs of a step under its model's names, as soon as all are there; None if one is missing."""
         inputs = {}
-        for name, tensor in step.inputs.items():
-            value = await _value(values, tensor)
-            if value is not None:
-                inputs[name] = Tensor(name, value.datatype, value.shape, value.data)
+        for name, taken in step.inputs.items():
+            tensor = state.tensors.get(taken)
+            if isinstance(tensor, asyncio.Task):
+                tensor = (await tensor).get(taken)
+            if tensor is not None:
+                inputs[name] = Tensor(name, tensor.datatype, tensor.shape, tensor.data)
             elif name not in self._plan.optional[step.number]:
                 return None
         return inputs
 
-    async def _ask(self, step: EnsembleStep, inputs: dict[str, Tensor]) -> AsyncGenerator[StepOutputs, None]:
-        """The outputs of each response of a step's model, under the ensemble's names."""
-        self.asked.add(step.number)
-        request = InferRequest(self._request.id, inputs, tuple(step.outputs), self._request.parameters)
+    def _request_of(self, step: EnsembleStep, inputs: dict[str, Tensor]) -> InferRequest:
+        return InferRequest(self._request.id, inputs, tuple(step.outputs), self._request.parameters)
+
+    async def _ask_for_stream(
+        self, step: EnsembleStep, inputs: dict[str, Tensor]
+    ) -> AsyncGenerator[InferResponse, None]:
+        """The responses of a decoupled step's model."""
+        child = self._context.child(ENDPOINT)
         try:
-            async with aclosing(self._handles[step.number].infer(request)) as responses:
+            handle = self._handles[step.number].for_request(child)
+            async with aclosing(handle.infer(self._request_of(step, inputs))) as responses:
                 async for response in responses:
-                    self._parameters.update(response.parameters)
-                    outputs = {}
-                    for tensor in response.outputs:
-                        name = step.outputs[tensor.name]
-                        outputs[name] = Tensor(name, tensor.datatype, tensor.shape, tensor.data)
-                    yield outputs
+                    yield response
         except Exception as error:
-            self.failed[step.number] = error
+            child.fail(error)
             raise
+        finally:
+            self._end(child)
 
-    async def _make_response(self, values: Values) -> InferResponse | None:
-        """The outputs that there are; None without any."""
-        outputs = [await _value(values, name) for name in self._outputs]
-        there = tuple(tensor for tensor in outputs if tensor is not None)
-        return InferResponse(there, dict(self._parameters)) if there else None
+    def _end(self, child: RequestContext) -> None:
+        child.close()
+        self._times.add(child)
 
-    def _failure(self, group: BaseExceptionGroup[BaseException]) -> BaseException:
+    def _failure(self, error: BaseException) -> BaseException:
         """The first error of the steps, with the ensemble's name before it."""
-        error = first_error(group)
+        error = first_error(error)
         if isinstance(error, CharoniaError):
             return with_model_name(f"ensemble '{self._plan.name}'", error)
         return error
 
 
-async def _value(values: Values, name: str) -> Tensor | None:
-    value = values.get(name)
-    return (await value).get(name) if isinstance(value, asyncio.Task) else value
+def _renamed(step: EnsembleStep, response: InferResponse) -> StepOutputs:
+    """The outputs of a step's model under the ensemble's names."""
+    outputs = {}
+    for tensor in response.outputs:
+        name = step.outputs[tensor.name]
+        outputs[name] = Tensor(name, tensor.datatype, tensor.shape, tensor.data)
+    return outputs

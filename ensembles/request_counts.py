@@ -8,7 +8,14 @@ from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferRequest
 from ..core.request_context import ExecutionTimes, RequestContext
 from ..core.statistics import VersionStatistics
-from ..telemetry.model_metrics import CloseReason, ExecutionTiming, FailureReason, LatencyMetrics, ModelMetrics
+from ..telemetry.model_metrics import (
+    CloseReason,
+    ExecutionTiming,
+    FailureReason,
+    LatencyMetrics,
+    ModelMetrics,
+    first_response_bounds,
+)
 
 
 class RequestCounts:
@@ -16,7 +23,8 @@ class RequestCounts:
 
     def __init__(self, config: ModelConfig, quantiles: Sequence[float] = ()) -> None:
         self._batched = config.max_batch_size > 0
-        self._metrics = ModelMetrics(LatencyMetrics(quantiles, decoupled=config.decoupled))
+        self._decoupled = config.decoupled
+        self._metrics = ModelMetrics(LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled))
 
     def stats(self, ready: bool) -> ModelStats:
         metrics = self._metrics
@@ -31,6 +39,11 @@ class RequestCounts:
 
     def readings(self) -> Iterator[Reading]:
         yield from self._metrics.readings(0)
+
+    def record_first_response(self, started_at: int) -> None:
+        """The first response of a stream that began then, by `time.monotonic_ns`."""
+        if self._decoupled:
+            self._metrics.latencies.record_first_response(time.monotonic_ns() - started_at)
 
     def record(
         self,

@@ -22,15 +22,23 @@ class ResponseBuffer:
 
     def __init__(self, patience: float | None = None) -> None:
         self._patience = patience
-        self._unread = asyncio.Semaphore(_MAX_UNREAD)
         self._responses: deque[InferResponse] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived, self._read = asyncio.Event(), asyncio.Event()
 
     async def put(self, response: InferResponse) -> None:
         """Called by the driver, or by tasks of its own."""
-        await self._unread.acquire()
+        await self.wait_for_room()
+        self.append(response)
+
+    def append(self, response: InferResponse) -> None:
+        """The same without waiting; then the driver waits for room itself."""
         self._responses.append(response)
         self._arrived.set()
+
+    async def wait_for_room(self) -> None:
+        while len(self._responses) >= _MAX_UNREAD:
+            self._read.clear()
+            await self._read.wait()
 
     async def read(self, drive: Coroutine[None, None, None], name: str) -> AsyncGenerator[InferResponse, None]:
         """Run the driver, as a task of that name. Raises what it raises."""
@@ -39,7 +47,7 @@ class ResponseBuffer:
         try:
             while not driver.done() or self._responses:
                 while self._responses:
-                    self._unread.release()
+                    self._read.set()
                     yield self._responses.popleft()
                 self._arrived.clear()
                 if not driver.done():

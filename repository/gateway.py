@@ -43,6 +43,10 @@ class LoadedModelHandle:
         loaded.in_flight.increment()
         context.on_end(self._release)
 
+    def for_request(self, context: RequestContext) -> "LoadedModelHandle":
+        context.model, context.version, context.model_found = self.config.name, self.config.version, True
+        return LoadedModelHandle(self._gateway, self._loaded, context)
+
     def stats(self) -> ModelStats:
         return self._loaded.model.stats()
 
@@ -220,6 +224,7 @@ class InProcessGateway:
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         context = RequestContext(endpoint, headers)
+        context.children = [] if self.shared_state.traces.wants_children else None
         context.on_end(self._on_request_end)
         return context
 

@@ -10,11 +10,10 @@ from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ResponseStream
@@ -73,10 +72,7 @@ class ResponseCache:
             return
         while self.used + size > self.size:
             self._evict(next(iter(self._responses)))
-        outputs = tuple(
-            msgspec.structs.replace(tensor, data=_read_only_copy(tensor.data)) for tensor in response.outputs
-        )
-        self._responses[owner, key] = _CachedResponse(msgspec.structs.replace(response, outputs=outputs), size)
+        self._responses[owner, key] = _CachedResponse(_read_only_copy(response), size)
         self.used += size
 
     def remove_owner(self, owner: Hashable) -> None:
@@ -91,10 +87,13 @@ class ResponseCache:
         assert self.used == sum(cached.size for cached in self._responses.values()) <= self.size
 
 
-def _read_only_copy(data: NDArray[Any]) -> NDArray[Any]:
-    copy = data.copy()
-    copy.flags.writeable = False
-    return copy
+def _read_only_copy(response: InferResponse) -> InferResponse:
+    copies = [tensor.data.copy() for tensor in response.outputs]
+    for copy in copies:
+        copy.flags.writeable = False
+    pairs = zip(response.outputs, copies, strict=True)
+    outputs = tuple(msgspec.structs.replace(tensor, data=copy) for tensor, copy in pairs)
+    return msgspec.structs.replace(response, outputs=outputs)
 
 
 def cache_key(request: InferRequest, tenant: str = "") -> bytes:
@@ -141,7 +140,8 @@ class _LookupCounter:
 class CachedModel:
     """A model behind the cache: it computes only what the cache does not have.
 
-    `model` has one response to each request. `quantiles`: of the summaries of lookup times, none for no summaries.
+    A request that the model answers with several responses, or none, is asked anew each time. `quantiles`: of the
+    summaries of lookup times, none for no summaries.
     """
 
     def __init__(self, model: MeasuredModel, cache: ResponseCache, quantiles: Sequence[float] = ()) -> None:
@@ -170,12 +170,24 @@ class CachedModel:
             self._last_hit_at = time.time()
             yield found
             return
-        async with aclosing(cast("ResponseStream[InferResponse]", self._model.infer(request, context))) as responses:
+        alone: InferResponse | None = None
+        asked = cast("ResponseStream[InferResponse]", self._model.infer(request, context))
+        async with aclosing(asked) as responses:
+            first = True
             async for response in responses:
-                begun = time.monotonic_ns()
-                self._cache.put(self, key, response)
-                self._misses.record(looked + time.monotonic_ns() - begun)
+                if response.final and first:
+                    self._keep(key, response, looked)
+                else:
+                    alone = _read_only_copy(response) if first else None
+                first = False
                 yield response
+        if alone is not None:
+            self._keep(key, alone, looked)
+
+    def _keep(self, key: bytes, response: InferResponse, looked: int) -> None:
+        begun = time.monotonic_ns()
+        self._cache.put(self, key, response)
+        self._misses.record(looked + time.monotonic_ns() - begun)
 
     def stats(self) -> ModelStats:
         stats = self._model.stats()

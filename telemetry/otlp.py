@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -50,20 +51,23 @@ class OtlpTracer:
 
     def __call__(self, context: RequestContext) -> None:
         """Make its spans, and name its trace to the context. Never raises: no request suffers from its trace."""
+        if context.traced_in_parent:
+            return
         try:
-            self._make_spans(context)
+            headers = ((_text(name), value) for name, value in context.headers)
+            parent = _PROPAGATOR.extract({name: _text(value) for name, value in headers if name in _CONTEXT_HEADERS})
+            self._make_spans(context, parent, SpanKind.SERVER)
         except Exception:
             if not self._failed:
                 log.exception("a request could not be traced; further failures are not told")
             self._failed = True
 
-    def _make_spans(self, context: RequestContext) -> None:
+    def _make_spans(self, context: RequestContext, parent: Context, kind: SpanKind) -> None:
+        """The span of a request in `parent`, and in it those of its phases and of the requests that its model made."""
         clock = time.time() - time.monotonic()
         whole = request_span(context)
-        headers = ((_text(name), value) for name, value in context.headers)
-        parent = _PROPAGATOR.extract({name: _text(value) for name, value in headers if name in _CONTEXT_HEADERS})
         span = self._tracer.start_span(
-            whole.name, parent, SpanKind.SERVER, whole.attributes, start_time=_nanoseconds(whole.start + clock)
+            whole.name, parent, kind, whole.attributes, start_time=_nanoseconds(whole.start + clock)
         )
         context.trace_id = format_trace_id(span.get_span_context().trace_id)
         if span.is_recording():
@@ -71,6 +75,8 @@ class OtlpTracer:
             for each in phase_spans(context):
                 start, end = _nanoseconds(each.start + clock), _nanoseconds(each.end + clock)
                 self._tracer.start_span(each.name, inside, attributes=each.attributes, start_time=start).end(end)
+            for child in context.children or ():
+                self._make_spans(child, inside, SpanKind.INTERNAL)
             if whole.is_error:
                 span.set_status(StatusCode.ERROR)
         span.end(_nanoseconds(whole.end + clock))

@@ -60,7 +60,11 @@ class RequestTrace:
 
 def request_trace(context: RequestContext, traces: TraceControl) -> RequestTrace | None:
     """The trace of a request, if it is to leave one: the first call decides it. A request that is for no model
-    leaves none."""
+    leaves none; one that a model made is in the trace of the request that it was made for."""
+    if not context.sampled and context.parent is not None:
+        context.sampled = True
+        parent = cast("RequestTrace | None", context.parent.trace)
+        context.trace = None if parent is None else RequestTrace(parent.settings)
     if not context.sampled:
         settings = traces.sample_request(context.model) if context.model_found else None
         context.sampled = True

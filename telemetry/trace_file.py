@@ -62,11 +62,10 @@ class TraceFileWriter:
         traces.on_change = self._flush
 
     def __call__(self, context: RequestContext) -> None:
-        trace = request_trace(context, self._traces)
+        trace = None if context.parent is not None else request_trace(context, self._traces)
         if trace is None:
             return
         self._traces.open_traces -= 1
-        self._id += 1
         try:
             self._write(trace, context)
         except OSError as error:
@@ -92,9 +91,7 @@ class TraceFileWriter:
         if self._file is None:
             self._open(settings)
         assert self._file is not None
-        objects = [
-            json.dumps(each, separators=(",", ":")).encode() for each in _trace_objects(self._id, trace, context)
-        ]
+        objects = [json.dumps(each, separators=(",", ":")).encode() for each in self._objects(trace, context)]
         _check_not_removed(self._file)
         self._file.write((b"," if self._held else b"[") + b",".join(objects))
         self._held += 1
@@ -103,6 +100,16 @@ class TraceFileWriter:
             self._finish_file()
         elif over:
             self._flush()
+
+    def _objects(self, trace: RequestTrace, context: RequestContext, parent: int = 0) -> Iterator[dict[str, object]]:
+        """The objects of a request, and of those that its model made."""
+        self._id += 1
+        number = self._id
+        yield from _trace_objects(number, parent, trace, context)
+        for child in context.children or ():
+            own = request_trace(child, self._traces)
+            if own is not None:
+                yield from self._objects(own, child, number)
 
     def _open(self, settings: TraceSettings) -> None:
         """A new file, or the one without a number where it was left."""
@@ -151,9 +158,11 @@ def _check_not_removed(file: IO[bytes]) -> None:
         raise FileNotFoundError(errno.ENOENT, "it was removed")
 
 
-def _trace_objects(number: int, trace: RequestTrace, context: RequestContext) -> Iterator[dict[str, object]]:
+def _trace_objects(
+    number: int, parent: int, trace: RequestTrace, context: RequestContext
+) -> Iterator[dict[str, object]]:
     model = {"id": number, "model_name": context.model, "model_version": int(context.version or 0)}
-    yield model | ({"request_id": context.id} if context.id else {})
+    yield model | ({"request_id": context.id} if context.id else {}) | ({"parent_id": parent} if parent else {})
     if TIMESTAMPS in trace.settings.trace_level:
         yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _timestamps(context)]}
     executed = context.execution is not None or context.sequences

@@ -134,7 +134,7 @@ class _Scope:
 
 class TraceControl:
     """The trace settings of the server and of its models, and the choice of requests by them. `on_change` is called
-    after each change. `open_traces`: traced requests that have not ended."""
+    after each change. `open_traces`: traced requests that have not ended. `sends_spans`: of every request."""
 
     def __init__(self, settings: TraceSettings = TraceSettings()) -> None:
         self._base = settings
@@ -142,7 +142,13 @@ class TraceControl:
         self._models: dict[str, _Scope] = {}
         self._quiet = not settings.enabled
         self.open_traces = 0
+        self.sends_spans = False
         self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def wants_children(self) -> bool:
+        """Whether a request that comes now may leave a trace, in which those that its model makes are told of."""
+        return self.sends_spans or not self._quiet
 
     def settings(self, model: str = "") -> TraceSettings:
         """The settings of a model, or those of all models without their own; `trace_count` is the number that is

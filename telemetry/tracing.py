@@ -35,6 +35,8 @@ class SamplingTracer:
         self._level = TIMESTAMPS in traces.settings().trace_level
 
     def __call__(self, context: RequestContext) -> None:
+        if context.parent is not None:
+            return
         picked = request_trace(context, self._traces) is not None
         self._traces.open_traces -= picked
         if picked or (self._level and any(name in _PARENT_HEADERS for name, _ in context.headers)):

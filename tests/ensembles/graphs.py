@@ -11,9 +11,10 @@ import numpy as np
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.ensembles.ensemble_plan import EnsemblePlan, plan_ensemble
-from charonia.ensembles.ensemble_run import EnsembleRun
+from charonia.ensembles.ensemble_run import EnsembleRun, StepTimes
 
 
 def spec(name: str, datatype: str = "INT32", dims: tuple[int, ...] = (1,), optional: bool = False) -> TensorSpec:
@@ -99,6 +100,9 @@ class Handle:
     made: int = 0
     requests: list[InferRequest] = field(default_factory=list)
 
+    def for_request(self, context: RequestContext) -> "Handle":
+        return self
+
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         self.requests.append(request)
         self.running += 1
@@ -130,10 +134,14 @@ def values(response: InferResponse) -> dict[str, int]:
     return {each.name: int(each.data[0]) for each in response.outputs}
 
 
+def make_run(built: EnsemblePlan, used: Mapping[int, Any], **inputs: int) -> EnsembleRun:
+    return EnsembleRun(built, request(**inputs), RequestContext("test"), used, StepTimes())
+
+
 async def run(config: ModelConfig, used: Mapping[int, Any] | None = None, **inputs: int) -> list[dict[str, int]]:
     """The responses of an ensemble, as numbers."""
     built = plan(config)
-    runner = EnsembleRun(built, request(**inputs), handles(built) if used is None else used)
+    runner = make_run(built, handles(built) if used is None else used, **inputs)
     if len(built.stages) == 1:
         return [values(await runner.answer())]
     return [values(response) async for response in runner.stream()]

@@ -131,6 +131,27 @@ async def test_a_tenant_does_not_hear_what_another_asked() -> None:
     assert model.asked == 3
 
 
+class Repeating(Doubling):
+    """Answers as often as its input says, in streams that end without a final response."""
+
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+        self.asked += 1
+        [given] = request.inputs.values()
+        for number in range(int(given.data.item())):
+            self.buffer[0] = number
+            yield InferResponse((Tensor("Y", "FP64", (1,), self.buffer[:1]),))
+
+
+@pytest.mark.parametrize(("count", "asked"), [(0, 2), (1, 1), (2, 2)])
+async def test_only_a_single_response_is_kept(count: int, asked: int) -> None:
+    model = Repeating()
+    cached = CachedModel(model, ResponseCache(MUCH))
+    for _ in range(2):
+        async with aclosing(cached.infer(question(float(count)), RequestContext("test"))) as responses:
+            assert [response.outputs[0].data.item() async for response in responses] == list(range(count))
+    assert model.asked == asked
+
+
 async def test_text_is_told_apart_by_its_elements_and_errors_are_not_kept() -> None:
     model = Doubling()
     cached = CachedModel(model, ResponseCache(MUCH))
