@@ -150,6 +150,7 @@ class RequestContext:
     depth: int = 0
     parent: "RequestContext | None" = None
     children: "list[RequestContext] | None" = None
+    closed: bool = False
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 
@@ -231,11 +232,12 @@ class RequestContext:
         self.ended_at = time.monotonic()
         self.end = end = self.end or CANCELLED
         parent = self.parent
-        if parent is not None and parent.children is not None and len(parent.children) < _MAX_CHILDREN:
-            parent.children.append(self)
+        siblings = None if parent is None or parent.closed else parent.children
+        if siblings is not None and len(siblings) < _MAX_CHILDREN:
+            siblings.append(self)
         while self._end_listeners:
             self._end_listeners.pop()(self)
-        self.children = None
+        self.closed = True
         return end
 
     def _set_worse_end(self, end: RequestEnd) -> None:

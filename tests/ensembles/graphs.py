@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ MODELS = {
     "add_sub": model("add_sub", [spec("A"), spec("B")], [spec("SUM"), spec("DIFF")]),
     "square": model("square", [spec("IN")], [spec("OUT")], decoupled=True),
     "repeat": model("repeat", [spec("IN")], [spec("OUT")], decoupled=True),
+    "few": model("few", [spec("IN")], [spec("OUT")], decoupled=True),
+    "nested": model("nested", [spec("IN")], [spec("OUT")], decoupled=True),
     "default": model("default", [spec("IN", optional=True)], [spec("OUT")]),
     "fails": model("fails", [spec("IN")], [spec("OUT")]),
     "text": model("text", [spec("IN", "BYTES")], [spec("OUT", "BYTES")]),
@@ -65,6 +67,9 @@ def ensemble(
     return ModelConfig("whole", "1", "ensemble", "ensemble", batch, inputs=tuple(as_spec), outputs=tuple(made), raw=raw)
 
 
+NESTED = ensemble(["x"], ["y"], ("square", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}))
+
+
 def plan(config: ModelConfig) -> EnsemblePlan:
     return plan_ensemble(config, lambda name, version: MODELS[name])
 
@@ -84,6 +89,12 @@ def compute(name: str, inputs: Mapping[str, int]) -> Iterator[dict[str, int]]:
         case "repeat":
             for _ in range(inputs["IN"]):
                 yield {"OUT": inputs["IN"]}
+        case "few":
+            for _ in range(inputs["IN"] % 3):
+                yield {"OUT": inputs["IN"]}
+        case "nested":
+            for outputs in by_hand(NESTED, {"x": inputs["IN"]}):
+                yield {"OUT": outputs["y"]}
         case "fails":
             raise InvalidArgument("it fails")
 
@@ -91,7 +102,7 @@ def compute(name: str, inputs: Mapping[str, int]) -> Iterator[dict[str, int]]:
 @dataclass
 class Handle:
     """The `ModelHandle` of a fake. `delays`: turns of the event loop before each response, in order, then none.
-    `running`: how many streams are open; `most`: how many were at once."""
+    `running`: how many streams are open; `most`: how many were at once. `parameters`: those of each response."""
 
     name: str
     delays: list[int] = field(default_factory=list)
@@ -99,6 +110,7 @@ class Handle:
     most: int = 0
     made: int = 0
     requests: list[InferRequest] = field(default_factory=list)
+    parameters: list[dict[str, Any]] = field(default_factory=list)
 
     def for_request(self, context: RequestContext) -> "Handle":
         return self
@@ -113,7 +125,23 @@ class Handle:
                 for _ in range(self.delays.pop(0) if self.delays else 0):
                     await asyncio.sleep(0)
                 self.made += 1
-                yield InferResponse(tuple(tensor(name, value) for name, value in outputs.items()))
+                parameters = self.parameters.pop(0) if self.parameters else {}
+                yield InferResponse(tuple(tensor(name, value) for name, value in outputs.items()), parameters)
+        finally:
+            self.running -= 1
+
+
+class Nested(Handle):
+    """The handle of an ensemble, `NESTED`."""
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        built = plan(NESTED)
+        used = {step.number: Handle(step.model, self.delays) for step in built.steps}
+        self.running += 1
+        try:
+            async with aclosing(make_run(built, used, x=int(request.inputs["IN"].data[0])).stream()) as responses:
+                async for response in responses:
+                    yield InferResponse((tensor("OUT", values(response)["y"]),))
         finally:
             self.running -= 1
 
@@ -126,8 +154,9 @@ def request(**inputs: int) -> InferRequest:
     return InferRequest("id", {name: tensor(name, value) for name, value in inputs.items()}, None, {"priority": 3})
 
 
-def handles(built: EnsemblePlan) -> dict[int, Handle]:
-    return {step.number: Handle(step.model) for step in built.steps}
+def handles(built: EnsemblePlan, delays: Sequence[int] = ()) -> dict[int, Handle]:
+    kinds = {step.number: Nested if step.model == "nested" else Handle for step in built.steps}
+    return {step.number: kinds[step.number](step.model, list(delays)) for step in built.steps}
 
 
 def values(response: InferResponse) -> dict[str, int]:

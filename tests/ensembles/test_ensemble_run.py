@@ -1,6 +1,8 @@
 """Running an ensemble: results, order, back-pressure, failures and cancelling, over models that count their streams."""
 
 import asyncio
+import sys
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given
@@ -74,6 +76,49 @@ async def test_a_failure_within_a_stream_ends_it_after_what_came_before() -> Non
     assert not any(handle.running for handle in used.values())
 
 
+async def test_two_failures_at_once_are_one(caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[Step] = [("fails", {"IN": "x"}, {"OUT": "a"}), ("fails", {"IN": "x"}, {"OUT": "b"})]
+    with pytest.raises(InvalidArgument, match=r"^in ensemble 'whole', it fails$"):
+        await run(ensemble(["x"], ["a", "b"], *steps), x=1)
+    assert not caplog.records
+
+
+async def test_parameters_of_responses_belong_to_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SHORT_PASS, 0.0)
+    config = ensemble(
+        ["x"],
+        ["y"],
+        ("default", {"IN": "x"}, {"OUT": "w"}),
+        ("square", {"IN": "w"}, {"OUT": "s"}),
+        ("identity", {"IN": "s"}, {"OUT": "y"}),
+    )
+    told = [[{"first": 1}], [{"index": 0}, {"index": 1}, {}], [{"own": 7}, {}, {}]]
+    used = {number: Handle(step.model, parameters=told[number]) for number, step in enumerate(plan(config).steps)}
+    stream = make_run(plan(config), used, x=3).stream()
+    assert [response.parameters async for response in stream] == [
+        {"first": 1, "index": 0, "own": 7},
+        {"first": 1, "index": 1},
+        {"first": 1},
+    ]
+
+
+async def test_a_stream_of_ten_thousand_takes_no_more_memory_than_one_of_a_thousand() -> None:
+    config = ensemble(["x"], ["y"], ("repeat", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}))
+    used = handles(plan(config))
+    taken, tasks = [], 0
+    async with aclosing(make_run(plan(config), used, x=10_000).stream()) as responses:
+        read = 0
+        async for _ in responses:
+            read += 1
+            for each in used.values():
+                each.requests.clear()
+            if read in (1_000, 9_000):
+                taken.append(sys.getallocatedblocks())
+                tasks = max(tasks, len(asyncio.all_tasks()))
+    assert taken[1] - taken[0] < 2_000
+    assert tasks < 100
+
+
 async def test_leaving_closes_every_step() -> None:
     used = {0: Handle("square"), 1: Handle("identity", delays=[0, 1000])}
     stream = make_run(plan(SQUARES), used, x=3).stream()
@@ -112,11 +157,12 @@ def graphs(draw: st.DrawFn) -> ModelConfig:
     for number in range(draw(st.integers(1, 6))):
         innermost = max(origin.values())
         mixable = [name for name in tensors if origin[name] in (0, innermost)]
-        name = draw(st.sampled_from(["identity", "add_sub", "square"] if streams < 2 else ["identity", "add_sub"]))
+        streaming = ["square", "few", "nested"] if streams < 2 else []
+        name = draw(st.sampled_from(["identity", "add_sub", *streaming]))
         takes = {key: draw(st.sampled_from(mixable)) for key in (("A", "B") if name == "add_sub" else ("IN",))}
         makes = {key: f"t{number}{key}" for key in (("SUM", "DIFF") if name == "add_sub" else ("OUT",))}
         stage = max(origin[tensor] for tensor in takes.values())
-        if name == "square":
+        if name in streaming:
             # A stream must lie within the ones before it, and what those made must not be answered beside it.
             if stage != innermost:
                 continue
@@ -143,7 +189,7 @@ async def test_any_graph_equals_its_evaluation_by_hand(
     except InvalidArgument:
         return  # a tensor that nothing uses, or streams that cannot be joined
     inputs = {spec.name: {"x": x, "z": z}[spec.name] for spec in config.inputs}
-    used = {step.number: Handle(step.model, list(delays)) for step in built.steps}
+    used = handles(built, delays)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SHORT_PASS, 0.0 if beside else 1.0)
         assert await run(config, used, **inputs) == by_hand(config, inputs)
