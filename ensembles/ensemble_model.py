@@ -17,7 +17,7 @@ from ..core.request_context import RequestContext
 from ..core.statistics import VersionStatistics
 from ..telemetry.model_metrics import FailureReason
 from .ensemble_plan import EnsemblePlan, EnsembleStep, plan_ensemble, read_steps
-from .ensemble_run import ENDPOINT, EnsembleRun, StepTimes
+from .ensemble_run import ENDPOINT, EnsembleRun, RequestTimes
 from .request_counts import RequestCounts
 from .step_errors import with_model_name
 
@@ -81,7 +81,7 @@ class EnsembleModel:
         plan = self._plan
         if plan is None:
             raise NotReady(f"model '{self.config.name}' is not loaded")
-        started_at, times, holder = time.monotonic_ns(), StepTimes(), RequestContext(ENDPOINT)
+        started_at, times, holder = time.monotonic_ns(), RequestTimes(), RequestContext(ENDPOINT)
         failure: FailureReason | None = FailureReason.CANCELED
         try:
             holder.counted = True  # it asks nothing, but holds the models until the end

@@ -54,7 +54,7 @@ Place: TypeAlias = "list[InferResponse | None]"
 
 
 @dataclass(slots=True)
-class StepTimes:
+class RequestTimes:
     """Nanoseconds that the requests to all steps took together: to wait, and for the three parts of their work."""
 
     queued: int = 0
@@ -90,7 +90,7 @@ class EnsembleRun:
         request: InferRequest,
         context: RequestContext,
         handles: Mapping[int, ModelHandle],
-        times: StepTimes,
+        times: RequestTimes,
     ) -> None:
         self._plan, self._request, self._context, self._handles, self._times = plan, request, context, handles, times
         self._outputs = plan.outputs if request.outputs is None else request.outputs

@@ -14,7 +14,7 @@ from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.ensembles.ensemble_plan import EnsemblePlan, plan_ensemble
-from charonia.ensembles.ensemble_run import EnsembleRun, StepTimes
+from charonia.ensembles.ensemble_run import EnsembleRun, RequestTimes
 
 
 def spec(name: str, datatype: str = "INT32", dims: tuple[int, ...] = (1,), optional: bool = False) -> TensorSpec:
@@ -164,7 +164,7 @@ def values(response: InferResponse) -> dict[str, int]:
 
 
 def make_run(built: EnsemblePlan, used: Mapping[int, Any], **inputs: int) -> EnsembleRun:
-    return EnsembleRun(built, request(**inputs), RequestContext("test"), used, StepTimes())
+    return EnsembleRun(built, request(**inputs), RequestContext("test"), used, RequestTimes())
 
 
 async def run(config: ModelConfig, used: Mapping[int, Any] | None = None, **inputs: int) -> list[dict[str, int]]:
