@@ -112,7 +112,7 @@ class PythonRuntime:
             process.kill()  # it may hang, and has no model to finalize
             self.close()
             raise
-        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, unready_reason=check)
+        self.traits = RuntimeTraits(ragged=True, process=process, interrupt=self._interrupt, unready_reason=check)
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         handles = [self._handles.get(request) or next(self._new_handles) for request in requests]
