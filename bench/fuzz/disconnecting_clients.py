@@ -6,6 +6,7 @@ A client is drawn from (seed, number) alone. Knows the moments to leave, and not
 import asyncio
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from random import Random
@@ -20,7 +21,7 @@ _LONGEST_WAIT = 0.25
 _MOST_EVENTS = 12
 _NEW = 200
 """Tokens asked for: more than anybody stays for, but who stays to the end."""
-_DOORS = ("generate_stream", "completions", "chat", "grpc")
+DOORS = ("generate_stream", "completions", "chat", "grpc")
 
 
 class LeaveMoment(StrEnum):
@@ -47,39 +48,81 @@ class ClientPlan(NamedTuple):
     share: float
 
 
-def plan_client(seed: int, number: int) -> ClientPlan:
+class StreamQuestion(NamedTuple):
+    """A request to `model` for a stream of responses. `tensors`: its inputs by name, of int, bool or str; `parameters`
+    beside them; `length`: the name of the one that says how many responses to make, an input or a parameter."""
+
+    model: str
+    tensors: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+    length: str
+
+    def http(self, door: str, new: int) -> tuple[str, bytes]:
+        """The path and body of a POST for so many responses."""
+        path, body = {
+            "generate_stream": (f"/v2/models/{self.model}/generate_stream", {**self.tensors, **self.parameters}),
+            "completions": ("/v1/completions", {"model": self.model, "prompt": "def f(x): return", **self.parameters}),
+            "chat": ("/v1/chat/completions", {"model": self.model, "messages": _CHAT, **self.parameters}),
+        }[door]
+        own = {self.length: new} if door == "generate_stream" else {"stream": True, "max_tokens": new}
+        return path, json.dumps({**body, **own}).encode()
+
+    def grpc(self, new: int) -> Any:
+        """The message of a gRPC stream for so many responses."""
+        from tritonclient.grpc import service_pb2 as pb
+
+        message = pb.ModelInferRequest(model_name=self.model)
+        fields = {**self.tensors, **self.parameters, self.length: new}
+        for name, value in fields.items():
+            if name in self.tensors:
+                _add_tensor(message, name, value if isinstance(value, list) else [value])
+            else:
+                kind = "bool_param" if isinstance(value, bool) else "int64_param"
+                setattr(message.parameters[name], kind, value)
+        return message
+
+
+_CHAT = [{"role": "user", "content": "Hello, you!"}]
+
+
+def _add_tensor(message: Any, name: str, values: list[Any]) -> None:
+    datatype, field = {bool: ("BOOL", "bool"), int: ("INT32", "int"), str: ("BYTES", "bytes")}[type(values[0])]
+    tensor = message.inputs.add(name=name, datatype=datatype, shape=[len(values)])
+    encoded = [value.encode() if isinstance(value, str) else value for value in values]
+    getattr(tensor.contents, f"{field}_contents").extend(encoded)
+
+
+def llm_question(model: str) -> StreamQuestion:
+    """For a language model."""
+    prompt = {"input_ids": list(range(1, 40)), "stream": True}
+    return StreamQuestion(model, prompt, {"ignore_eos": True}, "max_tokens")
+
+
+def plan_client(seed: int, number: int, doors: Sequence[str] = DOORS) -> ClientPlan:
     """The client of this number."""
     random = Random(f"{seed}:visit:{number}")
-    door, moment = random.choice(_DOORS), random.choice(list(LeaveMoment))
+    door, moment = random.choice(doors), random.choice(list(LeaveMoment))
     return ClientPlan(
         door, moment, random.random() < 0.5, random.randint(1, _MOST_EVENTS), random.uniform(0, _LONGEST_WAIT),
         random.random(),
     )  # fmt: skip
 
 
-def _question(door: str, model: str, new: int) -> tuple[str, bytes]:
-    asked: dict[str, tuple[str, dict[str, Any]]] = {
-        "generate_stream": (f"/v2/models/{model}/generate_stream", {"input_ids": list(range(1, 40))}),
-        "completions": ("/v1/completions", {"model": model, "prompt": "def f(x): return"}),
-        "chat": ("/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": "Hello, you!"}]}),
-    }
-    path, body = asked[door]
-    return path, json.dumps({**body, "stream": True, "max_tokens": new, "ignore_eos": True}).encode()
-
-
-async def run_client(place: ServerAddress, model: str, asked: ClientPlan, channels: "GrpcChannels") -> None:
+async def run_client(
+    place: ServerAddress, question: StreamQuestion, asked: ClientPlan, channels: "GrpcChannels"
+) -> None:
     """Connect, ask and leave. Raises `OSError` without a server."""
     if asked.door == "grpc":
-        await channels.visit(place, model, asked)
+        await channels.visit(place, question, asked)
     else:
-        await _over_http(place, model, asked)
+        await _over_http(place, question, asked)
 
 
-async def _over_http(place: ServerAddress, model: str, asked: ClientPlan) -> None:
+async def _over_http(place: ServerAddress, question: StreamQuestion, asked: ClientPlan) -> None:
     async with asyncio.timeout(_CONNECT_SECONDS):
         reader, writer = await asyncio.open_connection(place.host, place.http_port)
     try:
-        path, body = _question(asked.door, model, 5 if asked.moment is LeaveMoment.END else _NEW)
+        path, body = question.http(asked.door, _length(asked))
         writer.write(_sent(asked, path, body))
         await _stay(asked, reader)
     except ConnectionError:
@@ -91,6 +134,10 @@ async def _over_http(place: ServerAddress, model: str, asked: ClientPlan) -> Non
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
+
+
+def _length(asked: ClientPlan) -> int:
+    return 5 if asked.moment is LeaveMoment.END else _NEW
 
 
 def _sent(asked: ClientPlan, path: str, body: bytes) -> bytes:
@@ -137,7 +184,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 class GrpcChannels:
     """gRPC channels with a connection each, which an abrupt client closes with its channel."""
 
-    async def visit(self, place: ServerAddress, model: str, asked: ClientPlan) -> None:
+    async def visit(self, place: ServerAddress, question: StreamQuestion, asked: ClientPlan) -> None:
         import grpc
 
         options = (("grpc.use_local_subchannel_pool", 1),)
@@ -146,14 +193,14 @@ class GrpcChannels:
                 if asked.moment is LeaveMoment.CONNECTED:
                     await channel.channel_ready()
                     return
-                await self._call(channel, model, asked)
+                await self._call(channel, question, asked)
 
-    async def _call(self, channel: Any, model: str, asked: ClientPlan) -> None:
+    async def _call(self, channel: Any, question: StreamQuestion, asked: ClientPlan) -> None:
         from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
         call = GRPCInferenceServiceStub(channel).ModelStreamInfer(timeout=_CONNECT_SECONDS)
         if asked.moment is not LeaveMoment.HEAD:
-            await call.write(_message(model, 5 if asked.moment is LeaveMoment.END else _NEW))
+            await call.write(question.grpc(_length(asked)))
         await self._listen(call, asked)
         if not asked.abrupt:
             call.cancel()
@@ -169,14 +216,3 @@ class GrpcChannels:
                 left -= 1
         elif asked.moment is not LeaveMoment.SENT:
             await asyncio.sleep(asked.wait)
-
-
-def _message(model: str, new: int) -> Any:
-    from tritonclient.grpc import service_pb2 as pb
-
-    message = pb.ModelInferRequest(model_name=model)
-    message.inputs.add(name="input_ids", datatype="INT32", shape=[3]).contents.int_contents.extend([5, 6, 7])
-    message.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
-    message.parameters["max_tokens"].int64_param = new
-    message.parameters["ignore_eos"].bool_param = True
-    return message

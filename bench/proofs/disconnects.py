@@ -20,7 +20,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..fuzz.disconnecting_clients import ClientPlan, GrpcChannels, LeaveMoment, plan_client, run_client
+from ..fuzz.disconnecting_clients import (
+    ClientPlan,
+    GrpcChannels,
+    LeaveMoment,
+    StreamQuestion,
+    llm_question,
+    plan_client,
+    run_client,
+)
 from ..load.fake_model import NAME
 from ..server_process import ServerAddress
 from .bodies import tracebacks
@@ -75,15 +83,17 @@ async def run_disconnects(
     Raises:
         Unavailable: it does not become idle.
     """
-    await _pay_all(place, model, [plan_client(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))], tell)
+    question = llm_question(model)
+    warm_up = [plan_client(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))]
+    await run_clients(place, question, warm_up, tell)
     counted = (await until_idle(place)).outcomes()
-    before, visits = await _at_rest(place), [plan_client(seed, number) for number in numbers]
-    await _pay_all(place, model, visits, tell)
+    before, visits = await at_rest(place), [plan_client(seed, number) for number in numbers]
+    await run_clients(place, question, visits, tell)
     outcomes = counted_since(counted, (await until_idle(place)).outcomes())
     return DisconnectsResult(visits, before, await settled(place, before), outcomes)
 
 
-async def _at_rest(place: ServerAddress) -> ServerStats:
+async def at_rest(place: ServerAddress) -> ServerStats:
     """The server's resources once its connections are closed: when two readings agree."""
     last = read_server_stats(place)
     while True:
@@ -94,12 +104,15 @@ async def _at_rest(place: ServerAddress) -> ServerStats:
         last = now
 
 
-async def _pay_all(place: ServerAddress, model: str, visits: Sequence[ClientPlan], tell: Callable[[], None]) -> None:
+async def run_clients(
+    place: ServerAddress, question: StreamQuestion, visits: Sequence[ClientPlan], tell: Callable[[], None]
+) -> None:
+    """Run these clients, `AT_ONCE` at a time."""
     remaining, channels = iter(visits), GrpcChannels()
 
     async def one_after_another() -> None:
         for each in remaining:
-            await run_client(place, model, each, channels)
+            await run_client(place, question, each, channels)
             tell()
 
     async with asyncio.TaskGroup() as visitors:

@@ -24,7 +24,7 @@ _http = build_opener(ProxyHandler({}))
 
 
 class ProcessStats(NamedTuple):
-    """One process; `rss` in bytes. A zombie has nothing but its name."""
+    """One process; `rss` in bytes; `mappings`: regions that it shares with others. A zombie has only its name."""
 
     pid: int
     name: str
@@ -33,6 +33,7 @@ class ProcessStats(NamedTuple):
     descriptors: int
     sockets: int
     threads: int
+    mappings: int
 
 
 class ServerStats(NamedTuple):
@@ -43,8 +44,8 @@ class ServerStats(NamedTuple):
     others: tuple[ProcessStats, ...] = ()
 
     def beyond(self, before: "ServerStats") -> Iterator[str]:
-        """The resources that were not held before: descriptors, sockets, processes, zombies, and more threads than
-        pools may start late."""
+        """The resources that were not held before: descriptors, sockets, mapped regions, processes, zombies, and more
+        threads than pools may start late."""
         yield from _more("frontend", before.frontend, self.frontend)
         for what in ("cores", "others"):
             then, now = getattr(before, what), getattr(self, what)
@@ -56,7 +57,7 @@ class ServerStats(NamedTuple):
 
 
 def _more(who: str, before: ProcessStats, now: ProcessStats) -> Iterator[str]:
-    for what, late in (("descriptors", 0), ("sockets", 0), ("threads", _LATE_THREADS)):
+    for what, late in (("descriptors", 0), ("sockets", 0), ("mappings", 0), ("threads", _LATE_THREADS)):
         then, count = getattr(before, what), getattr(now, what)
         if count > then + late:
             yield f"{who}: {count} {what}, {then} before"
@@ -88,10 +89,11 @@ def _process(pid: int) -> ProcessStats:
     head, _, rest = (folder / "stat").read_text().rpartition(")")
     name, fields = head.partition("(")[2], rest.split()
     if fields[0] == "Z":
-        return ProcessStats(pid, name, True, 0, 0, 0, 0)
+        return ProcessStats(pid, name, True, 0, 0, 0, 0, 0)
     links = [_target(link) for link in (folder / "fd").iterdir()]
     sockets = sum(link.startswith("socket:") for link in links)
-    return ProcessStats(pid, name, False, int(fields[21]) * _PAGE, len(links), sockets, int(fields[17]))
+    mappings = sum("/memfd:" in line for line in (folder / "maps").read_text().splitlines())
+    return ProcessStats(pid, name, False, int(fields[21]) * _PAGE, len(links), sockets, int(fields[17]), mappings)
 
 
 def _target(link: Path) -> str:

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ..fuzz.answer_checks import QUEUE_FULL, MutantVerdict, RpcSender, ask_http
-from ..fuzz.disconnecting_clients import GrpcChannels, plan_client, run_client
+from ..fuzz.disconnecting_clients import GrpcChannels, llm_question, plan_client, run_client
 from ..fuzz.grpc_mutations import RpcMutant, rpc_mutant, valid_message
 from ..fuzz.http_mutations import LIMIT, HttpMutant, ValidRequest, http_mutant, request, valid_requests
 from ..load.report import require_matplotlib
@@ -72,6 +72,7 @@ class TrafficMix:
 
     def __init__(self, place: ServerAddress, model: str, seed: int) -> None:
         self._place, self._model, self._seed = place, model, seed
+        self._question = llm_question(model)
         self._valid = (*valid_requests(model), *_longer(model))
         self._rpc, self._channels = RpcSender(place), GrpcChannels()
         self.asked = 0
@@ -95,7 +96,7 @@ class TrafficMix:
         if kind == "wrong":
             return await ask_http(self._place, http_mutant(self._valid, self._seed, number))
         if kind == "left":
-            await run_client(self._place, self._model, plan_client(self._seed, number), self._channels)
+            await run_client(self._place, self._question, plan_client(self._seed, number), self._channels)
             return MutantVerdict(kind, "left")
         if kind == "wrong, gRPC":
             return await self._rpc.ask(rpc_mutant(self._model, self._seed, number))

@@ -82,20 +82,22 @@ class Dispatcher:
     def add_instance(self, instance: Instance) -> None:
         with self._lock:
             self._free.append(instance)
-        self._instances.add(instance)
+            self._instances.add(instance)
         self._wake_instances()
 
     def remove_instance(self, instance: Instance) -> None:
         """Forget a lost instance. Without another one all requests are rejected: it is uncertain when there will be
         one. Those that were executed before are told by the runtime."""
-        self._instances.discard(instance)
         with self._lock:
+            self._instances.discard(instance)
+            self._waking.discard(instance)
             if instance in self._free:
                 self._free.remove(instance)
             waiting = [] if self._instances else self._queue.drain()
         for request in waiting:
             if request.execution is None:
                 self._router.on_rejected(request, restarting_error(request))
+        self._wake_instances()
 
     def submit(self, request: QueuedRequest) -> None:
         """Queue a request. Raises `Unavailable` if the queue is full or closed, or no instance is there."""
@@ -218,17 +220,14 @@ class Dispatcher:
             self._call_in_loop(self._drop, request)
 
     def next_batch(self, instance: Instance) -> RequestBatch | None:
-        if instance.lost:
-            with self._lock:
-                self._waking.discard(instance)
-            self._call_in_loop(self._wake_instances)
-            return None
         with self._lock:
             self._waking.discard(instance)
-            decision = self._queue.take_batch(time.monotonic_ns())
-            if decision.batch is None:
+            # The loop may have noticed the end of its process first, and would wake it in vain.
+            gone = instance.lost or instance not in self._instances
+            decision = BatchDecision(None) if gone else self._queue.take_batch(time.monotonic_ns())
+            if decision.batch is None and not gone:
                 self._free.append(instance)
-            needs_another = decision.batch is not None and self._needs_another()
+            needs_another = gone or (decision.batch is not None and self._needs_another())
         if decision.expired or decision.ask_again_at is not None:
             self._call_in_loop(self._apply, decision)
         if needs_another:

@@ -100,7 +100,10 @@ class ResponseChannel:
         while self.held or not self._responses:
             if self.ended and not self.held:
                 if self._error is not None:
-                    raise self._error
+                    try:
+                        raise self._error
+                    finally:
+                        self._error = None  # its traceback leads here: who reads would hold all of the request
                 return None
             self._reader = self._loop.create_future()
             await self._reader
@@ -146,6 +149,9 @@ class ExecutionHandle(Protocol):
     def cancel(self) -> None:
         """Nobody waits for the request any more. Called in the event loop."""
 
+    def close(self) -> None:
+        """Nothing more becomes of the request. Called in the event loop, last."""
+
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
@@ -178,6 +184,14 @@ class QueuedRequest:
     answer_deadline: int | None = None
     queued: bool = False
     answer_timer: asyncio.TimerHandle | None = None
+
+    def finish(self) -> None:
+        """Let go of what leads back here: nothing of the request's tensors waits for a collector of garbage."""
+        self.finished = True
+        self.channel.on_drained = None
+        if self.execution is not None:
+            self.execution.close()
+            self.execution = None
 
     def give_up(self) -> None:
         self.given_up = True

@@ -122,7 +122,7 @@ class ResponseRouter:
     def on_finished(self, requests: Sequence[QueuedRequest]) -> None:
         """Nothing more becomes of the requests: they have their last response or error, or were given up."""
         for request in requests:
-            request.finished = True
+            request.finish()
             self._streams.pop(request, None)
         self._on_finished(requests)
 

@@ -105,7 +105,8 @@ class TensorConnection(Generic[T]):
     def close(self) -> None:
         """Let go of the connection, and of the memory, which stays for the arrays over it."""
         self._connection.close()
-        del self._reader, self._writer
+        self._reader.close()
+        self._writer.close()
 
     def write(self, arrays: Arrays) -> list[TensorMessage]:
         """Write arrays for the other end.

@@ -14,8 +14,6 @@ from typing import Any
 
 from ...core.errors import Internal, InvalidArgument
 from ...core.request_context import RequestContext
-from ...telemetry.trace_settings import TraceControl
-from ...telemetry.tracing import trace_context
 from ..python_stub import messages
 from ..runtime import (
     Rescheduled,
@@ -80,23 +78,21 @@ class FirstAnswer:
 
 
 class PythonRuntime:
-    """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` and `traces`
-    are the server's; `resources` are closed with it.
+    """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` is the
+    server's; `resources` are closed with it.
 
     The process knows a request by its handle, from its first execution until it is answered or dropped. `_waiting` are
     the handles of those that are rescheduled, and not executed again yet.
     """
 
-    def __init__(
-        self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop, traces: TraceControl
-    ) -> None:
-        self._name, self._datatypes, self._loop, self._traces = name, datatypes, loop, traces
+    def __init__(self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
+        self._name, self._datatypes, self._loop = name, datatypes, loop
         self._first = FirstAnswer(name, initialize_failure(name))
         self._new_handles = count(1)
         self._open: dict[int, RuntimeRequest] = {}
         self._handles: dict[RuntimeRequest, int] = {}
         self._waiting: set[int] = set()
-        self._executed: Future[messages.Executed] = Future()
+        self._executed: Future[messages.Executed | None] = Future()
         self._kill_reason = ""
         self._readiness: asyncio.Future[str] | None = None
         self.resources = ExitStack()
@@ -116,7 +112,7 @@ class PythonRuntime:
             process.kill()  # it may hang, and has no model to finalize
             self.close()
             raise
-        self.traits = RuntimeTraits(ragged=True, process=process, interrupt=self._interrupt, unready_reason=check)
+        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, unready_reason=check)
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         handles = [self._handles.get(request) or next(self._new_handles) for request in requests]
@@ -137,6 +133,8 @@ class PythonRuntime:
             if request.cancelled:
                 self.cancel_request(request)
         executed = self._executed.result()
+        if executed is None:  # an error of the future's would hold this frame, and be held by it
+            raise self._end_error()
         self._waiting.update(executed.rescheduled)
         answers = []
         for handle, response in zip(handles, executed.responses or [None] * len(handles), strict=True):
@@ -182,7 +180,7 @@ class PythonRuntime:
             json.dumps(dict(request.parameters)) if request.parameters else "{}",
             list(request.output_names),
             self._process.writer.write_all(tensors),
-            trace_context(request.context, self._traces),
+            request.context.trace_id or None,
         )
 
     def _read(self, message: messages.ResponseMessage | None, rescheduled: bool = False) -> RuntimeAnswer:
@@ -257,7 +255,7 @@ class PythonRuntime:
         self._first.on_end(how)
         self._set_readiness(_ENDED)
         if not self._executed.done():
-            self._executed.set_exception(self._end_error())
+            self._executed.set_result(None)
         while self._open:
             _, request = self._open.popitem()
             self._handles.pop(request, None)

@@ -113,6 +113,8 @@ class StubProcess:
                 files = [self._own(anonymous_file(f"charonia-tensors-{way}")) for way in ("in", "out")]
                 self.writer = BlockWriter(files[0], *memory)
                 self.reader = BlockReader(files[1], self._count_release)
+                self._resources.callback(self.writer.close)
+                self._resources.callback(self.reader.close)
                 self._socket, their_socket = socket.socketpair()
                 self._resources.callback(self._socket.close)
                 theirs.callback(their_socket.close)
@@ -145,7 +147,7 @@ class StubProcess:
         """Send a message, one of the named tuples of `python_stub.messages`; from any thread. Nothing happens once the
         process has ended."""
         payload = self._encode((type(body).__name__, body, self.reader.take_released()))
-        self._loop.call_soon_threadsafe(self._transport.write, messages.frame(payload))
+        self._loop.call_soon_threadsafe(self._write, messages.frame(payload))
 
     def kill(self) -> None:
         """End the process; from any thread."""
@@ -161,6 +163,10 @@ class StubProcess:
         self._output_transport.close()
         await asyncio.to_thread(self._process.close)
         self._resources.close()
+
+    def _write(self, frame: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(frame)
 
     def _receive(self, payload: bytes) -> None:
         try:

@@ -99,6 +99,10 @@ class BlockWriter:
             for offset in offsets:
                 self._free_range(offset, self._used.pop(offset))
 
+    def close(self) -> None:
+        """Let go of the memory; nothing may be written any more."""
+        del self._memory
+
     @property
     def used_bytes(self) -> int:
         """The bytes of all blocks that are not released."""
@@ -206,6 +210,10 @@ class BlockReader:
         """Release the blocks of tensors that are not read."""
         for tensor in tensors:
             self._release(tensor.offset)
+
+    def close(self) -> None:
+        """Let go of the memory, which stays for the arrays over it; nothing may be read any more."""
+        self._memory = None
 
     def take_released(self) -> list[int]:
         """The blocks released since the last call."""

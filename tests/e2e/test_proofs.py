@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 from charonia.bench.load.endpoints import OK
-from charonia.bench.proofs import bodies, disconnects, fairness, families, kills, overload, processes, soak
+from charonia.bench.proofs import (
+    bodies,
+    disconnects,
+    fairness,
+    families,
+    kills,
+    overload,
+    processes,
+    python_models,
+    soak,
+)
 from charonia.bench.proofs import stalls as proof_stalls
 from charonia.bench.proofs.fake_load import fake_server, open_load, run_load
 from charonia.bench.proofs.process_stats import read_server_stats
@@ -65,6 +75,15 @@ def test_models_come_and_go_while_their_processes_are_killed() -> None:
         fought = processes.load_and_unload(place, [processes.COUNTING], rounds=1)
     assert fought.faults == []
     assert fought.loaded + fought.failed == 1
+
+
+async def test_python_models_are_killed_and_abandoned_and_nothing_is_left() -> None:
+    with python_models.python_server() as place:
+        proof = await python_models.prove(place, (120, 4, 40), seed=11)
+    assert proof.faults == []
+    assert proof.phases["requests"].ends == {"answered": 120}
+    assert {"answered", "told"} == proof.phases["kills"].ends.keys()
+    assert all(phase.trends().keys() >= {"server"} for phase in proof.phases.values())
 
 
 def test_sinks_and_unequal_heads_are_transformers(tmp_path: Path) -> None:

@@ -123,3 +123,20 @@ async def test_one_who_was_woken_for_nothing_is_free_again() -> None:
     assert sizes(dispatcher, worker) == []
     dispatcher.submit(request())
     assert worker.woken == 2
+
+
+async def test_one_that_is_removed_while_it_is_busy_or_being_woken_gets_no_work() -> None:
+    """Its process may have ended before its thread knows: what waits for it would wait for ever."""
+    dispatcher, workers, told = dispatching(2, combine_requests=True, max_batch_size=8)
+    for busy in (True, False):
+        dispatcher.submit(request())
+        [first] = [worker for worker in workers if worker.woken]
+        assert not busy or sizes(dispatcher, first) == [1]
+        dispatcher.remove_instance(first)  # type: ignore[arg-type]
+        assert sizes(dispatcher, first) == []
+        told.listen()
+        [second] = [worker for worker in workers if worker is not first]
+        assert second.woken == (0 if busy else 1)
+        assert sizes(dispatcher, second) == ([] if busy else [1])
+        first.woken = second.woken = 0
+        dispatcher.add_instance(first)  # type: ignore[arg-type]

@@ -2,10 +2,12 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
-from contextlib import aclosing
+import weakref
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
@@ -511,3 +513,33 @@ async def test_a_model_without_its_file_is_refused(tmp_path: Path) -> None:
     (write_model(tmp_path, DOUBLE) / "model.py").unlink()
     with pytest.raises(InvalidArgument, match="there is no file"):
         PYTHON.complete(tmp_path / "model" / "1", config().raw, {})
+
+
+async def test_nothing_waits_for_a_collector_of_garbage(tmp_path: Path) -> None:
+    """Neither a request's tensors nor its error: memory of other processes may lie under them."""
+    body = """
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            sender.send(y(x(r)))
+            if x(r)[0] == 7:
+                os._exit(1)
+            sender.send(flags=FINAL)
+    """
+    async with python_model(tmp_path, body, decoupled=True, parameters={RESTART_PAUSE: "0"}) as model:
+        await answers(model, request(1))
+        gc.collect()
+        gc.disable()
+        try:
+            for number in (2, 7):
+                asked = request(number)
+                held = [weakref.ref(asked.inputs["X"].data)]
+                with suppress(Internal):
+                    async with aclosing(model.infer(asked, RequestContext("test"))) as responses:
+                        async for response in responses:
+                            held.append(weakref.ref(response.outputs[0].data))
+                            del response
+                del asked, responses
+                await until(lambda held=held: [each for each in held if each() is not None] == [])
+        finally:
+            gc.enable()
