@@ -19,7 +19,7 @@ _PATHS = {
     "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?",
     "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models).*|/tokenize|/detokenize",
     "shared-memory": r"/v2/(system|cuda)sharedmemory/.*",
-    "model-config": rf"{_MODEL}/config",
+    "model-config": rf"{_MODEL}/(config|graph)",
     "model-repository": r"/v2/repository/.*",
     "trace": r"/v2/trace/setting|/v2/models/[^/]+/trace/setting",
     "logging": r"/v2/logging",

@@ -1,6 +1,8 @@
 """Pipelines written in Python: tensors and text through models of every kind, streamed, abandoned, loaded anew."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,22 @@ def test_a_failure_has_its_status_and_its_place(server: Server, question: str, s
     body = {"question": question, "colour": "red"}
     answer = httpx.post(f"{server.url}/v2/models/guide/generate", json=body)
     assert (answer.status_code, answer.json()["error"]) == (status, text)
+
+
+def test_graphs_say_where_the_time_goes(server: Server) -> None:
+    stream(server, "guide", question="hello", max_tokens=3)
+    graph = httpx.get(f"{server.url}/v2/models/guide/graph?statistics=1").json()
+    names = {node["id"]: node["model"] for node in graph["nodes"]}
+    assert {(names[each["source"]], names[each["target"]]) for each in graph["edges"]} == {
+        ("guide", "echo"),
+        ("guide", "fake"),
+    }
+    assert sum(node["times"]["share"] for node in graph["nodes"]) == pytest.approx(1)
+    assert all(node["times"]["requests"] for node in graph["nodes"])
+    command = [sys.executable, "-m", "charonia", "graph", "--url", server.url, "--statistics"]
+    drawn = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert drawn.count("% of the time") == 3, drawn
+    assert "guide · version 1<br/>pipeline · decoupled" in drawn
 
 
 def test_leaving_ends_the_code_and_what_it_asked(server: Server, models: Path) -> None:

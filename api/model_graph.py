@@ -1,0 +1,251 @@
+"""The graph of a model: the models that answer its requests, and the tensors between them.
+
+Made of configs alone, as /config shows them: those of a server, or of a repository that nothing serves. The steps of
+an ensemble stand in a cluster, those of an ensemble within it in a cluster of their own. What a model's code asks is
+known from its config's parameter `models`, by name and without tensors.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from ..core.declared_models import DeclaredModels
+from ..core.model import RawConfig
+
+
+class StepTimes(msgspec.Struct, frozen=True):
+    """Where the time of a model's successful requests went since it was loaded, of all clients' together: their number,
+    seconds in all, waiting and computing; and the share of this step of all the graph's steps' time."""
+
+    requests: int = 0
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    share: float = 0.0
+
+
+def step_times(statistics: Mapping[str, Mapping[str, int]]) -> StepTimes:
+    """The times of a model, of the `inference_stats` of v2's statistics extension."""
+    seconds = {name: duration["ns"] / 1e9 for name, duration in statistics.items()}
+    compute = seconds["compute_input"] + seconds["compute_infer"] + seconds["compute_output"]
+    return StepTimes(statistics["success"]["count"], seconds["success"], seconds["queue"], compute)
+
+
+class GraphModel(msgspec.Struct, frozen=True):
+    """A version of a model to put into a graph."""
+
+    version: str
+    config: RawConfig
+    times: StepTimes | None = None
+
+
+ModelFinder: TypeAlias = Callable[[str, str], GraphModel | None]
+"""The model of a name and version, the latest if that is empty; None if it is not there."""
+
+
+class EdgeTensor(msgspec.Struct, frozen=True):
+    """`name`: of the ensemble's tensor. `shape`: with the dimension of the batch."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class GraphNode(msgspec.Struct, frozen=True):
+    """A model, or an end of the graph: `kind` is "model", "missing", "request" or "response". `batching`: "dynamic",
+    "sequence" or none. `cluster`: the id of the cluster that it stands in, empty for none."""
+
+    id: str
+    kind: str
+    model: str = ""
+    version: str = ""
+    backend: str = ""
+    max_batch_size: int = 0
+    batching: str = ""
+    instances: int = 0
+    decoupled: bool = False
+    cluster: str = ""
+    times: StepTimes | None = None
+
+
+class GraphEdge(msgspec.Struct, frozen=True):
+    """From node to node, with the tensors that pass; none where code asks a model."""
+
+    source: str
+    target: str
+    tensors: tuple[EdgeTensor, ...] = ()
+
+
+class GraphCluster(msgspec.Struct, frozen=True):
+    """The steps of an ensemble; `parent`: the cluster of the ensemble that it is a step of, empty for none."""
+
+    id: str
+    model: str
+    version: str
+    decoupled: bool = False
+    parent: str = ""
+
+
+class ModelGraph(msgspec.Struct, frozen=True):
+    nodes: tuple[GraphNode, ...]
+    edges: tuple[GraphEdge, ...]
+    clusters: tuple[GraphCluster, ...]
+
+
+class _Origin(msgspec.Struct, frozen=True):
+    """The node that a tensor comes from."""
+
+    node: str
+    tensor: EdgeTensor
+
+
+def graph_of_models(names: Iterable[str], find: ModelFinder, version: str = "") -> ModelGraph:
+    """The graphs of these models side by side."""
+    graph = _Builder(find)
+    for name in names:
+        graph.add_root(name, version)
+    return graph.built()
+
+
+def roots_of(configs: Mapping[str, RawConfig]) -> list[str]:
+    """The models that no other one asks, by name; those that ask each other in a circle too."""
+    asked = {each: models_asked(config) - {each} for each, config in configs.items()}
+    roots = sorted(set(configs).difference(*asked.values()))
+    reached, left = set[str](), list(roots)
+    while left:
+        name = left.pop()
+        if name not in reached:
+            reached.add(name)
+            left += asked.get(name, ())
+    return roots + sorted(set(configs) - reached)
+
+
+def models_asked(config: RawConfig) -> frozenset[str]:
+    steps = config.get("ensemble_scheduling", {}).get("step", ())
+    parameters = config.get("parameters", {})
+    declared = DeclaredModels.of({key: value.get("string_value", "") for key, value in parameters.items()})
+    return declared.names | {step["model_name"] for step in steps}
+
+
+class _Builder:
+    def __init__(self, find: ModelFinder) -> None:
+        self._find = find
+        self._nodes: list[GraphNode] = []
+        self._clusters: list[GraphCluster] = []
+        self._edges: dict[tuple[str, str], dict[str, EdgeTensor]] = {}
+
+    def built(self) -> ModelGraph:
+        """A model whose code asks others has no share of its own: its time is theirs too."""
+        askers = {source for (source, _), tensors in self._edges.items() if not tensors}
+        asking = {node.model for node in self._nodes if node.id in askers}
+        timed = [node.times for node in self._nodes if node.times is not None and node.model not in asking]
+        total = sum(times.seconds for times in timed)
+        nodes = []
+        for node in self._nodes:
+            times = node.times
+            if times is not None and total and node.model not in asking:
+                times = msgspec.structs.replace(times, share=times.seconds / total)
+            nodes.append(msgspec.structs.replace(node, times=times))
+        edges = [GraphEdge(*ends, tuple(tensors.values())) for ends, tensors in self._edges.items()]
+        return ModelGraph(tuple(nodes), tuple(edges), tuple(self._clusters))
+
+    def add_root(self, name: str, version: str) -> None:
+        found = self._find(name, version)
+        if found is None or not _steps(found.config):
+            self._add(name, version, {}, "", ())
+            return
+        request = self._add_node(kind="request")
+        origins = {each["name"]: _Origin(request, _tensor(found.config, each)) for each in found.config["input"]}
+        outputs = self._add(name, version, origins, "", ())
+        response = self._add_node(kind="response")
+        for origin in outputs.values():
+            self._connect(origin, response)
+
+    def _add(
+        self, name: str, version: str, given: Mapping[str, _Origin], cluster: str, path: tuple[str, ...]
+    ) -> Mapping[str, _Origin]:
+        """Add a model that gets these inputs, by its own names; returns its outputs. `path`: what it is a step of."""
+        found = self._find(name, version)
+        if found is not None and _steps(found.config) and name not in path:
+            return self._add_ensemble(name, found, given, cluster, path)
+        node = self._add_model(name, version, found, cluster)
+        for origin in given.values():
+            self._connect(origin, node)
+        if found is None:
+            return {}
+        if name not in path and not _steps(found.config):
+            for asked in sorted(models_asked(found.config)):
+                self._connect_asked(node, asked, cluster, (*path, name))
+        return {each["name"]: _Origin(node, _tensor(found.config, each)) for each in found.config.get("output", ())}
+
+    def _connect_asked(self, node: str, asked: str, cluster: str, path: tuple[str, ...]) -> None:
+        found = self._find(asked, "")
+        target = self._add_model(asked, "", found, cluster)
+        self._edges.setdefault((node, target), {})
+        if found is not None and asked not in path and not _steps(found.config):
+            for each in sorted(models_asked(found.config)):
+                self._connect_asked(target, each, cluster, (*path, asked))
+
+    def _add_ensemble(
+        self, name: str, found: GraphModel, given: Mapping[str, _Origin], parent: str, path: tuple[str, ...]
+    ) -> Mapping[str, _Origin]:
+        cluster = f"c{len(self._clusters)}"
+        self._clusters.append(GraphCluster(cluster, name, found.version, _is_decoupled(found.config), parent))
+        known, left = dict(given), list(_steps(found.config))
+        made = {tensor for step in left for tensor in step["output_map"].values()}
+        while left:
+            ready = [step for step in left if not (set(step["input_map"].values()) & made) - set(known)]
+            for step in ready or left:  # a circle is drawn as far as it goes
+                inputs = {key: known[tensor] for key, tensor in step["input_map"].items() if tensor in known}
+                version = int(step.get("model_version", -1))
+                version_name = str(version) if version > 0 else ""
+                outputs = self._add(step["model_name"], version_name, inputs, cluster, (*path, name))
+                for key, tensor in step["output_map"].items():
+                    if key in outputs:
+                        renamed = msgspec.structs.replace(outputs[key].tensor, name=tensor)
+                        known[tensor] = _Origin(outputs[key].node, renamed)
+                    made.discard(tensor)
+            left = [step for step in left if step not in (ready or left)]
+        return {each["name"]: known[each["name"]] for each in found.config["output"] if each["name"] in known}
+
+    def _add_model(self, name: str, version: str, found: GraphModel | None, cluster: str) -> str:
+        if found is None:
+            return self._add_node(kind="missing", model=name, version=version, cluster=cluster)
+        config = found.config
+        return self._add_node(
+            kind="model",
+            model=name,
+            version=found.version,
+            backend=config.get("backend") or config.get("platform", ""),
+            max_batch_size=config.get("max_batch_size", 0),
+            batching=next((each for each in ("dynamic", "sequence") if f"{each}_batching" in config), ""),
+            instances=sum(group.get("count", 1) for group in config.get("instance_group", ())),
+            decoupled=_is_decoupled(config),
+            cluster=cluster,
+            times=found.times,
+        )
+
+    def _add_node(self, **fields: Any) -> str:
+        node = GraphNode(id=f"n{len(self._nodes)}", **fields)
+        self._nodes.append(node)
+        return node.id
+
+    def _connect(self, origin: _Origin, target: str) -> None:
+        tensors = self._edges.setdefault((origin.node, target), {})
+        tensors[origin.tensor.name] = origin.tensor
+
+
+def _steps(config: RawConfig) -> list[RawConfig]:
+    steps: list[RawConfig] = config.get("ensemble_scheduling", {}).get("step", [])
+    return steps
+
+
+def _tensor(config: RawConfig, spec: RawConfig) -> EdgeTensor:
+    datatype = spec["data_type"].removeprefix("TYPE_")
+    batch = (-1,) if config.get("max_batch_size", 0) > 0 else ()
+    return EdgeTensor(spec["name"], "BYTES" if datatype == "STRING" else datatype, (*batch, *spec["dims"]))
+
+
+def _is_decoupled(config: RawConfig) -> bool:
+    return bool(config.get("model_transaction_policy", {}).get("decoupled"))

@@ -1,0 +1,96 @@
+"""`charonia graph`: the graphs of a repository's models, or of those that a server serves, as a picture or a text."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlsplit
+from urllib.request import Request, urlopen
+
+from ..api.graph_formats import GRAPH_FORMATS
+from ..api.model_graph import GraphModel, graph_of_models, roots_of, step_times
+from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
+from ..core.gateway import ModelServices
+from ..repository.builder import ModelBuilder, parse_backend_config, with_config_defaults
+from ..repository.catalog import RepositoryCatalog
+from ..repository.gateway import InProcessGateway
+from ..repository.lifecycle import ignore_progress
+from ..repository.memory_budget import DeviceMemory, MemoryBudget
+from .options import ConfigOptions
+
+_SECONDS = 30.0
+
+
+def print_graph(models: Mapping[str, GraphModel], model: str, form: str) -> None:
+    """Print the graph of a model, or of all. Raises `NotFound` if there is no such model."""
+    if model and model not in models:
+        raise NotFound(f"there is no model '{model}' to draw, only {', '.join(sorted(models)) or 'none'}")
+    names = [model] if model else roots_of({name: each.config for name, each in models.items()})
+    print(GRAPH_FORMATS[form].write(graph_of_models(names, lambda name, version: models.get(name))), end="")
+
+
+def read_repository(repository: Path, options: ConfigOptions) -> dict[str, GraphModel]:
+    """The models of a repository, built as the check does; the error output says which are wrong, and left out.
+
+    Raises `InvalidArgument` if the directory is missing, or an option is wrong.
+    """
+    memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))
+    backends = parse_backend_config(options.backend_config)
+    complete, directory = not options.disable_auto_complete_config, options.backend_directory
+    builder = ModelBuilder(backends, complete, memory, backend_directory=directory)
+    catalog, models = RepositoryCatalog([repository], config_name=options.model_config_name), {}
+    with closing(asyncio.new_event_loop()) as loop:
+        services = ModelServices(InProcessGateway(builder=builder), loop)
+        for name in catalog.model_names():
+            try:
+                source = catalog.read(name)
+                factory = builder.prepare(source, source.versions[-1], services)
+                made = with_config_defaults(factory.build(ignore_progress).config, source.config)
+                factory.reservation.release()
+                models[name] = GraphModel(made.version, made.raw)
+            except CharoniaError as error:
+                print(f"{name}: WRONG: {error.message}", file=sys.stderr)
+    return models
+
+
+def read_server(url: str, header: str, statistics: bool) -> dict[str, GraphModel]:
+    """The ready models of a server, in their latest versions. `header`: to send along, as NAME: VALUE.
+
+    Raises:
+        InvalidArgument: `url` or `header` has another form.
+        Unavailable: the server does not answer, or refuses.
+    """
+    name, colon, value = header.partition(":")
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise InvalidArgument(f"--url must be http://HOST:PORT, got '{url}'")
+    if header and not colon:
+        raise InvalidArgument(f"--header must be NAME: VALUE, got '{header}'")
+    headers = {name.strip(): value.strip()} if header else {}
+    models: dict[str, GraphModel] = {}
+    for entry in _fetch(url, "/v2/repository/index", headers, b"{}"):
+        if entry.get("state") == "READY":
+            path = f"/v2/models/{quote(entry['name'], safe='')}/versions/{entry['version']}"
+            times = None
+            if statistics:
+                [stats] = _fetch(url, path + "/stats", headers)["model_stats"]
+                times = step_times(stats["inference_stats"])
+            found = GraphModel(entry["version"], _fetch(url, path + "/config", headers), times)
+            known = models.get(entry["name"])
+            if known is None or int(known.version) < int(entry["version"]):
+                models[entry["name"]] = found
+    return models
+
+
+def _fetch(url: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Any:
+    try:
+        with urlopen(Request(url.rstrip("/") + path, body, dict(headers)), timeout=_SECONDS) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        with error:
+            raise Unavailable(f"{url}{path}: {error.code} {error.read(1000).decode(errors='replace')}") from None
+    except (URLError, OSError, ValueError) as error:
+        raise Unavailable(f"{url}{path}: {error}") from None
