@@ -14,7 +14,7 @@ from ..core.declared_models import DeclaredModels
 from ..core.model import RawConfig
 
 
-class StepTimes(msgspec.Struct, frozen=True):
+class NodeTimes(msgspec.Struct, frozen=True):
     """Where the time of a model's successful requests went since it was loaded, of all clients' together: their number,
     seconds in all, waiting and computing; and the share of this step of all the graph's steps' time."""
 
@@ -25,11 +25,11 @@ class StepTimes(msgspec.Struct, frozen=True):
     share: float = 0.0
 
 
-def step_times(statistics: Mapping[str, Mapping[str, int]]) -> StepTimes:
+def node_times(statistics: Mapping[str, Mapping[str, int]]) -> NodeTimes:
     """The times of a model, of the `inference_stats` of v2's statistics extension."""
     seconds = {name: duration["ns"] / 1e9 for name, duration in statistics.items()}
     compute = seconds["compute_input"] + seconds["compute_infer"] + seconds["compute_output"]
-    return StepTimes(statistics["success"]["count"], seconds["success"], seconds["queue"], compute)
+    return NodeTimes(statistics["success"]["count"], seconds["success"], seconds["queue"], compute)
 
 
 class GraphModel(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class GraphModel(msgspec.Struct, frozen=True):
 
     version: str
     config: RawConfig
-    times: StepTimes | None = None
+    times: NodeTimes | None = None
 
 
 ModelFinder: TypeAlias = Callable[[str, str], GraphModel | None]
@@ -66,7 +66,7 @@ class GraphNode(msgspec.Struct, frozen=True):
     instances: int = 0
     decoupled: bool = False
     cluster: str = ""
-    times: StepTimes | None = None
+    times: NodeTimes | None = None
 
 
 class GraphEdge(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from ..api.graph_formats import GRAPH_FORMATS
-from ..api.model_graph import GraphModel, graph_of_models, roots_of, step_times
+from ..api.model_graph import GraphModel, graph_of_models, node_times, roots_of
 from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
 from ..core.gateway import ModelServices
 from ..repository.builder import ModelBuilder, parse_backend_config, with_config_defaults
@@ -77,7 +77,7 @@ def read_server(url: str, header: str, statistics: bool) -> dict[str, GraphModel
             times = None
             if statistics:
                 [stats] = _fetch(url, path + "/stats", headers)["model_stats"]
-                times = step_times(stats["inference_stats"])
+                times = node_times(stats["inference_stats"])
             found = GraphModel(entry["version"], _fetch(url, path + "/config", headers), times)
             known = models.get(entry["name"])
             if known is None or int(known.version) < int(entry["version"]):

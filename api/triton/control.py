@@ -24,7 +24,7 @@ from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
 from ..json_values import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
 from ..metadata import model_stats_json
-from ..model_graph import GraphModel, graph_of_models, step_times
+from ..model_graph import GraphModel, graph_of_models, node_times
 from .endpoints import model_and_version
 
 _MODEL = "/v2/models/{model}"
@@ -115,7 +115,7 @@ class ControlEndpoints:
             except CharoniaError:
                 return None
             [statistics] = self._gateway.model_statistics(name, config.version)
-            times = step_times(model_stats_json(statistics)["inference_stats"]) if timed == "1" else None
+            times = node_times(model_stats_json(statistics)["inference_stats"]) if timed == "1" else None
             return GraphModel(config.version, config.raw, times)
 
         graph = graph_of_models([name], find, version)

@@ -11,7 +11,7 @@ import pytest
 from charonia.api.graph_formats import GRAPH_FORMATS
 from charonia.api.graph_svg import to_svg
 from charonia.api.graph_text import to_mermaid
-from charonia.api.model_graph import EdgeTensor, GraphEdge, GraphModel, ModelGraph, StepTimes, graph_of_models, roots_of
+from charonia.api.model_graph import EdgeTensor, GraphEdge, GraphModel, ModelGraph, NodeTimes, graph_of_models, roots_of
 
 NASTY = """a"]; <script>`x` & 'b' #35; --> | ∎\x1b é"""
 
@@ -51,7 +51,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def graph(*names: str, models: Mapping[str, Any] = MODELS, times: Mapping[str, StepTimes] = {}) -> ModelGraph:
+def graph(*names: str, models: Mapping[str, Any] = MODELS, times: Mapping[str, NodeTimes] = {}) -> ModelGraph:
     def find(name: str, version: str) -> GraphModel | None:
         return GraphModel("1", models[name], times.get(name)) if name in models else None
 
@@ -118,7 +118,7 @@ def test_a_repository_is_drawn_from_what_nobody_else_asks() -> None:
 
 
 def test_time_is_shared_between_steps_and_not_with_those_that_ask_them() -> None:
-    times = {"one": StepTimes(3, 1.0, 0.25, 0.75), "stream": StepTimes(3, 3.0), "glue": StepTimes(1, 9.0)}
+    times = {"one": NodeTimes(3, 1.0, 0.25, 0.75), "stream": NodeTimes(3, 3.0), "glue": NodeTimes(1, 9.0)}
     shares = {node.model: node.times.share for node in graph("chain", times=times).nodes if node.times}
     assert shares == {"one": 0.25, "stream": 0.75}
     drawn = graph("glue", times=times)
