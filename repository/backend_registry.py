@@ -114,7 +114,9 @@ def check_backend(name: str, backend: str, directory: Path | None) -> None:
     if is_own_backend(backend) or backend in (others := _backends_in(directory)):
         return
     known = ", ".join(sorted({*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, ENSEMBLE, PIPELINE, *others}))
-    message = f"model '{name}': unknown backend '{backend}'; known are {known}"
+    absent = directory is not None and not directory.is_dir()
+    hint = f"; there is no directory '{directory}' (--backend-directory)" if absent else ""
+    message = f"model '{name}': unknown backend '{backend}'; known are {known}{hint}"
     raise InvalidArgument(message, field="backend")
 
 

@@ -6,8 +6,9 @@ from typing import Literal
 import pytest
 
 from charonia.cli.model_selection import select_models
-from charonia.cli.options import RepositoryOptions
+from charonia.cli.options import ConfigOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
+from charonia.repository.backend_registry import check_backend
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "nonsense"])
@@ -53,3 +54,17 @@ def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
         InvalidArgument, match="--revision is for a single checkpoint; in a repository, the parameter 'model'"
     ):
         select_models(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})
+
+
+def test_flags_about_executions_are_parameters_of_all_backends(tmp_path: Path) -> None:
+    configs = ConfigOptions(backend_config=("python,restart_pause_secs=3",), backend_directory=tmp_path / "none")
+    options = RepositoryOptions(
+        model_repository=(tmp_path,), restart_pause=0, execution_timeout_secs=2.5, configs=configs
+    )
+    builder = select_models(None, options, {}).builder
+    assert builder.backends[""] == {"execution_timeout_secs": "2.5", "restart_pause_secs": "0"}
+    assert builder.backends["python"] == {"restart_pause_secs": "3"}
+    with pytest.raises(
+        InvalidArgument, match=r"unknown backend 'no'; .* there is no directory '.*none' \(--backend-dir"
+    ):
+        check_backend("model", "no", builder.backend_directory)
