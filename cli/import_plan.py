@@ -128,6 +128,8 @@ def _only_model_file(directory: Path) -> Path:
 
 
 def _file_plan(file: Path) -> ImportPlan:
+    if not file.is_file():
+        raise InvalidArgument(f"'{file}' is neither a file nor a directory")
     if file.suffix not in _MODEL_FILES:
         hint = "; of a checkpoint, name the directory" if file.suffix in (".safetensors", ".bin", ".json") else ""
         raise InvalidArgument(

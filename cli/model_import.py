@@ -97,7 +97,8 @@ def _write(plan: ImportPlan, folder: Path, copied: bool) -> None:
 
 def _print_report(plan: ImportPlan, checked: CheckedModel, target: Path, copied: bool) -> None:
     config = checked.config
-    print(f"{target}: {plan.kind}, {'copied' if copied else 'linked'} from {plan.files[0].source}")
+    said = f"{target}: {plan.kind}, {'copied' if copied else 'linked'} from {plan.files[0].source}"
+    print(said.encode(errors="backslashreplace").decode())  # names of files need not be text
     if config.backend != LANGUAGE_MODEL_BACKEND:  # whose tensors are always the same
         print(f"  max_batch_size  {config.max_batch_size}")
         for side, specs in (("input", config.inputs), ("output", config.outputs)):
@@ -106,7 +107,8 @@ def _print_report(plan: ImportPlan, checked: CheckedModel, target: Path, copied:
                 print(f"  {side:14}  {spec.name} {spec.datatype} {list(spec.dims)}{optional}")
     for finding in checked.findings:
         print(f"  check           {finding}")
-    print(f"Try it:\n  charonia serve --model-repository {shlex.quote(str(target.parent))}")
+    repository = shlex.quote(str(target.parent)).encode(errors="backslashreplace").decode()
+    print(f"Try it:\n  charonia serve --model-repository {repository}")
     print(f"  {curl_line(config)}")
 
 

@@ -54,7 +54,10 @@ def _fetch(hub_id: str, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
-        raise NotFound(f"{hub_id!r} is neither a directory nor a model that the hub would give: {error}") from error
+        raise NotFound(
+            f"{hub_id!r} is neither a directory nor a model that the hub would give (if it is one, hf download {name} "
+            f"where there is a network, and name its directory): {error}"
+        ) from error
 
 
 def checkpoint_fingerprint(directory: Path) -> str:

@@ -171,6 +171,16 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
             plan_import(file)
 
 
+def test_unusual_files(mlp: Path, tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(InvalidArgument, match=r"pipe.pt' is neither a file nor a directory"):
+        plan_import(tmp_path / "pipe.pt")
+    nameless = mlp.rename(Path(os.fsdecode(os.fsencode(mlp.parent) + b"/\xff.onnx")))
+    import_model(str(nameless), repository, "", copied=False)
+    assert os.listdir(repository) == ["model"]
+    assert "\\udcff.onnx" in capsys.readouterr().out
+
+
 def test_what_is_there_stays_as_it_is(mlp: Path, repository: Path, tmp_path: Path) -> None:
     (repository / "small-net").mkdir(parents=True)
     with pytest.raises(AlreadyExists, match="is there already: choose another --name"):
