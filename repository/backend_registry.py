@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 from ..core.errors import InvalidArgument
 from ..core.gateway import Gateway, ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
+from .native_models import BLS
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds that it took once it is done, detail."""
@@ -97,11 +98,16 @@ CALLING_BACKENDS = frozenset({PYTHON})
 
 ENSEMBLE = "ensemble"
 PIPELINE = "pipeline"
+COMPOSITES = {
+    ENSEMBLE: ("ensembles.ensemble_model", "EnsembleModel"),
+    BLS: ("ensembles.tensorrt_llm_bls", "TensorRtLlmBls"),
+}
+"""Backend name of a model that only asks others, and has no code of its own -> module of ours, and its class."""
 
 
 def is_own_backend(backend: str) -> bool:
     """Whether a backend is part of the package, and none written in Python by somebody else."""
-    return backend in TEXT_BACKENDS or backend in CLASSIC_RUNTIME_LOADERS or backend in (ENSEMBLE, PIPELINE)
+    return backend in TEXT_BACKENDS or backend in CLASSIC_RUNTIME_LOADERS or backend in (*COMPOSITES, PIPELINE)
 
 
 def _backends_in(directory: Path | None) -> list[str]:
@@ -113,7 +119,7 @@ def check_backend(name: str, backend: str, directory: Path | None) -> None:
     """Raises `InvalidArgument` for a backend that is not served. `directory`: of the backends written in Python."""
     if is_own_backend(backend) or backend in (others := _backends_in(directory)):
         return
-    known = ", ".join(sorted({*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, ENSEMBLE, PIPELINE, *others}))
+    known = ", ".join(sorted({*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, *COMPOSITES, PIPELINE, *others}))
     absent = directory is not None and not directory.is_dir()
     hint = f"; there is no directory '{directory}' (--backend-directory)" if absent else ""
     message = f"model '{name}': unknown backend '{backend}'; known are {known}{hint}"
@@ -142,9 +148,9 @@ def classic_runtime_loader(
     return cast(ClassicRuntimeLoader, loader)
 
 
-def ensemble_builder() -> Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel]:
-    builder: Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel]
-    builder = _import("ensembles.ensemble_model", "EnsembleModel")
+def composite_builder(backend: str) -> Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel]:
+    """The class of a backend in `COMPOSITES`."""
+    builder: Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel] = _import(*COMPOSITES[backend])
     return builder
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
 from .config_io import ConfigMessage
-from .native_models import native_backend
+from .native_models import BLS, native_backend
 
 PIPELINE_BACKEND = "pipeline"
 
@@ -138,7 +138,7 @@ def fill_defaults(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool 
     """Fill in all other defaults. `gpus`: those of this machine; `uses_gpus`: the backend can use them."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
-    if config.platform == ENSEMBLE_PLATFORM or config.backend == PIPELINE_BACKEND:
+    if config.platform == ENSEMBLE_PLATFORM or config.backend in (PIPELINE_BACKEND, BLS):
         return
     sequences = config.sequence_batching
     if config.HasField("sequence_batching"):

@@ -13,6 +13,7 @@ from ..core.errors import InvalidArgument, Unsupported
 from ..core.model import RawConfig
 from .config_defaults import ENSEMBLE_PLATFORM, LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND
 from .config_io import ConfigMessage, v2_datatype
+from .native_models import BLS
 
 _MAX_INSTANCES = 1024
 """Each has a thread or a process of its own, and work is assigned by going through all of them."""
@@ -97,7 +98,7 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
         return
     if config.platform == ENSEMBLE_PLATFORM:
         yield from _fields_set(config, _IGNORED_ENSEMBLE)
-    if config.backend == PIPELINE_BACKEND:
+    if config.backend in (PIPELINE_BACKEND, BLS):
         yield from _fields_set(config, _NO_INSTANCES)
         return
     if config.model_transaction_policy.decoupled and config.backend in _SINGLE_RESPONSE_BACKENDS:

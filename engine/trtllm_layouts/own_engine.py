@@ -68,9 +68,6 @@ def _number(name: str, value: Any) -> int:
 
 def _check_checkpoint(path: str, found: SourceSettings) -> None:
     directory = Path(found.model).expanduser()
-    if found.model == path and not (directory / "config.json").is_file():
-        message = f"the parameter 'gpt_model_path' is not set, and there is no checkpoint in {path}"
-        raise InvalidArgument(f"{message}: set it to a Hugging Face directory", field="gpt_model_path")
     config = read_json(directory / "config.json") if directory.is_dir() else {}
     engines = [directory] if directory.suffix == ".engine" else [*directory.glob("*.engine")]
     if engines or "pretrained_config" in config or "builder_config" in config:
@@ -80,3 +77,6 @@ def _check_checkpoint(path: str, found: SourceSettings) -> None:
             "was built from",
             field="gpt_model_path",
         )
+    if found.model == path and not (directory / "config.json").is_file():
+        message = f"the parameter 'gpt_model_path' is not set, and there is no checkpoint in {path}"
+        raise InvalidArgument(f"{message}: set it to a Hugging Face directory", field="gpt_model_path")

@@ -31,6 +31,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer
     repository.write_llm("tensorrt_llm", ascii_only)
     repository.write_ensemble("ensemble", "tensorrt_llm")
     repository.write_llm("slow", tokenizer_only, **FAKE, fake_step_seconds=0.05, exclude_input_in_output="${x}")
+    repository.write_bls("tensorrt_llm_bls", "tensorrt_llm")
+    repository.write_bls("slow_bls", "slow")
     repository.write_llmapi("llmapi", ascii_only)
     with served_well(tmp_path_factory.mktemp("r") / "t", "--model-repository", str(models)) as running:
         yield running
@@ -58,13 +60,14 @@ def own_text(server: Server) -> str:
     return text
 
 
-def test_the_ensembles_text_is_the_engines_own(server: Server, own_text: str) -> None:
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_the_text_is_the_engines_own(server: Server, own_text: str, model: str) -> None:
     body = {"text_input": PROMPT, "max_tokens": LENGTH, "bad_words": "", "stop_words": ""} | SAMPLED
-    assert ask(server, "ensemble", **body)["text_output"] == own_text
-    parts = events(server, "ensemble", **body, stream=True)
+    assert ask(server, model, **body)["text_output"] == own_text
+    parts = events(server, model, **body, stream=True)
     assert len(parts) > 1
     assert "".join(part["text_output"] for part in parts) == own_text
-    assert ask(server, "ensemble", **body, exclude_input_in_output=False)["text_output"] == PROMPT + own_text
+    assert ask(server, model, **body, exclude_input_in_output=False)["text_output"] == PROMPT + own_text
 
 
 def test_llmapis_text_is_the_engines_own(server: Server, own_text: str) -> None:
@@ -93,6 +96,26 @@ def test_words_and_numbers(server: Server, own_text: str) -> None:
     assert told["cum_log_probs"] == pytest.approx(other["cumulative_logprob"], abs=1e-4)
     assert told["arrival_time_ns"] < told["first_scheduled_time_ns"] < told["last_token_time_ns"]
     assert told["kv_cache_alloc_total_blocks"] > 0
+
+
+def test_bls_ends_behind_a_stop_word(server: Server, own_text: str) -> None:
+    body = {"text_input": PROMPT, "max_tokens": LENGTH, "stop_words": [own_text[3:5]], **SAMPLED}
+    wanted = own_text[: own_text.index(own_text[3:5]) + 2]
+    assert ask(server, "tensorrt_llm_bls", **body)["text_output"] == wanted
+    parts = events(server, "tensorrt_llm_bls", **body, stream=True)
+    assert "".join(part["text_output"] for part in parts) == wanted
+    refused = ask(server, "tensorrt_llm_bls", 400, **body, num_draft_tokens=4)
+    assert "input 'num_draft_tokens' is not supported" in refused["error"]
+
+
+def test_leaving_bls_frees_the_sequence(server: Server) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 200, "stream": True, "end_id": -1}
+    url = f"{server.url}/v2/models/slow_bls/generate_stream"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.until(lambda: running(server, "slow") == 1)
+    server.until(lambda: running(server, "slow") == 0)
 
 
 def test_what_is_not_there_is_refused_by_name(server: Server) -> None:

@@ -1,0 +1,179 @@
+"""The model `tensorrt_llm_bls` of Triton's TensorRT-LLM repositories, without its Python code: it asks `preprocessing`,
+the language model and `postprocessing` itself, and so can decode the pieces of a stream with what came before them.
+
+Tensors and parameters: https://github.com/triton-inference-server/tensorrtllm_backend#using-the-bls-model.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.declared_models import DeclaredModels
+from ..core.errors import CharoniaError, InvalidArgument
+from ..core.gateway import Gateway
+from ..core.metrics import Reading
+from ..core.model import ModelConfig, ModelStats
+from ..core.request import InferRequest, InferResponse
+from ..core.request_context import RequestContext
+from ..core.statistics import VersionStatistics
+from ..core.tensor import Tensor
+from ..telemetry.model_metrics import FailureReason
+from .lookup import AskedModel, ModelRequests
+from .named_tensors import NamedTensors
+from .request_counts import RequestCounts
+from .stream_text import StopTrimmer, StreamText
+
+_PREPROCESSING, _POSTPROCESSING = "preprocessing", "postprocessing"
+_TO_PREPROCESSING = {
+    "text_input": "QUERY",
+    "decoder_text_input": "DECODER_QUERY",
+    "max_tokens": "REQUEST_OUTPUT_LEN",
+    "bad_words": "BAD_WORDS_DICT",
+    "stop_words": "STOP_WORDS_DICT",
+    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
+    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+    "end_id": "END_ID",
+    "pad_id": "PAD_ID",
+    "prompt_table_extra_id": "PROMPT_TABLE_EXTRA_ID",
+}
+_TO_LLM = {"stream": "streaming", "top_k": "runtime_top_k", "top_p": "runtime_top_p", "length_penalty": "len_penalty"}
+"""Inputs that the models have by other names; all others go to the language model under their own."""
+_PREPROCESSED = {
+    "INPUT_ID": "input_ids",
+    "REQUEST_INPUT_LEN": "input_lengths",
+    "REQUEST_OUTPUT_LEN": "request_output_len",
+    "DECODER_INPUT_ID": "decoder_input_ids",
+    "REQUEST_DECODER_INPUT_LEN": "decoder_input_lengths",
+    "BAD_WORDS_IDS": "bad_words_list",
+    "STOP_WORDS_IDS": "stop_words_list",
+    "EMBEDDING_BIAS": "embedding_bias",
+    "OUT_END_ID": "end_id",
+    "OUT_PAD_ID": "pad_id",
+    "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
+}
+_OF_DRAFTS = ("num_draft_tokens", "use_draft_logits")
+_TEXT, _TOKENS, _LENGTHS = "text_output", "output_ids", "sequence_length"
+
+
+def _is_true(inputs: Mapping[str, NDArray[Any]], name: str) -> bool:
+    return name in inputs and bool(inputs[name].any())
+
+
+class TensorRtLlmBls:
+    """One version. Parameters: `tensorrt_llm_model_name`, and `accumulate_tokens`: decode the pieces of a stream with
+    what came before them. `quantiles`: of the latency summaries, empty for no summaries."""
+
+    def __init__(self, config: ModelConfig, gateway: Gateway, quantiles: Sequence[float] = ()) -> None:
+        self.config = config
+        given = {name: value for name, value in config.parameters.items() if value and not value.startswith("${")}
+        self._llm = given.get("tensorrt_llm_model_name", "tensorrt_llm")
+        self._accumulates = given.get("accumulate_tokens", "").lower() in ("true", "1")
+        self._models = DeclaredModels(frozenset((_PREPROCESSING, self._llm, _POSTPROCESSING)))
+        self._gateway = gateway
+        self._counts = RequestCounts(config, quantiles)
+        self._loaded = False
+
+    async def load(self) -> None:
+        self._loaded = True
+
+    async def unload(self) -> None:
+        self._loaded = False
+
+    def stats(self) -> ModelStats:
+        """Ready while the models that it asks are."""
+        return self._counts.stats(self._loaded and all(map(self._gateway.is_model_ready, self._models.required)))
+
+    def statistics(self) -> VersionStatistics:
+        return self._counts.statistics()
+
+    def count(self, context: RequestContext) -> None:
+        self._counts.count(context)
+
+    def readings(self) -> Iterator[Reading]:
+        return self._counts.readings()
+
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+        """Raises what the models raise."""
+        started_at = time.monotonic_ns()
+        requests = ModelRequests(self.config.name, self._models, self._gateway, request, context)
+        failure: FailureReason | None = FailureReason.CANCELED
+        try:
+            async with aclosing(self._answer(request, requests)) as responses:
+                async for response in responses:
+                    failure = None if response.final else failure
+                    yield response
+            failure = None
+        except CharoniaError:
+            failure = FailureReason.OTHER
+            raise
+        finally:
+            await requests.close()
+            self._counts.record(request, context, [requests.execution], started_at, failure)
+
+    async def _answer(self, request: InferRequest, requests: ModelRequests) -> AsyncGenerator[InferResponse, None]:
+        inputs = NamedTensors(request.inputs.values(), {})
+        streams = _is_true(inputs, "stream")
+        if streams and not self.config.decoupled:
+            message = "Streaming is only supported if model is deployed using decoupled mode."
+            raise InvalidArgument(message, field="stream")
+        for name in _OF_DRAFTS:
+            if _is_true(inputs, name):
+                raise InvalidArgument(f"input '{name}' is not supported by this model", field=name)
+        llm, postprocessing = requests.lookup(self._llm), requests.lookup(_POSTPROCESSING, inherit=False)
+        words = [word for word in (inputs.texts("stop_words") if "stop_words" in inputs else ()) if word]
+        asked = await self._preprocess(inputs, requests.lookup(_PREPROCESSING, inherit=False))
+        text = StreamText(postprocessing, self._accumulates) if streams else None
+        trimmer = StopTrimmer(words)
+        async with llm.stream(asked, outputs=self._outputs_of(llm, request)) as responses:
+            async for response in responses:
+                if text is None:
+                    texts = await decode_answers(postprocessing, response)
+                    prompt = inputs.text("text_input") if len(texts) == 1 else ""
+                    yield self._response(request, [trimmer.trim_whole(each, prompt) for each in texts], response, True)
+                    return
+                piece = trimmer.push(await text.push(response[_TOKENS]))
+                if piece or len(response) > 2:
+                    yield self._response(request, [piece], response)
+                if trimmer.found:
+                    return
+        if text is not None and (rest := trimmer.push(await text.finish())):
+            yield self._response(request, [rest], {})
+
+    async def _preprocess(self, inputs: NamedTensors, preprocessing: AskedModel) -> dict[str, NDArray[Any]]:
+        """The inputs of the language model."""
+        queried = {_TO_PREPROCESSING[name]: array for name, array in inputs.items() if name in _TO_PREPROCESSING}
+        made = await preprocessing.infer(queried)
+        kept = {name: array for name, array in inputs.items() if name not in (*_TO_PREPROCESSING, *_OF_DRAFTS)}
+        return {_TO_LLM.get(name, name): array for name, array in kept.items()} | {
+            _PREPROCESSED[name]: array for name, array in made.items() if name in _PREPROCESSED
+        }
+
+    def _outputs_of(self, llm: AskedModel, request: InferRequest) -> tuple[str, ...] | None:
+        """The outputs to ask of the language model: those that the request names, if it names some."""
+        if request.outputs is None:
+            return None
+        known = {spec.name for spec in llm.config.outputs}
+        return (_TOKENS, _LENGTHS, *(name for name in request.outputs if name in known))
+
+    def _response(
+        self, request: InferRequest, texts: Sequence[str], numbers: Mapping[str, NDArray[Any]], final: bool = False
+    ) -> InferResponse:
+        tensors = []
+        for spec in self.config.outputs:
+            if request.outputs is not None and spec.name not in request.outputs:
+                continue
+            if spec.name == _TEXT:
+                tensors.append(Tensor.from_values(_TEXT, "BYTES", [text.encode() for text in texts]))
+            elif spec.name in numbers:
+                tensors.append(Tensor(spec.name, spec.datatype, numbers[spec.name].shape, numbers[spec.name]))
+        return InferResponse(tuple(tensors), final=final)
+
+
+async def decode_answers(postprocessing: AskedModel, response: NamedTensors) -> list[str]:
+    """The texts of all answers in a response of the language model."""
+    made = await postprocessing.infer({"TOKENS_BATCH": response[_TOKENS], "SEQUENCE_LENGTH": response[_LENGTHS]})
+    return [element.decode(errors="replace") for element in np.ravel(made["OUTPUT"])]
