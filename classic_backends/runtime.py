@@ -52,10 +52,10 @@ class RuntimeTraits(NamedTuple):
     """The abilities of a runtime that its scheduler must know.
 
     `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: it takes ragged
-    inputs, as one flat tensor. `process`: its own; an instance that loses it is replaced. `interrupt`: makes the
-    current execution fail for the reason given, from any thread, though the runtime may be lost with it; None where
-    that is impossible. `unready_reason`: asks the model itself, in the event loop, why it is not ready; empty where it
-    is, None where it has no such check.
+    inputs, as one flat tensor unless it takes requests. `process`: its own; an instance that loses it is replaced.
+    `interrupt`: makes the current execution fail for the reason given, from any thread, though the runtime may be lost
+    with it; None where that is impossible. `unready_reason`: asks the model itself, in the event loop, why it is not
+    ready; empty where it is, None where it has no such check.
     """
 
     inline: bool = False

@@ -12,11 +12,12 @@ MAX_LOGPROBS = 20
 
 class Logprobs(NamedTuple):
     """Logprobs of one generated token: `chosen` is its own, `values` are those of the likeliest tokens `ids`, in
-    descending order."""
+    descending order. `rank`: see `RankedLogprobs`; 0 where it is not told."""
 
     chosen: float
     ids: list[int]
     values: list[float]
+    rank: int = 0
 
 
 class RankedLogprobs(NamedTuple):
@@ -80,13 +81,14 @@ class PromptLogprobs(NamedTuple):
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """A token with its logprob. In `text` half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest
-    tokens in its place, which have no `top`."""
+    tokens in its place, which have no `top`. `rank`: see `Logprobs`."""
 
     id: int
     text: str
     data: bytes
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
+    rank: int = 0
 
 
 class PromptToken(msgspec.Struct, frozen=True):

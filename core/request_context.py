@@ -121,10 +121,11 @@ class RequestContext:
     `tenant`, `tenant_weight`: the client's, and its fair share beside other tenants. `model`, `version`: as asked for,
     and as resolved once they are found (`model_found`). `answered_at`: when a model without sequences had answered, 0
     if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
-    model made of other models, as they began. `id` is the protocol's request id, `client_id` the header
-    X-Request-Id. `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request
-    is `sampled`. `depth`: requests of models that this one was made for, one for another. `parent`: of a request that
-    a model made; `children`: where traces are made, the first of those that ended before this one.
+    model made of other models, as they began. `id` is the protocol's request id, `client_id` the header X-Request-Id.
+    `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request is `sampled`;
+    `trace_id`, `span_id`: of its span, once somebody was told, or it was made. `depth`: requests of models that this
+    one was made for, one for another. `parent`: of a request that a model made; `children`: where traces are made, the
+    first of those that ended before this one.
     """
 
     endpoint: str
@@ -146,6 +147,7 @@ class RequestContext:
     counted: bool = False
     sampled: bool = False
     trace_id: str = ""
+    span_id: str = ""
     trace: object | None = None
     depth: int = 0
     parent: "RequestContext | None" = None

@@ -13,6 +13,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -44,7 +45,8 @@ class OtlpTracer:
             queue_size, delay = settings.bsp_max_queue_size, float(settings.bsp_schedule_delay)
             batch_size = min(settings.bsp_max_export_batch_size, queue_size)  # no more than may wait
             processor = BatchSpanProcessor(self._exporter, queue_size, delay, batch_size)
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._ids = _ToldIds()
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=self._ids)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("charonia", version)
         self._failed = False
@@ -66,9 +68,11 @@ class OtlpTracer:
         """The span of a request in `parent`, and in it those of its phases and of the requests that its model made."""
         clock = time.time() - time.monotonic()
         whole = request_span(context)
+        self._ids.told = context
         span = self._tracer.start_span(
             whole.name, parent, kind, whole.attributes, start_time=_nanoseconds(whole.start + clock)
         )
+        self._ids.told = None
         context.trace_id = format_trace_id(span.get_span_context().trace_id)
         if span.is_recording():
             inside = set_span_in_context(span)
@@ -89,6 +93,20 @@ class OtlpTracer:
         if flushing.is_alive():
             log.warning("the last spans could not be sent in time")
             self._exporter.shutdown()
+
+
+class _ToldIds(RandomIdGenerator):
+    """Ids at random, but for the span of a request that has told them while it ran (`tracing.trace_context`)."""
+
+    told: RequestContext | None = None
+
+    def generate_span_id(self) -> int:
+        told = "" if self.told is None else self.told.span_id
+        return int(told, 16) if told else super().generate_span_id()
+
+    def generate_trace_id(self) -> int:
+        told = "" if self.told is None else self.told.trace_id
+        return int(told, 16) if told else super().generate_trace_id()
 
 
 def _resource_from_environment() -> Resource:

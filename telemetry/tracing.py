@@ -3,6 +3,9 @@
 Without an endpoint nothing of OpenTelemetry is imported, and nothing happens for a request.
 """
 
+import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -24,6 +27,10 @@ _PATH = "/v1/traces"
 _PARENT_HEADERS = ("traceparent", b"traceparent")
 """The header that carries on a client's trace, over gRPC and over HTTP."""
 
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?", re.ASCII
+)
+
 
 class SamplingTracer:
     """Passes to `tracer` the requests that `traces` samples, and those whose clients send a trace context:
@@ -41,6 +48,24 @@ class SamplingTracer:
         self._traces.open_traces -= picked
         if picked or (self._level and any(name in _PARENT_HEADERS for name, _ in context.headers)):
             self._tracer(context)
+
+
+def trace_context(context: RequestContext, traces: TraceControl) -> str | None:
+    """The W3C trace context of a request that is being answered, as JSON of its headers, for spans that others make
+    within the request's own; None for a request that leaves none. Its ids are chosen now, and the span's later."""
+    if not traces.sends_spans:
+        return None
+    root = context
+    while root.parent is not None:
+        root = root.parent
+    header = next((value for name, value in root.headers if name in _PARENT_HEADERS), b"")
+    client = _TRACEPARENT.fullmatch(header if isinstance(header, str) else header.decode("latin-1"))
+    if client is None and traces.settings().spans is not None and request_trace(root, traces) is None:
+        return None
+    context.trace_id = root.trace_id = client[1] if client is not None else root.trace_id or os.urandom(16).hex()
+    context.span_id = context.span_id or os.urandom(8).hex()
+    flags = "01" if client is None else client[2]
+    return json.dumps({"traceparent": f"00-{context.trace_id}-{context.span_id}-{flags}"})
 
 
 def otlp_endpoint(flag: str, environment: Mapping[str, str], settings: SpanSettings | None = None) -> str:

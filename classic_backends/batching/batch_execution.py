@@ -38,6 +38,9 @@ class SequenceLayout(Protocol):
     def iterative(self) -> bool: ...
 
     @property
+    def tells_idle_rows(self) -> bool: ...
+
+    @property
     def state_outputs(self) -> tuple[str, ...]: ...
 
     def arrange_rows(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]: ...
@@ -117,7 +120,7 @@ def execute_decoupled(
 
 def gather_inputs(layout: BatchLayout, jobs: Sequence[InferenceJob]) -> Arrays:
     """The inputs of all jobs, concatenated, and the tensors that the config derives from them."""
-    ragged = {binding.name for binding in layout.signature.inputs if binding.ragged}
+    ragged = {binding.name for binding in layout.signature.inputs if binding.ragged and not layout.by_request}
     inputs = {}
     for name in jobs[0].inputs:
         arrays = [job.inputs[name].ravel() if name in ragged else job.inputs[name] for job in jobs]

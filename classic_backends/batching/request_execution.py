@@ -15,7 +15,7 @@ import msgspec
 from ...core.errors import CharoniaError, Internal
 from ...core.request import InferResponse
 from ...core.request_context import RequestContext
-from ...telemetry.model_metrics import NO_TIMING, ExecutionTiming
+from ...telemetry.model_metrics import NO_TIMING, CloseReason, ExecutionTiming
 from ..runtime import RequestRuntime, Rescheduled, RuntimeAnswer, RuntimeRequest
 from .batch_execution import (
     BatchLayout,
@@ -54,7 +54,7 @@ class RequestExecution:
         self._runtime, self.queued, self._started_at = runtime, queued, started_at
         self._timing = NO_TIMING
         self._mark = started_at
-        self._batch: RequestBatch
+        self._batch = RequestBatch([queued], CloseReason.ALONE)
         self._request = _make_request(self._layout, queued.job, self._respond, queued.context)
         self._request.id, self._request.parameters = queued.request_id, queued.parameters
         self._request.timeout, self._request.priority = queued.timeout_ns // 1000, queued.priority
@@ -64,7 +64,7 @@ class RequestExecution:
 
     def prepare(self, batch: RequestBatch, started_at: int) -> RuntimeRequest:
         """The request for the next execution, as a part of `batch`."""
-        self._batch, self._mark = RequestBatch([self.queued], batch.close_reason), started_at
+        self._batch, self._mark = self._batch._replace(close_reason=batch.close_reason), started_at
         _fill_request(self._request, self._layout, self.queued.job)
         self._request.cancelled = self._request.cancelled or self.queued.given_up
         return self._request
@@ -186,7 +186,7 @@ def execute_requests(
     try:
         requests = [execution.prepare(batch, started_at) for execution in executions]
         gathered_at = time.monotonic_ns()
-        answers = runtime.execute_requests(requests)
+        answers = _execute_rows(surroundings, runtime, batch, requests)
         computed_at = time.monotonic_ns()
         responses = [execution.read(answer) for execution, answer in zip(executions, answers, strict=True)]
     except BaseException as error:  # a model may do anything: the thread goes on
@@ -204,6 +204,31 @@ def execute_requests(
     surroundings.call_in_loop(
         _finish_batch, surroundings.router, done, list(zip(executions, responses, strict=True)), crowded
     )
+
+
+def _execute_rows(
+    surroundings: ExecutionSurroundings,
+    runtime: RequestRuntime,
+    batch: RequestBatch,
+    requests: Sequence[RuntimeRequest],
+) -> Sequence[RuntimeAnswer]:
+    """The answers to `requests`, which are those of `batch`. A model with fixed rows that can tell idle ones gets a
+    request for each of these, too."""
+    layout, sequences = surroundings.layout, surroundings.layout.sequences
+    if sequences is None or not sequences.tells_idle_rows:
+        return runtime.execute_requests(requests)
+    jobs = [queued.job for queued in batch.requests]
+    by_job, rows = dict(zip(jobs, requests, strict=True)), []
+    for job in sequences.arrange_rows(jobs):
+        idle = RuntimeRequest({}, (), lambda answer, final: None, RequestContext("idle"))
+        if job not in by_job:  # its states have the shapes of another row's
+            idle.inputs = {name: array[1:] for name, array in gather_inputs(layout, [jobs[0], job]).items()}
+        rows.append(by_job.get(job, idle))
+    answers = dict(zip(rows, runtime.execute_requests(rows), strict=True))
+    for row in rows:
+        if row not in requests and isinstance(answers[row], Rescheduled):
+            surroundings.call_in_loop(runtime.cancel_request, row)
+    return [answers[request] for request in requests]
 
 
 def execute_alone(runtime: RequestRuntime, layout: BatchLayout, job: InferenceJob, instance: str) -> Exception | None:

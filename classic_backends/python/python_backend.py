@@ -53,7 +53,7 @@ class PythonBackend:
         max_calls = read_integer(parameters, "max-open-calls", MAX_INFERENCES, least=1)
         gateway, loop = cast(ServerGateway, self.services.gateway), self.services.loop
         datatypes = {spec.name: spec.datatype for spec in config.inputs}
-        runtime = PythonRuntime(placement.name, datatypes, loop)
+        runtime = PythonRuntime(placement.name, datatypes, loop, gateway.shared_state.traces)
         message = messages.Initialize(
             str(self._model_file(directory, config.raw)),
             self._search_path(directory),

@@ -14,6 +14,8 @@ from typing import Any
 
 from ...core.errors import Internal, InvalidArgument
 from ...core.request_context import RequestContext
+from ...telemetry.trace_settings import TraceControl
+from ...telemetry.tracing import trace_context
 from ..python_stub import messages
 from ..runtime import (
     Rescheduled,
@@ -78,15 +80,17 @@ class FirstAnswer:
 
 
 class PythonRuntime:
-    """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` is the
-    server's; `resources` are closed with it.
+    """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` and `traces`
+    are the server's; `resources` are closed with it.
 
     The process knows a request by its handle, from its first execution until it is answered or dropped. `_waiting` are
     the handles of those that are rescheduled, and not executed again yet.
     """
 
-    def __init__(self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
-        self._name, self._datatypes, self._loop = name, datatypes, loop
+    def __init__(
+        self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop, traces: TraceControl
+    ) -> None:
+        self._name, self._datatypes, self._loop, self._traces = name, datatypes, loop, traces
         self._first = FirstAnswer(name, initialize_failure(name))
         self._new_handles = count(1)
         self._open: dict[int, RuntimeRequest] = {}
@@ -112,7 +116,7 @@ class PythonRuntime:
             process.kill()  # it may hang, and has no model to finalize
             self.close()
             raise
-        self.traits = RuntimeTraits(process=process, interrupt=self._interrupt, unready_reason=check)
+        self.traits = RuntimeTraits(ragged=True, process=process, interrupt=self._interrupt, unready_reason=check)
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         handles = [self._handles.get(request) or next(self._new_handles) for request in requests]
@@ -180,7 +184,7 @@ class PythonRuntime:
             json.dumps(dict(request.parameters)) if request.parameters else "{}",
             list(request.output_names),
             self._process.writer.write_all(tensors),
-            request.context.trace_id or None,
+            trace_context(request.context, self._traces),
         )
 
     def _read(self, message: messages.ResponseMessage | None, rescheduled: bool = False) -> RuntimeAnswer:

@@ -41,6 +41,12 @@ class SequenceSupport(NamedTuple):
         return self.config.slots.iterative
 
     @property
+    def tells_idle_rows(self) -> bool:
+        """Whether the model is told of rows without a request, and knows them by a control."""
+        ready = any(control.kind is ControlKind.READY for control in self.config.controls)
+        return ready and self.config.slots.fixed_rows
+
+    @property
     def state_outputs(self) -> tuple[str, ...]:
         return tuple(state.output for state in self.config.states)
 

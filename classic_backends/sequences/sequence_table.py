@@ -10,7 +10,7 @@ Pure bookkeeping over times (nanoseconds) that its caller gives. Knows nothing o
 import logging
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count, cycle
+from itertools import count
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
@@ -54,7 +54,7 @@ class SequenceTable:
         # Of each instance, how many slots were ever used.
         self._used: dict[Instance, int] = {}
         self._serial = count()
-        self._new_ids = cycle(rules.ids)
+        self._made_ids = count()
 
     @property
     def waiting_requests(self) -> int:
@@ -116,8 +116,9 @@ class SequenceTable:
 
     def _new_id(self, text: bool) -> SequenceId:
         """An id for a request that brings none."""
-        ids = (str(number) if text else number for number in self._new_ids)
-        return next(each for each in ids if each not in self._open)
+        ids = self._rules.ids
+        numbers = (ids[made % len(ids)] for made in self._made_ids)
+        return next(each for each in (str(number) if text else number for number in numbers) if each not in self._open)
 
     def assign_slots(self) -> list[OpenSequence]:
         """Give free slots to the sequences that have waited longest, and return these: their requests may go there."""

@@ -158,8 +158,8 @@ class ChunkBuilder:
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
         top = tuple(self._named(*pair) for pair in zip(logprobs.ids, logprobs.values, strict=True))
-        return self._named(token, logprobs.chosen, top)
+        return self._named(token, logprobs.chosen, top, logprobs.rank)
 
-    def _named(self, token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    def _named(self, token: int, value: float, top: tuple[TokenLogprob, ...] = (), rank: int = 0) -> TokenLogprob:
         text, data = self._tokenizer.token_piece(token)
-        return TokenLogprob(token, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB, top)
+        return TokenLogprob(token, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB, top, rank)

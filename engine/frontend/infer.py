@@ -266,7 +266,7 @@ def _padded_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> lis
 
 def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:
     """For each answer a JSON list as Triton's vLLM backend has it: of each token, objects by the ids of itself and the
-    likeliest ones. A token that is none of these has no rank. null where no logprobs were asked for."""
+    likeliest ones. null where no logprobs were asked for."""
     return [
         orjson.dumps(list(map(_by_token_id, chunk.logprobs)) if chunk.logprobs or not chunk.token_ids else None)
         for chunk in chunks
@@ -274,9 +274,9 @@ def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[b
 
 
 def _by_token_id(token: TokenLogprob) -> dict[str, dict[str, Any]]:
-    ranks = {each.id: rank for rank, each in enumerate(token.top, start=1)}
+    ranks = {token.id: token.rank or None, **{each.id: rank for rank, each in enumerate(token.top, start=1)}}
     return {
-        str(each.id): {"logprob": each.logprob, "rank": ranks.get(each.id), "decoded_token": each.text}
+        str(each.id): {"logprob": each.logprob, "rank": ranks[each.id], "decoded_token": each.text}
         for each in (token, *token.top)
     }
 

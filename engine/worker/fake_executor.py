@@ -166,7 +166,7 @@ class FakeExecutor:
         """The chosen token is the likeliest, its successors follow: -1, -2, ..."""
         if top is None:
             return None
-        return Logprobs(-1.0, [token, *self._successors(token, top - 1)][:top], [-1.0 - rank for rank in range(top)])
+        return Logprobs(-1.0, [token, *self._successors(token, top - 1)][:top], [-1.0 - rank for rank in range(top)], 1)
 
     def _successors(self, token: int, count: int) -> Iterator[int]:
         for _ in range(count):

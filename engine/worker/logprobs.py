@@ -34,11 +34,25 @@ def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor
 def sampled_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], size: int) -> list[Logprobs | None]:
     """The log-probabilities of a step's `size` samples, None for a sample that is not in `wanted`: sample -> number of
     likeliest tokens to name. `logits` [W, vocabulary] and `tokens` int64 [W] are those of the wanted samples."""
-    columns = (column.tolist() for column in measure_logprobs(logits.float(), tokens, max(wanted.values())))
+    logits = logits.float()
+    measured = *measure_logprobs(logits, tokens, max(wanted.values())), measure_ranks(logits, tokens)
     found: list[Logprobs | None] = [None] * size
-    for (place, top_n), own, ids, values in zip(wanted.items(), *columns, strict=True):
-        found[place] = Logprobs(own, ids[:top_n], values[:top_n])
+    for (place, top_n), own, ids, values, rank in zip(
+        wanted.items(), *(each.tolist() for each in measured), strict=True
+    ):
+        found[place] = Logprobs(own, ids[:top_n], values[:top_n], rank)
     return found
+
+
+def measure_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """How many tokens are likelier than each of int64 `tokens` [S] by float32 `logits` [S, vocabulary], and 1: int32
+    [S]."""
+    own = logits.gather(-1, tokens.unsqueeze(-1))
+    if logits.device.type != "cpu":
+        return (logits > own).sum(-1, dtype=torch.int32) + 1
+    # numpy counts in a tenth of the time of torch
+    likelier = [np.count_nonzero(row > bar) for row, bar in zip(logits.numpy(), own.numpy(), strict=True)]
+    return torch.tensor(likelier, dtype=torch.int32) + 1
 
 
 class PromptSpan(NamedTuple):
@@ -81,10 +95,4 @@ def _columns(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor
     """The arrays of `PromptLogprobs.from_arrays`, on the device."""
     logits = logits.float()
     chosen, ids, values = measure_logprobs(logits, tokens, top_n)
-    own = logits.gather(-1, tokens.unsqueeze(-1))
-    if logits.device.type == "cpu":  # numpy counts in a tenth of the time of torch
-        likelier = [np.count_nonzero(row > bar) for row, bar in zip(logits.numpy(), own.numpy(), strict=True)]
-        ranks = torch.tensor(likelier, dtype=torch.int32) + 1
-    else:
-        ranks = (logits > own).sum(-1, dtype=torch.int32) + 1
-    return chosen, ranks, ids.to(torch.int32), values
+    return chosen, measure_ranks(logits, tokens), ids.to(torch.int32), values

@@ -138,6 +138,18 @@ def test_a_whole_answer_begins_with_the_prompt(server: Server, own_text: str) ->
     assert both["num_output_tokens"] == [24, 24]
 
 
+def test_logprobs_are_json_beside_each_token(server: Server) -> None:
+    body = {"text_input": PROMPT, "return_logprobs": True, "return_cumulative_logprob": True, **SAMPLING, "logprobs": 2}
+    answer = generate(server, "vllm", **body)
+    tokens = json.loads(answer["logprobs"])
+    assert len(tokens) == SAMPLING["max_tokens"]
+    chosen = [next(iter(token.values())) for token in tokens]
+    assert sum(each["logprob"] for each in chosen) == pytest.approx(answer["cumulative_logprob"], abs=1e-4)
+    assert all(each["rank"] >= 1 for each in chosen)
+    assert {each["rank"] for token in tokens for each in token.values()} > {1, 2}
+    assert generate(server, "vllm", text_input=PROMPT, return_logprobs=True, **SAMPLING)["logprobs"] == "null"
+
+
 def test_a_stream_has_the_same_text_without_the_prompt(server: Server, own_text: str) -> None:
     url = f"{server.url}/v2/models/vllm/generate_stream"
     body = {"text_input": PROMPT, "stream": True, "return_finish_reason": True, **SAMPLING}

@@ -60,9 +60,10 @@ class Steps:
         self.batches: list[list[int]] = []
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> list[RuntimeAnswer]:
-        assert len({request.correlation_id for request in requests}) == len(requests)
-        self.batches.append([int(request.inputs["X"].item()) for request in requests])
-        return [self._execute(request) for request in requests]
+        real = [request for request in requests if request.inputs["READY"].item()]
+        assert len({request.correlation_id for request in real}) == len(real) > 0
+        self.batches.append([int(request.inputs["X"].item()) for request in real])
+        return [self._execute(request) if request in real else Rescheduled() for request in requests]
 
     def _execute(self, request: RuntimeRequest) -> RuntimeAnswer:
         assert request.flags == (0 if request in self.left else 1) == request.inputs["START"].item()

@@ -103,7 +103,7 @@ def test_responses_have_the_backends_outputs() -> None:
     responses = StreamedResponses(asked.outputs)
     likeliest = TokenLogprob(7, "b", b"b", -0.5)
     first = GenerateChunk(
-        text="a", token_ids=(5,), usage=Usage(3, 1), logprobs=(TokenLogprob(5, "a", b"a", -1.5, (likeliest,)),)
+        text="a", token_ids=(5,), usage=Usage(3, 1), logprobs=(TokenLogprob(5, "a", b"a", -1.5, (likeliest,), 4),)
     )
     last = GenerateChunk(
         text="b",
@@ -125,7 +125,7 @@ def test_responses_have_the_backends_outputs() -> None:
     [tokens] = said[0]["logprobs"][1]
     assert json.loads(tokens) == [
         {
-            "5": {"logprob": -1.5, "rank": None, "decoded_token": "a"},
+            "5": {"logprob": -1.5, "rank": 4, "decoded_token": "a"},
             "7": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
         }
     ]

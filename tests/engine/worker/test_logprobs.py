@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from charonia.engine.worker.logprobs import measure_logprobs
+from charonia.engine.worker.logprobs import measure_logprobs, sampled_logprobs
 
 VOCAB = 151_936
 """So long that torch shares a sum among its threads."""
@@ -28,3 +28,12 @@ def test_a_row_that_is_alone_is_measured_as_in_company() -> None:
     for row in range(60):
         alone = measure_logprobs(logits[row : row + 1], tokens[row : row + 1], 2)
         assert [column.tolist() for column in alone] == [column[row : row + 1].tolist() for column in together]
+
+
+def test_a_sampled_token_has_its_rank_whatever_is_named_beside_it() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [1.0, 1.0, 0.0, 5.0]])
+    first, none, second = sampled_logprobs(logits, torch.tensor([2, 3]), {0: 1, 2: 2}, 3)
+    assert none is None
+    assert first is not None
+    assert second is not None
+    assert (first.ids, first.rank, second.ids[0], second.rank) == ([1], 3, 3, 1)
