@@ -31,6 +31,9 @@ from .response_router import BatchResult, ResponseRouter
 _SEQUENCE_START, _SEQUENCE_END = 1, 2
 """Triton's flags of a request."""
 
+_FIELDS = {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"}
+"""Parameters of the protocol that a model sees as fields of its request."""
+
 
 class ExecutionSurroundings(NamedTuple):
     """What all executions of a model share. `call_in_loop` calls in the event loop, from any thread; `settle_batch` and
@@ -56,7 +59,8 @@ class RequestExecution:
         self._mark = started_at
         self._batch = RequestBatch([queued], CloseReason.ALONE)
         self._request = _make_request(self._layout, queued.job, self._respond, queued.context)
-        self._request.id, self._request.parameters = queued.request_id, queued.parameters
+        self._request.id = queued.request_id
+        self._request.parameters = {name: each for name, each in queued.parameters.items() if name not in _FIELDS}
         self._request.timeout, self._request.priority = queued.timeout_ns // 1000, queued.priority
         queued.execution = self
 

@@ -45,7 +45,7 @@ async def test_each_request_is_seen_as_it_was_made(tmp_path: Path) -> None:
     async with python_model(tmp_path, body) as model:
         [response] = await answers(model, request(1, outputs=("T",), timeout=5000000, key="value"))
         [text] = values(response)["T"]
-    seen = ["id", 0, 0, 5000000, {"timeout": 5000000, "key": "value"}, ["T"], "model", str(tmp_path / "model" / "1")]
+    seen = ["id", 0, 0, 5000000, {"key": "value"}, ["T"], "model", str(tmp_path / "model" / "1")]
     assert text == str(seen).replace("'", '"').encode()
     assert response.parameters == {"a": 1, "b": "c", "d": True}
 

@@ -250,6 +250,18 @@ async def test_a_delay_counts_from_the_time_that_a_request_came_again() -> None:
     assert world.runtime.batches == [[3, 1], [3, 1]]
 
 
+async def test_a_request_that_is_to_come_again_is_not_idle() -> None:
+    world = World(Steps(False, [3]), max_sequence_idle_microseconds=1)
+    request = world.ask(3)
+    for _ in range(2):
+        world.hands[0].step()
+    await asyncio.sleep(0.01)
+    assert world.desk._table.used_slots == 1
+    await world.settle()
+    assert request.channel.ended
+    assert world.metrics.success.count == 1
+
+
 async def test_requests_of_one_id_follow_each_other() -> None:
     world = World(Steps(False))
     for number in (3, 2):
