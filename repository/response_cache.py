@@ -18,7 +18,7 @@ import numpy as np
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ResponseStream
 from ..core.metrics import QuantileSummary, Reading
-from ..core.model import MeasuredModel, ModelStats
+from ..core.model import MeasuredModel, ModelStats, SelfCheckingModel
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import RequestContext
 from ..core.statistics import StatisticDuration, VersionStatistics
@@ -192,6 +192,9 @@ class CachedModel:
     def stats(self) -> ModelStats:
         stats = self._model.stats()
         return replace(stats, success=stats.success + self._hits.count)
+
+    async def unready_reason(self) -> str:
+        return await self._model.unready_reason() if isinstance(self._model, SelfCheckingModel) else ""
 
     def statistics(self) -> VersionStatistics:
         """The model's, and the requests that it was not asked."""

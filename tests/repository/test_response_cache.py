@@ -123,6 +123,15 @@ async def test_another_question_has_another_answer(other: InferRequest) -> None:
     assert model.asked == 2
 
 
+async def test_a_model_that_checks_itself_is_asked_behind_the_cache() -> None:
+    class Checking(Doubling):
+        async def unready_reason(self) -> str:
+            return "it is closed"
+
+    assert await CachedModel(Checking(), ResponseCache(MUCH)).unready_reason() == "it is closed"
+    assert await CachedModel(Doubling(), ResponseCache(MUCH)).unready_reason() == ""
+
+
 async def test_a_tenant_does_not_hear_what_another_asked() -> None:
     model = Doubling()
     cached = CachedModel(model, ResponseCache(MUCH))
