@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
 from .config_io import ConfigMessage
-from .native_models import BLS, native_backend
+from .native_models import BLS, NATIVE_BACKENDS, native_backend
 
 PIPELINE_BACKEND = "pipeline"
 
@@ -70,6 +70,7 @@ def fill_backend(config: ConfigMessage, directory: Path) -> None:
     _pair_backend_and_platform(config)
     if not config.default_model_filename and config.backend not in (
         *LANGUAGE_MODEL_BACKENDS,
+        *NATIVE_BACKENDS,
         ENCODER_BACKEND,
         ENSEMBLE_PLATFORM,
     ):

@@ -10,6 +10,8 @@ from .config_io import ConfigMessage
 
 PREPROCESSING, POSTPROCESSING = "charonia_preprocessing", "charonia_postprocessing"
 BLS = "charonia_bls"
+NATIVE_BACKENDS = (PREPROCESSING, POSTPROCESSING, BLS)
+"""Those that stand in for Python code."""
 
 _LLMAPI_INPUTS = "sampling_param_"
 

@@ -4,6 +4,7 @@ Knows nothing of requests but what ends a text.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,8 @@ def _time(seconds: float | None) -> list[int]:
     return [int((seconds or 0.0) * 1e9)]
 
 
+_ALWAYS_ZERO = ("sequence_index", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
+_ZEROS = {*_ALWAYS_ZERO, "context_logits", "generation_logits", "context_phase_params"}
 _VALUES: Mapping[str, Callable[[Sequence[TokenAnswer]], Sequence[Any]]] = {
     "output_ids": lambda row: [answer.tokens for answer in row],
     "sequence_length": lambda row: [len(answer.tokens) for answer in row],
@@ -83,9 +86,7 @@ _VALUES: Mapping[str, Callable[[Sequence[TokenAnswer]], Sequence[Any]]] = {
     "first_scheduled_time_ns": lambda row: _time(row[0].record.begun),
     "first_token_time_ns": lambda row: _time(row[0].record.first),
     "last_token_time_ns": lambda row: _time(row[0].record.last),
-    **dict.fromkeys(
-        ("sequence_index", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"), lambda _: [0]
-    ),
+    **dict.fromkeys(_ALWAYS_ZERO, lambda _: [0]),
 }
 """The elements of an output for one row of the batch, from its answers. Times are of the server's monotonic clock."""
 
@@ -102,7 +103,21 @@ RETURNED_OUTPUTS: Mapping[str, Collection[str]] = {
 
 def output_tensor(spec: TensorSpec, rows: Sequence[Sequence[TokenAnswer]], batched: bool) -> Tensor:
     """One output for all rows of a batch; without a batch dimension for the only row."""
-    data = _stacked([_VALUES[spec.name](row) for row in rows], spec)
+    if spec.name in _ZEROS and len(rows) == 1:
+        return _zeros(spec, batched)
+    return _make_tensor(spec, [_VALUES[spec.name](row) for row in rows], batched)
+
+
+@cache
+def _zeros(spec: TensorSpec, batched: bool) -> Tensor:
+    """Ensembles ask for all outputs with every token: those that are always the same are made once."""
+    tensor = _make_tensor(spec, [_VALUES[spec.name](())], batched)
+    tensor.data.flags.writeable = False
+    return tensor
+
+
+def _make_tensor(spec: TensorSpec, rows: Sequence[Any], batched: bool) -> Tensor:
+    data = _stacked(rows, spec)
     data = data if batched else data[0]
     return Tensor(spec.name, spec.datatype, data.shape, data)
 
