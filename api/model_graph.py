@@ -136,11 +136,16 @@ class _Builder:
         self._edges: dict[tuple[str, str], dict[str, EdgeTensor]] = {}
 
     def built(self) -> ModelGraph:
-        """A model whose code asks others has no share of its own: its time is theirs too."""
+        """A model whose code asks others has no share of its own: its time is theirs too. One that
+        is drawn in several places has one."""
         askers = {source for (source, _), tensors in self._edges.items() if not tensors}
         asking = {node.model for node in self._nodes if node.id in askers}
-        timed = [node.times for node in self._nodes if node.times is not None and node.model not in asking]
-        total = sum(times.seconds for times in timed)
+        timed = {
+            (node.model, node.version): node.times.seconds
+            for node in self._nodes
+            if node.times is not None and node.model not in asking
+        }
+        total = sum(timed.values())
         nodes = []
         for node in self._nodes:
             times = node.times

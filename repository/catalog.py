@@ -57,6 +57,12 @@ class RepositoryCatalog:
         """The directories of models of that name; none for a name that no directory can have."""
         return [path for repository in self._repositories if os.path.isdir(path := repository / name)]
 
+    def steps_there(self, source: ModelSource) -> frozenset[str]:
+        """The models that a source asks, without those that may be missing and are."""
+        return frozenset(
+            step for step in source.steps if step not in source.optional_steps or step in self.model_names()
+        )
+
     def stamps(self, name: str) -> Hashable:
         """The stamps of all files in a model's directory: equal as long as nothing changes. None if there are none."""
         try:

@@ -110,7 +110,7 @@ class ModelControl:
         if source.name in asked_by:
             circle = " -> ".join((*asked_by, source.name))
             raise CircularEnsembles(f"circular dependency between ensembles: {circle}", field="ensemble_scheduling")
-        for step in sorted(source.steps):
+        for step in sorted(self._catalog.steps_there(source)):
             entry = self._registry.entries.get(step)
             loaded = entry is not None and bool(entry.loaded_versions)
             if loaded and step not in self._loaded_for:

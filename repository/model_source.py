@@ -62,6 +62,12 @@ class ModelSource:
         return frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
 
     @property
+    def optional_steps(self) -> frozenset[str]:
+        """Those of the steps that may be missing."""
+        is_pipeline = self.backend == PIPELINE_BACKEND
+        return DeclaredModels.of(self.parameters).optional if is_pipeline else frozenset()
+
+    @property
     def parameters(self) -> dict[str, str]:
         return {key: value.string_value for key, value in self.config.parameters.items()}
 

@@ -85,7 +85,7 @@ class RepositoryWatcher:
                     await self._record_unreadable(name, error)
                     listener.on_failed(name, error.message)
             else:
-                wanted += sorted(source.steps.difference(wanted, self._registry.entries))
+                wanted += sorted(self._catalog.steps_there(source).difference(wanted, self._registry.entries))
                 if self._is_changed(name, source.versions):
                     sources.append(source)
         loads: dict[str, asyncio.Task[bool]] = {}

@@ -121,6 +121,8 @@ def test_time_is_shared_between_steps_and_not_with_those_that_ask_them() -> None
     times = {"one": NodeTimes(3, 1.0, 0.25, 0.75), "stream": NodeTimes(3, 3.0), "glue": NodeTimes(1, 9.0)}
     shares = {node.model: node.times.share for node in graph("chain", times=times).nodes if node.times}
     assert shares == {"one": 0.25, "stream": 0.75}
+    twice = {node.model: node.times.share for node in graph("chain", "one", times=times).nodes if node.times}
+    assert twice == shares
     drawn = graph("glue", times=times)
     assert {node.model: node.times.share for node in drawn.nodes if node.times} == {"glue": 0.0, "one": 1.0}
     text = to_mermaid(drawn)

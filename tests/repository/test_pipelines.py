@@ -65,6 +65,17 @@ async def test_a_pipeline_loads_what_it_declares_and_is_loaded_anew(world: Pipel
     await world.gateway.lifecycle.close()
 
 
+async def test_a_model_that_may_be_missing_is_loaded_where_it_is(world: PipelineWorld) -> None:
+    world.write_pipeline("glue", "toy, gone?")
+    assert await world.start()
+    world.write("gone", {"1": 3})
+    world.explicit(allow_pipelines=True)
+    await world.gateway.unload_model("glue", dependents=True)
+    await world.gateway.load_model("glue")
+    assert all(map(world.gateway.is_model_ready, ("glue", "toy", "gone")))
+    await world.gateway.lifecycle.close()
+
+
 async def test_a_request_loads_no_pipeline_unless_it_may(world: PipelineWorld) -> None:
     world.write_pipeline("glue", "toy")
     world.explicit(allow_code=True)
