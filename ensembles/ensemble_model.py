@@ -3,7 +3,6 @@
 Knows nothing of how models are served, but through the gateway's handles of them.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -18,6 +17,7 @@ from ..core.statistics import VersionStatistics
 from ..telemetry.model_metrics import FailureReason
 from .ensemble_plan import EnsemblePlan, EnsembleStep, plan_ensemble, read_steps
 from .ensemble_run import ENDPOINT, EnsembleRun, RequestTimes
+from .readiness import AskedVersion, first_unready_reason
 from .request_counts import RequestCounts
 from .step_errors import with_model_name
 
@@ -63,9 +63,8 @@ class EnsembleModel:
 
     async def unready_reason(self) -> str:
         """Why the model of a step says that it is not ready."""
-        asked = {(step.model, step.version) for step in self._plan.steps} if self._plan is not None else ()
-        reasons = await asyncio.gather(*(self._gateway.unready_reason(*each) for each in asked))
-        return next(filter(None, reasons), "")
+        steps = () if self._plan is None else self._plan.steps
+        return await first_unready_reason(self._gateway, (AskedVersion(step.model, step.version) for step in steps))
 
     def statistics(self) -> VersionStatistics:
         return self._counts.statistics()

@@ -23,6 +23,7 @@ from ..telemetry.model_metrics import FailureReason
 from .lookup import ModelRequests
 from .pipeline_code import PipelineCode
 from .pipeline_run import PipelineRun
+from .readiness import AskedVersion, first_unready_reason
 from .request_counts import RequestCounts
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,10 @@ class PipelineModel:
     def stats(self) -> ModelStats:
         """Ready while the models that it needs are."""
         return self._counts.stats(self._loaded and all(map(self._gateway.is_model_ready, self._declared.required)))
+
+    async def unready_reason(self) -> str:
+        """Why a model that it needs says that it is not ready."""
+        return await first_unready_reason(self._gateway, map(AskedVersion, self._declared.required))
 
     def statistics(self) -> VersionStatistics:
         return self._counts.statistics()

@@ -24,6 +24,7 @@ from ..core.tensor import Tensor
 from ..telemetry.model_metrics import FailureReason
 from .lookup import AskedModel, ModelRequests
 from .named_tensors import NamedTensors
+from .readiness import AskedVersion, first_unready_reason
 from .request_counts import RequestCounts
 from .stream_text import StopTrimmer, StreamText
 
@@ -86,6 +87,10 @@ class TensorRtLlmBls:
     def stats(self) -> ModelStats:
         """Ready while the models that it asks are."""
         return self._counts.stats(self._loaded and all(map(self._gateway.is_model_ready, self._models.required)))
+
+    async def unready_reason(self) -> str:
+        """Why a model that it needs says that it is not ready."""
+        return await first_unready_reason(self._gateway, map(AskedVersion, self._models.required))
 
     def statistics(self) -> VersionStatistics:
         return self._counts.statistics()

@@ -40,6 +40,9 @@ class Models:
             raise NotFound(f"unknown model '{name}'")
         return MODELS[name]
 
+    async def unready_reason(self, name: str, version: str = "") -> str:
+        return "" if self.is_model_ready(name, version) else f"{name} is not ready"
+
     def is_model_ready(self, name: str, version: str = "") -> bool:
         return name in MODELS and name != "down"
 

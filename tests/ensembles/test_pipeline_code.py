@@ -109,7 +109,9 @@ async def test_models_are_declared(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="depends on 'no' which has no loaded version: unknown model"):
         await loaded(tmp_path, GOOD, asks="text, no")
     assert (await loaded(tmp_path, GOOD, asks="text, no?, down?")).stats().ready
-    assert not (await loaded(tmp_path, GOOD, asks="text, down")).stats().ready
+    assert await (await loaded(tmp_path, GOOD, asks="text, no?, down?")).unready_reason() == ""
+    glue = await loaded(tmp_path, GOOD, asks="text, down")
+    assert (glue.stats().ready, await glue.unready_reason()) == (False, "down is not ready")
     assert not pipeline(tmp_path, GOOD, asks="").stats().ready, "it is not loaded"
     code = "async def run(request, lookup):\n    return {'U': [str(lookup(request.text('T')).ready)]}"
     assert await answers(await loaded(tmp_path, code, Models(), asks="*")) == [b"False"]
