@@ -132,9 +132,9 @@ class Dispatcher:
 
     def _drop(self, request: QueuedRequest) -> None:
         """End a request that is rescheduled and cannot come again."""
-        if request.given_up and not request.finished:
-            assert request.execution is not None
+        if request.execution is not None and (request.given_up or request.finished):
             request.execution.cancel()
+        if request.given_up and not request.finished:
             self._router.on_finished([request])
         elif self._instances and not request.finished:  # without them, its runtime tells that its process has ended
             self._router.on_rejected(request, stopping_error(request))

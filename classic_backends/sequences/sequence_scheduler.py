@@ -116,7 +116,7 @@ class SequenceScheduler:
             sequence = self._table.sequence_of(request)
             slot = None if sequence is None else sequence.slot
             self._table.finish_request(request, now)
-            if slot is not None and request.execution is not None and slot.instance in self._dispatchers:
+            if slot is not None and self._layout.by_request and slot.instance in self._dispatchers:
                 self._dispatchers[slot.instance].release(request)
         self._assign_slots()
         self._timer.set_no_later_than(now + self._config.slots.max_idle_ns)

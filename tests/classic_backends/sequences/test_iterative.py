@@ -47,7 +47,7 @@ class Channel(ResponseChannel):
 class Steps:
     """A runtime whose requests are executed as often as their X says; each time it says by the next of its `manners`
     how a request comes again: with the batch (0), after a response (1) or too many of them (2), `later`, when the test
-    says so (1 and 3), or before the batch's answers (4)."""
+    says so (1 and 3), or before the batch's answers (4). A last answer comes later, too (3)."""
 
     traits = RuntimeTraits()
 
@@ -76,6 +76,9 @@ class Steps:
         answer: RuntimeAnswer = Rescheduled(carried)
         if done == number:
             answer = RuntimeResponse({"SUM": np.array([[done]], np.int32)})
+            if self.manners[0] == 3:
+                self.later.append((request, answer))
+                return None
             if self.decoupled:
                 request.respond(answer, True)
                 return None
@@ -95,7 +98,7 @@ class Steps:
         """What was to come later comes."""
         later, self.later = self.later, []
         for request, answer in later:
-            request.respond(answer, False)
+            request.respond(answer, isinstance(answer, RuntimeResponse))
 
     def cancel_request(self, request: RuntimeRequest) -> None:
         self.cancelled.add(request)
@@ -191,6 +194,7 @@ async def play(world: World, actions: Sequence[tuple[str, int]]) -> None:
     assert [request.channel.ends for request in world.asked] == [1] * len(world.asked)  # type: ignore[attr-defined]
     assert len(world.desk) == world.desk._table.used_slots == world.desk._table.waiting_sequences == 0
     assert not world.desk._router._streams
+    assert not any(host._queue._held or host._queue._later for host in world.desk._dispatchers.values())  # type: ignore[attr-defined]
     metrics = world.metrics
     assert metrics.success.count == metrics.inferences
     assert metrics.executions == len(world.runtime.batches)
@@ -270,6 +274,15 @@ async def test_requests_of_one_id_follow_each_other() -> None:
     await world.settle()
     assert [[number for number in batch if number != 4] for batch in world.runtime.batches] == [[3]] * 3 + [[2]] * 2
     assert world.desk._table.used_slots == 0
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_requests_of_one_id_follow_each_other_though_answered_later(decoupled: bool) -> None:
+    world = World(Steps(decoupled, [3]))
+    requests = [world.ask(number, sequence_id=5) for number in (2, 3, 1)]
+    await world.settle()
+    assert world.runtime.batches == [[2]] * 2 + [[3]] * 3 + [[1]]
+    assert all(request.channel.ended for request in requests)
 
 
 @pytest.mark.parametrize("manner", range(5))
