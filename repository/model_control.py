@@ -4,7 +4,7 @@ See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 
@@ -89,20 +89,43 @@ class ModelControl:
             message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
             raise Internal(message, field=error.field) from None
         try:
-            if source.backend == PIPELINE_BACKEND and not self._allow_pipelines:
-                raise InvalidArgument(f"model '{name}' is a pipeline, {_PIPELINE_REFUSED}", field="backend")
-            await self._load_steps(source, asked_by)
-        except BaseException:
-            release()
-            raise
-        try:
-            await self._lifecycle.load(source, release=release)
+            await self._load_with_steps(source, release, asked_by)
         except LoadFailure as failure:
             message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
             raise InvalidArgument(message) from None
         self._overridden.pop(name, None)
         if config is not None and not files:
             self._overridden[name] = stamps
+
+    async def _load_with_steps(
+        self, source: ModelSource, release: Callable[[], None], asked_by: tuple[str, ...]
+    ) -> None:
+        """Load a model, and before it those that it asks. What was loaded for it alone goes if it is not served then,
+        or does not ask it any more."""
+        try:
+            try:
+                if source.backend == PIPELINE_BACKEND and not self._allow_pipelines:
+                    message = f"model '{source.name}' is a pipeline, {_PIPELINE_REFUSED}"
+                    raise InvalidArgument(message, field="backend")
+                await self._load_steps(source, asked_by)
+            except BaseException:
+                release()
+                raise
+            await self._lifecycle.load(source, release=release)
+        except Exception:
+            entry = self._registry.entries.get(source.name)
+            if entry is None or not entry.loaded_versions:
+                await self._unload_unasked(source.name, frozenset())
+            raise
+        await self._unload_unasked(source.name, source.steps)
+
+    async def _unload_unasked(self, name: str, asked: Collection[str]) -> None:
+        """Unload what was loaded only because the ensemble `name` asked it; it now asks these."""
+        for step, ensembles in self._loaded_for.items():
+            if step not in asked:
+                ensembles.discard(name)
+        for step in [step for step, ensembles in self._loaded_for.items() if not ensembles]:
+            await self.unload(step)
 
     async def _load_steps(self, source: ModelSource, asked_by: tuple[str, ...]) -> None:
         """Load the models that an ensemble asks and that are not loaded; its own load tells which are missing.

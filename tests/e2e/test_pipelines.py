@@ -414,3 +414,11 @@ def test_explicit_control_loads_what_an_ensemble_asks(
         (models / "double" / "1" / "model.py").write_text("raise ValueError('broken')")
         with pytest.raises(triton.InferenceServerException, match="'twice' depends on 'double' which has no loaded"):
             client.load_model("twice")
+        assert ready() == []
+        (models / "double" / "1" / "model.py").write_text(DOUBLE)
+        client.load_model("twice")
+        one = CONFIGS["twice"].replace('model_name: "double"', 'model_name: "echo"')
+        one = one.replace('key: "X"', 'key: "INPUT0"').replace('key: "Y"', 'key: "OUTPUT0"')
+        (models / "twice" / "config.pbtxt").write_text(one)
+        client.load_model("twice")
+        server.until(lambda: ready() == ["echo", "twice"])
