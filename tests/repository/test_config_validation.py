@@ -205,6 +205,17 @@ def test_rules(text: str, field: str, says: str) -> None:
     ("text", "idle"),
     [
         (GOOD + "dynamic_batching {} instance_group { count: 2 passive: true }", []),
+        (
+            """name: "m" backend: "vllm" instance_group { count: 1 kind: KIND_MODEL }
+            model_transaction_policy { decoupled: true } input { name: "text_input" data_type: TYPE_STRING dims: 1 }""",
+            [],
+        ),
+        ('name: "m" backend: "vllm" instance_group { kind: KIND_GPU }', ["instance_group"]),
+        (
+            'name: "m" backend: "vllm" instance_group { count: 2 } max_batch_size: 8',
+            ["max_batch_size", "instance_group"],
+        ),
+        ('name: "m" backend: "vllm" model_transaction_policy {}', ["model_transaction_policy"]),
         (GOOD + 'response_cache { enable: true } runtime: "x"', ["runtime", "response_cache"]),
         (GOOD + "response_cache { }", []),
         (GOOD + "optimization { priority: PRIORITY_MAX graph { level: 1 } }", ["optimization.priority"]),

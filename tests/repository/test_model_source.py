@@ -1,5 +1,6 @@
 """Directories and configs become sources; what is wrong is said with file, line and field."""
 
+import json
 import os
 from pathlib import Path
 
@@ -38,6 +39,22 @@ def test_a_whole_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [None, "", 'name: "m"'])
 def test_a_checkpoint_completes_what_is_missing(tmp_path: Path, config: str | None) -> None:
     assert read_model(make(tmp_path, "m", config, "1")).backend == "charonia"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "backend"),
+    [
+        (["BertModel"], "encoder"),
+        (["DebertaV2ForSequenceClassification"], "encoder"),
+        (["GPT2LMHeadModel"], "charonia"),
+        (["LlamaForCausalLM"], "charonia"),
+        ([], "charonia"),
+        (7, "charonia"),
+    ],
+)
+def test_a_checkpoints_class_tells_what_serves_it(tmp_path: Path, architectures: object, backend: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+    assert checkpoint_source(str(tmp_path)).backend == backend
 
 
 @pytest.mark.parametrize(
