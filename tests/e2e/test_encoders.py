@@ -1,6 +1,10 @@
-"""Encoders as they are published, served without a config: OpenAI's client, /v1/rerank, and plain infer."""
+"""Encoders as they are published, imported and served: OpenAI's client, /v1/rerank, and plain infer."""
 
+import json
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +15,8 @@ import openai
 import pytest
 import tritonclient.http as triton
 
+from charonia.cli.model_import import import_model
+
 from .serving import serving
 from .tensors import given
 
@@ -18,11 +24,23 @@ TEXTS = ["the ferry crosses the river", "a boat", "two coins for charon"]
 
 
 @pytest.fixture(scope="module")
-def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def lines() -> dict[str, str]:
+    """The line to try that `charonia import` printed for each model."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def served(
+    sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory, lines: dict[str, str]
+) -> Iterator[Any]:
     models = sibling("encoder_models.py")
     repository: Path = tmp_path_factory.mktemp("encoders") / "models"
-    models.write_embedder(repository / "embedder" / "1")
-    models.write_cross_encoder(repository / "ranker" / "1")
+    models.write_embedder(repository.parent / "sources" / "embedder")
+    models.write_cross_encoder(repository.parent / "sources" / "ranker")
+    for source in (repository.parent / "sources").iterdir():
+        with redirect_stdout(StringIO()) as said:
+            import_model(str(source), repository, "", copied=source.name == "ranker")
+        lines[source.name] = said.getvalue().splitlines()[-1].strip()
     with serving(repository.parent / "t", "--model-repository", str(repository)) as server:
         yield server
         assert server.stop() == 0
@@ -42,6 +60,13 @@ def test_openais_client_gets_what_infer_gives(served: Any) -> None:
     np.testing.assert_allclose(vectors, infer(served, "embedder", "embedding", text_input=TEXTS), atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert made.usage.prompt_tokens == sum(len(text.split()) + 2 for text in TEXTS)
+
+
+def test_the_lines_that_import_printed_are_answered(served: Any, lines: dict[str, str]) -> None:
+    for name, member in (("embedder", "data"), ("ranker", "results")):
+        code = lines[name].replace("localhost:8000", served.http_address)
+        run = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        assert len(json.loads(run.stdout)[member]) == 2
 
 
 def test_documents_are_ranked_by_what_infer_gives(served: Any) -> None:

@@ -181,6 +181,19 @@ def test_scores_are_those_of_each_pair_alone(
         np.testing.assert_allclose(scores, expected, atol=2e-6)
 
 
+def test_a_classifier_takes_a_text_alone_and_a_reranker_does_not(
+    version: Path, making_encoders: ModuleType, described: Describe
+) -> None:
+    for labels, optional in ((1, False), (3, True)):
+        module = making_encoders.write_cross_encoder(version, labels)
+        found = ENCODER.complete(version, {"name": "encoder"}, {})
+        assert [each.get("optional", False) for each in found["input"]] == [False, optional]
+    (made,) = load(version, described).execute({"text_input": column(TEXTS[:1])}, ["score"])
+    text = PreTrainedTokenizerFast.from_pretrained(version)(TEXTS[0], return_tensors="pt")
+    with torch.inference_mode():
+        np.testing.assert_allclose(made["score"], module(**text).logits.numpy(), atol=2e-6)
+
+
 def test_what_it_takes_and_gives_is_found(version: Path, making_encoders: ModuleType) -> None:
     making_encoders.write_embedder(version, tail=["Dense", "Normalize"])
     found = ENCODER.complete(version, {"name": "encoder", "max_batch_size": 0}, {"default-max-batch-size": "4"})
