@@ -154,8 +154,10 @@ def _divide_into_stages(
         """The stage whose passes a receiver of these tensors belongs to."""
         found = {stage_of[tensor]: tensor for tensor in tensors if stage_of[tensor]}
         if len(found) > 1:
-            origins = [(tensor, source.model) for stage, tensor in found.items() if (source := stages[stage][0])]
-            named = " and ".join(f"'{tensor}' from '{model}'" for tensor, model in origins)
+            origins = [(tensor, source) for stage, tensor in found.items() if (source := stages[stage][0])]
+            named = " and ".join(
+                f"'{tensor}' from '{source.model}' (step {source.number})" for tensor, source in origins
+            )
             text = "receives inputs originated from different decoupled models"
             raise _error(f"in ensemble {config.name}, {receiver} {text}: {named}")
         return next(iter(found), 0)
@@ -177,7 +179,8 @@ def _are_chained(steps: Sequence[EnsembleStep]) -> bool:
 
 
 class _End(NamedTuple):
-    """One end of a tensor: the model that it belongs to there, and its datatype and whole shape in it."""
+    """One end of a tensor: the model that it belongs to there, that of a step or the ensemble, and its datatype and
+    whole shape in it."""
 
     model: str
     datatype: str
@@ -206,25 +209,30 @@ def _check_tensors(config: ModelConfig, steps: Sequence[EnsembleStep], models: M
             if name not in step.inputs and not spec.optional:
                 raise _error(f"{where}: input '{name}' of model '{step.model}' is not mapped, and not optional")
         for name, tensor in step.inputs.items():
-            _check_ends(config, tensor, origins[tensor], _end(model, inputs[name]))
-        origins.update({tensor: _end(model, outputs[name]) for name, tensor in step.outputs.items()})
+            _check_ends(config, tensor, origins[tensor], _end(model, inputs[name], step))
+        origins.update({tensor: _end(model, outputs[name], step) for name, tensor in step.outputs.items()})
     for spec in config.outputs:
         _check_ends(config, spec.name, origins[spec.name], _end(config, spec))
 
 
-def _end(model: ModelConfig, spec: TensorSpec) -> _End:
-    return _End(model.name, spec.datatype, (-1, *spec.dims) if model.max_batch_size else spec.dims)
+def _end(model: ModelConfig, spec: TensorSpec, step: EnsembleStep | None = None) -> _End:
+    name = f"'{model.name}'" if step is None else f"'{model.name}' (step {step.number})"
+    return _End(name, spec.datatype, (-1, *spec.dims) if model.max_batch_size else spec.dims)
+
+
+def _type_name(datatype: str) -> str:
+    return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
 def _check_ends(config: ModelConfig, tensor: str, made: _End, taken: _End) -> None:
     where = f"in ensemble '{config.name}', ensemble tensor '{tensor}'"
     if made.datatype != taken.datatype:
-        kind, ours, theirs = "data type", f"TYPE_{taken.datatype}", f"TYPE_{made.datatype}"
+        kind, ours, theirs = "data type", _type_name(taken.datatype), _type_name(made.datatype)
     elif not made.agrees(taken):
         kind, ours, theirs = "shape", str(list(taken.shape)), str(list(made.shape))
     else:
         return
-    both = f"{ours} is inferred from model '{taken.model}' while {theirs} is inferred from model '{made.model}'"
+    both = f"{ours} is inferred from model {taken.model} while {theirs} is inferred from model {made.model}"
     raise _error(f"{where}: inconsistent {kind}: {both}")
 
 

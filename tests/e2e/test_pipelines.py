@@ -248,7 +248,7 @@ def test_a_backend_in_python_has_models_that_are_data(server: Server) -> None:
 
 def test_tokens_stream_through_a_graph(server: Server) -> None:
     alone = stream(server, "fake", text_input="hello", max_tokens=6)
-    parts = stream(server, "marked", text_input="hello", max_tokens=6, stream=True)
+    parts = stream(server, "marked", text_input="hello", max_tokens=6)  # an absent `stream` means true here
     assert len(parts) > 1
     assert unmarked(parts) == "".join(alone)
     answer = httpx.post(f"{server.url}/v2/models/marked/generate", json={"text_input": "hello", "max_tokens": 6})

@@ -71,13 +71,13 @@ def test_steps_beside_each_other_are_not_chained() -> None:
         (ensemble(["x"], ["a"], ("add_sub", {"A": "x"}, {"SUM": "a"})), "input 'B' of model 'add_sub' is not mapped"),
         (
             ensemble(["x"], [spec("y", "BYTES")], FIRST, ("text", {"IN": "a"}, {"OUT": "y"})),
-            "ensemble tensor 'a': inconsistent data type: TYPE_BYTES is inferred from model 'text' while TYPE_INT32 is "
-            "inferred from model 'identity'",
+            "ensemble tensor 'a': inconsistent data type: TYPE_STRING is inferred from model 'text' (step 1) "
+            "while TYPE_INT32 is inferred from model 'identity' (step 0)",
         ),
         (
             ensemble(["x"], [spec("y", dims=(2,))], FIRST, ("wide", {"IN": "a"}, {"OUT": "y"})),
-            "ensemble tensor 'a': inconsistent shape: [2] is inferred from model 'wide' while [1] is inferred from "
-            "model 'identity'",
+            "ensemble tensor 'a': inconsistent shape: [2] is inferred from model 'wide' (step 1) while [1] is "
+            "inferred from model 'identity' (step 0)",
         ),
         (ensemble(["x"], [spec("a", "FP32")], FIRST), "TYPE_FP32 is inferred from model 'whole' while TYPE_INT32"),
         (
@@ -93,7 +93,7 @@ def test_steps_beside_each_other_are_not_chained() -> None:
                 ("add_sub", {"A": "a", "B": "b"}, {"SUM": "y"}),
             ),
             "in ensemble whole, step of model 'add_sub' receives inputs originated from different decoupled models: "
-            "'a' from 'square' and 'b' from 'square'",
+            "'a' from 'square' (step 0) and 'b' from 'square' (step 1)",
         ),
         (
             ensemble(["x"], ["a", "b"], ("square", {"IN": "x"}, {"OUT": "a"}), ("square", {"IN": "x"}, {"OUT": "b"})),
