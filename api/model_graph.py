@@ -13,6 +13,8 @@ import msgspec
 from ..core.declared_models import DeclaredModels
 from ..core.model import RawConfig
 
+_PIPELINE = "pipeline"
+
 
 class NodeTimes(msgspec.Struct, frozen=True):
     """Where the time of a model's successful requests went since it was loaded, of all clients' together: their number,
@@ -180,7 +182,7 @@ class _Builder:
         if found is None:
             return {}
         if name not in path and not _steps(found.config):
-            for asked in sorted(models_asked(found.config)):
+            for asked in self._asked(found.config):
                 self._connect_asked(node, asked, cluster, (*path, name))
         return {each["name"]: _Origin(node, _tensor(found.config, each)) for each in found.config.get("output", ())}
 
@@ -189,8 +191,13 @@ class _Builder:
         target = self._add_model(asked, "", found, cluster)
         self._edges.setdefault((node, target), {})
         if found is not None and asked not in path and not _steps(found.config):
-            for each in sorted(models_asked(found.config)):
+            for each in self._asked(found.config):
                 self._connect_asked(target, each, cluster, (*path, asked))
+
+    def _asked(self, config: RawConfig) -> list[str]:
+        """The models that code says it asks; only of a pipeline does the parameter mean that in any case."""
+        sure = config.get("backend") == _PIPELINE
+        return [name for name in sorted(models_asked(config)) if sure or self._find(name, "") is not None]
 
     def _add_ensemble(
         self, name: str, found: GraphModel, given: Mapping[str, _Origin], parent: str, path: tuple[str, ...]

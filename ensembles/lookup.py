@@ -16,8 +16,9 @@ from ..core.errors import CharoniaError, Internal, InvalidArgument, RequestTimeo
 from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, ParameterValue
-from ..core.request_context import ExecutionTimes, RequestContext
+from ..core.request_context import RequestContext
 from ..core.tensor import Tensor
+from .ensemble_run import RequestTimes
 from .named_tensors import NamedTensors, to_tensor
 
 ENDPOINT = "pipeline"
@@ -46,13 +47,13 @@ class Lookup(Protocol):
 
 
 class ModelRequests:
-    """The requests that a pipeline makes for one of its own. `execution`: their times of work and waiting together;
-    `last_error`: that one of them raised."""
+    """The requests that a pipeline makes for one of its own. `times`: what they took together; `last_error`: that one
+    of them raised; `ended`: there are to be no more."""
 
     def __init__(
         self, name: str, declared: DeclaredModels, gateway: Gateway, request: InferRequest, context: RequestContext
     ) -> None:
-        self.execution = ExecutionTimes(0, 0, (0, 0, 0))
+        self.times = RequestTimes()
         self.last_error: CharoniaError | None = None
         self.ended = False
         self._name, self._declared, self._gateway = name, declared, gateway
@@ -93,13 +94,7 @@ class ModelRequests:
             self.last_error = error
             raise
         finally:
-            if context.execution is not None:
-                self._add(context.execution)
-
-    def _add(self, done: ExecutionTimes) -> None:
-        _, waited, spent = self.execution
-        prepared, computed, split = (one + other for one, other in zip(spent, done.spent, strict=True))
-        self.execution = ExecutionTimes(0, waited + done.begun - done.queued, (prepared, computed, split))
+            self.times.add(context)
 
     def _make_request(
         self,
@@ -169,7 +164,8 @@ class ModelRequests:
     async def close(self) -> None:
         """End all requests that are still open, and refuse further ones."""
         self.ended = True
-        await asyncio.gather(*self._closing, *(opened.close() for opened in tuple(self._open)))
+        closing = (*self._closing, *(opened.close() for opened in tuple(self._open)))
+        await asyncio.gather(*closing, return_exceptions=True)
 
 
 class AskedModel:

@@ -118,14 +118,18 @@ class PipelineModel:
         started_at = time.monotonic_ns()
         requests = ModelRequests(self.config.name, self._declared, self._gateway, request, context)
         failure: FailureReason | None = FailureReason.CANCELED
+        first = True
         try:
             async with aclosing(PipelineRun(self.config, self._code, request, requests).stream()) as responses:
                 async for response in responses:
+                    if first:
+                        self._counts.record_first_response(started_at)
+                    first = False
                     failure = None if response.final else failure
                     yield response
             failure = None
-        except CharoniaError:
+        except Exception:
             failure = FailureReason.OTHER
             raise
         finally:
-            self._counts.record(request, context, [requests.execution], started_at, failure)
+            self._counts.record(request, context, [requests.times.together()], started_at, failure)

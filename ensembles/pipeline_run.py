@@ -15,7 +15,7 @@ import msgspec
 
 from ..core.errors import CharoniaError, Internal
 from ..core.model import ModelConfig
-from ..core.request import InferRequest, InferResponse
+from ..core.request import InferRequest, InferResponse, ParameterValue
 from .lookup import ModelRequests
 from .named_tensors import NamedTensors, to_tensor
 from .pipeline_code import PipelineCode
@@ -61,6 +61,8 @@ class PipelineRun:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             raise self._failure(first_error(error)) from None
+        finally:
+            await self._requests.close()
 
     async def _answer(self, values: AsyncGenerator[Any, None]) -> None:
         answer: InferResponse | None = None
@@ -71,7 +73,8 @@ class PipelineRun:
                 raise Internal(f"{self._name} has yielded twice{self._at(values)}, and its config is not decoupled")
             response = self._make_response(value, values)
             if self._config.decoupled:
-                await self._buffer.put(response)
+                if response.outputs:
+                    await self._buffer.put(response)
             else:
                 answer = msgspec.structs.replace(response, final=True)
         if answer is not None:
@@ -80,6 +83,9 @@ class PipelineRun:
             raise Internal(f"{self._name} has not yielded an answer")
 
     def _make_response(self, value: Any, values: AsyncGenerator[Any, None]) -> InferResponse:
+        parameters: Mapping[str, ParameterValue] = {}
+        if isinstance(value, NamedTensors):  # a model's response passes as far as there are outputs for it
+            parameters, value = value.parameters, {name: value[name] for name in self._specs if name in value}
         if not isinstance(value, Mapping) or not value:
             wrong = f"{type(value).__name__}, not its outputs by name" if not isinstance(value, Mapping) else "nothing"
             raise Internal(f"{self._name} has yielded {wrong}{self._at(values)}")
@@ -96,7 +102,7 @@ class PipelineRun:
                     raise ValueError("is missing")
             except ValueError as error:
                 raise Internal(f"{self._name}: output '{name}' {error}{self._at(values)}") from None
-        return InferResponse(tuple(tensors), value.parameters if isinstance(value, NamedTensors) else {})
+        return InferResponse(tuple(tensors), parameters)
 
     def _at(self, values: AsyncGenerator[Any, None]) -> str:
         """The place of the `yield` that the code stands at."""

@@ -101,6 +101,12 @@ def test_what_code_asks_is_there_without_tensors_and_circles_end() -> None:
     ]
 
 
+def test_a_parameter_of_another_meaning_names_no_models() -> None:
+    models = {"python": asking("gone, one"), "glue": asking("gone") | {"backend": "pipeline"}, "one": MODELS["one"]}
+    assert wired(graph("python", models=models)) == [("python", "one", [])]
+    assert wired(graph("glue", models=models)) == [("glue", "gone", [])]
+
+
 def test_circles_of_ensembles_and_of_steps_end() -> None:
     ring = {
         "ring": ensemble(("gnir", {"A": "A"}, {"B": "B"})),

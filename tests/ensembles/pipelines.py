@@ -25,6 +25,8 @@ MODELS = {
     "text": model("text", [spec("IN", "BYTES"), spec("sampling_parameters", "BYTES", optional=True)], [spec("OUT")]),
     "down": model("down", [spec("IN")], [spec("OUT")]),
 }
+OUT = "OUT"
+"""The name of `text`'s output."""
 
 
 @dataclass
@@ -65,7 +67,7 @@ class Asked:
             if self.config.name == "down":
                 raise Unavailable("'down' is down")
             if self.config.name == "text":
-                yield InferResponse((Tensor("OUT", "BYTES", (1,), request.inputs["IN"].data),), {"shouted": False})
+                yield InferResponse((Tensor(OUT, "BYTES", (1,), request.inputs["IN"].data),), {"shouted": False})
                 return
             for number in range(int(request.inputs["UPTO"].data[0])):
                 await asyncio.sleep(0)

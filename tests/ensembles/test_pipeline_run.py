@@ -1,6 +1,7 @@
 """Running a pipeline: what its code asks, yields and raises, and what becomes of code that does not want to end."""
 
 import asyncio
+import re
 from contextlib import aclosing
 from pathlib import Path
 
@@ -142,14 +143,26 @@ async def test_only_wanted_outputs_leave(tmp_path: Path) -> None:
     code = """
     async def run(request, lookup):
         yield {"Y": 1, "U": "a"}
+        yield {"Y": 2}
         async for each in lookup("text").stream({"IN": "b"}):
             yield {"U": each["OUT"]}
     """
     glue = await loaded(tmp_path, code)
     asked = InferRequest("id", request().inputs, ("U",))
     async with aclosing(glue.infer(asked, RequestContext("test"))) as responses:
-        found = [[tensor.name for tensor in each.outputs] async for each in responses]
-    assert found == [["U"], ["U"]]
+        found = [[tensor.scalar for tensor in each.outputs] async for each in responses]
+    assert found == [[b"a"], [b"b"]]
+
+
+async def test_a_models_response_passes_as_far_as_there_are_outputs_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    glue = await loaded(tmp_path, "async def run(r, lookup):\n    yield await lookup('text').infer({'IN': 'a'})\n")
+    with pytest.raises(Internal, match=f"has yielded nothing {re.escape(AT[:-2])}2"):
+        await answers(glue)
+    monkeypatch.setattr("tests.ensembles.pipelines.OUT", "U")
+    async with aclosing(glue.infer(request(), RequestContext("test"))) as responses:
+        assert [(each.outputs[0].scalar, each.parameters) async for each in responses] == [(b"a", {"shouted": False})]
 
 
 async def test_leaving_runs_what_the_code_has_to_clean_up(tmp_path: Path) -> None:
