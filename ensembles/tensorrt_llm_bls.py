@@ -117,7 +117,7 @@ class TensorRtLlmBls:
             raise
         finally:
             await requests.close()
-            self._counts.record(request, context, [requests.execution], started_at, failure)
+            self._counts.record(request, context, [requests.times.together()], started_at, failure)
 
     async def _answer(self, request: InferRequest, requests: ModelRequests) -> AsyncGenerator[InferResponse, None]:
         inputs = NamedTensors(request.inputs.values(), {})
