@@ -3,6 +3,7 @@
 Over HTTP on connections that stay open, and over gRPC. Knows nothing of what is right.
 """
 
+import gc
 from typing import Any, NamedTuple
 
 import orjson
@@ -46,6 +47,7 @@ class WholeAnswers:
     async def close(self) -> None:
         self.http.close()
         await self._channel.close()
+        gc.collect()  # calls that failed hold their connection until then
 
     def _read_events(self, answer: HttpResponseReader) -> StreamAnswer:
         values: list[Any] = []

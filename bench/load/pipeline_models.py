@@ -2,13 +2,13 @@
 
 `double` answers each request once; `stream` sends responses from threads and coroutines, and now and then one that does
 not look whether its client has left. `talk` asks a language model between an identity model and a Python model that
-marks each piece of text; `nested` passes what `talk` says on.
+marks each piece of text; `nested` passes what `talk` says on, and so does the code of `coded`.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
-DOUBLE, STREAM, MARK, TALK, NESTED = "double", "stream", "mark", "talk", "nested"
+DOUBLE, STREAM, MARK, TALK, NESTED, CODED = "double", "stream", "mark", "talk", "nested", "coded"
 
 _DOUBLE = """
 import numpy as np
@@ -126,10 +126,21 @@ output [ { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] } ]
 }
 
 
+_CODE = f"""
+from charonia.ensembles import Lookup, NamedTensors
+
+
+async def run(request: NamedTensors, lookup: Lookup):
+    asked = {{"text_input": request.text("text_input"), "stream": True}}
+    async for chunk in lookup("{TALK}").stream(asked):
+        if "text_output" in chunk:
+            yield {{"text_output": chunk["text_output"]}}
+"""
+
+
 def _ensemble(*steps: str) -> str:
     head = f'platform: "ensemble"\nmodel_transaction_policy {{ decoupled: true }}\n{_QUESTION}\n{_ANSWER}\n'
-    openai = 'parameters { key: "openai" value { string_value: "completions" } }\n'
-    return f"{head}{openai}ensemble_scheduling {{ step [ {', '.join(steps)} ] }}\n"
+    return f"{head}ensemble_scheduling {{ step [ {', '.join(steps)} ] }}\n"
 
 
 def _step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
@@ -149,7 +160,7 @@ def write_model(directory: Path, name: str) -> None:
 
 
 def write_ensembles(directory: Path, language_model: str) -> None:
-    """Write `talk` and `nested`, and the steps of theirs that are not the language model."""
+    """Write `talk`, `nested` and `coded`, and the steps of theirs that are not the language model."""
     for name in (MARK, "clean", "pass"):
         write_model(directory, name)
     question = {"text_input": "text_input", "stream": "stream"}
@@ -161,6 +172,10 @@ def write_ensembles(directory: Path, language_model: str) -> None:
     nested = _ensemble(
         _step(TALK, question, {"text_output": "marked"}), _step("pass", {"IN": "marked"}, {"OUT": "text_output"})
     )
-    for name, config in ((TALK, talk), (NESTED, nested)):
+    decoupled = "model_transaction_policy { decoupled: true }"
+    models = f'parameters {{ key: "models" value {{ string_value: "{TALK}" }} }}'
+    coded = f'backend: "pipeline"\n{decoupled}\n{_QUESTION}\n{_ANSWER}\n{models}\n'
+    for name, config in ((TALK, talk), (NESTED, nested), (CODED, coded)):
         (directory / name / "1").mkdir(parents=True)
         (directory / name / "config.pbtxt").write_text(config)
+    (directory / CODED / "1" / "pipeline.py").write_text(_CODE)

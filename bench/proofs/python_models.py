@@ -43,7 +43,7 @@ _LONGEST = 60.0
 """Seconds after which a request that has no answer is one that hangs."""
 _LIFE = 0.3
 """Seconds between two kills, at most."""
-_TOLD = (" is not healthy.", "have ended unexpectedly and are being restarted")
+TOLD = (" is not healthy.", "have ended unexpectedly and are being restarted")
 _STREAMS = 0.2
 """The share of requests that are for a stream."""
 _TOLD_PAUSE = 0.02
@@ -159,7 +159,7 @@ class Askers:
             error = f"the server hung up: {problem}"
         if not error:
             return "answered"
-        if self._may_be_told and error.endswith(_TOLD):
+        if self._may_be_told and error.endswith(TOLD):
             return "told"
         self.result.faults.append(f"request {number}, {door}: {error}")
         return "wrong"
@@ -198,7 +198,7 @@ async def ask_many(place: ServerAddress, count: int, seed: int, tell: Tell = lam
 
         def answered() -> None:
             tell()
-            _look_now_and_then(place, askers.result, sum(askers.result.ends.values()), count)
+            look_now_and_then(place, askers.result, sum(askers.result.ends.values()), count)
 
         await askers.ask_until(lambda: askers.asked >= count, answered)
     return askers.result
@@ -225,25 +225,25 @@ async def _kill(place: ServerAddress, chance: random.Random, kills: int, result:
         while not (pids := stub_pids(place)):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(_LIFE / 10)
         os.kill(chance.choice(pids), signal.SIGKILL)
-        _look_now_and_then(place, result, number, kills)
+        look_now_and_then(place, result, number, kills)
         tell()
 
 
-def _look_now_and_then(place: ServerAddress, result: PhaseResult, done: int, whole: int) -> None:
+def look_now_and_then(place: ServerAddress, result: PhaseResult, done: int, whole: int) -> None:
     if done % max(1, whole // _LOOKS) == 0:
         result.looks.append(look(place, done))
 
 
-async def all_serve(place: ServerAddress, seconds: float = 60.0) -> None:
-    """Wait until every model has all its processes.
+async def all_serve(place: ServerAddress, processes: int = PROCESSES, seconds: float = 60.0) -> None:
+    """Wait until the Python models have so many processes and all models are ready.
 
     Raises:
         Unavailable: it has not after so many seconds.
     """
     deadline = asyncio.get_running_loop().time() + seconds
-    while len(stub_pids(place)) != PROCESSES or not await asyncio.to_thread(is_ready, place):
+    while len(stub_pids(place)) != processes or not await asyncio.to_thread(is_ready, place):
         if asyncio.get_running_loop().time() > deadline:
-            raise Unavailable(f"{len(stub_pids(place))} of {PROCESSES} processes serve after {seconds:g} s")
+            raise Unavailable(f"{len(stub_pids(place))} of {processes} processes serve after {seconds:g} s")
         await asyncio.sleep(_LIFE / 10)
 
 
@@ -264,7 +264,7 @@ async def abandon_many(place: ServerAddress, count: int, seed: int, tell: Tell =
     def one_left() -> None:
         nonlocal left
         left += 1
-        _look_now_and_then(place, result, left, count)
+        look_now_and_then(place, result, left, count)
         tell()
 
     await run_clients(place, STREAMED, visits, one_left)
