@@ -92,14 +92,15 @@ class GraphTurn(msgspec.Struct, frozen=True, kw_only=True):
     microseconds: float
 
 
-Turn: TypeAlias = Callable[[str], GraphTurn]
+Turn: TypeAlias = Callable[[str, int], GraphTurn]
+"""A turn of a model; its number, from which its prompts are drawn: none is in a prefix cache."""
 
 
 def take_turns(turn: Turn, models: Sequence[str], repeats: int, log: Log) -> list[GraphTurn]:
     """Each model's turn, one after the other, `repeats` times."""
     turns = []
-    for model in list(models) * repeats:
-        turns.append(turn(model))
+    for number, model in enumerate(list(models) * repeats):
+        turns.append(turn(model, number))
         done = turns[-1]
         log(f"{done.trial:10} {model:9} {done.per_second:9.1f}/s, {done.microseconds:7.1f} µs of frontend CPU each")
     return turns
@@ -123,7 +124,9 @@ def tokens_trial(load: GraphLoad, log: Log) -> tuple[list[GraphTurn], list[Trial
         repository = fake_model.write_repository(Path(scratch) / "models", parameters)
         write_graphs(repository)
         with own_server("--model-repository", str(repository)) as place:
-            turns = take_turns(lambda model: _stream("tokens", place, model, load), (LLM, GRAPH), load.repeats, log)
+            turns = take_turns(
+                lambda model, number: _stream("tokens", place, model, load, number), (LLM, GRAPH), load.repeats, log
+            )
     alone, through = (middle(turns, model, lambda turn: turn.microseconds) for model in (LLM, GRAPH))
     what = f"frontend CPU of a token, µs: {through:.1f} through three steps, {alone:.1f} alone"
     return turns, [TrialVerdict(what, through - alone, _MOST_MICROSECONDS, at_least=False)]
@@ -142,7 +145,10 @@ def throughput_trial(
         write_graphs(repository, script=load.script)
         with own_server("--model-repository", str(repository)) as place:
             turns = take_turns(
-                lambda model: _stream("throughput", place, model, load), (LLM, *graphs), load.repeats, log
+                lambda model, number: _stream("throughput", place, model, load, number),
+                (LLM, *graphs),
+                load.repeats,
+                log,
             )
     alone, *through = (middle(turns, model, lambda turn: turn.per_second) for model in (LLM, *graphs))
     kinds = ("three steps", "three steps, one in Python")
@@ -157,7 +163,7 @@ def throughput_trial(
     ]
 
 
-def _stream(trial: TrialName, place: ServerAddress, model: str, load: GraphLoad) -> GraphTurn:
+def _stream(trial: TrialName, place: ServerAddress, model: str, load: GraphLoad, number: int) -> GraphTurn:
     """A closed loop of as many streams; every stream has all its tokens."""
     jobs = uniform_jobs([0.0] * (2 * load.streams), load.prompt, load.new)
     target = LoadTarget(
@@ -165,7 +171,8 @@ def _stream(trial: TrialName, place: ServerAddress, model: str, load: GraphLoad)
     )
     pace = LoopMode(concurrency=load.streams)
     meter = CpuMeter(place.pid)
-    [outcome] = run(LoadRun(target=target, jobs=jobs, prompts=Prompts(form="text"), pace=pace), on_start=meter.start)
+    prompts = Prompts(form="text", seed=number)
+    [outcome] = run(LoadRun(target=target, jobs=jobs, prompts=prompts, pace=pace), on_start=meter.start)
     spent, tokens = meter.spent(), _tokens(model, outcome)
     each = float("nan") if spent is None else spent.frontend / tokens * 1e6
     return GraphTurn(trial=trial, model=model, per_second=speed(outcome), microseconds=each)
@@ -182,7 +189,7 @@ def chain_trial(load: GraphLoad, log: Log) -> tuple[list[GraphTurn], list[TrialV
     with TemporaryDirectory(prefix="charonia-bench-") as scratch:
         write_chain(Path(scratch))
         with own_server("--model-repository", scratch) as place:
-            turns = take_turns(lambda model: _ask(place, model, load), (IDENTITY, CHAIN), load.repeats, log)
+            turns = take_turns(lambda model, _: _ask(place, model, load), (IDENTITY, CHAIN), load.repeats, log)
     alone, through = (middle(turns, model, lambda turn: turn.per_second) for model in (IDENTITY, CHAIN))
     what = f"requests/s: {through:.0f} through three identity models, {alone:.0f} of one"
     return turns, [TrialVerdict(what, through / alone, _LEAST_CHAIN, at_least=True)]

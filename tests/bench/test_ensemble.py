@@ -47,7 +47,8 @@ def test_the_graphs_fit_their_models(tmp_path: Path, name: str, stages: int) -> 
 def test_turns_alternate_and_their_medians_are_told() -> None:
     asked: list[str] = []
 
-    def turn(model: str) -> GraphTurn:
+    def turn(model: str, number: int) -> GraphTurn:
+        assert number == len(asked)
         asked.append(model)
         return GraphTurn(trial="chain", model=model, per_second=float(len(asked)), microseconds=2.0)
 
