@@ -25,6 +25,9 @@ from .ports import ReservedPorts
 _NO_GPUS = "TRITON_SERVER_CPU_ONLY"
 """The environment variable that, set to anything, turns the gauges of GPUs off, as in tritonserver."""
 
+_QUESTION = '{"text_input": "How do I remove duplicates from a list?"}'
+_PROMPT = '{"text_input": "def fibonacci(n):", "max_tokens": 64}'
+
 
 class FrontendServers:
     """The servers of one process, on ports that are reserved for them: they start, end and stop together.
@@ -96,8 +99,9 @@ class FrontendServers:
         url, key = self._url(ports.http), "-H 'Authorization: Bearer <key>' " if settings.keys else ""
         print(f"Serving on {url}")
         for config in self._gateway.model_configs():
-            if any(spec.name == "text_input" for spec in config.inputs):
-                body = shlex.quote('{"text_input": "def fibonacci(n):", "max_tokens": 64}')
+            inputs, outputs = ({spec.name for spec in specs} for specs in (config.inputs, config.outputs))
+            if "text_input" in inputs and "text_output" in outputs:
+                body = shlex.quote(_QUESTION if config.openai_api == "chat" else _PROMPT)
                 print(f"Try: curl -N {key}{url}/v2/models/{config.name}/generate_stream -d {body}")
                 break
         sys.stdout.flush()

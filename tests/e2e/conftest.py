@@ -59,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterat
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Server]:
-    """The server that `make serve` starts."""
-    models = root / "examples" / "model_repository"
-    with serving(tmp_path_factory.mktemp("d") / "t", "--model-repository", str(models)) as running:
+    """The server that `make serve` starts, with the demo model alone."""
+    flags = ("--model-repository", str(root / "examples/model_repository"), "--model-control-mode", "explicit")
+    with serving(tmp_path_factory.mktemp("d") / "t", *flags, "--load-model", "demo") as running:
         yield running
