@@ -43,9 +43,7 @@ install: $(VENV)/run.stamp  ## make the virtual environment and install charonia
 serve: $(VENV)/run.stamp  ## serve the demo model (ARGS="--http-port 9000" for more)
 	@exec $(BIN)/charonia serve --model-repository $(MODELS) $(ARGS)
 
-# Side by side, a file's tests in one worker; ARGS that choose some run alone (tests/conftest.py). A test that starts a
-# server starts two processes: they read our compiled code, even where Python was told to leave none behind.
-test: export PYTHONDONTWRITEBYTECODE :=
+# Side by side, a file's tests in one worker; ARGS that choose some run alone (tests/conftest.py).
 test: $(VENV)/dev.stamp  ## run the tests (ARGS="-k scheduler" for some)
 	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -22,6 +22,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Here many processes share few cores: an idle thread that spins takes one from those that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# A test that starts a server starts two processes: they read our compiled code, even where Python was told to leave
+# none behind.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 WORKERS = 4
 """At most: each reads all tests and starts servers of its own."""
 
