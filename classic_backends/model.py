@@ -15,7 +15,7 @@ from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavai
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
-from ..core.request_context import ExecutionTimes, RequestContext
+from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
 from ..core.statistics import VersionStatistics
 from ..telemetry.model_metrics import (
     CloseReason,
@@ -145,16 +145,31 @@ class ClassicModel:
         """Raises the runtime's error; `Unavailable` if the queue is full or the model is not loaded, and
         `RequestTimeout` if the request waited too long."""
         if self._inline_runtime is not None:
-            return SingleResponseStream(partial(self._infer_inline, self._inline_runtime, request, context))
+            return SingleResponseStream(partial(self._infer_in_loop, self._inline_runtime, request, context))
         if self._config.decoupled:
             return self._infer_decoupled(request, context)
         return SingleResponseStream(partial(self._infer_queued, request, context))
 
-    async def _infer_inline(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
+    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        """As `infer`, for models whose runtime computes in the event loop."""
+        if self._inline_runtime is None:
+            return None
+        try:
+            answer = self._compute(self._inline_runtime, request)
+        except Exception as error:
+            self._metrics.ended_requests[end_for_error(error, False)] += 1
+            raise
+        self._metrics.ended_requests[DONE] += 1
+        return answer
+
+    async def _infer_in_loop(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
+        response, context.execution = self._compute(runtime, request)
+        return response
+
+    def _compute(self, runtime: Runtime, request: InferRequest) -> tuple[InferResponse, ExecutionTimes]:
         started_at = time.monotonic_ns()
         result = execute_single(runtime, self._layout, request, self._placements[0].name)
         latency = time.monotonic_ns() - started_at
-        context.execution = ExecutionTimes(started_at, started_at, result.timing)
         if result.error is not None:
             self._metrics.record_failure(FailureReason.BACKEND, latency)
             raise result.error
@@ -164,7 +179,7 @@ class ClassicModel:
         self._metrics.record_success(size, latency, 0, result.timing)
         [response] = result.responses
         assert isinstance(response, InferResponse)
-        return response
+        return response, ExecutionTimes(started_at, started_at, result.timing)
 
     async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
         queued = self._submit(request, context)

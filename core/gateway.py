@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from .request_context import Headers, RequestContext
+from .request_context import ExecutionTimes, Headers, RequestContext
 from .statistics import ModelStatistics
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
@@ -57,6 +57,10 @@ class ModelHandle(Protocol):
 
     def for_request(self, context: RequestContext) -> "ModelHandle":
         """The same version, held by another request too: one that a model makes of it for the same client."""
+
+    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        """The answer of a model that computes in the event loop, without a context for the request; None if it does
+        not, or would refuse the request: ask `for_request`."""
 
     def stats(self) -> ModelStats: ...
 

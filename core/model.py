@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from .request_context import RequestContext
+from .request_context import ExecutionTimes, RequestContext
 from .statistics import VersionStatistics
 from .tensor import Tensor, TensorSpec
 
@@ -136,6 +136,15 @@ class SelfCheckingModel(Model, Protocol):
 
     async def unready_reason(self) -> str:
         """Empty where it works. Never raises."""
+
+
+@runtime_checkable
+class InlineModel(Model, Protocol):
+    """A model that may compute in the event loop itself, in less time than a context for the request would cost."""
+
+    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        """The one response to a valid request, which the model has counted; None if it does not compute so. Raises as
+        `infer` does."""
 
 
 @runtime_checkable

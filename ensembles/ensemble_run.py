@@ -1,12 +1,11 @@
 """One request to an ensemble: runs the steps of its plan, each as soon as it has its inputs.
 
-Steps of one pass run in parallel where they can; passes of a stream overlap if they take long, and their responses
+Steps of one pass run in parallel where they can; passes of a stream overlap where steps wait, and their responses
 leave in the order in which the stream began them. What a client does not read holds up its own passes, and so the
 stream. When a step fails or the client leaves, everything else of the request is cancelled.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -26,10 +25,6 @@ from .step_errors import first_error, with_model_name
 
 ENDPOINT = "ensemble"
 """The endpoint that requests of ensembles come from, in metrics and traces."""
-
-_SHORT_PASS = 2e-4
-"""Seconds. Passes that take no longer run one after the other, in the task that reads their source: a task for each
-would cost as much again."""
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
@@ -68,16 +63,19 @@ class RequestTimes:
     def add(self, child: RequestContext) -> None:
         """Add the times of a request that has ended."""
         if child.execution is not None:
-            queued, begun, spent = child.execution
-            self.queued += begun - queued
-            self.input += spent[0]
-            self.infer += spent[1]
-            self.output += spent[2]
+            self.add_execution(child.execution)
         elif child.sequences and child.summary.last is not None:
             submitted, begun_at = child.summary.submitted or child.arrived_at, child.summary.begun or child.arrived_at
             self.input += int(1e9 * (submitted - child.arrived_at))
             self.queued += int(1e9 * (begun_at - submitted))
             self.infer += int(1e9 * (child.summary.last - begun_at))
+
+    def add_execution(self, times: ExecutionTimes) -> None:
+        queued, begun, spent = times
+        self.queued += begun - queued
+        self.input += spent[0]
+        self.infer += spent[1]
+        self.output += spent[2]
 
 
 class EnsembleRun:
@@ -98,7 +96,7 @@ class EnsembleRun:
         self._buffer = ResponseBuffer()
         self._order: deque[Place] = deque()
         self._place_freed = asyncio.Event()
-        self._passes_are_short = True
+        self._waits_for_steps = False
 
     async def answer(self) -> InferResponse:
         """The response of an ensemble without decoupled steps.
@@ -158,13 +156,12 @@ class EnsembleRun:
             await previous
 
     async def _begin_pass(self, state: Pass) -> None:
-        """Run a pass of the last stage; only begin it, where passes take long."""
-        if self._passes_are_short and not self._order:
-            begun = time.perf_counter()
+        """Run a pass of the last stage; only begin it, where steps take their time."""
+        # Without waiting nothing can overlap, and a task for each pass would cost as much again.
+        if not self._waits_for_steps:
             response = await self._run_pass(self._plan.stages[-1], state)
             if response is not None:
                 self._buffer.append(response)
-            self._passes_are_short = time.perf_counter() - begun < _SHORT_PASS
         else:
             while len(self._order) >= self._plan.max_passes:
                 self._place_freed.clear()
@@ -176,9 +173,7 @@ class EnsembleRun:
 
     async def _run_beside(self, state: Pass, place: Place) -> None:
         """Run a pass beside others, and tell what is answered by now."""
-        begun = time.perf_counter()
         place.append(await self._run_pass(self._plan.stages[-1], state))
-        self._passes_are_short = time.perf_counter() - begun < _SHORT_PASS
         while self._order and self._order[0]:
             [response] = self._order.popleft()
             if response is not None:
@@ -212,9 +207,23 @@ class EnsembleRun:
         inputs = await self._inputs(step, state)
         if inputs is None:
             return {}
+        request, handle = self._request_of(step, inputs), self._handles[step.number]
+        # A trace has a span for each request: then each needs a context.
+        answer = handle.infer_inline(request) if self._context.children is None else None
+        if answer is None:
+            response = await self._ask(step, handle, request)
+        else:
+            response, times = answer
+            self._times.add_execution(times)
+        if response.parameters:
+            state.parameters.update(response.parameters)
+        return _renamed(step, response)
+
+    async def _ask(self, step: EnsembleStep, handle: ModelHandle, request: InferRequest) -> InferResponse:
+        self._waits_for_steps = True
         child = self._context.child(ENDPOINT)
         try:
-            responses = self._handles[step.number].for_request(child).infer(self._request_of(step, inputs))
+            responses = handle.for_request(child).infer(request)
             try:
                 response = await self._only_response(step, responses)
             finally:
@@ -225,9 +234,7 @@ class EnsembleRun:
             raise
         finally:
             self._end(child)
-        if response.parameters:
-            state.parameters.update(response.parameters)
-        return _renamed(step, response)
+        return response
 
     async def _only_response(self, step: EnsembleStep, responses: ResponseStream[InferResponse]) -> InferResponse:
         try:

@@ -12,7 +12,7 @@ from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseS
 from ..core.metrics import Measurement
 from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from ..core.request_context import Headers, RequestContext, RequestEnd
+from ..core.request_context import ExecutionTimes, Headers, RequestContext, RequestEnd
 from ..core.statistics import ModelStatistics
 from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
@@ -46,6 +46,16 @@ class LoadedModelHandle:
     def for_request(self, context: RequestContext) -> "LoadedModelHandle":
         context.model, context.version, context.model_found = self.config.name, self.config.version, True
         return LoadedModelHandle(self._gateway, self._loaded, context)
+
+    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        inline = self._loaded.inline
+        if inline is None or self._gateway.exiting():
+            return None
+        try:
+            validate_request(self.config, request)
+        except InvalidArgument:
+            return None
+        return inline.infer_inline(request)
 
     def stats(self) -> ModelStats:
         return self._loaded.model.stats()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..core.errors import NotFound, NotReady, Unavailable
 from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, Reading
-from ..core.model import MeasuredModel, Model, ModelConfig, TextModel
+from ..core.model import InlineModel, MeasuredModel, Model, ModelConfig, TextModel
 from ..core.request_context import RequestContext
 from ..core.statistics import ModelStatistics
 
@@ -43,7 +43,8 @@ class InFlightCounter:
 @dataclass(slots=True)
 class LoadedModel:
     """A loaded model. `source_mark`: see `VersionSource.mark`. `resources` are closed when it is unloaded; `in_flight`
-    counts its requests; `text` and `measured` are the same model if it has those protocols."""
+    counts its requests; `text`, `inline` and `measured` are the same model if it has those
+    protocols."""
 
     model: Model
     config: ModelConfig
@@ -52,10 +53,12 @@ class LoadedModel:
     resources: ExitStack = field(default_factory=ExitStack)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     text: TextModel | None = field(init=False)
+    inline: InlineModel | None = field(init=False)
     measured: MeasuredModel | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = self.model if isinstance(self.model, TextModel) else None
+        self.inline = self.model if isinstance(self.model, InlineModel) else None
         self.measured = self.model if isinstance(self.model, MeasuredModel) else None
 
 

@@ -201,6 +201,8 @@ class FakeHandle:
         self._gateway = gateway
         self.config = config
 
+    def infer_inline(self, request: InferRequest) -> None: ...
+
     def validate(self, request: InferRequest) -> None:
         validate_request(self.config, request)
 

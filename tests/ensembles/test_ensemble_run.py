@@ -13,7 +13,6 @@ from charonia.core.model import ModelConfig
 
 from .graphs import Handle, Step, by_hand, ensemble, handles, make_run, plan, run, spec, values
 
-SHORT_PASS = "charonia.ensembles.ensemble_run._SHORT_PASS"
 SQUARES = ensemble(["x"], ["y"], ("square", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}))
 
 
@@ -30,8 +29,7 @@ async def test_steps_get_their_tensors_under_their_models_names() -> None:
     assert (asked.id, asked.parameters, asked.outputs) == ("id", {"priority": 3}, ("SUM", "DIFF"))
 
 
-async def test_every_response_of_a_stream_runs_what_follows_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SHORT_PASS, 0.0)
+async def test_every_response_of_a_stream_runs_what_follows_in_order() -> None:
     used = {0: Handle("square"), 1: Handle("identity", delays=[9, 3, 0])}
     assert await run(SQUARES, used, x=3) == [{"y": 3}, {"y": 4}, {"y": 5}]
     assert used[1].most > 1, "passes overlap"
@@ -83,8 +81,7 @@ async def test_two_failures_at_once_are_one(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-async def test_parameters_of_responses_belong_to_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SHORT_PASS, 0.0)
+async def test_parameters_of_responses_belong_to_their_pass() -> None:
     config = ensemble(
         ["x"],
         ["y"],
@@ -180,7 +177,7 @@ def graphs(draw: st.DrawFn) -> ModelConfig:
 
 @given(graphs(), st.integers(-9, 9), st.integers(-9, 9), st.lists(st.integers(0, 5), max_size=20), st.booleans())
 async def test_any_graph_equals_its_evaluation_by_hand(
-    config: ModelConfig, x: int, z: int, delays: list[int], beside: bool
+    config: ModelConfig, x: int, z: int, delays: list[int], inline: bool
 ) -> None:
     if not config.outputs or not config.inputs:
         return
@@ -189,8 +186,6 @@ async def test_any_graph_equals_its_evaluation_by_hand(
     except InvalidArgument:
         return  # a tensor that nothing uses, or streams that cannot be joined
     inputs = {spec.name: {"x": x, "z": z}[spec.name] for spec in config.inputs}
-    used = handles(built, delays)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(SHORT_PASS, 0.0 if beside else 1.0)
-        assert await run(config, used, **inputs) == by_hand(config, inputs)
+    used = handles(built, delays, inline)
+    assert await run(config, used, **inputs) == by_hand(config, inputs)
     assert not any(handle.running for handle in used.values())
