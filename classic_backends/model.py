@@ -163,13 +163,18 @@ class ClassicModel:
         return answer
 
     async def _infer_in_loop(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
-        response, context.execution = self._compute(runtime, request)
-        return response
+        return self._compute(runtime, request, context)[0]
 
-    def _compute(self, runtime: Runtime, request: InferRequest) -> tuple[InferResponse, ExecutionTimes]:
+    def _compute(
+        self, runtime: Runtime, request: InferRequest, context: RequestContext | None = None
+    ) -> tuple[InferResponse, ExecutionTimes]:
+        """`context`: gets the times, also of a failure."""
         started_at = time.monotonic_ns()
         result = execute_single(runtime, self._layout, request, self._placements[0].name)
         latency = time.monotonic_ns() - started_at
+        times = ExecutionTimes(started_at, started_at, result.timing)
+        if context is not None:
+            context.execution = times
         if result.error is not None:
             self._metrics.record_failure(FailureReason.BACKEND, latency)
             raise result.error
@@ -179,7 +184,7 @@ class ClassicModel:
         self._metrics.record_success(size, latency, 0, result.timing)
         [response] = result.responses
         assert isinstance(response, InferResponse)
-        return response, ExecutionTimes(started_at, started_at, result.timing)
+        return response, times
 
     async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
         queued = self._submit(request, context)

@@ -571,6 +571,20 @@ async def test_inline_models_answer_without_a_thread() -> None:
     assert (len(runtime.places), runtime.closed) == (1, 1)
 
 
+async def test_inline_models_count_requests_without_a_context() -> None:
+    async with serving(Gated(RuntimeTraits(inline=True)), config({})) as model:
+        answer = model.infer_inline(ask(1))
+        assert answer is not None
+        assert answer[0].outputs[0].data.tolist() == [[2]]
+        with pytest.raises(CharoniaError, match="negative"):
+            model.infer_inline(ask(-1))
+        ended = {each.labels["outcome"]: each.value for each in model.readings() if "outcome" in each.labels}
+        assert (ended["done"], ended["error"]) == (1, 1)
+        assert (model.stats().success, model.stats().failure) == (1, 1)
+    async with serving(Gated(), config({})) as model:
+        assert model.infer_inline(ask(1)) is None
+
+
 async def test_identity_gives_back_what_it_gets() -> None:
     inputs = (TensorSpec("A", "BYTES", (-1,)), TensorSpec("B", "BF16", (2,), optional=True))
     outputs = (TensorSpec("C", "BYTES", (-1,)), TensorSpec("D", "BF16", (2,)))
@@ -614,8 +628,9 @@ async def test_traces_are_told_when_what_happened_to_a_request() -> None:
         assert made.begun == made.queued
 
 
-async def test_traces_are_told_of_a_request_that_failed() -> None:
-    async with serving(Gated(), config({})) as model:
+@pytest.mark.parametrize("inline", [False, True])
+async def test_traces_are_told_of_a_request_that_failed(inline: bool) -> None:
+    async with serving(Gated(RuntimeTraits(inline=inline)), config({})) as model:
         context = RequestContext("infer")
         with pytest.raises(CharoniaError):
             await answers(model, ask(-1), context)
