@@ -18,6 +18,7 @@ from ..core.errors import CharoniaError, Internal
 from ..core.gateway import ModelHandle, ResponseStream
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import ExecutionTimes, RequestContext
+from ..core.task_group import RequestTaskGroup
 from ..core.tensor import Tensor
 from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage
 from .response_buffer import ResponseBuffer
@@ -109,7 +110,7 @@ class EnsembleRun:
             if stage.chained:
                 response = await self._run_pass(stage, state)
             else:
-                async with asyncio.TaskGroup() as self._tasks:
+                async with RequestTaskGroup() as self._tasks:
                     response = await self._run_pass(stage, state)
         except (CharoniaError, BaseExceptionGroup) as error:
             raise self._failure(error) from None
@@ -124,7 +125,7 @@ class EnsembleRun:
     async def _drive(self) -> None:
         state = Pass(dict(self._request.inputs), {})
         try:
-            async with asyncio.TaskGroup() as self._tasks:
+            async with RequestTaskGroup() as self._tasks:
                 await self._run_outer_pass(0, state, None)
         except BaseExceptionGroup as group:
             raise self._failure(group) from None

@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
 from ...core.request import InferResponse
+from ...core.task_group import RequestTaskGroup
 from ...telemetry.shared_state import ServerGateway
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
@@ -97,7 +98,7 @@ class StreamInferCall:
         """Return when everything is answered; cancelling this cancels every request. Raises `CharoniaError`, the status
         that the call ends with."""
         try:
-            async with asyncio.TaskGroup() as answering, aclosing(self._requests()) as requests:
+            async with RequestTaskGroup() as answering, aclosing(self._requests()) as requests:
                 async for request in requests:
                     await self._free_slots.acquire()
                     task = answering.create_task(self._answer(request))

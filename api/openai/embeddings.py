@@ -3,7 +3,6 @@
 Both become v2 inference requests: any model with an encoder's tensors serves them, an ensemble too.
 """
 
-import asyncio
 import base64
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
@@ -20,6 +19,7 @@ from starlette.routing import Route
 from ...core.errors import CharoniaError, Internal, InvalidArgument
 from ...core.gateway import Gateway, ModelHandle
 from ...core.request import InferRequest
+from ...core.task_group import RequestTaskGroup
 from ...core.tensor import Tensor
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
@@ -161,7 +161,7 @@ async def _encode(
     wanted = (output, COUNT) if any(spec.name == COUNT for spec in model.config.outputs) else (output,)
     requests = [InferRequest(inputs=each, outputs=wanted) for each in inputs]
     try:
-        async with asyncio.TaskGroup() as group:
+        async with RequestTaskGroup() as group:
             tasks = [group.create_task(_encode_batch(model, request)) for request in requests]
     except* CharoniaError as errors:
         raise _first(errors) from None

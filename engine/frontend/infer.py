@@ -3,7 +3,6 @@
 The names are those of Triton's TensorRT-LLM and vLLM back ends. Knows nothing of engines or tokenizers.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from ...core.errors import InvalidArgument
 from ...core.logprobs import TokenLogprob
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, join_chunks
 from ...core.request_context import RequestContext
+from ...core.task_group import RequestTaskGroup
 from ...core.tensor import Tensor, TensorSpec
 from ...tokenization.tokenizer import TokenLimit
 from ..core.messages import CoreReady
@@ -212,7 +212,7 @@ async def collect_answers(streams: Sequence[Chunks]) -> list[GenerateChunk]:
     if len(streams) == 1:
         return [await _collect(streams[0])]
     try:
-        async with asyncio.TaskGroup() as group:
+        async with RequestTaskGroup() as group:
             tasks = [group.create_task(_collect(stream)) for stream in streams]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
