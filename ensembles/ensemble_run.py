@@ -9,7 +9,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -17,9 +16,10 @@ import msgspec
 from ..core.errors import CharoniaError, Internal
 from ..core.gateway import ModelHandle, ResponseStream
 from ..core.request import InferRequest, InferResponse, ParameterValue
-from ..core.request_context import ExecutionTimes, RequestContext
+from ..core.request_context import RequestContext
 from ..core.task_group import RequestTaskGroup
 from ..core.tensor import Tensor
+from .composite_model import RequestTimes
 from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage
 from .response_buffer import ResponseBuffer
 from .step_errors import first_error, with_model_name
@@ -47,36 +47,6 @@ class Pass(NamedTuple):
 
 Place: TypeAlias = "list[InferResponse | None]"
 """The place of a pass in the order of responses: empty until the pass is done, then with its response or None."""
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Nanoseconds that the requests to all steps took together: to wait, and for the three parts of their work."""
-
-    queued: int = 0
-    input: int = 0
-    infer: int = 0
-    output: int = 0
-
-    def together(self) -> ExecutionTimes:
-        return ExecutionTimes(0, self.queued, (self.input, self.infer, self.output))
-
-    def add(self, child: RequestContext) -> None:
-        """Add the times of a request that has ended."""
-        if child.execution is not None:
-            self.add_execution(child.execution)
-        elif child.sequences and child.summary.last is not None:
-            submitted, begun_at = child.summary.submitted or child.arrived_at, child.summary.begun or child.arrived_at
-            self.input += int(1e9 * (submitted - child.arrived_at))
-            self.queued += int(1e9 * (begun_at - submitted))
-            self.infer += int(1e9 * (child.summary.last - begun_at))
-
-    def add_execution(self, times: ExecutionTimes) -> None:
-        queued, begun, spent = times
-        self.queued += begun - queued
-        self.input += spent[0]
-        self.infer += spent[1]
-        self.output += spent[2]
 
 
 class EnsembleRun:

@@ -18,7 +18,7 @@ from ..core.model import ModelConfig
 from ..core.request import InferRequest, ParameterValue
 from ..core.request_context import RequestContext
 from ..core.tensor import Tensor
-from .ensemble_run import RequestTimes
+from .composite_model import RequestTimes
 from .named_tensors import NamedTensors, to_tensor
 
 ENDPOINT = "pipeline"
@@ -47,17 +47,22 @@ class Lookup(Protocol):
 
 
 class ModelRequests:
-    """The requests that a pipeline makes for one of its own. `times`: what they took together; `last_error`: that one
-    of them raised; `ended`: there are to be no more."""
+    """The requests that a pipeline makes for one of its own. `times`: theirs are added there; `last_error`: that one of
+    them raised; `ended`: there are to be no more."""
 
     def __init__(
-        self, name: str, declared: DeclaredModels, gateway: Gateway, request: InferRequest, context: RequestContext
+        self,
+        name: str,
+        declared: DeclaredModels,
+        gateway: Gateway,
+        request: InferRequest,
+        context: RequestContext,
+        times: RequestTimes,
     ) -> None:
-        self.times = RequestTimes()
         self.last_error: CharoniaError | None = None
         self.ended = False
         self._name, self._declared, self._gateway = name, declared, gateway
-        self._request, self._context = request, context
+        self._request, self._context, self._times = request, context, times
         self._open: set[_OpenRequest] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -94,7 +99,7 @@ class ModelRequests:
             self.last_error = error
             raise
         finally:
-            self.times.add(context)
+            self._times.add(context)
 
     def _make_request(
         self,

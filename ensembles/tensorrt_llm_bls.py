@@ -4,8 +4,7 @@ the language model and `postprocessing` itself, and so can decode the pieces of 
 Tensors and parameters: https://github.com/triton-inference-server/tensorrtllm_backend#using-the-bls-model.
 """
 
-import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,19 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.declared_models import DeclaredModels
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import InvalidArgument
 from ..core.gateway import Gateway
-from ..core.metrics import Reading
-from ..core.model import ModelConfig, ModelStats
+from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import RequestContext
-from ..core.statistics import VersionStatistics
 from ..core.tensor import Tensor
-from ..telemetry.model_metrics import FailureReason
+from .composite_model import AskedVersion, RequestTimes
 from .lookup import AskedModel, ModelRequests
 from .named_tensors import NamedTensors
-from .readiness import AskedVersion, first_unready_reason
-from .request_counts import RequestCounts
 from .stream_text import StopTrimmer, StreamText
 
 _PREPROCESSING, _POSTPROCESSING = "preprocessing", "postprocessing"
@@ -66,63 +61,40 @@ def _is_true(inputs: Mapping[str, NDArray[Any]], name: str) -> bool:
 
 class TensorRtLlmBls:
     """One version. Parameters: `tensorrt_llm_model_name`, and `accumulate_tokens`: decode the pieces of a stream with
-    what came before them. `quantiles`: of the latency summaries, empty for no summaries."""
+    what came before them."""
 
-    def __init__(self, config: ModelConfig, gateway: Gateway, quantiles: Sequence[float] = ()) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, gateway: Gateway) -> None:
+        self._config = config
         given = {name: value for name, value in config.parameters.items() if value and not value.startswith("${")}
         self._llm = given.get("tensorrt_llm_model_name", "tensorrt_llm")
         self._accumulates = given.get("accumulate_tokens", "").lower() in ("true", "1")
         self._models = DeclaredModels(frozenset((_PREPROCESSING, self._llm, _POSTPROCESSING)))
         self._gateway = gateway
-        self._counts = RequestCounts(config, quantiles)
-        self._loaded = False
 
-    async def load(self) -> None:
-        self._loaded = True
+    async def load(self) -> None: ...
 
-    async def unload(self) -> None:
-        self._loaded = False
+    async def unload(self) -> None: ...
 
-    def stats(self) -> ModelStats:
-        """Ready while the models that it asks are."""
-        return self._counts.stats(self._loaded and all(map(self._gateway.is_model_ready, self._models.required)))
+    @property
+    def asked(self) -> list[AskedVersion]:
+        return [AskedVersion(model) for model in self._models.required]
 
-    async def unready_reason(self) -> str:
-        """Why a model that it needs says that it is not ready."""
-        return await first_unready_reason(self._gateway, map(AskedVersion, self._models.required))
-
-    def statistics(self) -> VersionStatistics:
-        return self._counts.statistics()
-
-    def count(self, context: RequestContext) -> None:
-        self._counts.count(context)
-
-    def readings(self) -> Iterator[Reading]:
-        return self._counts.readings()
-
-    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+    async def answer(
+        self, request: InferRequest, context: RequestContext, times: RequestTimes
+    ) -> AsyncGenerator[InferResponse, None]:
         """Raises what the models raise."""
-        started_at = time.monotonic_ns()
-        requests = ModelRequests(self.config.name, self._models, self._gateway, request, context)
-        failure: FailureReason | None = FailureReason.CANCELED
+        requests = ModelRequests(self._config.name, self._models, self._gateway, request, context, times)
         try:
             async with aclosing(self._answer(request, requests)) as responses:
                 async for response in responses:
-                    failure = None if response.final else failure
                     yield response
-            failure = None
-        except CharoniaError:
-            failure = FailureReason.OTHER
-            raise
         finally:
             await requests.close()
-            self._counts.record(request, context, [requests.times.together()], started_at, failure)
 
     async def _answer(self, request: InferRequest, requests: ModelRequests) -> AsyncGenerator[InferResponse, None]:
         inputs = NamedTensors(request.inputs.values(), {})
         streams = _is_true(inputs, "stream")
-        if streams and not self.config.decoupled:
+        if streams and not self._config.decoupled:
             message = "Streaming is only supported if model is deployed using decoupled mode."
             raise InvalidArgument(message, field="stream")
         for name in _OF_DRAFTS:
@@ -168,7 +140,7 @@ class TensorRtLlmBls:
         self, request: InferRequest, texts: Sequence[str], numbers: Mapping[str, NDArray[Any]], final: bool = False
     ) -> InferResponse:
         tensors = []
-        for spec in self.config.outputs:
+        for spec in self._config.outputs:
             if request.outputs is not None and spec.name not in request.outputs:
                 continue
             if spec.name == _TEXT:

@@ -98,16 +98,17 @@ CALLING_BACKENDS = frozenset({PYTHON})
 
 ENSEMBLE = "ensemble"
 PIPELINE = "pipeline"
-COMPOSITES = {
-    ENSEMBLE: ("ensembles.ensemble_model", "EnsembleModel"),
+COMPOSITIONS = {
+    ENSEMBLE: ("ensembles.ensemble_model", "Ensemble"),
     BLS: ("ensembles.tensorrt_llm_bls", "TensorRtLlmBls"),
+    PIPELINE: ("ensembles.pipeline_model", "Pipeline"),
 }
-"""Backend name of a model that only asks others, and has no code of its own -> module of ours, and its class."""
+"""Backend name of a model that only asks others -> module of ours, and its `Composition`."""
 
 
 def is_own_backend(backend: str) -> bool:
     """Whether a backend is part of the package, and none written in Python by somebody else."""
-    return backend in TEXT_BACKENDS or backend in CLASSIC_RUNTIME_LOADERS or backend in (*COMPOSITES, PIPELINE)
+    return backend in TEXT_BACKENDS or backend in CLASSIC_RUNTIME_LOADERS or backend in COMPOSITIONS
 
 
 def _backends_in(directory: Path | None) -> list[str]:
@@ -119,7 +120,7 @@ def check_backend(name: str, backend: str, directory: Path | None) -> None:
     """Raises `InvalidArgument` for a backend that is not served. `directory`: of the backends written in Python."""
     if is_own_backend(backend) or backend in (others := _backends_in(directory)):
         return
-    known = ", ".join(sorted({*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, *COMPOSITES, PIPELINE, *others}))
+    known = ", ".join(sorted({*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, *COMPOSITIONS, *others}))
     absent = directory is not None and not directory.is_dir()
     hint = f"; there is no directory '{directory}' (--backend-directory)" if absent else ""
     message = f"model '{name}': unknown backend '{backend}'; known are {known}{hint}"
@@ -148,17 +149,16 @@ def classic_runtime_loader(
     return cast(ClassicRuntimeLoader, loader)
 
 
-def composite_builder(backend: str) -> Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel]:
-    """The class of a backend in `COMPOSITES`."""
-    builder: Callable[[ModelConfig, Gateway, Sequence[float]], MeasuredModel] = _import(*COMPOSITES[backend])
-    return builder
-
-
-def pipeline_builder() -> Callable[[ModelConfig, Path, Gateway, Sequence[float]], MeasuredModel]:
-    return cast(
-        Callable[[ModelConfig, Path, Gateway, Sequence[float]], MeasuredModel],
-        _import("ensembles.pipeline_model", "PipelineModel"),
+def composite_model(
+    backend: str, config: ModelConfig, directory: Path, gateway: Gateway, quantiles: Sequence[float]
+) -> MeasuredModel:
+    """A model of a backend in `COMPOSITIONS`. `directory`: of its version, where a pipeline has its code."""
+    composition = _import(*COMPOSITIONS[backend])
+    own_code = (directory,) if backend == PIPELINE else ()
+    model: MeasuredModel = _import("ensembles.composite_model", "CompositeModel")(
+        config, gateway, composition(config, gateway, *own_code), quantiles
     )
+    return model
 
 
 def classic_model_builder() -> ClassicModelBuilder:

@@ -15,8 +15,7 @@ from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSam
 from ..core.tensor import TensorSpec
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
-    COMPOSITES,
-    PIPELINE,
+    COMPOSITIONS,
     PYTHON,
     ClassicRuntimeLoader,
     OnProgress,
@@ -24,9 +23,8 @@ from .backend_registry import (
     check_backend,
     classic_model_builder,
     classic_runtime_loader,
-    composite_builder,
+    composite_model,
     is_own_backend,
-    pipeline_builder,
     text_backend,
 )
 from .config_defaults import enable_default_batching, fill_defaults
@@ -102,7 +100,7 @@ class ModelBuilder:
             refuse_unsupported_fields(source.config)
             validate_written_config(source.config)
             backend = text_backend(source.backend)
-            if source.backend in (*COMPOSITES, PIPELINE):
+            if source.backend in COMPOSITIONS:
                 return self._prepare_composite_model(source, version, services)
             if backend is None:
                 return self._prepare_classic_model(source, version, services)
@@ -134,10 +132,7 @@ class ModelBuilder:
         self, source: ModelSource, version: VersionSource, services: ModelServices
     ) -> ModelFactory:
         config = self._model_config(self.complete_config(source, version), source, version)
-        if source.backend == PIPELINE:
-            model = pipeline_builder()(config, Path(version.path), services.gateway, self.quantiles)
-        else:
-            model = composite_builder(source.backend)(config, services.gateway, self.quantiles)
+        model = composite_model(source.backend, config, Path(version.path), services.gateway, self.quantiles)
         reservation = self.budget.reserve(source.name, version.number, ())
         return ModelFactory(lambda _: self._with_cache(model, source.config), reservation)
 
@@ -177,7 +172,7 @@ class ModelBuilder:
     def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
         """The config of one version of any model but a language model: completed, with its defaults, and validated."""
         whole = copy.deepcopy(source.config)
-        if self.auto_complete and source.backend not in (*COMPOSITES, PIPELINE):
+        if self.auto_complete and source.backend not in COMPOSITIONS:
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = self._runtime_loader(source.backend)
             whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
@@ -198,7 +193,7 @@ class ModelBuilder:
 
     def _fill_defaults(self, config: ConfigMessage) -> None:
         gpus = usable_gpus()
-        has_runtime = config.backend not in ("", *COMPOSITES, PIPELINE)
+        has_runtime = config.backend not in ("", *COMPOSITIONS)
         uses_gpus = bool(gpus) and has_runtime and self._runtime_loader(config.backend).uses_gpus()
         fill_defaults(config, gpus, bool(uses_gpus))
 

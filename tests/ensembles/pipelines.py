@@ -16,7 +16,8 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
-from charonia.ensembles.pipeline_model import PipelineModel
+from charonia.ensembles.composite_model import CompositeModel
+from charonia.ensembles.pipeline_model import Pipeline
 
 from .graphs import model, spec, tensor
 
@@ -94,7 +95,7 @@ def pipeline(
     asks: str = "count, text, down",
     version: str = "1",
     **beside: str,
-) -> PipelineModel:
+) -> CompositeModel:
     """A pipeline that takes a number X or a text T, and answers with a number Y or a text U."""
     config = ModelConfig(
         "glue",
@@ -105,7 +106,13 @@ def pipeline(
         outputs=(spec("Y"), spec("U", "BYTES")) if decoupled else (spec("Y"),),
         parameters={"models": asks},
     )
-    return PipelineModel(config, write_code(directory, code, version, **beside), cast(Gateway, models or Models()))
+    gateway = cast(Gateway, models or Models())
+    return CompositeModel(config, gateway, Pipeline(config, gateway, write_code(directory, code, version, **beside)))
+
+
+def module_of(glue: CompositeModel) -> Any:
+    """The imported code of a loaded pipeline."""
+    return cast(Pipeline, glue._composition)._code._module
 
 
 def request(text: str = "", number: int = 0, **parameters: Any) -> InferRequest:
@@ -113,13 +120,13 @@ def request(text: str = "", number: int = 0, **parameters: Any) -> InferRequest:
     return InferRequest("id", {"X": tensor("X", number), "T": text_tensor}, None, parameters)
 
 
-async def answers(glue: PipelineModel, asked: InferRequest | None = None, depth: int = 0) -> list[Any]:
+async def answers(glue: CompositeModel, asked: InferRequest | None = None, depth: int = 0) -> list[Any]:
     """The first output of each response, as a plain value, of a loaded pipeline."""
     async with aclosing(glue.infer(asked or request(), RequestContext("test", depth=depth))) as responses:
         return [response.outputs[0].scalar async for response in responses]
 
 
-async def loaded(*arguments: Any, **settings: Any) -> PipelineModel:
+async def loaded(*arguments: Any, **settings: Any) -> CompositeModel:
     glue = pipeline(*arguments, **settings)
     await glue.load()
     return glue

@@ -9,7 +9,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 
-from .pipelines import Models, answers, loaded, pipeline, write_code
+from .pipelines import Models, answers, loaded, module_of, pipeline, write_code
 
 GOOD = "async def run(request, lookup):\n    return {'U': words.SAYS}\n"
 IMPORTS = "from . import words\n" + GOOD
@@ -53,7 +53,7 @@ async def test_each_load_has_modules_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("keyword", "in_loop"), [("def", False), ("async def", True)])
 async def test_load_and_unload_are_called(tmp_path: Path, keyword: str, in_loop: bool) -> None:
     glue = await loaded(tmp_path, HOOKS.format(keyword=keyword, last=""), words="SAYS = 'here'")
-    log = glue._code._module.log  # type: ignore[union-attr]
+    log = module_of(glue).log
     assert await answers(glue) == [b"here"]
     await glue.unload()
     assert log == [("glue", in_loop), "unloaded"]

@@ -13,7 +13,7 @@ from charonia.core.request_context import ExecutionTimes, RequestContext
 from charonia.ensembles.lookup import MAX_DEPTH
 
 from ..waiting import until
-from .pipelines import Models, answers, loaded, request
+from .pipelines import Models, answers, loaded, module_of, request
 
 AT = "(glue/1/pipeline.py:4)"
 
@@ -226,7 +226,7 @@ async def test_streams_and_tasks_that_are_held_on_to_end_with_the_request(tmp_pa
     glue = await loaded(tmp_path, code, models)
     assert await answers(glue) == [1]
     assert models.open == 0
-    stream, task, lookup = glue._code._module.held  # type: ignore[union-attr]
+    stream, task, lookup = module_of(glue).held
     await until(task.done)
     assert task.cancelled()
     for late in (stream.__anext__(), lookup("text").infer({"IN": "late"})):
@@ -295,7 +295,7 @@ async def test_code_that_does_not_end_is_left_to_itself_and_asks_nobody(
     asked = len(models.requests)
     await asyncio.sleep(0.3)
     assert len(models.requests) == asked
-    glue._code._module.over = True  # type: ignore[union-attr]
+    module_of(glue).over = True
     await until(driver.done)
 
 

@@ -1,0 +1,161 @@
+"""A model that answers by asking others: its readiness is theirs, its times are theirs together."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ..core.errors import NotReady
+from ..core.gateway import Gateway
+from ..core.metrics import Reading
+from ..core.model import ModelConfig, ModelStats
+from ..core.request import InferRequest, InferResponse
+from ..core.request_context import ExecutionTimes, RequestContext
+from ..core.statistics import VersionStatistics
+from ..telemetry.model_metrics import (
+    CloseReason,
+    ExecutionTiming,
+    FailureReason,
+    LatencyMetrics,
+    ModelMetrics,
+    first_response_bounds,
+)
+
+
+class AskedVersion(NamedTuple):
+    """A model that another one asks; an empty `version` stands for the latest."""
+
+    model: str
+    version: str = ""
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Nanoseconds that the requests to all models took together: to wait, and for the three parts of their work."""
+
+    queued: int = 0
+    input: int = 0
+    infer: int = 0
+    output: int = 0
+
+    def add(self, child: RequestContext) -> None:
+        """Add the times of a request that has ended."""
+        if child.execution is not None:
+            self.add_execution(child.execution)
+        elif child.sequences and child.summary.last is not None:
+            submitted, begun_at = child.summary.submitted or child.arrived_at, child.summary.begun or child.arrived_at
+            self.input += int(1e9 * (submitted - child.arrived_at))
+            self.queued += int(1e9 * (begun_at - submitted))
+            self.infer += int(1e9 * (child.summary.last - begun_at))
+
+    def add_execution(self, times: ExecutionTimes) -> None:
+        queued, begun, spent = times
+        self.queued += begun - queued
+        self.input += spent[0]
+        self.infer += spent[1]
+        self.output += spent[2]
+
+
+class Composition(Protocol):
+    """How a model asks others: an ensemble, a pipeline, the native `tensorrt_llm_bls`."""
+
+    @property
+    def asked(self) -> Iterable[AskedVersion]:
+        """The models that it needs, once it is loaded."""
+
+    async def load(self) -> None:
+        """Raises `CharoniaError` if it cannot be: a model that it needs is not loaded, or does not fit."""
+
+    async def unload(self) -> None: ...
+
+    def answer(
+        self, request: InferRequest, context: RequestContext, times: RequestTimes
+    ) -> AsyncGenerator[InferResponse, None]:
+        """The responses to a request. `times`: it adds those of the requests that it makes."""
+
+
+class CompositeModel:
+    """One version of a model that only asks others. `quantiles`: of the latency summaries, empty for no summaries."""
+
+    def __init__(
+        self, config: ModelConfig, gateway: Gateway, composition: Composition, quantiles: Sequence[float] = ()
+    ) -> None:
+        self.config = config
+        self._gateway = gateway
+        self._composition = composition
+        self._metrics = ModelMetrics(LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled))
+        self._loaded = False
+
+    async def load(self) -> None:
+        await self._composition.load()
+        self._loaded = True
+
+    async def unload(self) -> None:
+        self._loaded = False
+        await self._composition.unload()
+
+    def stats(self) -> ModelStats:
+        """Ready while the models that it needs are."""
+        ready = self._loaded and all(self._gateway.is_model_ready(*each) for each in self._composition.asked)
+        metrics = self._metrics
+        cancelled = metrics.failures[FailureReason.CANCELED]
+        return ModelStats(ready, metrics.success.count, metrics.failures.total() - cancelled, cancelled)
+
+    async def unready_reason(self) -> str:
+        """Why one of the models that it needs says that it is not ready. They are asked side by side, each once."""
+        asked = set(self._composition.asked if self._loaded else ())
+        reasons = await asyncio.gather(*(self._gateway.unready_reason(*each) for each in asked))
+        return next(filter(None, reasons), "")
+
+    def statistics(self) -> VersionStatistics:
+        return self._metrics.statistics()
+
+    def count(self, context: RequestContext) -> None:
+        self._metrics.record_request_end(context)
+
+    def readings(self) -> Iterator[Reading]:
+        yield from self._metrics.readings(0)
+
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+        """Raises as the composition does."""
+        if not self._loaded:
+            raise NotReady(f"model '{self.config.name}' is not loaded")
+        started_at, times = time.monotonic_ns(), RequestTimes()
+        failure: FailureReason | None = FailureReason.CANCELED
+        awaits_first = self.config.decoupled
+        try:
+            async with aclosing(self._composition.answer(request, context, times)) as responses:
+                async for response in responses:
+                    if awaits_first:
+                        self._metrics.latencies.record_first_response(time.monotonic_ns() - started_at)
+                        awaits_first = False
+                    if response.final:
+                        failure = None
+                    yield response
+            failure = None
+        except Exception:
+            failure = FailureReason.OTHER
+            raise
+        finally:
+            self._record(request, context, times, started_at, failure)
+
+    def _record(
+        self,
+        request: InferRequest,
+        context: RequestContext,
+        times: RequestTimes,
+        started_at: int,
+        failure: FailureReason | None,
+    ) -> None:
+        """Count a request that has ended; `started_at`: by `time.monotonic_ns`."""
+        latency, timing = time.monotonic_ns() - started_at, ExecutionTiming(times.input, times.infer, times.output)
+        context.execution = ExecutionTimes(started_at, started_at, timing)
+        if failure is not None:
+            self._metrics.record_failure(failure, latency)
+            return
+        batched = self.config.max_batch_size > 0 and request.inputs
+        size = next(iter(request.inputs.values())).shape[0] if batched else 1
+        self._metrics.record_execution(size, timing, CloseReason.ALONE, 0)
+        self._metrics.record_success(size, latency, times.queued, timing)
