@@ -12,6 +12,9 @@ from .tensor import Tensor
 
 ParameterValue: TypeAlias = str | int | float | bool
 GuidedDecodingKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+"""What `guided_decoding_guide_type` may be."""
+GrammarKind: TypeAlias = GuidedDecodingKind | Literal["choice", "structural_tag", "lark"]
+ToolChoice: TypeAlias = Literal["none", "auto", "required"]
 
 
 class InferRequest(msgspec.Struct, frozen=True):
@@ -137,16 +140,59 @@ def _check_words(name: str, words: tuple[str, ...]) -> None:
         raise InvalidArgument(message, field=name)
 
 
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may ask the client to call. `parameters`: a JSON Schema of its arguments, as JSON text.
+    `strict`: what the model writes for it is held to them."""
+
+    name: str
+    description: str = ""
+    parameters: str = "{}"
+    strict: bool = False
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """The tools of a request. With `named`, exactly that tool is called; without `parallel`, one call at most."""
+
+    tools: tuple[Tool, ...]
+    choice: ToolChoice = "auto"
+    named: str = ""
+    parallel: bool = True
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """What came of call `index` since the last chunk: `id` and `name` whole in the first delta of a call and empty in
+    others, `arguments` the next piece of their JSON text."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation; `name` tells participants of the same role apart."""
+    """One turn of a conversation; `name` tells participants of the same role apart.
+
+    The assistant's may have `reasoning` and `tool_calls`; one of role "tool" is the result of call `tool_call_id`.
+    """
 
     role: str
     content: str
     name: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A prompt for a chat template to render: the model's, or `chat_template`, with further `variables`.
+    """A prompt for a chat template to render: the model's, or `chat_template`, with `tools` and further `variables`.
 
     `add_generation_prompt`: the prompt ends with the assistant's turn opened. `continue_final_message`: it ends in the
     middle of the last message, which the answer continues.
@@ -160,6 +206,7 @@ class Conversation(msgspec.Struct, frozen=True):
     chat_template: str = ""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: tuple[Tool, ...] = ()
 
     def __post_init__(self) -> None:
         field = "continue_final_message"
@@ -174,14 +221,17 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 
 
 class GuidedDecoding(NamedTuple):
-    """A constraint on generated text: any JSON, JSON of a schema, a regular expression or an EBNF grammar.
+    """A constraint on generated text: any JSON, JSON of a schema, a regular expression, an EBNF or Lark grammar, one of
+    several texts (`choice`), or tags with a schema each (`structural_tag`).
 
-    `text` is the schema, expression or grammar, empty for `json`. `parameter`: the request's parameter, for errors.
+    `text` is the schema, expression or grammar, a JSON list for `choice`, empty for `json`. `parameter`: the request's
+    parameter, for errors. `after`: what the model writes up to and including this text is free.
     """
 
-    kind: GuidedDecodingKind
+    kind: GrammarKind
     text: str = ""
     parameter: str = "guided_decoding_guide_type"
+    after: str = ""
 
     @classmethod
     def from_parameters(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":
@@ -207,7 +257,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: with the same seed, each has random numbers of its own. `choice_count` answers to each of `prompt_count`
     prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's name, empty for
     the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the answer begins with the prompt's
-    text. `return_prompt_ids`: its first chunk has the prompt's token ids. `bad_word_ids`, `stop_word_ids`: words as
+    text. `return_prompt_ids`: its first chunk has the prompt's token ids. `reads_answer`: reasoning and tool calls are
+    told apart from the text, which has neither. `tools`: which of them may be called. `thinking_budget`: tokens of
+    reasoning after which the model is made to end it; None is no limit. `bad_word_ids`, `stop_word_ids`: words as
     sequences of token ids; the first ones are never written, the others end the text and stay in it.
 
     Raises:
@@ -227,6 +279,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     guided_decoding: GuidedDecoding | None = None
     echo: bool = False
     return_prompt_ids: bool = False
+    reads_answer: bool = False
+    tools: ToolUse | None = None
+    thinking_budget: int | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -256,11 +311,13 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens counted so far; `cached_tokens` of the prompt came out of the prefix cache."""
+    """Tokens counted so far; `cached_tokens` of the prompt came out of the prefix cache, `reasoning_tokens` of the
+    completion were reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,8 +325,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 
     `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
     has a `finish_reason`; `stop_reason` is the stop string or stop token id of the request that ended the text, if one
-    did. `logprobs`: one for each of `token_ids`, if asked for. In the first chunk, if asked for: `prompt_logprobs`, all
-    tokens of the prompt, and `prompt_ids`.
+    did. `reasoning` and `tool_calls`: of requests whose answer is read. `logprobs`: one for each of `token_ids`, if
+    asked for. In the first chunk, if asked for: `prompt_logprobs`, all tokens of the prompt, and `prompt_ids`.
     """
 
     text: str
@@ -280,6 +337,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
     prompt_ids: tuple[int, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
@@ -291,4 +350,16 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
         prompt_logprobs=chunks[0].prompt_logprobs,
         prompt_ids=chunks[0].prompt_ids,
+        reasoning="".join(chunk.reasoning for chunk in chunks),
+        tool_calls=_join_calls([delta for chunk in chunks for delta in chunk.tool_calls]),
+    )
+
+
+def _join_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    first = {delta.index: delta for delta in reversed(deltas)}
+    return tuple(
+        msgspec.structs.replace(first[index], arguments="".join(pieces)) for index, pieces in arguments.items()
     )

@@ -19,6 +19,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     The frontend has checked that the `prompt`'s token ids are in the vocabulary. `stop_token_ids` end the sequence,
     the model's eos included (unless ignored). Prompt and `max_tokens` together must fit the model's length. `weight`:
     the tenant's share. `timeout`: seconds left to it; 0 is no limit. `guide` and `adapter`: as in `GenerateRequest`.
+    `thinking`: after this many new tokens, unless they end in it before, the sequence goes on with `thinking_end`.
     """
 
     key: int
@@ -33,6 +34,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     guide: GuidedDecoding | None = None
     weight: float = 1.0
     timeout: float = 0.0
+    thinking: int | None = None
+    thinking_end: list[int] = []
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):

@@ -117,3 +117,6 @@ def _guided_decoding(guided: GuidedDecoding) -> "GuidedDecodingParams":
             return GuidedDecodingParams(regex=guided.text)
         case "ebnf_grammar":
             return GuidedDecodingParams(grammar=guided.text)
+        case "structural_tag" | "choice" | "lark":
+            message = f"{guided.parameter}: TensorRT-LLM does not take constraints of the kind '{guided.kind}'"
+            raise InvalidArgument(message, field=guided.parameter)
