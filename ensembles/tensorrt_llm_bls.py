@@ -6,7 +6,7 @@ Tensors and parameters: https://github.com/triton-inference-server/tensorrtllm_b
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,18 @@ _PREPROCESSED = {
 }
 _OF_DRAFTS = ("num_draft_tokens", "use_draft_logits")
 _TEXT, _TOKENS, _LENGTHS = "text_output", "output_ids", "sequence_length"
+_ROW, _SEQUENCE, _COUNT = "batch_index", "sequence_index", "num_return_sequences"
 
 
 def _is_true(inputs: Mapping[str, NDArray[Any]], name: str) -> bool:
     return name in inputs and bool(inputs[name].any())
+
+
+class _StreamedAnswer(NamedTuple):
+    """One of the answers of a stream: its text, up to a stop word."""
+
+    text: StreamText
+    trimmer: StopTrimmer
 
 
 class TensorRtLlmBls:
@@ -103,22 +111,29 @@ class TensorRtLlmBls:
         llm, postprocessing = requests.lookup(self._llm), requests.lookup(_POSTPROCESSING, inherit=False)
         words = [word for word in (inputs.texts("stop_words") if "stop_words" in inputs else ()) if word]
         asked = await self._preprocess(inputs, requests.lookup(_PREPROCESSING, inherit=False))
-        text = StreamText(postprocessing, self._accumulates) if streams else None
-        trimmer = StopTrimmer(words)
-        async with llm.stream(asked, outputs=self._outputs_of(llm, request)) as responses:
+        count = inputs["text_input"].size * (int(inputs[_COUNT].max()) if _COUNT in inputs else 1)
+        always = (_TOKENS, _LENGTHS, _ROW, _SEQUENCE) if streams and count > 1 else (_TOKENS, _LENGTHS)
+        whole, streamed = StopTrimmer(words), dict[tuple[int, ...], _StreamedAnswer]()
+        async with llm.stream(asked, outputs=self._outputs_of(llm, request, always)) as responses:
             async for response in responses:
-                if text is None:
+                if not streams:
                     texts = await decode_answers(postprocessing, response)
                     prompt = inputs.text("text_input") if len(texts) == 1 else ""
-                    yield self._response(request, [trimmer.trim_whole(each, prompt) for each in texts], response, True)
+                    yield self._response(request, [whole.trim_whole(each, prompt) for each in texts], response, True)
                     return
-                piece = trimmer.push(await text.push(response[_TOKENS]))
-                if piece or len(response) > 2:
+                which = tuple(response[name].item() for name in always[2:])
+                if which not in streamed:
+                    streamed[which] = _StreamedAnswer(StreamText(postprocessing, self._accumulates), StopTrimmer(words))
+                text, trimmer = streamed[which]
+                piece = "" if trimmer.found else trimmer.push(await text.push(response[_TOKENS]))
+                if piece or (len(response) > len(always) and not trimmer.found):
                     yield self._response(request, [piece], response)
-                if trimmer.found:
+                if sum(each.trimmer.found for each in streamed.values()) == count:
                     return
-        if text is not None and (rest := trimmer.push(await text.finish())):
-            yield self._response(request, [rest], {})
+        for which, (text, trimmer) in streamed.items():
+            if rest := trimmer.push(await text.finish()):
+                numbers = {name: np.full((1, 1), number) for name, number in zip(always[2:], which, strict=True)}
+                yield self._response(request, [rest], numbers)
 
     async def _preprocess(self, inputs: NamedTensors, preprocessing: AskedModel) -> dict[str, NDArray[Any]]:
         """The inputs of the language model."""
@@ -129,12 +144,14 @@ class TensorRtLlmBls:
             _PREPROCESSED[name]: array for name, array in made.items() if name in _PREPROCESSED
         }
 
-    def _outputs_of(self, llm: AskedModel, request: InferRequest) -> tuple[str, ...] | None:
-        """The outputs to ask of the language model: those that the request names, if it names some."""
-        if request.outputs is None:
+    def _outputs_of(self, llm: AskedModel, request: InferRequest, always: Sequence[str]) -> tuple[str, ...] | None:
+        """The outputs to ask of the language model, `always` among them, if they are not those that its inputs ask
+        for."""
+        if request.outputs is None and len(always) == 2:
             return None
-        known = {spec.name for spec in llm.config.outputs}
-        return (_TOKENS, _LENGTHS, *(name for name in request.outputs if name in known))
+        known = {spec.name for spec in llm.config.outputs}.difference(always)
+        wanted = [spec.name for spec in self._config.outputs] if request.outputs is None else request.outputs
+        return (*always, *(name for name in wanted if name in known))
 
     def _response(
         self, request: InferRequest, texts: Sequence[str], numbers: Mapping[str, NDArray[Any]], final: bool = False

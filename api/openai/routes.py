@@ -3,10 +3,8 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
-from typing import TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -16,6 +14,7 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
 from ...core.gateway import Gateway, ModelHandle, ResponseStream
+from ...core.merged_streams import merge_streams
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
@@ -34,8 +33,6 @@ from .response_writer import (
 )
 from .schemas import TOKENIZE_NO_OP_VALUES, DetokenizeBody, TokenizeBody
 from .tensor_models import generate_from_tensors, read_tensor_request
-
-T = TypeVar("T")
 
 _DONE = sse_event(b"[DONE]")
 
@@ -146,38 +143,3 @@ class CompletionEvents:
 
     def encode_error(self, error: CharoniaError) -> bytes:
         return sse_event(orjson.dumps(openai_error_body(error))) + _DONE
-
-
-async def merge_streams(streams: Sequence[ResponseStream[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all streams in the order of their arrival, each with its stream's index.
-
-    The first error of a stream is raised here and ends all of them. Closing the generator cancels the tasks that read
-    the streams, which closes these.
-    """
-    queue: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(len(streams))
-
-    async def forward(index: int, stream: ResponseStream[T]) -> None:
-        end = None
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    await queue.put((index, item, None))
-        except Exception as error:
-            end = error
-        await queue.put((index, None, end))
-
-    tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
-    running = len(tasks)
-    try:
-        while running:
-            index, item, error = await queue.get()
-            if error is not None:
-                raise error
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

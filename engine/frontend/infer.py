@@ -13,7 +13,8 @@ import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import TokenLogprob
-from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, join_chunks
+from ...core.merged_streams import merge_streams
+from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, Usage, join_chunks
 from ...core.request_context import RequestContext
 from ...core.task_group import RequestTaskGroup
 from ...core.tensor import Tensor, TensorSpec
@@ -103,10 +104,16 @@ class TensorLayout:
         if not question.options.stream:
             yield await complete_response(question, streams)
             return
-        spoken = StreamedResponses(question.outputs)
-        async with aclosing(streams[0]) as chunks:
-            async for chunk in chunks:
-                if (response := spoken.build_response(chunk)) is not None:
+        spoken = StreamedResponses(question.outputs, len(streams))
+        if len(streams) == 1:
+            async with aclosing(streams[0]) as chunks:
+                async for chunk in chunks:
+                    if (response := spoken.build_response(chunk)) is not None:
+                        yield response
+            return
+        async with aclosing(merge_streams(streams)) as merged:
+            async for number, chunk in merged:
+                if (response := spoken.build_response(chunk, number)) is not None:
                     yield response
 
 
@@ -180,25 +187,31 @@ def _check_options(options: ResponseOptions, layout: TensorLayout) -> None:
         raise InvalidArgument(
             "When streaming, `exclude_input_in_output` = False is not allowed.", field="exclude_input_in_output"
         )
-    if options.stream and options.n > 1:
-        raise InvalidArgument(f"When streaming, n must be 1, got {options.n}.", field="n")
+
+
+_QUIET = GenerateChunk(text="", token_ids=(), usage=Usage(0, 0))
 
 
 class StreamedResponses:
-    """The responses of one streamed answer, chunk by chunk."""
+    """The responses of streamed answers, chunk by chunk: each has all answers, and those without news are empty."""
 
-    def __init__(self, outputs: Sequence[OutputTensor]) -> None:
+    def __init__(self, outputs: Sequence[OutputTensor], answers: int = 1) -> None:
         self._outputs = outputs
         self._by_token = any(output.spec.name in _COUNT_TOKENS for output in outputs)
-        self._sum = 0.0
+        self._sums = [0.0] * answers
+        self._quiet = [_QUIET] * answers
+        """A chunk without tokens for each answer; it says why the answer ended, if it has."""
 
-    def build_response(self, chunk: GenerateChunk) -> InferResponse | None:
-        """The response of a chunk; None where there is nothing to show yet."""
+    def build_response(self, chunk: GenerateChunk, number: int = 0) -> InferResponse | None:
+        """The response of a chunk of answer `number`; None where there is nothing to show yet."""
         if chunk.logprobs:
-            self._sum += _sum(chunk)
-        if chunk.text or chunk.finish_reason is not None or self._by_token:
-            return _response([chunk], [self._sum], self._outputs)
-        return None
+            self._sums[number] += _sum(chunk)
+        if not (chunk.text or chunk.finish_reason is not None or self._by_token):
+            return None
+        if len(self._sums) == 1:
+            return _response([chunk], self._sums, self._outputs)
+        self._quiet[number] = msgspec.structs.replace(chunk, text="", token_ids=(), logprobs=())
+        return _response([*self._quiet[:number], chunk, *self._quiet[number + 1 :]], self._sums, self._outputs)
 
 
 async def complete_response(asked: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
@@ -231,7 +244,7 @@ def _sum(chunk: GenerateChunk) -> float:
 def _response(chunks: Sequence[GenerateChunk], sums: Sequence[float], outputs: Sequence[OutputTensor]) -> InferResponse:
     """One response: a chunk of each answer, and the sums of the logprobs of all its tokens so far."""
     tensors = [Tensor.from_values(spec.name, spec.datatype, values(chunks, sums)) for spec, values in outputs]
-    return InferResponse(tuple(tensors), final=chunks[0].finish_reason is not None)
+    return InferResponse(tuple(tensors), final=all(chunk.finish_reason is not None for chunk in chunks))
 
 
 def _outputs(request: InferRequest, options: ResponseOptions, layout: TensorLayout) -> tuple[OutputTensor, ...]:
@@ -284,7 +297,7 @@ def _by_token_id(token: TokenLogprob) -> dict[str, dict[str, Any]]:
 OUTPUT_VALUES: Mapping[str, OutputValues] = {
     "text_output": lambda chunks, _: [chunk.text.encode() for chunk in chunks],
     "finish_reason": lambda chunks, _: [(chunk.finish_reason or "").encode() for chunk in chunks],
-    "num_input_tokens": lambda chunks, _: [chunks[0].usage.prompt_tokens],
+    "num_input_tokens": lambda chunks, _: [max(chunk.usage.prompt_tokens for chunk in chunks)],
     "num_output_tokens": lambda chunks, _: [len(chunk.token_ids) for chunk in chunks],
     "output_ids": lambda chunks, _: [token for chunk in chunks for token in chunk.token_ids],
     "cum_log_probs": lambda _, sums: sums,

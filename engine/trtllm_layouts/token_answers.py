@@ -18,7 +18,8 @@ from .token_fields import OUTPUTS
 
 class TokenAnswer(NamedTuple):
     """A part of an answer, or all of it. `tokens`: those that are shown; `log_probs`: of the generated ones among them;
-    `log_prob`: the sum of all so far. `row`: of the batch. `block_size`: of the cache."""
+    `log_prob`: the sum of all so far. `row`: of the batch; `sequence`: which of the row's
+    answers. `block_size`: of the cache."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
@@ -27,6 +28,7 @@ class TokenAnswer(NamedTuple):
     record: SequenceRecord
     block_size: int
     row: int = 0
+    sequence: int = 0
 
     @property
     def blocks(self) -> int:
@@ -42,9 +44,11 @@ class TokenAnswer(NamedTuple):
 class TokenReader:
     """Takes the chunks of one generation. The token by which the model ended it is not shown; stop words are."""
 
-    def __init__(self, request: GenerateRequest, record: SequenceRecord, block_size: int, row: int = 0) -> None:
+    def __init__(
+        self, request: GenerateRequest, record: SequenceRecord, block_size: int, row: int = 0, sequence: int = 0
+    ) -> None:
         self._words = request.stop_word_ids
-        self._record, self._block_size, self._row = record, block_size, row
+        self._of = record, block_size, row, sequence
         self._tokens: list[int] = []
         self._log_prob = 0.0
 
@@ -56,7 +60,7 @@ class TokenReader:
             tokens = tokens[:-1]
         log_probs = [each.logprob for each in chunk.logprobs[: len(tokens)]] or [0.0] * len(tokens)
         self._log_prob += sum(log_probs)
-        return TokenAnswer(prompt + tokens, log_probs, self._log_prob, chunk, self._record, self._block_size, self._row)
+        return TokenAnswer(prompt + tokens, log_probs, self._log_prob, chunk, *self._of)
 
     def _ends_with_word(self) -> bool:
         return any(tuple(self._tokens[-len(word) :]) == word for word in self._words)
@@ -66,7 +70,7 @@ def _time(seconds: float | None) -> list[int]:
     return [int((seconds or 0.0) * 1e9)]
 
 
-_ALWAYS_ZERO = ("sequence_index", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
+_ALWAYS_ZERO = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
 _ZEROS = {*_ALWAYS_ZERO, "context_logits", "generation_logits", "context_phase_params"}
 _VALUES: Mapping[str, Callable[[Sequence[TokenAnswer]], Sequence[Any]]] = {
     "output_ids": lambda row: [answer.tokens for answer in row],
@@ -76,6 +80,7 @@ _VALUES: Mapping[str, Callable[[Sequence[TokenAnswer]], Sequence[Any]]] = {
     "context_logits": lambda _: [[0.0]],
     "generation_logits": lambda _: [[[0.0]]],
     "batch_index": lambda row: [row[0].row],
+    "sequence_index": lambda row: [row[0].sequence],
     "context_phase_params": lambda _: [],
     "num_input_tokens": lambda row: [row[0].chunk.usage.prompt_tokens],
     "num_output_tokens": lambda row: [sum(len(answer.log_probs) for answer in row)],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ...core.errors import InvalidArgument
+from ...core.merged_streams import merge_streams
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, InferResponse
 from ...core.request_context import RequestContext
@@ -67,25 +68,38 @@ class TokenLayout:
             return
         if not self.decoupled:
             raise InvalidArgument(NOT_DECOUPLED, field="streaming")
-        [[asked]], first = question.rows, len(context.sequences)
-        reader: TokenReader | None = None
-        async with aclosing(model.generate(asked, context)) as chunks:
-            async for chunk in chunks:
-                empty = reader is None or "return_perf_metrics" in question.flags
-                reader = reader or TokenReader(asked, context.sequences[first], model.info.block_size)
-                answer, final = reader.read(chunk), chunk.finish_reason is not None
-                if answer.tokens or (final and empty):
-                    yield self._response(outputs, [[answer]], final)
+        async with aclosing(self._stream(question, outputs, context, model)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _stream(
+        self, question: TokenQuestion, outputs: Sequence[TensorSpec], context: RequestContext, model: GeneratingModel
+    ) -> AsyncGenerator[InferResponse, None]:
+        """Each response has tokens of one answer."""
+        asked, first = question.requests, len(context.sequences)
+        readers: dict[int, TokenReader] = {}
+        always, open_answers = "return_perf_metrics" in question.flags, len(asked)
+        async with aclosing(merge_streams([model.generate(each, context) for each in asked])) as merged:
+            async for number, chunk in merged:
+                empty, ended = always or number not in readers, chunk.finish_reason is not None
+                if number not in readers:
+                    record, place = context.sequences[first + number], divmod(number, len(question.rows[0]))
+                    readers[number] = TokenReader(asked[number], record, model.info.block_size, *place)
+                answer = readers[number].read(chunk)
+                open_answers -= ended
+                if answer.tokens or (ended and empty):
+                    yield self._response(outputs, [[answer]], not open_answers)
 
     async def _answer_whole(
         self, question: TokenQuestion, outputs: Sequence[TensorSpec], context: RequestContext, model: GeneratingModel
     ) -> InferResponse:
         excluded = self.excludes_input if question.excluded is None else question.excluded
-        asked, first = [each for row in question.rows for each in row], len(context.sequences)
+        asked, first = question.requests, len(context.sequences)
         wholes = await collect_answers([model.generate(each, context) for each in asked])
         answers, count = [], len(question.rows[0])
         for number, (each, whole) in enumerate(zip(asked, wholes, strict=True)):
-            reader = TokenReader(each, context.sequences[first + number], model.info.block_size, number // count)
+            record, place = context.sequences[first + number], divmod(number, count)
+            reader = TokenReader(each, record, model.info.block_size, *place)
             answers.append(reader.read(whole, () if excluded else cast(tuple[int, ...], each.prompt)))
         return self._response(outputs, [answers[at : at + count] for at in range(0, len(answers), count)])
 

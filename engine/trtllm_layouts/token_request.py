@@ -35,6 +35,11 @@ class TokenQuestion(NamedTuple):
     excluded: bool | None
     flags: Set[str]
 
+    @property
+    def requests(self) -> Sequence[GenerateRequest]:
+        """Those of all rows."""
+        return [each for row in self.rows for each in row]
+
 
 def parse_token_request(request: InferRequest, batched: bool, limit: TokenLimit) -> TokenQuestion:
     """Parse a request; its tensors have a batch dimension if `batched`. `limit`: of a prompt's tokens.
@@ -50,9 +55,6 @@ def parse_token_request(request: InferRequest, batched: bool, limit: TokenLimit)
     if any(len(row) != len(rows[0]) for row in rows):
         message = "num_return_sequences must be the same in all rows of a batch"
         raise InvalidArgument(message, field="num_return_sequences")
-    if streaming and size * len(rows[0]) > 1:
-        message = f"streaming: one answer can be streamed, and the request asks for {size * len(rows[0])}"
-        raise InvalidArgument(message, field="streaming")
     excluded = bool(arrays[_EXCLUDED].any()) if _EXCLUDED in arrays else None
     flags = {name for name, array in arrays.items() if array.dtype == np.bool_ and array.any()}
     return TokenQuestion(rows, streaming, excluded, flags)

@@ -180,3 +180,15 @@ def test_what_shapes_a_text_by_tensorrts_names(server: Any) -> None:
     banned = httpx.post(url, json=body | {"bad_words": letters, "presence_penalty": 0.5, "min_p": 0.1}).json()
     assert letters
     assert banned["text_output"] != plain
+
+
+def test_several_answers_stream_beside_each_other(server: Any) -> None:
+    body = {"text_input": "def fibonacci", "max_tokens": 12, "temperature": 1, "random_seed": 3, "ignore_eos": True}
+    body |= {"num_return_sequences": 2, "return_finish_reason": True}
+    whole = httpx.post(f"{server.url}/v2/models/tiny/generate", json=body).json()
+    with httpx.stream("POST", f"{server.url}/v2/models/tiny/generate_stream", json=body) as response:
+        events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
+    streamed = ["".join(texts) for texts in zip(*(event["text_output"] for event in events), strict=True)]
+    assert streamed == whole["text_output"]
+    assert events[-1]["finish_reason"] == ["length", "length"]
+    assert "" in events[0]["finish_reason"]

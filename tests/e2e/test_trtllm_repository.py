@@ -108,6 +108,20 @@ def test_bls_ends_behind_a_stop_word(server: Server, own_text: str) -> None:
     assert "input 'num_draft_tokens' is not supported" in refused["error"]
 
 
+def test_several_answers_stream_side_by_side(server: Server, own_text: str) -> None:
+    body = {"text_input": PROMPT, "max_tokens": LENGTH, "num_return_sequences": 2} | SAMPLED
+    texts = ["", ""]
+    for part in events(server, "tensorrt_llm_bls", **body, stream=True):
+        texts[part["sequence_index"]] += part["text_output"]
+    whole = ask(server, "tensorrt_llm_bls", **body)["text_output"]
+    assert texts == whole
+    assert texts[0] == own_text != texts[1]
+    stopped = body | {"stop_words": [own_text[3:5]]}
+    parts = events(server, "tensorrt_llm_bls", **stopped, stream=True)
+    first = "".join(part["text_output"] for part in parts if part["sequence_index"] == 0)
+    assert first == own_text[: own_text.index(own_text[3:5]) + 2]
+
+
 def test_leaving_bls_frees_the_sequence(server: Server) -> None:
     body = {"text_input": PROMPT, "max_tokens": 200, "stream": True, "end_id": -1}
     url = f"{server.url}/v2/models/slow_bls/generate_stream"

@@ -83,10 +83,6 @@ def test_what_is_not_there_is_refused_where_it_asks_for_something(name: str) -> 
         ({"input_lengths": [[3]]}, "input_lengths must be between 1 and the 2 of input_ids, got 3"),
         ({"ids": [[1] * 65]}, "maximum context length is 64 tokens"),
         ({"temperature": [[-1.0]]}, "temperature must be"),
-        (
-            {"streaming": [[True]], "num_return_sequences": [[2]]},
-            "one answer can be streamed, .* asks for 2",
-        ),
         ({"guided_decoding_guide": [[b"x"]]}, "guided_decoding_guide needs guided_decoding_guide_type"),
         ({"ids": [[1], [1]], "num_return_sequences": [[1], [2]]}, "must be the same in all rows"),
     ],
@@ -167,6 +163,19 @@ async def test_a_stream_has_what_is_new() -> None:
     assert (last["kv_cache_alloc_total_blocks"], last["kv_cache_alloc_new_blocks"]) == ([[2]], [[1]])
     with pytest.raises(InvalidArgument, match="Streaming is only supported if model is deployed using decoupled mode"):
         await answers(asked(streaming=[[True]]), layout(decoupled=False))
+
+
+async def test_each_response_of_a_stream_of_several_has_tokens_of_one() -> None:
+    outputs = ("output_ids", "batch_index", "sequence_index")
+    lengths = {"request_output_len": [[1], [3]], "num_return_sequences": [[2], [2]], "streaming": [[True]] * 2}
+    question = asked([[1], [3]], outputs=outputs, **lengths)
+    streamed: dict[tuple[int, int], list[int]] = {}
+    responses = [each async for each in layout().infer(question, RequestContext("test"), Counting())]
+    for response in responses:
+        tokens, row, sequence = (each.data.ravel().tolist() for each in response.outputs)
+        streamed.setdefault((*row, *sequence), []).extend(tokens)
+    assert streamed == {(0, 0): [2], (0, 1): [2], (1, 0): [4, 5, 6], (1, 1): [4, 5, 6]}
+    assert [response.final for response in responses] == [False] * 7 + [True]
 
 
 async def test_stop_cancels_by_id() -> None:

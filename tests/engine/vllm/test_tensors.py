@@ -74,7 +74,6 @@ def test_tensors_win_over_everything() -> None:
         ({"sampling_parameters": b'{"detokenize": false}'}, "detokenize"),
         ({"sampling_parameters": b'{"return_output_ids": true}'}, "return_output_ids"),
         ({"sampling_parameters": b'{"temperatur": 1}'}, "temperatur"),
-        ({"sampling_parameters": b'{"n": 2}', "stream": True}, "n"),
         ({"sampling_parameters": b'{"logprobs": 21}'}, "logprobs"),
         ({"sampling_parameters": b"[1]"}, "sampling_parameters"),
     ],
@@ -138,3 +137,20 @@ def test_logprobs_nobody_asked_for_are_null() -> None:
     response = responses.build_response(GenerateChunk(text="a", token_ids=(5,), usage=Usage(3, 1)))
     assert response
     assert response.outputs[1].data.tolist() == [b"null"]
+
+
+def test_answers_without_news_are_empty_in_a_stream_of_several() -> None:
+    asked = parse({"n": 2}, stream=True, return_finish_reason=True, return_num_output_tokens=True)
+    responses = StreamedResponses(asked.outputs, len(asked.requests))
+    usage = Usage(3, 1)
+    ended = GenerateChunk(text="a", token_ids=(5,), usage=usage, finish_reason=FinishReason.STOP)
+    said = []
+    for number, chunk in ((1, ended), (0, GenerateChunk(text="b", token_ids=(7,), usage=usage)), (0, ended)):
+        response = responses.build_response(chunk, number)
+        assert response
+        said.append((*(tensor.data.tolist() for tensor in response.outputs), response.final))
+    assert said == [
+        ([b"", b"a"], [b"None", b"stop"], [0, 1], False),
+        ([b"b", b""], [b"None", b"stop"], [1, 0], False),
+        ([b"a", b""], [b"stop", b"stop"], [1, 0], True),
+    ]
