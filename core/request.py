@@ -225,13 +225,15 @@ class GuidedDecoding(NamedTuple):
     several texts (`choice`), or tags with a schema each (`structural_tag`).
 
     `text` is the schema, expression or grammar, a JSON list for `choice`, empty for `json`. `parameter`: the request's
-    parameter, for errors. `after`: what the model writes up to and including this text is free.
+    parameter, for errors. `after`: what the model writes up to and including this text is free. `strict`: a part of
+    the schema that cannot be enforced is refused, and not left out.
     """
 
     kind: GrammarKind
     text: str = ""
     parameter: str = "guided_decoding_guide_type"
     after: str = ""
+    strict: bool = False
 
     @classmethod
     def from_parameters(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":

@@ -37,7 +37,18 @@ IGNORED_FIELDS = frozenset(
 """Fields that change nothing about the answer, with any value."""
 
 _TOKEN_ID_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
-_LONG_TEXT_FIELDS = frozenset({"prompt", "input", "query", "guided_decoding_guide", "chat_template"})
+_LONG_TEXT_FIELDS = frozenset(
+    (
+        "prompt",
+        "input",
+        "query",
+        "chat_template",
+        "guided_decoding_guide",
+        "guided_json",
+        "guided_regex",
+        "guided_grammar",
+    )
+)
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 

@@ -184,7 +184,7 @@ def _parsed(
     _check_answers(len(prompts), spec.best_of)
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
-    guided_decoding = fields.guided_decoding
+    guided_decoding = fields.guide()
     requests = tuple(
         GenerateRequest(
             id=spec.id,

@@ -8,11 +8,11 @@ of `SamplingParams` are fields of the bodies of completions and chat.
 from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
-import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import MAX_LOGPROBS
-from ...core.request import GuidedDecoding, GuidedDecodingKind, SamplingParams
+from ...core.request import SamplingParams
+from .constraint_fields import ConstraintFields
 from .json_body import NoOpValues
 
 _NO_OP_VALUES: NoOpValues = {
@@ -39,7 +39,6 @@ _NO_OP_VALUES: NoOpValues = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
-    "structured_outputs": (),
     "mm_processor_kwargs": ({},),
 }
 # A text gets the special tokens that the tokenizer puts around it, a conversation those that its template writes.
@@ -54,31 +53,10 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuous_usage_stats: bool | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
-    """The `response_format` that asks for nothing."""
-
-
-class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_object"):
-    """The `response_format` that asks for a JSON object of any shape."""
-
-
-class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A named schema. `name`, `description` and `strict` change nothing: schemas are always held to."""
-
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
-    json_schema: JsonSchema
-
-
 StringOrList: TypeAlias = str | tuple[str, ...] | None
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     """Fields that completions and chat have, beside `SamplingFields`."""
 
     model: str
@@ -95,26 +73,6 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     lora_name: str | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    guided_decoding_guide_type: GuidedDecodingKind | None = None
-    guided_decoding_guide: str | None = None
-
-    @property
-    def guided_decoding(self) -> GuidedDecoding | None:
-        """The form that the text must have, by `response_format` or by the parameters of guided decoding.
-
-        Raises `InvalidArgument` for both, or for parameters that contradict each other.
-        """
-        guide = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
-        wanted = self.response_format
-        if wanted is None or isinstance(wanted, TextFormat):
-            return guide
-        if guide is not None:
-            message = f"response_format and {guide.parameter} say the same thing twice: give one"
-            raise InvalidArgument(message, field="response_format")
-        if isinstance(wanted, JsonObjectFormat):
-            return GuidedDecoding("json", parameter="response_format")
-        return GuidedDecoding("json_schema", orjson.dumps(wanted.json_schema.schema).decode(), "response_format")
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):

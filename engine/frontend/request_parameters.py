@@ -12,6 +12,7 @@ import orjson
 
 from ...core.errors import InvalidArgument, describe_validation_error, did_you_mean
 from ...core.request import GuidedDecoding, GuidedDecodingKind, ParameterValue, SamplingParams
+from ...core.structured_outputs import JsonText, only_guide, parse_structured_outputs
 from ...core.tensor import Tensor
 
 T = TypeVar("T")
@@ -42,11 +43,18 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str = ""
     guided_decoding_guide_type: GuidedDecodingKind | None = None
     guided_decoding_guide: str = ""
+    structured_outputs: JsonText = ""
+    guided_decoding: JsonText = ""
 
     @property
     def guide(self) -> GuidedDecoding | None:
-        """Raises `InvalidArgument` for a guide without its type, or the other way round."""
-        return GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide)
+        """Raises `InvalidArgument` for two constraints, and for a guide without its type or the other way round."""
+        own = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide)
+        guides = [] if own is None else [own]
+        for name in ("structured_outputs", "guided_decoding"):
+            if value := getattr(self, name):
+                guides += parse_structured_outputs(value, name)
+        return only_guide(guides)
 
 
 class _NamedValue(NamedTuple):
@@ -105,8 +113,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "repetition_detection": (),
     "logits_processors": (),
-    "guided_decoding": (),
-    "structured_outputs": (),
     "response_format": (),
     "lora_id": (),
     "lora_task_id": (),

@@ -204,7 +204,7 @@ def test_refusals_name_what_and_have_their_status(server: Server) -> None:
     for extra, text in (
         ({"image": ["aGk="]}, "parameter 'image' is not supported yet"),
         ({"lora_name": "alpaca"}, "LoRA feature is not enabled."),
-        ({"guided_decoding": '{"regex": "a"}'}, "'guided_decoding' is not supported"),
+        ({"guided_decoding": '{"regexp": "a"}'}, "'guided_decoding.regexp' is unknown"),
         ({"sampling_parameters": "{"}, "sampling_parameters is not JSON"),
         ({"stream": True, "exclude_input_in_output": False}, "`exclude_input_in_output` = False is not allowed."),
         ({"max_tokens": "many"}, "'max_tokens' must be an integer"),

@@ -397,6 +397,15 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object"}, "guided_decoding_guide_type": "json"}, "response_format"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"guided_json": {}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"guided_grammar": ""}, "guided_grammar"),
     ({"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type"),
     ({"guided_decoding_guide": "w.*"}, "guided_decoding_guide_type"),
     ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),
@@ -423,6 +432,54 @@ REFUSED = [
     ({"cache_salt": 5}, "cache_salt"),
     ({"model": 5}, "model"),
 ]
+
+
+_SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+_SCHEMA_TEXT = json.dumps(_SCHEMA, separators=(",", ":"))
+_NAMED = {"name": "s", "schema": _SCHEMA}
+_TAGS = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+
+
+@pytest.mark.parametrize(("path", "base"), [(CHAT, HI), (TEXT, PROMPT)])
+@pytest.mark.parametrize(
+    ("fields", "kind", "text", "strict"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", "", False),
+        ({"response_format": {"type": "json_schema", "json_schema": _NAMED}}, "json_schema", _SCHEMA_TEXT, False),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": _NAMED | {"strict": True}}},
+            "json_schema",
+            _SCHEMA_TEXT,
+            True,
+        ),
+        (
+            {"response_format": {"type": "structural_tag", **_TAGS}},
+            "structural_tag",
+            json.dumps({"type": "structural_tag", **_TAGS}, separators=(",", ":")),
+            False,
+        ),
+        ({"structured_outputs": {"json": _SCHEMA}}, "json_schema", _SCHEMA_TEXT, False),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a","b"]', False),
+        ({"guided_json": _SCHEMA_TEXT}, "json_schema", _SCHEMA_TEXT, False),
+        ({"guided_regex": "a+", "guided_decoding_backend": "outlines"}, "regex", "a+", False),
+        ({"guided_choice": ["a"]}, "choice", '["a"]', False),
+        ({"guided_grammar": "root ::= [a]"}, "ebnf_grammar", "root ::= [a]", False),
+        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}, "regex", "a", False),
+    ],
+)
+async def test_each_field_of_a_constraint_reaches_the_model(
+    client: httpx.AsyncClient,
+    gateway: Any,
+    path: str,
+    base: dict[str, Any],
+    fields: Any,
+    kind: str,
+    text: str,
+    strict: bool,
+) -> None:
+    assert (await client.post(path, json=base | fields)).status_code == 200
+    guide = gateway.asked[0].guided_decoding
+    assert (guide.kind, guide.text, guide.strict) == (kind, text, strict)
 
 
 @pytest.mark.parametrize(("path", "base"), [(CHAT, HI), (TEXT, PROMPT)])

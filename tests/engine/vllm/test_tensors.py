@@ -68,8 +68,8 @@ def test_tensors_win_over_everything() -> None:
         ({"image": b"aGk="}, "image"),
         ({"image": [b"a", b"b"]}, "image"),
         ({"embedding_request": b"{}"}, "embedding_request"),
-        ({"sampling_parameters": b'{"guided_decoding": {"regex": "a"}}'}, "guided_decoding"),
-        ({"sampling_parameters": b'{"structured_outputs": "{}"}'}, "structured_outputs"),
+        ({"sampling_parameters": b'{"guided_decoding": {"regexp": "a"}}'}, "guided_decoding.regexp"),
+        ({"sampling_parameters": b'{"structured_outputs": "{"}'}, "structured_outputs"),
         ({"sampling_parameters": b'{"prompt_logprobs": 1}'}, "prompt_logprobs"),
         ({"sampling_parameters": b'{"detokenize": false}'}, "detokenize"),
         ({"sampling_parameters": b'{"return_output_ids": true}'}, "return_output_ids"),
@@ -82,6 +82,13 @@ def test_what_is_not_served_is_refused_by_name(tensors: dict[str, Any], field: s
     with pytest.raises(InvalidArgument, match=field) as refusal:
         parse(**tensors)
     assert refusal.value.field == field
+
+
+def test_constraints_come_as_objects_or_as_their_text() -> None:
+    for text in (b'{"structured_outputs": {"regex": "a+"}}', b'{"guided_decoding": "{\\"regex\\": \\"a+\\"}"}'):
+        [request] = parse(sampling_parameters=text).requests
+        assert request.guided_decoding is not None
+        assert request.guided_decoding[:2] == ("regex", "a+")
 
 
 def test_an_adapter_is_refused_in_the_backends_words() -> None:

@@ -1,0 +1,115 @@
+"""The fields by which clients constrain an answer, shared by all protocols: vLLM's `structured_outputs`, in both of its
+spellings, and the rule that a request has one constraint."""
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import msgspec
+import orjson
+
+from .errors import InvalidArgument, describe_validation_error
+from .request import GrammarKind, GuidedDecoding
+
+JsonText: TypeAlias = str | dict[str, Any]
+"""A JSON object, or its text."""
+
+_KINDS: dict[str, GrammarKind] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf_grammar",
+    "structural_tag": "structural_tag",
+}
+_NOT_HONOURED = (
+    "whitespace_pattern",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`, which older clients call `guided_decoding`. `backend` and `disable_fallback` choose
+    between libraries of which there is one here, and change nothing."""
+
+    json: JsonText | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: JsonText | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None
+    backend: str | None = None
+
+    def guides(self, where: str) -> list[GuidedDecoding]:
+        """Its constraints. `where`: the field that it is, or what stands before the names of its own.
+
+        Raises:
+            InvalidArgument: it asks for what is not honoured; `field` names it.
+        """
+        for name in _NOT_HONOURED:
+            if getattr(self, name):
+                message = (
+                    f"{where}{name} is not supported: white space between the parts of JSON is bounded, not chosen"
+                )
+                if name == "disable_additional_properties":
+                    message = f"{where}{name} is not supported: write additionalProperties into the schema"
+                raise InvalidArgument(message, field=f"{where}{name}")
+        given = {name: getattr(self, name) for name in _KINDS}
+        found = [make_guide(_KINDS[name], value, where + name) for name, value in given.items() if value is not None]
+        return [*found, GuidedDecoding("json", parameter=f"{where}json_object")] if self.json_object else found
+
+
+def parse_structured_outputs(value: JsonText, parameter: str) -> list[GuidedDecoding]:
+    """The constraints of a parameter `structured_outputs`, which some clients send as text.
+
+    Raises:
+        InvalidArgument: it is not JSON, or has an unknown or wrong member.
+    """
+    try:
+        parsed = orjson.loads(value) if isinstance(value, str) else value
+        return msgspec.convert(parsed, StructuredOutputs).guides(f"{parameter}.")
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"parameter '{parameter}' is not JSON: {error}", field=parameter) from None
+    except msgspec.ValidationError as error:
+        found = describe_validation_error(error)
+        field = ".".join(name for name in (parameter, found.path) if name)
+        raise InvalidArgument(f"parameter '{field}' {found}", field=field) from None
+
+
+def make_guide(kind: GrammarKind, value: Any, parameter: str, strict: bool = False) -> GuidedDecoding:
+    """The constraint of a field's value: text as it is, anything else as JSON text.
+
+    Raises:
+        InvalidArgument: there is no text, no choice, or too deep a nesting.
+    """
+    if not value and kind != "json_schema":
+        raise InvalidArgument(f"{parameter} is empty", field=parameter)
+    return GuidedDecoding(kind, value if isinstance(value, str) else json_text(value, parameter), parameter, "", strict)
+
+
+def json_text(value: Any, parameter: str) -> str:
+    """JSON text of a value that was JSON.
+
+    Raises:
+        InvalidArgument: it is nested too deeply.
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+        raise InvalidArgument(f"{parameter} is nested too deeply", field=parameter) from error
+
+
+def only_guide(guides: Iterable[GuidedDecoding]) -> GuidedDecoding | None:
+    """The constraint of a request.
+
+    Raises:
+        InvalidArgument: there are several; the message names two.
+    """
+    given = list(guides)
+    if len(given) > 1:
+        message = f"{given[0].parameter} and {given[1].parameter} both constrain the answer: give one"
+        raise InvalidArgument(message, field=given[0].parameter)
+    return given[0] if given else None
