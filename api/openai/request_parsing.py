@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.request import GenerateRequest, Prompt, SamplingParams, TokenizeRequest
+from ...core.request import GenerateRequest, Prompt, SamplingParams, TokenizeRequest, ToolUse
 from .chat_messages import parse_messages
 from .json_body import convert_fields, shortened, supported_members
 from .schemas import (
@@ -20,6 +20,7 @@ from .schemas import (
     StringOrList,
     TokenizeBody,
 )
+from .tools import parse_tool_use, parse_tools
 
 _MAX_CHOICES = 128
 _MAX_ANSWERS = 1024
@@ -27,6 +28,7 @@ _MAX_ANSWERS = 1024
 
 _COMPLETION_MAX_TOKENS = 16
 _COMPLETION_FIELDS = frozenset((*CompletionBody.__struct_fields__, *SamplingFields.__struct_fields__))
+_NO_OPTIONS: Mapping[str, Any] = {}
 _CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_fields__))
 
 
@@ -36,7 +38,8 @@ class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
     `best_of` choices are generated for each prompt, and the best `n` shown. `logprobs`: how many of the likeliest
     tokens stand beside each one of the text, which with `echo` begins with the prompt; `prompt_logprobs`: beside those
     of the prompt, in a list of their own; None shows no logprob. `return_token_ids`: those of prompt and answer are
-    shown. `include_usage`: a stream ends with the usage; `continuous_usage`: its chunks have it, too.
+    shown. `include_usage`: a stream ends with the usage; `continuous_usage`: its chunks have it, too. `reasoning`: what
+    was told apart as such is shown.
     """
 
     id: str
@@ -49,6 +52,7 @@ class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     include_usage: bool
     continuous_usage: bool
+    reasoning: bool
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
@@ -86,16 +90,27 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     """
     members = supported_members(body, _CHAT_FIELDS, CHAT_NO_OP_VALUES)
     fields = convert_fields(members, ChatBody)
-    conversation = parse_messages(fields.messages, fields)
+    tools = parse_tools(fields.tools)
+    conversation = parse_messages(fields.messages, fields, tools)
+    answer = _answer_options(fields, parse_tool_use(tools, fields.tool_choice, fields.parallel_tool_calls))
     spec = _response_spec(f"chatcmpl-{request_id}", fields, _choices(fields.n))
     limit = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     try:
         sampling = _sampling(members, fields, spec, getattr(fields, limit))
-        return _parsed(spec, members, fields, [conversation], sampling)
+        return _parsed(spec, members, fields, [conversation], sampling, answer)
     except InvalidArgument as error:
         if error.field != "max_tokens":
             raise
         raise InvalidArgument(error.message.replace("max_tokens", limit, 1), field=limit) from None
+
+
+def _answer_options(fields: ChatBody, tools: ToolUse | None) -> dict[str, Any]:
+    """The fields of a `GenerateRequest` that say how a chat's answer is read."""
+    reads = fields.separate_reasoning is not False
+    if tools is not None and not reads:
+        message = "separate_reasoning can't be false with tools: calls are told apart from the text with the reasoning"
+        raise InvalidArgument(message, field="separate_reasoning")
+    return {"reads_answer": reads, "tools": tools, "thinking_budget": fields.thinking_budget}
 
 
 def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
@@ -103,7 +118,7 @@ def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give either prompt or messages", field="prompt")
     if body.messages is None:
-        for name in ("chat_template", "chat_template_kwargs", "continue_final_message"):
+        for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "tools"):
             if getattr(body, name):
                 raise InvalidArgument(f"{name} needs messages", field=name)
         special = body.add_special_tokens is not False
@@ -111,7 +126,7 @@ def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
     if body.add_special_tokens:
         message = "add_special_tokens is not supported with messages: their template writes its own"
         raise InvalidArgument(message, field="add_special_tokens")
-    return TokenizeRequest(prompt=parse_messages(body.messages, body))
+    return TokenizeRequest(prompt=parse_messages(body.messages, body, parse_tools(body.tools)))
 
 
 def _response_spec(
@@ -129,6 +144,7 @@ def _response_spec(
         return_token_ids=bool(fields.return_token_ids),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        reasoning=not isinstance(fields, ChatBody) or fields.include_reasoning is not False,
     )
 
 
@@ -173,6 +189,7 @@ def _parsed(
     fields: GenerationBody,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
+    answer: Mapping[str, Any] = _NO_OPTIONS,
 ) -> ParsedCompletion:
     stream, timeout = bool(fields.stream), fields.timeout or 0.0
     if fields.stream_options is not None and not stream:
@@ -200,6 +217,7 @@ def _parsed(
             prompt_count=len(prompts),
             echo=spec.echo,
             return_prompt_ids=spec.return_token_ids,
+            **answer,
         )
         for prompt in prompts
         for choice in range(spec.best_of)

@@ -14,16 +14,17 @@ import orjson
 
 from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.model import ModelConfig
-from ...core.request import GenerateChunk, Usage
+from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
 from .request_parsing import ResponseSpec
 
 JsonObject = dict[str, Any]
 
-_PLAIN = GenerateChunk(text="\0text\0", token_ids=(), usage=Usage(0, 0))
-"""Stands for a chunk whose text is not known yet; no model has this text for a name."""
-_TEXT = orjson.dumps(_PLAIN.text)
-"""The same text in the JSON of an event."""
+_PLACEHOLDER = "\0text\0"
+"""Stands for a text that is not known yet; no model has it for a name."""
+_PLAIN = GenerateChunk(text=_PLACEHOLDER, token_ids=(), usage=Usage(0, 0))
+_PLAIN_REASONING = msgspec.structs.replace(_PLAIN, text="", reasoning=_PLACEHOLDER)
+_TEXT = orjson.dumps(_PLACEHOLDER)
 
 
 class CompletionFormat:
@@ -69,7 +70,10 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
 
     def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
-        message = {"role": "assistant", "content": chunk.text, "refusal": None}
+        content = None if chunk.tool_calls and not chunk.text else chunk.text
+        message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(chunk)}
+        if chunk.tool_calls:
+            message["tool_calls"] = [_call(each) for each in chunk.tool_calls]
         return {"index": index, "message": message, "logprobs": logprobs, **_end(chunk)}
 
     def first_delta(self, index: int) -> JsonObject | None:
@@ -77,7 +81,11 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
-        delta = {"content": chunk.text} if chunk.text else {}
+        delta = _reasoning(chunk)
+        if chunk.text:
+            delta["content"] = chunk.text
+        if chunk.tool_calls:
+            delta["tool_calls"] = [{"index": each.index, **_call(each)} for each in chunk.tool_calls]
         return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
     def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
@@ -87,6 +95,19 @@ class ChatFormat:
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         body[name] = prompts[0]
+
+
+def _reasoning(chunk: GenerateChunk) -> JsonObject:
+    """The reasoning, under vLLM's name for it and under DeepSeek's, which clients of SGLang and llama.cpp know."""
+    return {"reasoning": chunk.reasoning, "reasoning_content": chunk.reasoning} if chunk.reasoning else {}
+
+
+def _call(call: ToolCallDelta) -> JsonObject:
+    """A call of a tool or, without an id, a further piece of one."""
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 ApiFormat: TypeAlias = CompletionFormat | ChatFormat
@@ -112,7 +133,9 @@ class OpenAIResponseWriter:
         """Whether even an event of text alone has other fields that change."""
         self._usage: dict[int, Usage] = {}
         self._offsets: dict[int, int] = {}
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._around: dict[tuple[int, bool], list[bytes]] = {}
+        self._calling: set[int] = set()
+        """Choices that have called a tool."""
 
     def full_response(self, answers: Sequence[GenerateChunk]) -> JsonObject:
         """The body of a response that is not streamed; `answers[i]` is everything that choice i generated."""
@@ -124,7 +147,11 @@ class OpenAIResponseWriter:
         ]
         shown = _select_best(complete, self._spec.best_of, self._spec.n)
         choices = [
-            self._with_ids(self._format.choice(index, answer, self._logprobs(index, answer)), answer)
+            self._with_details(
+                self._format.choice(index, self._shown(answer), self._logprobs(index, answer)),
+                answer,
+                bool(answer.tool_calls),
+            )
             for index, answer in enumerate(shown)
         ]
         body = {**self._head, "object": self._format.object, "choices": choices, "usage": self._total()}
@@ -143,23 +170,31 @@ class OpenAIResponseWriter:
             self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)
             begin, prompt_ids = self._event([opening], prompt_ids), ()
         self._usage[index] = chunk.usage
+        if chunk.tool_calls:
+            self._calling.add(index)
+        chunk = self._shown(chunk)
         changes = self._details and (chunk.text or chunk.token_ids)
-        if chunk.finish_reason or chunk.logprobs or chunk.prompt_logprobs or changes:
+        several = chunk.tool_calls or (chunk.reasoning and chunk.text)
+        if several or chunk.finish_reason or chunk.logprobs or chunk.prompt_logprobs or changes:
             choice = self._format.delta(index, chunk, self._logprobs(index, chunk))
-            return begin + self._event([self._with_ids(choice, chunk)], prompt_ids)
-        return begin + self._plain(index, chunk.text) if chunk.text else begin
+            return begin + self._event([self._with_details(choice, chunk, index in self._calling)], prompt_ids)
+        return begin + self._plain(index, chunk) if chunk.text or chunk.reasoning else begin
 
     def usage_event(self) -> bytes:
         """The last event of a stream, with the usage of all choices, if the client asked for it."""
         return self._event([]) if self._spec.include_usage else b""
 
-    def _plain(self, index: int, text: str) -> bytes:
-        # Most events are of text alone: the JSON around the text is encoded once for all of them.
-        around = self._around.get(index)
+    def _shown(self, chunk: GenerateChunk) -> GenerateChunk:
+        return chunk if self._spec.reasoning or not chunk.reasoning else msgspec.structs.replace(chunk, reasoning="")
+
+    def _plain(self, index: int, chunk: GenerateChunk) -> bytes:
+        # Most events are of text or reasoning alone: the JSON around it is encoded once for all of them.
+        key = index, bool(chunk.reasoning)
+        around = self._around.get(key)
         if around is None:
-            before, _, after = self._event([self._format.delta(index, _PLAIN, None)]).partition(_TEXT)
-            around = self._around[index] = before, after
-        return around[0] + orjson.dumps(text) + around[1]
+            event = self._event([self._format.delta(index, _PLAIN_REASONING if chunk.reasoning else _PLAIN, None)])
+            around = self._around[key] = event.split(_TEXT)
+        return orjson.dumps(chunk.reasoning or chunk.text).join(around)
 
     def _event(self, choices: list[JsonObject], prompt_ids: Sequence[int] = ()) -> bytes:
         chunk: JsonObject = {**self._head, "object": self._format.chunk_object, "choices": choices}
@@ -169,7 +204,9 @@ class OpenAIResponseWriter:
             chunk["usage"] = self._total() if self._spec.continuous_usage or not choices else None
         return sse_event(orjson.dumps(chunk))
 
-    def _with_ids(self, choice: JsonObject, chunk: GenerateChunk) -> JsonObject:
+    def _with_details(self, choice: JsonObject, chunk: GenerateChunk, called: bool) -> JsonObject:
+        if called and chunk.finish_reason is FinishReason.STOP:
+            choice["finish_reason"] = "tool_calls"
         return choice | {"token_ids": chunk.token_ids} if self._spec.return_token_ids else choice
 
     def _logprobs(self, index: int, chunk: GenerateChunk) -> JsonObject | None:
@@ -185,11 +222,13 @@ class OpenAIResponseWriter:
         prompts = [usage for index, usage in self._usage.items() if index % self._spec.best_of == 0]
         prompt = sum(usage.prompt_tokens for usage in prompts)
         completion = sum(usage.completion_tokens for usage in self._usage.values())
+        reasoning = sum(usage.reasoning_tokens for usage in self._usage.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
 

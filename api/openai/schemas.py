@@ -13,7 +13,7 @@ from ...core.errors import InvalidArgument
 from ...core.logprobs import MAX_LOGPROBS
 from ...core.request import SamplingParams
 from .constraint_fields import ConstraintFields
-from .json_body import NoOpValues
+from .json_body import NoOpValues, shortened
 
 _NO_OP_VALUES: NoOpValues = {
     "best_of": (1,),
@@ -30,6 +30,10 @@ _NO_OP_VALUES: NoOpValues = {
     "audio": (),
     "prediction": (),
     "reasoning_effort": ("none",),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (False,),
+    "stream_reasoning": (True,),
     "verbosity": ("medium",),
     "web_search_options": (),
     "use_beam_search": (False,),
@@ -44,7 +48,7 @@ _NO_OP_VALUES: NoOpValues = {
 # A text gets the special tokens that the tokenizer puts around it, a conversation those that its template writes.
 COMPLETION_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (True,)}
 CHAT_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (False,)}
-TOKENIZE_NO_OP_VALUES: NoOpValues = {"return_token_strs": (False,), "tools": ([],), "mm_processor_kwargs": ({},)}
+TOKENIZE_NO_OP_VALUES: NoOpValues = {"return_token_strs": (False,), "mm_processor_kwargs": ({},)}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +56,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""What `reasoning_effort` may be."""
 
 StringOrList: TypeAlias = str | tuple[str, ...] | None
 
@@ -73,6 +80,11 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     lora_name: str | None = None
+
+
+def thinking_variables(thinks: bool) -> dict[str, Any]:
+    """The variables by which chat templates let a model reason or not: Qwen's and DeepSeek's names for it."""
+    return {"enable_thinking": thinks, "thinking": thinks}
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -102,6 +114,34 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template may use: the request's own variables, and `reasoning_effort` in the words of the
+        templates that know it. Raises `InvalidArgument` for another effort than there are."""
+        effort, own = self.reasoning_effort, self.chat_template_kwargs or {}
+        if effort is None:
+            return own
+        if effort not in _EFFORTS:
+            message = f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got {shortened(effort)}"
+            raise InvalidArgument(message, field="reasoning_effort")
+        return thinking_variables(effort != "none") | {"reasoning_effort": effort} | own
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens that the model may reason for; None is no limit, which vLLM calls -1."""
+        budget = self.thinking_token_budget
+        if budget is not None and budget < -1:
+            message = f"thinking_token_budget must be -1 or at least 0, got {budget}"
+            raise InvalidArgument(message, field="thinking_token_budget")
+        return None if budget == -1 else budget
 
     @property
     def num_logprobs(self) -> int | None:
@@ -136,6 +176,11 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from ...core.errors import Internal, InvalidArgument
 from ...core.gateway import ModelHandle
 from ...core.model import ModelConfig
 from ...core.request import (
+    ChatMessage,
     Conversation,
     FinishReason,
     GenerateChunk,
@@ -50,6 +51,13 @@ _NO_OP_VALUES: NoOpValues = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True, False),
     "cache_salt": ("",),
     "lora_name": ("",),
     "guided_decoding_guide": ("",),
@@ -103,12 +111,27 @@ def _prompt_input(specs: Mapping[str, TensorSpec], prompt: Prompt) -> dict[str, 
     if not isinstance(prompt, Conversation):
         raise InvalidArgument("prompt must be text for this model, and not token ids", field="prompt")
     if MESSAGES in specs:
-        turns = [{"role": each.role, "content": each.content, "name": each.name} for each in prompt.messages]
-        return {MESSAGES: [{key: text for key, text in turn.items() if text or key == "content"} for turn in turns]}
+        return {MESSAGES: [_turn(each) for each in prompt.messages]}
     asked = [each.content for each in prompt.messages if each.role == "user"]
     if not asked:
         raise InvalidArgument("messages must have one of the role user for this model", field="messages")
     return {TEXT: asked[-1]}
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    """A message as OpenAI has it, without the fields that say nothing."""
+    turn = {
+        "role": message.role,
+        "content": message.content,
+        "name": message.name,
+        "reasoning": message.reasoning,
+        "tool_calls": [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ],
+        "tool_call_id": message.tool_call_id,
+    }
+    return {key: value for key, value in turn.items() if value or key == "content"}
 
 
 def _field_inputs(config: ModelConfig, specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,7 @@ UNLISTED = (
         TensorSpec("stop", "BYTES", (-1,), optional=True),
         TensorSpec("stream", "BOOL", (1,), optional=True),
         TensorSpec("logit_bias", "BYTES", (1,), optional=True),
+        TensorSpec("tools", "BYTES", (1,), optional=True),
         batch=4,
     ),
     _openai("answering", "chat", TensorSpec("text_input", "BYTES", (1,))),
@@ -108,7 +109,7 @@ class FakeGateway:
     """Answers with `texts` (the last of them `final`), then raises `error`, then waits if `hang`.
 
     Remembers what it was asked. `responses`: what `infer` answers instead of texts. `chosen`: the logprob of a choice's
-    tokens, -1 of those that are not in it.
+    tokens, -1 of those that are not in it. `chunks`: what `generate` answers instead of texts.
     """
 
     texts: tuple[str, ...] = ("one", " two")
@@ -129,6 +130,7 @@ class FakeGateway:
     indexed: list[RepositoryIndexEntry] = field(default_factory=list)
     loads: list[tuple[object, ...]] = field(default_factory=list)
     stop_reason: str | int | None = None
+    chunks: tuple[GenerateChunk, ...] = ()
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         self.contexts.append(RequestContext(endpoint, headers))
@@ -221,6 +223,10 @@ class FakeHandle:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         self._gateway.asked.append(request)
+        for chunk in self._gateway.chunks:
+            yield chunk
+        if self._gateway.chunks:
+            return
         count, chosen = 0, self._gateway.chosen.get(request.choice, -1.0)
         async with aclosing(self._gateway.answers()) as texts:
             async for text in texts:

@@ -67,6 +67,7 @@ async def test_completion(client: httpx.AsyncClient) -> None:
             "completion_tokens": 2,
             "total_tokens": 7,
             "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
@@ -386,7 +387,6 @@ REFUSED = [
     ({"prompt_logprobs": True}, "prompt_logprobs"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -534,7 +534,7 @@ async def test_refused_by_name(
         (CHAT, {"model": "llm", "messages": "hi"}, "messages"),
         (CHAT, {"model": "llm", "messages": ["hi"]}, "messages[0]"),
         (CHAT, HI | {"messages": [{"content": "x"}]}, "messages[0].role"),
-        (CHAT, HI | {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (CHAT, HI | {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         (CHAT, HI | {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
         (CHAT, HI | {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, HI | {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),

@@ -21,6 +21,8 @@ TURNS = [
     {"role": "user", "content": [{"type": "text", "text": "two"}]},
 ]
 
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
 
 @dataclass
 class Generated:
@@ -71,6 +73,20 @@ async def test_messages_and_fields_become_inputs(client: httpx.AsyncClient, gate
     assert gateway.asked[0].outputs == ("text_output",)
 
 
+async def test_tools_and_their_calls_are_the_model_s(client: httpx.AsyncClient, gateway: Any) -> None:
+    called = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "when?"},
+        {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [called]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "c1"},
+    ]
+    body = {"model": "chatting", "messages": turns, "tools": [CLOCK], "tool_choice": "auto"}
+    assert (await client.post(CHAT, json=body)).status_code == 200
+    got = asked(gateway)
+    assert json.loads(got["messages"][2][0][0]) == turns
+    assert json.loads(got["tools"][2][0][0]) == [CLOCK]
+
+
 async def test_without_messages_the_last_user_text_is_asked(client: httpx.AsyncClient, gateway: Any) -> None:
     assert (await client.post(CHAT, json={"model": "answering", "messages": TURNS})).status_code == 200
     assert asked(gateway) == {"text_input": ("BYTES", (1,), [b"two"])}
@@ -94,6 +110,9 @@ async def test_sampling_without_inputs_travels_in_sampling_parameters(client: ht
         (CHAT, {"model": "answering", "max_tokens": 5}, "max_tokens", "got 5"),
         (CHAT, {"model": "answering", "seed": 0}, "seed", "got 0"),
         (CHAT, {"model": "answering", "n": 2}, "n", "n: model 'answering' has no input of that name, got 2"),
+        (CHAT, {"model": "answering", "tools": [CLOCK]}, "tools", "tools: model 'answering' has no input of that name"),
+        (CHAT, {"model": "answering", "reasoning_effort": "low"}, "reasoning_effort", 'got "low"'),
+        (CHAT, {"model": "answering", "thinking_token_budget": 0}, "thinking_token_budget", "got 0"),
         (CHAT, {"model": "answering", "logprobs": True}, "logprobs", "logprobs: model"),
         (CHAT, {"model": "answering", "response_format": {"type": "json_object"}}, "response_format", "no input"),
         (CHAT, {"model": "chatting", "logit_bias": {"x": 1}}, "logit_bias", "must name tokens by their ids"),
