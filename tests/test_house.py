@@ -36,7 +36,7 @@ FOREIGN_BANS = {
 INNER_FLOORS = {
     "engine": (
         ".options",
-        "cpu gpu",
+        "cpu gpu grammars",
         "checkpoint",
         "layers",
         "attention",

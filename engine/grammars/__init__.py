@@ -1,0 +1,1 @@
+"""What text a request may get: grammars, compiled for a vocabulary, and matchers that follow sequences."""

@@ -1,0 +1,158 @@
+"""Writes any `GuidedDecoding` as a grammar of the library's Lark dialect, which has a form for all of them.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
+
+from ...core.errors import InvalidArgument
+from ...core.request import GuidedDecoding
+
+MAX_WHITESPACE = 8
+"""Characters of white space in a row that JSON may have between its parts: models went on with it for ever."""
+
+_JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}", "lenient": True}
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
+_ANY_TEXT = r"/(.|\n)*/"
+
+
+class LarkRules:
+    """A grammar in the making. `special`: tokens by their text, that are tokens wherever they occur in a text."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._specials = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._lines: list[str] = []
+        self._others: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """Add a rule; its name."""
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """Exactly this text."""
+        parts: list[str] = []
+        at = 0
+        for found in self._specials.finditer(text):
+            parts += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
+            at = found.end()
+        return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
+
+    def text_until(self, marker: str) -> str:
+        """Any text up to and including the first `marker`."""
+        found = self._specials.search(marker)
+        head = marker if found is None else marker[: found.start()]
+        begin = self.rule(f"{_ANY_TEXT} {_quoted(head)}", "[lazy]") if head else self.any_text()
+        return begin if found is None else f"{begin} {self.text(marker[found.start() :])}"
+
+    def any_text(self) -> str:
+        return self.rule(_ANY_TEXT)
+
+    def json(self, schema: Any) -> str:
+        """JSON of a schema, parsed already."""
+        return self.rule(f"%json {json.dumps(bounded_schema(schema), ensure_ascii=False)}")
+
+    def regex(self, pattern: str) -> str:
+        return self.rule(f"/{_slashed(pattern)}/")
+
+    def choice(self, texts: list[str]) -> str:
+        return self.rule(" | ".join(self.text(text) for text in texts))
+
+    def lark(self, grammar: str) -> str:
+        """A whole grammar with a rule `start`."""
+        self._others.append(bound_embedded(grammar))
+        return f"@g{len(self._others)}"
+
+    def finish(self, start: str) -> str:
+        """The grammar whose texts are `start`'s, as the library reads it."""
+        main = "\n".join((f"start: {start}", *self._lines))
+        if not self._others:
+            return main
+        grammars = [("main", main), *((f"g{number}", text) for number, text in enumerate(self._others, 1))]
+        return json.dumps({"grammars": [{"name": name, "lark_grammar": text} for name, text in grammars]})
+
+
+def write_grammar(guide: GuidedDecoding, special: Mapping[str, int] = {}) -> str:
+    """The library's grammar of a constraint.
+
+    Raises:
+        InvalidArgument: its text is not what its kind asks for; `field` is its `parameter`.
+    """
+    from .structural_tags import structural_tag
+
+    rules, (kind, text, parameter, after) = LarkRules(special), guide
+    try:
+        match kind:
+            case "json":
+                content = rules.json({})
+            case "json_schema":
+                content = rules.json(_parsed(text))
+            case "regex":
+                content = rules.regex(text)
+            case "choice":
+                content = rules.choice(_texts(text))
+            case "lark":
+                content = rules.lark(text)
+            case "ebnf_grammar":
+                content = rules.lark(any_to_lark(text))
+            case "structural_tag":
+                content = structural_tag(rules, _parsed(text))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{parameter}: {error.message}", field=parameter) from None
+    except RecursionError:
+        raise InvalidArgument(f"{parameter}: it is nested too deeply", field=parameter) from None
+    except Exception as error:  # the converter of GBNF raises its own kinds, and some by accident
+        raise InvalidArgument(f"{parameter}: {error}", field=parameter) from error
+    return rules.finish(f"{rules.text_until(after)} {content}" if after else content)
+
+
+def bounded_schema(schema: Any) -> Any:
+    """A JSON schema, parsed, with the options that hold for all JSON here."""
+    if schema is True:
+        schema = {}
+    return {**schema, "x-guidance": _JSON_OPTIONS} if isinstance(schema, dict) else schema
+
+
+def bound_embedded(lark: str) -> str:
+    """A Lark grammar whose embedded JSON schemas have the same options; what is no JSON is left for the library."""
+    decode, parts, at = json.JSONDecoder().raw_decode, list[str](), 0
+    for found in _EMBEDDED.finditer(lark):
+        if found.start() < at:
+            continue  # within a schema
+        try:
+            schema, end = decode(lark, found.end())
+        except ValueError:
+            continue
+        parts += [lark[at : found.end()], json.dumps(bounded_schema(schema), ensure_ascii=False)]
+        at = end
+    return "".join((*parts, lark[at:]))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument(f"it is not JSON: {error}") from None
+
+
+def _texts(text: str) -> list[str]:
+    texts = _parsed(text)
+    if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+        raise InvalidArgument("it must be a list of at least one string")
+    return texts
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression between slashes: those in it that have no backslash get one."""
+    return re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)

@@ -1,0 +1,137 @@
+"""Grammars by llguidance, which computes masks as they are asked for and has limits for whatever it does.
+
+https://github.com/guidance-ai/llguidance
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+
+from ...core.errors import InvalidArgument
+from ...core.request import GuidedDecoding
+from .backend import LIMITS, CompiledGrammar, GrammarLimits, GrammarMatcher, TokenMask
+from .free_text import FreeTextMatcher, free_text_mask
+from .lark_rules import write_grammar
+from .vocabulary import Vocabulary
+
+_GRAMMAR_BYTES = 1 << 16
+"""What a compiled grammar takes at least; and for each byte of its text, so many more."""
+_BYTES_EACH = 64
+_MESSAGE = 500
+"""Characters of the library's messages that are passed on."""
+
+
+def check_grammar(guide: GuidedDecoding, limits: GrammarLimits = LIMITS) -> tuple[str, ...]:
+    """Compile a constraint for no vocabulary: what it will not enforce. Where a grammar names special tokens, only
+    `LLGuidanceBackend.compile` can say whether there are such. Takes as long as compiling does.
+
+    Raises:
+        InvalidArgument: it is wrong or costs too much; `field` is its `parameter`.
+    """
+    found = LLMatcher.validate_grammar_with_warnings(_checked(guide, limits), limits=_limits(limits))
+    failed, messages = found
+    if failed:
+        raise _refused(guide, messages[0])
+    return tuple(message for message in messages if not message.startswith("no tokenizer"))
+
+
+class LLGuidanceBackend:
+    """A `GrammarBackend` for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits = LIMITS) -> None:
+        self._vocabulary, self._limits = vocabulary, limits
+        self._tokenizer = vocabulary.tokenizer.with_slices(vocabulary.tokenizer.json_slices())
+
+    def compile(self, guide: GuidedDecoding) -> CompiledGrammar:
+        """See `GrammarBackend.compile`. The first mask is computed, too: what costs too much shows there."""
+        marker = guide.after if self._vocabulary.ends_in_special(guide.after) else ""
+        grammar = _checked(guide._replace(after="") if marker else guide, self._limits, self._vocabulary)
+        first = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits(self._limits))
+        if not first.is_error():
+            LLGuidanceMatcher(first).fill_mask(np.zeros(-(-self._vocabulary.size // 32), np.int32))
+        if first.is_error():
+            raise _refused(guide, first.get_error())
+        return LLGuidanceGrammar(first, _GRAMMAR_BYTES + _BYTES_EACH * len(guide.text), self._free_until(marker))
+
+    def _free_until(self, marker: str) -> Callable[[GrammarMatcher], GrammarMatcher] | None:
+        if not marker:
+            return None
+        mask, tokens = free_text_mask(self._vocabulary.tokens, self._vocabulary.ends), self._vocabulary.tokens
+        return lambda matcher: FreeTextMatcher(matcher, marker.encode(), tokens, mask)
+
+
+class LLGuidanceGrammar:
+    """A `CompiledGrammar`: matchers are copies of the first, with which they share what was computed so far. `begin`:
+    makes a matcher for what comes before the grammar, too."""
+
+    def __init__(self, first: LLMatcher, size: int, begin: Callable[[GrammarMatcher], GrammarMatcher] | None) -> None:
+        self._first, self.size, self._begin = first, size, begin
+        self.warnings = tuple(first.get_grammar_warnings())
+
+    def matcher(self) -> GrammarMatcher:
+        matcher = LLGuidanceMatcher(self._first.deep_copy())
+        return matcher if self._begin is None else self._begin(matcher)
+
+
+class LLGuidanceMatcher:
+    """A `GrammarMatcher`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str:
+        return _first_lines(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    @property
+    def complete(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def finished(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def fill_mask(self, mask: TokenMask) -> None:
+        try:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        except ValueError:  # the matcher's error says the same
+            mask[:] = 0
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        return self._matcher.consume_tokens(list(tokens))
+
+    def forced_tokens(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def rollback(self, tokens: int) -> None:
+        self._matcher.rollback(tokens)
+
+
+def _checked(guide: GuidedDecoding, limits: GrammarLimits, vocabulary: Vocabulary | None = None) -> str:
+    size = len(guide.text) + len(guide.after)
+    if size > limits.text_bytes:
+        raise _refused(guide, f"it has {size} characters, and may have {limits.text_bytes}")
+    return write_grammar(guide, {} if vocabulary is None else vocabulary.special)
+
+
+def _refused(guide: GuidedDecoding, message: str) -> InvalidArgument:
+    return InvalidArgument(f"{guide.parameter}: {_first_lines(message)}", field=guide.parameter)
+
+
+def _first_lines(message: str) -> str:
+    """The library's words without the state of its parser that follows them."""
+    for rest in ("\n<state>", "<non-verbose/>", "<backtrace>"):
+        message = message.split(rest)[0]
+    return message.removeprefix("panic: ").strip()[:_MESSAGE]
+
+
+def _limits(limits: GrammarLimits) -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=limits.compile_fuel,
+        step_lexer_fuel=limits.step_fuel,
+        step_max_items=limits.step_items,
+        max_lexer_states=limits.states,
+        max_grammar_size=limits.symbols,
+        verbose_errors=False,
+    )

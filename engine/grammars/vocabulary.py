@@ -1,0 +1,81 @@
+"""The tokens of a model as the library needs them: the bytes of each, which are special, and which end a text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from ...tokenization.token_pieces import read_token_piece
+from ...tokenization.tokenizer_json import read_tokenizer_json
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary of `size` tokens, as many as the model has logits. `tokens`: the bytes of each. `special`: the
+    added tokens by their text, which are never part of other text; `ends`: those that end one."""
+
+    tokenizer: LLTokenizer
+    tokens: Sequence[bytes]
+    special: Mapping[str, int]
+    ends: tuple[int, ...]
+    size: int
+
+    def ends_in_special(self, text: str) -> bool:
+        """Whether the end of `text` is one token, whatever stands before it."""
+        return any(text.endswith(each) for each in self.special)
+
+
+def read_vocabulary(directory: Path, size: int, ends: tuple[int, ...]) -> Vocabulary:
+    """Read the tokenizer of a checkpoint; takes a second or two. Raises as `read_tokenizer_json` does."""
+    backend, _ = read_tokenizer_json(directory)
+    return build_vocabulary(backend, size, ends)
+
+
+def build_vocabulary(backend: tokenizers.Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
+    """The vocabulary of a tokenizer, for a model of `size` logits; a token that only one of the two has cannot be
+    chosen. Where no token ends a text the last one stands for that."""
+    backend.no_truncation()
+    backend.no_padding()
+    added = backend.get_added_tokens_decoder()
+    special = {token.content: number for number, token in added.items() if number < size}
+    tokens = _Tokens(backend, special, ends or (size - 1,), size)
+    tokenizer = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(tokens.ends))
+    return Vocabulary(tokenizer, tokens.tokens, special, tokens.ends, size)
+
+
+class _Tokens:
+    """A tokenizer in the form that `TokenizerWrapper` wants. Text is encoded without added tokens: what spells one in a
+    schema is text."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special: Mapping[str, int], ends: tuple[int, ...], size: int
+    ) -> None:
+        self.ends, self.eos_token_id, self.bos_token_id = ends, ends[0], None
+        self.special_token_ids = sorted({*special.values(), *ends})
+        self.tokens = _token_bytes(backend, size)
+        for text, token in special.items():
+            self.tokens[token] = text.encode()
+        self._plain = _without_added(backend)
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _token_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
+    """The bytes that each token adds to a text; none for those beyond the tokenizer's."""
+    known = min(size, backend.get_vocab_size())
+    try:
+        decode = LLTokenizer(backend.to_str()).decode_bytes
+        tokens = [decode([token]) for token in range(known)]
+    except (ValueError, RuntimeError):  # a kind of tokenizer that the library does not know
+        tokens = [read_token_piece(backend, token).data for token in range(known)]
+    return tokens + [b""] * (size - known)
+
+
+def _without_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    plain = json.loads(backend.to_str())
+    plain["added_tokens"], plain["post_processor"] = [], None
+    return tokenizers.Tokenizer.from_str(json.dumps(plain))
