@@ -16,16 +16,17 @@ from ...core.request import GuidedDecoding
 MAX_WHITESPACE = 8
 """Characters of white space in a row that JSON may have between its parts: models went on with it for ever."""
 
-_JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}", "lenient": True}
+_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _ANY_TEXT = r"/(.|\n)*/"
 
 
 class LarkRules:
-    """A grammar in the making. `special`: tokens by their text, that are tokens wherever they occur in a text."""
+    """A grammar in the making. `special`: tokens by their text, that are tokens wherever they occur in a text.
+    `strict`: see `GuidedDecoding`."""
 
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self._special = special
+    def __init__(self, special: Mapping[str, int], strict: bool = False) -> None:
+        self._special, self._strict = special, strict
         self._specials = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self._lines: list[str] = []
         self._others: list[str] = []
@@ -57,7 +58,7 @@ class LarkRules:
 
     def json(self, schema: Any) -> str:
         """JSON of a schema, parsed already."""
-        return self.rule(f"%json {json.dumps(bounded_schema(schema), ensure_ascii=False)}")
+        return self.rule(f"%json {json.dumps(bounded_schema(schema, self._strict), ensure_ascii=False)}")
 
     def regex(self, pattern: str) -> str:
         return self.rule(f"/{_slashed(pattern)}/")
@@ -67,7 +68,7 @@ class LarkRules:
 
     def lark(self, grammar: str) -> str:
         """A whole grammar with a rule `start`."""
-        self._others.append(bound_embedded(grammar))
+        self._others.append(bound_embedded(grammar, self._strict))
         return f"@g{len(self._others)}"
 
     def finish(self, start: str) -> str:
@@ -87,7 +88,8 @@ def write_grammar(guide: GuidedDecoding, special: Mapping[str, int] = {}) -> str
     """
     from .structural_tags import structural_tag
 
-    rules, (kind, text, parameter, after) = LarkRules(special), guide
+    kind, text, parameter, after, strict = guide
+    rules = LarkRules(special, strict)
     try:
         match kind:
             case "json":
@@ -113,14 +115,15 @@ def write_grammar(guide: GuidedDecoding, special: Mapping[str, int] = {}) -> str
     return rules.finish(f"{rules.text_until(after)} {content}" if after else content)
 
 
-def bounded_schema(schema: Any) -> Any:
+def bounded_schema(schema: Any, strict: bool) -> Any:
     """A JSON schema, parsed, with the options that hold for all JSON here."""
     if schema is True:
         schema = {}
-    return {**schema, "x-guidance": _JSON_OPTIONS} if isinstance(schema, dict) else schema
+    options = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+    return {**schema, "x-guidance": options} if isinstance(schema, dict) else schema
 
 
-def bound_embedded(lark: str) -> str:
+def bound_embedded(lark: str, strict: bool) -> str:
     """A Lark grammar whose embedded JSON schemas have the same options; what is no JSON is left for the library."""
     decode, parts, at = json.JSONDecoder().raw_decode, list[str](), 0
     for found in _EMBEDDED.finditer(lark):
@@ -130,7 +133,7 @@ def bound_embedded(lark: str) -> str:
             schema, end = decode(lark, found.end())
         except ValueError:
             continue
-        parts += [lark[at : found.end()], json.dumps(bounded_schema(schema), ensure_ascii=False)]
+        parts += [lark[at : found.end()], json.dumps(bounded_schema(schema, strict), ensure_ascii=False)]
         at = end
     return "".join((*parts, lark[at:]))
 

@@ -137,6 +137,8 @@ def test_what_cannot_be_enforced_is_named(backend: LLGuidanceBackend) -> None:
     assert len(backend.compile(guide).warnings) == 1
     assert "uniqueItems" in backend.compile(guide).warnings[0]
     assert check_grammar(guide) == backend.compile(guide).warnings
+    with pytest.raises(InvalidArgument, match="uniqueItems"):
+        check_grammar(guide._replace(strict=True))
 
 
 @pytest.mark.parametrize(
