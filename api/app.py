@@ -32,6 +32,7 @@ from .http.request_context import RequestContextMiddleware, record_error
 from .http.request_cycle import response_started
 from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes
+from .openai.responses_routes import WARNING_HEADER, ResponsesRoutes
 from .openai.routes import OpenAIRoutes
 from .prometheus import metrics_response
 from .triton.control import ControlEndpoints
@@ -45,7 +46,13 @@ _CACHED_PATHS = 256
 _LONGEST_CACHED = 256
 """The number and the length of the paths whose routes are cached."""
 
-_EXPOSED_HEADERS = ("endpoint-load-metrics", "inference-header-content-length", "retry-after", "x-request-id")
+_EXPOSED_HEADERS = (
+    "endpoint-load-metrics",
+    "inference-header-content-length",
+    "retry-after",
+    "x-request-id",
+    WARNING_HEADER,
+)
 """Headers of responses that a web page of another origin could not read otherwise."""
 
 _CLIENT_LEFT = 499
@@ -54,7 +61,7 @@ _CLIENT_LEFT = 499
 _ENDPOINTS = {
     "health": "/health, /v2/health/live, /v2/health/ready",
     "models": "/v1/models, POST /v2/repository/index",
-    "openai": "/v1/completions, /v1/chat/completions, /v1/embeddings, /v1/rerank",
+    "openai": "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/rerank",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
     "tokens": "/tokenize, /detokenize",
     "metrics": "/metrics",
@@ -100,6 +107,7 @@ def all_routes(
         *ControlEndpoints(gateway, info.max_input_size).routes(),
         *V2Endpoints(gateway, info, rules.forwarding).routes(),
         *OpenAIRoutes(gateway, info).routes(),
+        *ResponsesRoutes(gateway, info).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
         *_server_routes(gateway, info, metrics),
     ]

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "tokenize",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
     "/tokenize": "tokenize",

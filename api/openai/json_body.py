@@ -41,6 +41,7 @@ _LONG_TEXT_FIELDS = frozenset(
     (
         "prompt",
         "input",
+        "instructions",
         "query",
         "chat_template",
         "guided_decoding_guide",

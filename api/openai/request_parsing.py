@@ -29,7 +29,7 @@ _MAX_ANSWERS = 1024
 _COMPLETION_MAX_TOKENS = 16
 _COMPLETION_FIELDS = frozenset((*CompletionBody.__struct_fields__, *SamplingFields.__struct_fields__))
 _NO_OPTIONS: Mapping[str, Any] = {}
-_CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_fields__))
+CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_fields__))
 
 
 class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
 
     Raises `InvalidArgument` for a field that is unknown, unsupported or wrong; `field` names it.
     """
-    members = supported_members(body, _CHAT_FIELDS, CHAT_NO_OP_VALUES)
+    members = supported_members(body, CHAT_FIELDS, CHAT_NO_OP_VALUES)
     fields = convert_fields(members, ChatBody)
     tools = parse_tools(fields.tools)
     conversation = parse_messages(fields.messages, fields, tools)

@@ -90,8 +90,7 @@ class ChatFormat:
 
     def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
         """An entry for each token."""
-        content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in chunk.logprobs]
-        return {"content": content, "refusal": None}
+        return {"content": token_entries(chunk.logprobs), "refusal": None}
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         body[name] = prompts[0]
@@ -251,6 +250,11 @@ def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> l
         return list(answers)
     groups = (answers[at : at + choices] for at in range(0, len(answers), choices))
     return [answer for group in groups for answer in sorted(group, key=mean_logprob, reverse=True)[:kept]]
+
+
+def token_entries(tokens: Sequence[TokenLogprob]) -> list[JsonObject]:
+    """The logprobs of tokens as chat and responses show them."""
+    return [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
 
 
 def _entry(token: TokenLogprob) -> JsonObject:

@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.api.openai import chat_messages, json_body, schemas
+from charonia.api.openai import chat_messages, json_body, responses_request, schemas
 from charonia.cli.app import app
 from charonia.cli.options import BooleanFlag
 from charonia.core.request import SamplingParams
@@ -34,6 +34,7 @@ PAGES = (
     "tensorrt-llm.md",
     "metrics.md",
     "clients.md",
+    "responses.md",
     "pipelines.md",
     "repositories.md",
     "architecture.md",
@@ -274,6 +275,13 @@ def test_every_field_stands_there(heading: str, names: set[str], page: Any, code
     told = " ".join(codes(page("clients.md").section(heading)))
     missing = [name for name in sorted(names) if not re.search(rf"\b{name}\b", told)]
     assert missing == [], f"say in docs/clients.md, '{heading}', what they do"
+
+
+def test_every_field_of_a_response_stands_there(page: Any, codes: Any) -> None:
+    told = set(codes(page("responses.md").section("The body")))
+    fields = {*responses_request.ResponsesBody.__struct_fields__, *responses_request.IGNORED}
+    assert sorted(fields - told) == [], "say in docs/responses.md, 'The body', what they do"
+    assert {*responses_request.NO_OP_VALUES} - {"n"} <= told
 
 
 def test_every_output_stands_there(page: Any) -> None:

@@ -32,9 +32,10 @@ def examples(name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("language", "code", "answer"), [*examples("clients.md"), *examples("metrics.md"), *examples("../README.md")]
-)
+PAGES = ("clients.md", "responses.md", "metrics.md", "../README.md")
+
+
+@pytest.mark.parametrize(("language", "code", "answer"), [each for name in PAGES for each in examples(name)])
 def test_an_example(language: str, code: str, answer: tuple[str, str], demo: Any) -> None:
     for port, place in (("8000", demo.url), ("8001", demo.grpc_address), ("8002", demo.metrics_url)):
         code = code.replace(f"localhost:{port}", place.removeprefix("http://").removesuffix("/metrics"))

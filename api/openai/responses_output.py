@@ -1,0 +1,253 @@
+"""The answer to a /v1/responses body: its output items as they grow, and the events that tell of them.
+
+Knows nothing of HTTP: the events are numbered objects, whoever sends them.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+from ...core.errors import CharoniaError
+from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
+from ..http.error_responses import printable, status_of
+from .response_writer import token_entries
+
+JsonObject: TypeAlias = dict[str, Any]
+
+_REASONING, _MESSAGE = "reasoning", "message"
+
+_STATUS = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.TIMEOUT: "incomplete",
+    FinishReason.ABORT: "cancelled",
+    FinishReason.ERROR: "failed",
+}
+_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.TIMEOUT: "timeout"}
+
+
+class TextItem:
+    """An output item of one text: a message of the assistant's, or reasoning."""
+
+    def __init__(self, kind: str, item_id: str, place: int) -> None:
+        self.key: str | int = kind
+        self._is_message = kind == _MESSAGE
+        self._name = "response.output_text" if self._is_message else "response.reasoning_text"
+        self._id = item_id
+        self._at = {"item_id": item_id, "output_index": place, "content_index": 0}
+        self._texts: list[str] = []
+        self._logprobs: list[JsonObject] = []
+
+    def added(self) -> Iterator[JsonObject]:
+        item, at = self.json("in_progress"), self._at
+        yield {"type": "response.output_item.added", "output_index": at["output_index"], "item": item | {"content": []}}
+        yield {"type": "response.content_part.added", **at, "part": self._part()}
+
+    def delta(self, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
+        self._texts.append(text)
+        self._logprobs += logprobs
+        yield {"type": f"{self._name}.delta", **self._at, "delta": text, **self._shown(logprobs)}
+
+    def done(self, status: str) -> Iterator[JsonObject]:
+        part = self._part()
+        yield {"type": f"{self._name}.done", **self._at, "text": part["text"], **self._shown(self._logprobs)}
+        yield {"type": "response.content_part.done", **self._at, "part": part}
+        item = self.json(status)
+        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+
+    def json(self, status: str) -> JsonObject:
+        if self._is_message:
+            head: JsonObject = {"type": _MESSAGE, "id": self._id, "role": "assistant", "phase": None}
+        else:
+            head = {"type": _REASONING, "id": self._id, "summary": [], "encrypted_content": None}
+        return {**head, "status": status, "content": [self._part()]}
+
+    def _part(self) -> JsonObject:
+        text = "".join(self._texts)
+        if self._is_message:
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
+        return {"type": "reasoning_text", "text": text}
+
+    def _shown(self, logprobs: list[JsonObject]) -> JsonObject:
+        return {"logprobs": logprobs} if self._is_message else {}
+
+
+class CallItem:
+    """An output item that is a call of a function."""
+
+    def __init__(self, first: ToolCallDelta, item_id: str, place: int) -> None:
+        self.key: str | int = first.index
+        self._head = {"type": "function_call", "id": item_id, "call_id": first.id, "name": first.name}
+        self._at = {"item_id": item_id, "output_index": place}
+        self._arguments: list[str] = []
+
+    def added(self) -> Iterator[JsonObject]:
+        item = self.json("in_progress")
+        yield {"type": "response.output_item.added", "output_index": self._at["output_index"], "item": item}
+
+    def delta(self, arguments: str) -> Iterator[JsonObject]:
+        if arguments:
+            self._arguments.append(arguments)
+            yield {"type": "response.function_call_arguments.delta", **self._at, "delta": arguments}
+
+    def done(self, status: str) -> Iterator[JsonObject]:
+        item = self.json(status)
+        told = {"name": item["name"], "arguments": item["arguments"]}
+        yield {"type": "response.function_call_arguments.done", **self._at, **told}
+        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+
+    def json(self, status: str) -> JsonObject:
+        return {**self._head, "arguments": "".join(self._arguments), "status": status}
+
+
+class ResponseOutput:
+    """The answer to one request, from its first chunk to its end; every method returns the events of what it did.
+
+    `begin` first, then `add` for each chunk, then `end` or `fail`. An answer has at least one item. `echo`: the members
+    that repeat the request; `logprobs`: those of the text are shown.
+    """
+
+    def __init__(self, response_id: str, echo: JsonObject, logprobs: bool) -> None:
+        self._head = {"id": response_id, "object": "response", "created_at": int(time.time())} | echo
+        self._shows_logprobs = logprobs
+        self._ids = uuid4().hex
+        self._done: list[JsonObject] = []
+        self._open: TextItem | CallItem | None = None
+        self._held = ""
+        self._held_logprobs: list[JsonObject] = []
+        self._usage: Usage | None = None
+        self._reason: FinishReason | None = None
+        self._number = 0
+        self._ended_at = 0
+
+    def begin(self) -> list[JsonObject]:
+        response = self._response("in_progress")
+        return self._numbered({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
+
+    def add(self, chunk: GenerateChunk) -> list[JsonObject]:
+        self._usage, self._reason = chunk.usage, chunk.finish_reason
+        return self._numbered(self._grow(chunk))
+
+    def end(self) -> list[JsonObject]:
+        self._ended_at = int(time.time())
+        status = _STATUS[self._reason or FinishReason.STOP]
+        events: list[JsonObject] = []
+        if self._open is None and not self._done:
+            events += self._open_text(_MESSAGE, self._held)
+        events += self._close("completed" if status == "completed" else "incomplete")
+        return self._numbered([*events, {"type": f"response.{status}", "response": self.response()}])
+
+    def fail(self, error: CharoniaError) -> list[JsonObject]:
+        """The events of an error after the answer has begun."""
+        code, message = _error_code(error), printable(error.message)
+        told = {"type": "error", "code": code, "message": message, "param": error.field}
+        closing = list(self._close("incomplete"))
+        response = self._response("failed") | {"error": {"code": code, "message": message}}
+        return self._numbered([*closing, told, {"type": "response.failed", "response": response}])
+
+    def response(self) -> JsonObject:
+        """The whole answer, once it has ended."""
+        return self._response(_STATUS[self._reason or FinishReason.STOP])
+
+    def _grow(self, chunk: GenerateChunk) -> Iterator[JsonObject]:
+        found: list[tuple[str | int, str | ToolCallDelta]] = [(delta.index, delta) for delta in chunk.tool_calls]
+        if chunk.text:
+            found.insert(0, (_MESSAGE, chunk.text))
+        if chunk.reasoning:
+            found.insert(0, (_REASONING, chunk.reasoning))
+        self._hold_logprobs(chunk)
+        # Of chunks that were merged nobody knows the order: what is open goes on first.
+        opened = None if self._open is None else self._open.key
+        for key, piece in sorted(found, key=lambda each: each[0] != opened):
+            if isinstance(piece, ToolCallDelta):
+                yield from self._add_call(piece)
+            else:
+                yield from self._add_text(str(key), piece)
+
+    def _hold_logprobs(self, chunk: GenerateChunk) -> None:
+        # A token of the text may bring none of it yet; those of reasoning and calls are not the text's.
+        if self._shows_logprobs and (chunk.text or not (chunk.reasoning or chunk.tool_calls)):
+            self._held_logprobs += token_entries(chunk.logprobs)
+
+    def _add_text(self, kind: str, text: str) -> Iterator[JsonObject]:
+        if isinstance(self._open, TextItem) and self._open.key == kind:
+            yield from self._open.delta(text, self._take_logprobs(kind))
+            return
+        # Space between reasoning and calls is no message, unless one follows.
+        self._held += text if kind == _MESSAGE else ""
+        if kind == _REASONING:
+            yield from self._open_text(kind, text)
+        elif self._held.strip():
+            yield from self._open_text(kind, self._held)
+
+    def _open_text(self, kind: str, text: str) -> Iterator[JsonObject]:
+        yield from self._close("completed")
+        item = self._open = TextItem(kind, *self._next_item("msg" if kind == _MESSAGE else "rs"))
+        yield from item.added()
+        if kind == _MESSAGE:
+            self._held = ""
+        if text:
+            yield from item.delta(text, self._take_logprobs(kind))
+
+    def _add_call(self, delta: ToolCallDelta) -> Iterator[JsonObject]:
+        item = self._open
+        if not isinstance(item, CallItem) or item.key != delta.index:
+            yield from self._close("completed")
+            item = self._open = CallItem(delta, *self._next_item("fc"))
+            yield from item.added()
+        yield from item.delta(delta.arguments)
+
+    def _close(self, status: str) -> Iterator[JsonObject]:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        if isinstance(item, TextItem) and item.key == _MESSAGE and self._held_logprobs:
+            yield from item.delta("", self._take_logprobs(_MESSAGE))
+        self._done.append(item.json(status))
+        yield from item.done(status)
+
+    def _next_item(self, prefix: str) -> tuple[str, int]:
+        """The id and the place of the item that is opened next."""
+        place = len(self._done)
+        return f"{prefix}_{self._ids}{place:04x}", place
+
+    def _take_logprobs(self, kind: str) -> list[JsonObject]:
+        held, self._held_logprobs = self._held_logprobs if kind == _MESSAGE else [], []
+        return held
+
+    def _response(self, status: str) -> JsonObject:
+        reason = _INCOMPLETE.get(self._reason) if self._reason is not None and status == "incomplete" else None
+        ended = status != "in_progress"
+        return self._head | {
+            "status": status,
+            "completed_at": self._ended_at if status == "completed" else None,
+            "error": None,
+            "incomplete_details": {"reason": reason} if reason else None,
+            "output": [*self._done],
+            "usage": _usage(self._usage) if ended and self._usage is not None else None,
+        }
+
+    def _numbered(self, events: Iterator[JsonObject] | list[JsonObject]) -> list[JsonObject]:
+        numbered = []
+        for event in events:
+            numbered.append(event | {"sequence_number": self._number})
+            self._number += 1
+        return numbered
+
+
+def _usage(usage: Usage) -> JsonObject:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error_code(error: CharoniaError) -> str:
+    status = status_of(error)
+    if status == 429:
+        return "rate_limit_exceeded"
+    return "server_error" if status >= 500 else "invalid_prompt"

@@ -1,0 +1,128 @@
+"""/v1/responses of OpenAI's API, without what it keeps of one request for the next.
+
+Translates between the protocol and the gateway; decides nothing.
+"""
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ...core.errors import CharoniaError, NotFound
+from ...core.gateway import Gateway, ModelHandle, ResponseStream
+from ...core.request import GenerateChunk, TokenizeRequest
+from ...core.request_context import RequestContext
+from ..http.connection import CancelOnDisconnect, EventStreamResponse
+from ..http.error_responses import json_response
+from ..http.request_context import context_of, request_id_of
+from ..metadata import ServerInfo
+from .json_body import model_field, read_members
+from .responses_input import JsonObject
+from .responses_output import ResponseOutput
+from .responses_request import FieldNames, ParsedResponses, parse_responses
+from .tensor_models import generate_from_tensors, read_tensor_request
+
+WARNING_HEADER = "x-charonia-warning"
+
+_LONGEST_WARNING = 1024
+
+
+class ResponsesRoutes:
+    """The endpoints and their handlers."""
+
+    def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
+        self._gateway = gateway
+        self._max_input_size = info.max_input_size
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.count_tokens, methods=["POST"]),
+            Route("/v1/responses/{response}", self.find, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{response}/input_items", self.find, methods=["GET"]),
+            Route("/v1/responses/{response}/cancel", self.find, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> ASGIApp:
+        context = context_of(request.scope)
+        asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
+        with model_field():
+            model = self._gateway.acquire(context, asked.chat.response.model)
+        chunks = _named_errors(_answer(model, asked, context), asked.names)
+        output = ResponseOutput(asked.chat.requests[0].id, asked.echo, asked.logprobs)
+        headers = _warning_headers(asked.warnings)
+        if asked.chat.stream:
+            return EventStreamResponse(chunks, ResponseEvents(output), headers)
+        async with CancelOnDisconnect(request.receive), aclosing(chunks):
+            async for chunk in chunks:
+                output.add(chunk)
+        output.end()
+        return json_response(output.response(), headers=headers)
+
+    async def count_tokens(self, request: Request) -> Response:
+        asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
+        with model_field():
+            model = self._gateway.acquire(context_of(request.scope), asked.chat.response.model)
+        async with CancelOnDisconnect(request.receive):
+            tokens = await model.tokenize(TokenizeRequest(prompt=asked.chat.requests[0].prompt))
+        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    async def find(self, request: Request) -> Response:
+        found = request.path_params["response"]
+        raise NotFound(f"there is no response '{found}': this server keeps no state", field="response_id")
+
+
+class ResponseEvents:
+    """Encodes a stream of chunks as the events of its answer."""
+
+    def __init__(self, output: ResponseOutput) -> None:
+        self._output = output
+        self._begun = False
+
+    def encode_item(self, chunk: GenerateChunk) -> bytes:
+        begin = [] if self._begun else self._output.begin()
+        self._begun = True
+        return _encode([*begin, *self._output.add(chunk)])
+
+    def encode_end(self) -> bytes:
+        return _encode(self._output.end())
+
+    def encode_error(self, error: CharoniaError) -> bytes:
+        return _encode(self._output.fail(error))
+
+
+def _encode(events: Iterable[JsonObject]) -> bytes:
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
+
+
+def _answer(model: ModelHandle, asked: ParsedResponses, context: RequestContext) -> ResponseStream[GenerateChunk]:
+    if model.config.openai_api:
+        try:
+            return generate_from_tensors(model, read_tensor_request(model.config, "chat", asked.chat), context)
+        except CharoniaError as error:
+            asked.names.rename(error)
+            raise
+    return model.generate(asked.chat.requests[0])
+
+
+async def _named_errors(
+    chunks: ResponseStream[GenerateChunk], names: FieldNames
+) -> AsyncGenerator[GenerateChunk, None]:
+    """The chunks of an answer, whose errors name the fields that the client sent."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except CharoniaError as error:
+            names.rename(error)
+            raise
+
+
+def _warning_headers(warnings: Iterable[str]) -> dict[str, str]:
+    """The header that tells what of a request was left out; none if nothing was."""
+    text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()
+    return {WARNING_HEADER: text[:_LONGEST_WARNING]} if text else {}

@@ -1,0 +1,295 @@
+"""/v1/responses: what becomes of its body, the answer's form, and refusals that name the field."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from charonia.core.errors import ContextLengthExceeded, Internal, QueueFull
+from charonia.core.request import ChatMessage, Conversation, GenerateRequest
+
+PATH = "/v1/responses"
+HI = {"model": "llm", "input": "hi"}
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream, each named as it is typed, numbered from 0 and valid for OpenAI's package."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *blocks, rest = response.text.split("\n\n")
+    assert rest == ""
+    found = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == number
+        EVENTS.validate_python(event)
+        found.append(event)
+    return found
+
+
+def messages(gateway: Any) -> tuple[ChatMessage, ...]:
+    """The messages that the model was asked with."""
+    [request] = gateway.asked
+    assert isinstance(request, GenerateRequest)
+    assert isinstance(request.prompt, Conversation)
+    return request.prompt.messages
+
+
+async def test_a_text_is_answered(client: httpx.AsyncClient, gateway: Any) -> None:
+    answer = await client.post(PATH, json=HI | {"metadata": {"k": "v"}, "store": True}, headers={"X-Request-Id": "q"})
+    body = answer.json()
+    Response.model_validate(body, strict=True)
+    [item] = body["output"]
+    assert item.pop("id").startswith("msg_")
+    text = {"type": "output_text", "text": "one two", "annotations": [], "logprobs": []}
+    assert item == {"type": "message", "role": "assistant", "phase": None, "status": "completed", "content": [text]}
+    assert (body["id"], body["object"], body["status"], body["model"]) == ("resp_q", "response", "completed", "llm")
+    assert (body["store"], body["metadata"], body["incomplete_details"]) == (False, {"k": "v"}, None)
+    assert body["usage"] == {
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 7,
+    }
+    assert gateway.asked[0].id == "resp_q"
+    assert "x-charonia-warning" not in answer.headers
+
+
+async def test_a_stream_tells_the_answer_step_by_step(client: httpx.AsyncClient) -> None:
+    told = events(await client.post(PATH, json=HI | {"stream": True, "stream_options": {"include_obfuscation": True}}))
+    assert [each["type"].removeprefix("response.") for each in told] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert (told[0]["response"]["status"], told[0]["response"]["output"]) == ("in_progress", [])
+    assert [each["delta"] for each in told[4:6]] == ["one", " two"]
+    answer = told[-1]["response"]
+    assert answer["output"] == [told[8]["item"]]
+    assert answer["output"][0]["content"][0]["text"] == told[6]["text"] == "one two"
+    assert answer["usage"]["total_tokens"] == 7
+
+
+async def test_items_become_messages(client: httpx.AsyncClient, gateway: Any) -> None:
+    given = [
+        {"role": "developer", "content": "be brief"},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "h"}, {"type": "text", "text": "i"}],
+        },
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "phase": "final_answer",
+            "content": [{"type": "output_text", "text": "ho", "annotations": [], "logprobs": []}],
+        },
+        {"role": "system", "content": "from now on in French"},
+        {"role": "user", "content": "again"},
+    ]
+    await client.post(PATH, json=HI | {"input": given, "instructions": "you are a poet"})
+    assert messages(gateway) == (
+        ChatMessage("system", "you are a poet\n\nbe brief"),
+        ChatMessage("user", "hi"),
+        ChatMessage("assistant", "ho"),
+        ChatMessage("system", "from now on in French"),
+        ChatMessage("user", "again"),
+    )
+
+
+async def test_an_answer_is_taken_back_as_input(client: httpx.AsyncClient, gateway: Any) -> None:
+    first = (await client.post(PATH, json=HI)).json()
+    gateway.asked.clear()
+    given = [{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "more"}]
+    await client.post(PATH, json=HI | {"input": given})
+    assert [each.content for each in messages(gateway)] == ["hi", "one two", "more"]
+
+
+async def test_sampling_and_limits_are_those_of_a_chat(client: httpx.AsyncClient, gateway: Any) -> None:
+    asked = {"max_output_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 3, "priority": 2}
+    body = (await client.post(PATH, json=HI | asked)).json()
+    request = gateway.asked[0]
+    assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.top_k) == (7, 0.5, 4)
+    assert (request.sampling.seed, request.priority) == (3, 2)
+    assert (body["max_output_tokens"], body["temperature"], body["top_p"]) == (7, 0.5, 0.9)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}]
+)
+async def test_logprobs_stand_beside_the_text(client: httpx.AsyncClient, asked: dict[str, Any]) -> None:
+    part = (await client.post(PATH, json=HI | asked)).json()["output"][0]["content"][0]
+    assert [each["token"] for each in part["logprobs"]] == ["one", " two"]
+    assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2, 2]
+    told = events(await client.post(PATH, json=HI | asked | {"stream": True}))
+    deltas = [each["logprobs"] for each in told if each["type"] == "response.output_text.delta"]
+    assert [*deltas[0], *deltas[1]] == part["logprobs"] == told[-1]["response"]["output"][0]["content"][0]["logprobs"]
+
+
+async def test_a_schema_is_the_constraint_of_a_chat(client: httpx.AsyncClient, gateway: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "numbers", "schema": schema, "strict": True}
+    body = (await client.post(PATH, json=HI | {"text": {"format": form}})).json()
+    guided = gateway.asked[0].guided_decoding
+    assert (guided.kind, json.loads(guided.text)) == ("json_schema", schema)
+    assert body["text"] == {"format": form, "verbosity": "medium"}
+    gateway.asked.clear()
+    await client.post(PATH, json=HI | {"text": {"format": {"type": "text"}}})
+    await client.post(PATH, json=HI | {"text": {"format": {"type": "json_object"}}})
+    assert [each.guided_decoding and each.guided_decoding.kind for each in gateway.asked] == [None, "json"]
+
+
+async def test_tools_that_nobody_can_call_are_left_out_and_named(client: httpx.AsyncClient, gateway: Any) -> None:
+    tools = [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "caf\u00e9\n"}]
+    answer = await client.post(PATH, json=HI | {"tools": tools, "tool_choice": "auto", "parallel_tool_calls": True})
+    assert answer.status_code == 200
+    warning = answer.headers["x-charonia-warning"]
+    assert all(word in warning for word in ("tools[0]", '"web_search"', "tools[1]", '"custom"', "tools[2]"))
+    assert warning.isascii()
+    assert answer.json()["tools"] == []
+    streamed = await client.post(PATH, json=HI | {"tools": tools, "stream": True})
+    assert streamed.headers["x-charonia-warning"] == warning
+
+
+async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClient) -> None:
+    asked = {"text": {"verbosity": "low"}, "truncation": "auto", "user": "u", "service_tier": "flex", "store": False}
+    asked |= {"prompt_cache_key": "k", "include": ["reasoning.encrypted_content"], "background": False, "prompt": None}
+    given = [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, {"role": "user", "content": "hi"}]
+    answer = await client.post(PATH, json=HI | asked | {"input": given, "client_metadata": {"a": "b"}})
+    body, warning = answer.json(), answer.headers["x-charonia-warning"]
+    Response.model_validate(body)
+    assert (body["truncation"], body["service_tier"], body["prompt_cache_key"]) == ("disabled", "default", "k")
+    assert all(word in warning for word in ("text.verbosity", "truncation", "input[0]: encrypted"))
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"bogus": 1}, "bogus"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": "x"}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["bogus"]}, "include[0]"),
+        ({"metadata": {"k": 1}}, "metadata[...]"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"truncation": "some"}, "truncation"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"text": {"bogus": 1}}, "text.bogus"),
+        ({"text": {"format": {"type": "bogus"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"instructions": 5}, "instructions"),
+        ({"input": None}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["hi"]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        ({"input": [{"id": "msg_1"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"], "role": "user"}]}, "input[0].type"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": "x", "bogus": 1}]}, "input[0].bogus"),
+        ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+    ],
+)
+async def test_refusals_name_the_field(
+    client: httpx.AsyncClient, gateway: Any, change: dict[str, Any], param: str
+) -> None:
+    response = await client.post(PATH, json=HI | change)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert param.split("[")[0].split(".")[0] in error["message"]
+    assert not gateway.asked
+
+
+async def test_who_counts_on_state_is_told_what_to_send(client: httpx.AsyncClient) -> None:
+    refused = (await client.post(PATH, json=HI | {"previous_response_id": "resp_1"})).json()["error"]["message"]
+    assert "keeps no state: send the whole input" in refused
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+        answer = await client.request(method, f"{PATH}/resp_1{path}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"]) == (
+            404,
+            "there is no response 'resp_1': this server keeps no state",
+        )
+
+
+async def test_the_input_can_be_counted(client: httpx.AsyncClient, gateway: Any) -> None:
+    counted = await client.post(f"{PATH}/input_tokens", json=HI | {"instructions": "be brief"})
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 3}
+    assert [each.role for each in gateway.tokenized[0].prompt.messages] == ["system", "user"]
+
+
+async def test_errors_of_the_model_name_the_fields_of_the_body(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.texts, gateway.error = (), ContextLengthExceeded("messages: too long", field="messages")
+    for stream in (False, True):
+        answer = await client.post(PATH, json=HI | {"stream": stream})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["message"]) == (400, "input", "input: too long")
+        assert error["code"] == "context_length_exceeded"
+
+
+async def test_unknown_models_and_full_queues(client: httpx.AsyncClient, gateway: Any) -> None:
+    unknown = await client.post(PATH, json=HI | {"model": "other"})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+    gateway.texts, gateway.error = (), QueueFull("2 wait", retry_after=0.3)
+    full = await client.post(PATH, json=HI | {"stream": True})
+    assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+
+
+async def test_an_error_within_a_stream_ends_it(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.texts, gateway.error = ("one",), Internal("the core died")
+    told = events(await client.post(PATH, json=HI | {"stream": True}))
+    *_, item, error, failed = told
+    assert (item["type"], item["item"]["status"]) == ("response.output_item.done", "incomplete")
+    assert (error["type"], error["message"], error["code"]) == ("error", "the core died", "server_error")
+    assert failed["type"] == "response.failed"
+    assert (failed["response"]["status"], failed["response"]["error"]["message"]) == ("failed", "the core died")
+    assert failed["response"]["output"] == [item["item"]]
+
+
+async def test_a_graph_answers_as_in_a_chat(client: httpx.AsyncClient, gateway: Any) -> None:
+    body = (await client.post(PATH, json=HI | {"model": "answering"})).json()
+    assert body["output"][0]["content"][0]["text"] == "one two"
+    assert body["status"] == "completed"
+    told = events(await client.post(PATH, json=HI | {"model": "answering", "stream": True}))
+    assert told[-1]["response"]["output"][0]["content"][0]["text"] == "one two"
+    refused = await client.post(PATH, json=HI | {"model": "answering", "temperature": 0.5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+    refused = await client.post(PATH, json=HI | {"model": "completing"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    schema = {"format": {"type": "json_object"}}
+    refused = await client.post(PATH, json=HI | {"model": "answering", "text": schema})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format")
