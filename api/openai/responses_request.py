@@ -86,6 +86,7 @@ _OF_CHAT = CHAT_FIELDS - {
     "prompt_logprobs",
     "return_token_ids",
     "n",
+    "include_reasoning",
 }
 """Fields that are a chat's as they are, vLLM's extra parameters among them."""
 

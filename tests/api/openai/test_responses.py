@@ -9,7 +9,16 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from charonia.core.errors import ContextLengthExceeded, Internal, QueueFull
-from charonia.core.request import ChatMessage, Conversation, GenerateRequest
+from charonia.core.request import (
+    ChatMessage,
+    Conversation,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 
 PATH = "/v1/responses"
 HI = {"model": "llm", "input": "hi"}
@@ -166,6 +175,89 @@ async def test_tools_that_nobody_can_call_are_left_out_and_named(client: httpx.A
     assert streamed.headers["x-charonia-warning"] == warning
 
 
+FIND = {
+    "type": "function",
+    "name": "find",
+    "description": "looks it up",
+    "parameters": {"type": "object"},
+    "strict": True,
+}
+ADD = {"type": "function", "name": "add", "parameters": None, "strict": None}
+
+
+@pytest.mark.parametrize(
+    ("choice", "choosing", "named", "callable_ones"),
+    [
+        (None, "auto", "", ("find", "add")),
+        ("required", "required", "", ("find", "add")),
+        ({"type": "function", "name": "add"}, "required", "add", ("find", "add")),
+        ({"type": "allowed_tools", "mode": "required", "tools": [FIND]}, "required", "", ("find",)),
+    ],
+)
+async def test_functions_are_the_tools_of_a_chat(
+    client: httpx.AsyncClient, gateway: Any, choice: Any, choosing: str, named: str, callable_ones: tuple[str, ...]
+) -> None:
+    tools = [{"type": "web_search"}, FIND, ADD]
+    asked = HI | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    answer = await client.post(PATH, json=asked)
+    [request] = gateway.asked
+    assert [(each.name, each.strict) for each in request.prompt.tools] == [("find", True), ("add", False)]
+    assert (request.tools.choice, request.tools.named, request.tools.parallel) == (choosing, named, False)
+    assert tuple(each.name for each in request.tools.tools) == callable_ones
+    assert request.reads_answer
+    Response.model_validate(answer.json())
+    assert [each["name"] for each in answer.json()["tools"]] == ["find", "add"]
+    assert answer.json()["tool_choice"] == (choice or "auto")
+
+
+async def test_calls_and_their_results_go_round(client: httpx.AsyncClient, gateway: Any) -> None:
+    usage = Usage(5, 3, 0, 1)
+    calls = ToolCallDelta(0, "call_a", "find", '{"x": 1}'), ToolCallDelta(1, "call_b", "find", "{}")
+    gateway.chunks = (
+        GenerateChunk(text="", reasoning="hm", token_ids=(1,), usage=usage),
+        GenerateChunk(text="wait", tool_calls=calls, token_ids=(2, 3), usage=usage, finish_reason=FinishReason.STOP),
+    )
+    first = (await client.post(PATH, json=HI | {"tools": [FIND]})).json()
+    Response.model_validate(first)
+    assert [each["type"] for each in first["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert [each["id"] == each["call_id"] for each in first["output"][2:]] == [False, False]
+    told = events(await client.post(PATH, json=HI | {"tools": [FIND], "stream": True}))
+    assert [each["status"] for each in told[-1]["response"]["output"]] == ["completed"] * 4
+    gateway.asked.clear()
+    results = [
+        {"type": "function_call_output", "call_id": "call_a", "output": "7"},
+        {"type": "function_call_output", "call_id": "call_b", "output": [{"type": "input_text", "text": "8"}]},
+    ]
+    given = [{"role": "user", "content": "hi"}, *first["output"], *results]
+    await client.post(PATH, json=HI | {"tools": [FIND], "input": given})
+    called = ToolCall("call_a", "find", '{"x": 1}'), ToolCall("call_b", "find", "{}")
+    assert messages(gateway) == (
+        ChatMessage("user", "hi"),
+        ChatMessage("assistant", "wait", reasoning="hm", tool_calls=called),
+        ChatMessage("tool", "7", tool_call_id="call_a"),
+        ChatMessage("tool", "8", tool_call_id="call_b"),
+    )
+
+
+async def test_reasoning_effort_is_that_of_a_chat(client: httpx.AsyncClient, gateway: Any) -> None:
+    asked = HI | {"reasoning": {"effort": "low", "summary": "auto"}, "input": [*ROUND]}
+    body = (await client.post(PATH, json=asked)).json()
+    assert gateway.asked[0].prompt.variables["reasoning_effort"] == "low"
+    assert body["reasoning"] == {"effort": "low", "summary": None}
+    assert [each.reasoning for each in messages(gateway)] == ["a", "b", ""]
+    refused = await client.post(PATH, json=HI | {"reasoning": {"effort": "bogus"}})
+    assert refused.json()["error"]["param"] == "reasoning.effort"
+    assert "reasoning.effort must be one of" in refused.json()["error"]["message"]
+
+
+ROUND = (
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "a"}]},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}], "summary": []},
+    {"role": "assistant", "content": "so"},
+    {"role": "user", "content": "go on"},
+)
+
+
 async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClient) -> None:
     asked = {"text": {"verbosity": "low"}, "truncation": "auto", "user": "u", "service_tier": "flex", "store": False}
     asked |= {"prompt_cache_key": "k", "include": ["reasoning.encrypted_content"], "background": False, "prompt": None}
@@ -201,6 +293,13 @@ async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClie
         ({"text": {"format": {"type": "bogus"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ({"tools": [{"type": "mcp"}, {"type": "function", "name": "?"}]}, "tools[1].name"),
+        ({"tools": [{"type": "function", "name": "f", "bogus": 1}]}, "tools[0].bogus"),
+        (
+            {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "g"}},
+            "tool_choice.name",
+        ),
         ({"instructions": 5}, "instructions"),
         ({"input": None}, "input"),
         ({"input": ""}, "input"),
