@@ -1,6 +1,7 @@
 """Answers questions about Python from the pages beside this file: finds passages, quotes the best, lets the demo model
 go on from there, and lists what was cited."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ PROMPT = "{passages}\n\n{question} Write it as a Python function."
 SAMPLING = {"max_tokens": 64, "temperature": 0.5, "repetition_penalty": 1.2}
 
 _vectors: list[np.ndarray] = []
+_making = asyncio.Lock()
 
 
 async def run(request: NamedTensors, lookup: Lookup) -> AsyncIterator[dict[str, object]]:
@@ -60,12 +62,12 @@ async def find(question: str, lookup: Lookup) -> list[tuple[Passage, float]]:
 async def nearest(question: str, lookup: Lookup) -> list[int]:
     """The passages by the vector of theirs that is nearest to the question's; their vectors are made once."""
     embedder = lookup("embedder", inherit=False)
-    if not _vectors:
-        texts = [[text] for _, text in ENTRIES]
-        parts = [
-            await embedder.infer({"text_input": texts[start : start + 128]}) for start in range(0, len(texts), 128)
-        ]
-        _vectors.append(np.concatenate([part["embedding"] for part in parts]))
+    async with _making:
+        if not _vectors:
+            texts = [[text] for _, text in ENTRIES]
+            starts = range(0, len(texts), 128)
+            parts = [await embedder.infer({"text_input": texts[start : start + 128]}) for start in starts]
+            _vectors.append(np.concatenate([part["embedding"] for part in parts]))
     asked = await embedder.infer({"text_input": question})
     order = np.argsort(-(_vectors[0] @ asked["embedding"][0]))
     return list(dict.fromkeys(ENTRIES[each][0] for each in order))
