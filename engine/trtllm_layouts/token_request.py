@@ -77,7 +77,7 @@ def _parse_row(
     request: InferRequest, values: Mapping[str, NDArray[Any]], limit: TokenLimit
 ) -> tuple[list[GenerateRequest], bool]:
     """The requests for one row of the batch, and whether they stream."""
-    sampling, options = parse_request_parameters({**request.parameters, **_parameters(values)}, None)
+    sampling, options = parse_request_parameters(request.parameters, None, _parameters(values))
     if options.return_log_probs:
         sampling = msgspec.structs.replace(sampling, logprobs=0)
     generate = GenerateRequest(

@@ -64,6 +64,13 @@ def test_words_are_read_as_they_are_encoded() -> None:
             parse(bad_words_list=[[[5, 6], ends]])
 
 
+def test_an_input_wins_over_the_parameter_of_the_same_meaning() -> None:
+    both = asked()
+    both = InferRequest(both.id, both.inputs, both.outputs, {"max_tokens": 9, "temperature": 0.5})
+    [[request]] = parse_token_request(both, True, LIMIT).rows
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (4, 0.5)
+
+
 REFUSED = [name for name, field in FIELDS.items() if field.use is FieldUse.REFUSED]
 
 
