@@ -31,6 +31,8 @@ _BOOTSTRAP = (
     "from charonia_stub.main import main; main()"
 )
 _MAX_LINE_BYTES = 1 << 14
+_PIPE_BYTES = 1 << 16
+"""What a pipe holds."""
 _LAST_MESSAGES_SECONDS = 0.2
 """How long a process that has ended may still be heard."""
 _RELEASED_BLOCKS = 64
@@ -119,7 +121,7 @@ class StubProcess:
                 self._resources.callback(self._socket.close)
                 theirs.callback(their_socket.close)
                 output, their_output = os.pipe()
-                self._output = self._resources.enter_context(open(output, "rb", buffering=0))
+                self._output = _OutputLog(name, self._own(output))
                 theirs.callback(os.close, their_output)
                 inherited = [their_socket.fileno(), *files, their_output]
                 program = [interpreter.program, "-c", _BOOTSTRAP, *map(str, (*inherited, *memory)), str(_STUB)]
@@ -136,11 +138,21 @@ class StubProcess:
         return descriptor
 
     async def connect(self) -> None:
-        """Begin to exchange messages, in this event loop."""
+        """Begin to exchange messages, in this event loop.
+
+        Raises:
+            OSError: it cannot be; the process is gone.
+        """
         self._loop = asyncio.get_running_loop()
-        make_receiver, make_logger = partial(_MessageReceiver, self._receive), partial(_OutputLogger, self.name)
-        self._transport, _ = await self._loop.create_unix_connection(make_receiver, sock=self._socket)
-        self._output_transport, _ = await self._loop.connect_read_pipe(make_logger, self._output)
+        try:
+            receiver = partial(_MessageReceiver, self._receive)
+            self._transport, _ = await self._loop.create_unix_connection(receiver, sock=self._socket)
+        except BaseException:
+            self._process.kill()
+            await asyncio.to_thread(self._process.close)
+            self._resources.close()
+            raise
+        self._output.follow(self._loop)
         self._loop.add_reader(self._end, self._on_end)
 
     def send(self, body: Any) -> None:
@@ -160,7 +172,7 @@ class StubProcess:
         self._process.kill()
         self._finish()
         self._transport.abort()
-        self._output_transport.close()
+        self._output.leave(self._loop)
         await asyncio.to_thread(self._process.close)
         self._resources.close()
 
@@ -213,20 +225,36 @@ class _MessageReceiver(asyncio.Protocol):
             self._receive(payload)
 
 
-class _OutputLogger(asyncio.Protocol):
-    """Logs what a process prints, line by line."""
+class _OutputLog:
+    """Logs what a process prints into a pipe, line by line; `descriptor`: the end to read from, which stays the
+    caller's. No transport: uvloop's closes a pipe twice, and by then its number may be that of another file."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, descriptor: int) -> None:
+        self._name, self._descriptor = name, descriptor
         self._line = b""
 
-    def data_received(self, data: bytes) -> None:
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        os.set_blocking(self._descriptor, False)
+        loop.add_reader(self._descriptor, self._read, loop)
+
+    def leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Log what is there, and read no more."""
+        self._read(loop)
+        loop.remove_reader(self._descriptor)
+        self._log(b"\n" * bool(self._line))
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            data = os.read(self._descriptor, _PIPE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            loop.remove_reader(self._descriptor)
+        self._log(data)
+
+    def _log(self, data: bytes) -> None:
         *lines, self._line = (self._line + data).split(b"\n")
         if len(self._line) > _MAX_LINE_BYTES:
             lines, self._line = [*lines, self._line], b""
         for line in lines:
             log.info("%s: %s", self._name, line.decode(errors="replace"))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._line:
-            self.data_received(b"\n")
