@@ -40,11 +40,12 @@ LONG_ONES = (
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker for each core; none where only some tests are asked for, which begin sooner without."""
+    """One more than cores, for many tests wait for a server; none where only some tests are asked for, which begin
+    sooner without."""
     asked = config.option
     if asked.file_or_dir or asked.keyword or asked.markexpr or asked.lf:
         return 0
-    return min(WORKERS, usable_cores().logical)
+    return min(WORKERS, usable_cores().logical + 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

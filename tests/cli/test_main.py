@@ -7,6 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from charonia.cli.app import app
+
 INTERRUPTED = """
 import os, signal, sys
 
@@ -96,3 +100,28 @@ def test_the_third_signal_ends_a_server_whose_event_loop_is_stuck() -> None:
 def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "tidied up\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "charonia: nothing to serve: name a checkpoint or give --model-repository"),
+        (["/no/where"], "charonia: there is no directory '/no/where'"),
+        (["/" + "x" * 300], "charonia: cannot read '/xxx"),
+        (["--model-repository", "/no/where"], "charonia: model repository '/no/where' is not a directory"),
+        (["--model-repository", "/", "--ahead", "1"], "charonia: --ahead is for a single checkpoint"),
+        (["x/y", "--http-port", "70000"], "--http-port"),
+        (["x/y", "--strict-readiness=maybe"], "--strict-readiness"),
+    ],
+)
+def test_what_cannot_be_served_ends_before_a_port_is_open(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = app(["serve", *arguments])
+    except SystemExit as exit:
+        status = exit.code
+    said = "".join(capsys.readouterr())
+    assert status in (1, 2)
+    assert says in said
+    assert "Listening" not in said
