@@ -25,6 +25,8 @@ from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shut
 from ..core.gateway import Gateway
 from ..telemetry.shared_state import ServerGateway
 from .api_keys import Keyring
+from .batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
+from .batches.runner import BatchRunner
 from .http.access import AccessMiddleware, HttpRules
 from .http.connection import ClientDisconnected
 from .http.error_responses import error_response, is_openai_path, json_response
@@ -63,6 +65,7 @@ _ENDPOINTS = {
     "models": "/v1/models, POST /v2/repository/index",
     "openai": "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/rerank",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
+    "batches": "/v1/files, /v1/batches",
     "tokens": "/tokenize, /detokenize",
     "metrics": "/metrics",
 }
@@ -74,10 +77,14 @@ def build_app(
     keys: Keyring | None = None,
     rules: HttpRules | None = None,
     metrics: CollectorRegistry | None = None,
+    batches: BatchRunner | None = None,
 ) -> ASGIApp:
-    """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics."""
+    """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics;
+    `batches`: runs those of /v1/batches, which asks the endpoints of this application."""
     rules = rules or HttpRules()
-    routes = all_routes(gateway, info, rules, metrics)
+    routes = all_routes(gateway, info, rules, metrics, batches)
+    if batches is not None:
+        batches.endpoints = {each.path: each.endpoint for each in routes if each.path in BATCH_ENDPOINTS}
     fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
     fastapi.router.routes.extend(routes)
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
@@ -93,14 +100,18 @@ def build_app(
     return CORSMiddleware(
         app,
         allow_origins=rules.allowed_origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,
     )
 
 
 def all_routes(
-    gateway: ServerGateway, info: ServerInfo, rules: HttpRules, metrics: CollectorRegistry | None = None
+    gateway: ServerGateway,
+    info: ServerInfo,
+    rules: HttpRules,
+    metrics: CollectorRegistry | None = None,
+    batches: BatchRunner | None = None,
 ) -> list[Route]:
     """The routes of every protocol; they match to the very end of a path, a line break there included."""
     routes = [
@@ -109,6 +120,7 @@ def all_routes(
         *OpenAIRoutes(gateway, info).routes(),
         *ResponsesRoutes(gateway, info).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
+        *BatchRoutes(gateway, batches).routes(),
         *_server_routes(gateway, info, metrics),
     ]
     for route in routes:

@@ -1,5 +1,7 @@
 """The limits of requests, and the errors of what exceeds them, in tritonserver's words."""
 
+from typing import NamedTuple
+
 from ..core.errors import InvalidArgument
 
 MAX_RAW_BYTES = 32 * 1024 * 1024
@@ -7,6 +9,19 @@ MAX_RAW_BYTES = 32 * 1024 * 1024
 
 BODY_TIMEOUT = 60.0
 """Seconds of silence within a request's body after which it is given up, unless a flag says otherwise."""
+
+
+class FileLimits(NamedTuple):
+    """Bytes of one file of /v1/files and of all; requests of a batch; seconds that a file is kept."""
+
+    file_bytes: int = 200 << 20
+    total_bytes: int = 10 << 30
+    lines: int = 50_000
+    seconds: int = 30 * 86_400
+
+
+FILE_LIMITS = FileLimits()
+"""The limits of files and batches unless flags say otherwise; those of one file and of a batch are OpenAI's."""
 
 _HINT = "Use --http-max-input-size to increase the limit."
 _RAW_HINT = "Use --max-raw-input-size to increase the limit."

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 from .. import __version__
 from ..api.app import build_app
+from ..api.batches.runner import BatchRunner
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
@@ -40,6 +41,10 @@ class FrontendServers:
     ) -> None:
         self._plan, self._gateway, self._ports = plan, gateway, ports
         server, settings = plan.options.server, plan.endpoints
+        self._batches: BatchRunner | None = None
+        if plan.store is not None:
+            self._batches = BatchRunner(plan.store, gateway, plan.options.files.batch_concurrency)
+            sources = (*sources, self._batches.measure)
         registry = self._metrics = None
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
@@ -47,7 +52,7 @@ class FrontendServers:
             registry = build_registry(measured, vllm, plan.metrics.hidden, custom)
             self._metrics = HttpServer(metrics_app(registry), ports.metrics, access_log=False)
         info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
-        app = build_app(gateway, info, settings.keys, settings.http, registry)
+        app = build_app(gateway, info, settings.keys, settings.http, registry, self._batches)
         timeout = settings.http.body_timeout
         self._servers: list[HttpServer | GrpcServer] = []
         if ports.http is not None:
@@ -81,6 +86,16 @@ class FrontendServers:
     async def ended(self) -> None:
         """Return, or raise, when one of the servers for requests ends."""
         await wait_for_first(*(server.ended() for server in self._servers))
+
+    def start_batches(self) -> None:
+        """Go on with the batches that earlier servers left, and take new ones, now that models are loaded."""
+        if self._batches is not None:
+            self._batches.start()
+
+    async def pause_batches(self) -> None:
+        """Begin nothing more of batches, and give up what is under way: the next server goes on."""
+        if self._batches is not None:
+            await self._batches.pause()
 
     async def stop(self, force: bool) -> None:
         """Accept no more requests; with `force`, cancel those that still run."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from ..api.size_limits import BODY_TIMEOUT, MAX_RAW_BYTES
+from ..api.size_limits import BODY_TIMEOUT, FILE_LIMITS, MAX_RAW_BYTES, FileLimits
 from ..engine.options import EngineOptions
 from ..telemetry.logging_setup import LogSettings
 
@@ -261,6 +261,29 @@ class GrpcOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FilesOptions:
+    """Files of clients, and batches of requests."""
+
+    files_dir: Path | None = None
+    """Directory for files and batches of /v1/files and /v1/batches, this server's alone; without it, there are none."""
+    files_max_bytes: Annotated[int, Parameter(validator=Number(gte=1))] = FILE_LIMITS.file_bytes
+    """Bytes of one file."""
+    files_total_bytes: Annotated[int, Parameter(validator=Number(gte=1))] = FILE_LIMITS.total_bytes
+    """Bytes of all files together."""
+    files_max_days: Annotated[int, Parameter(validator=Number(gte=1, lte=36_500))] = FILE_LIMITS.seconds // 86_400
+    """Days after which a file is removed."""
+    batch_max_requests: Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))] = FILE_LIMITS.lines
+    """Requests of one batch."""
+    batch_concurrency: Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))] = 32
+    """Requests of all batches that are under way at a time."""
+
+    @property
+    def limits(self) -> FileLimits:
+        seconds = self.files_max_days * 86_400
+        return FileLimits(self.files_max_bytes, self.files_total_bytes, self.batch_max_requests, seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CloudOptions:
     """Settings of the endpoints for clouds."""
 
@@ -291,4 +314,5 @@ class ServeOptions:
     http: Annotated[HttpOptions, _group("HTTP", 4)] = HttpOptions()
     keys: Annotated[KeyOptions, _group("Keys", 5)] = KeyOptions()
     grpc: Annotated[GrpcOptions, _group("gRPC", 6)] = GrpcOptions()
-    cloud: Annotated[CloudOptions, _group("Clouds", 7)] = CloudOptions()
+    files: Annotated[FilesOptions, _group("Files and batches", 7)] = FilesOptions()
+    cloud: Annotated[CloudOptions, _group("Clouds", 8)] = CloudOptions()

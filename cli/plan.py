@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..api.api_keys import Keyring, load_keyring
+from ..api.batches.store import FileStore, open_store
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
 from ..api.header_rules import HeaderForwarding, read_restrictions
 from ..api.http.access import HttpRules, parse_allowed_origins
@@ -40,13 +41,14 @@ class EndpointSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The models to serve, and how."""
+    """The models to serve, and how. `store`: where files and batches of clients lie, if they are wanted."""
 
     options: ServeOptions
     endpoints: EndpointSettings
     selection: ModelSelection
     shared: SharedState
     metrics: MetricsConfig
+    store: FileStore | None = None
 
 
 def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> ServePlan:
@@ -66,7 +68,9 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
     repository = replace(options.repository, allow_pipelines=options.repository.allow_pipelines or not unprotected)
     engine = {name: str(value) for name, value in options.engine.given().items()}
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
-    return ServePlan(options, endpoints, selection, _shared_state(options.server, logs), metrics)
+    directory = options.files.files_dir
+    store = None if directory is None else open_store(directory, options.files.limits)
+    return ServePlan(options, endpoints, selection, _shared_state(options.server, logs), metrics, store)
 
 
 def endpoint_settings(options: ServeOptions) -> EndpointSettings:

@@ -95,6 +95,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                     return 0 if stop.stop_requested.is_set() else 1
                 gc_tuning.freeze_after_startup()
                 sys.setswitchinterval(_TURN_SECONDS)
+                servers.start_batches()
                 servers.print_addresses()
                 async with plan.selection.polling(watcher):
                     await wait_for_first(stop.stop_requested.wait(), servers.ended())
@@ -140,6 +141,7 @@ async def _make_servers(
 async def _shut_down(gateway: InProcessGateway, servers: "FrontendServers", stop: StopSignals, timeout: float) -> None:
     """Refuse new requests, wait for running ones, `timeout` seconds or until a second signal, and close the servers."""
     gateway.begin_exit()
+    await servers.pause_batches()
     log.info("shutting down: up to %g s for running requests; another signal forces", timeout)
     await wait_for_first(gateway.in_flight.wait_drained(), stop.force_requested.wait(), timeout=timeout)
     await servers.stop(force=gateway.in_flight.count > 0)

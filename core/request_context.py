@@ -125,7 +125,7 @@ class RequestContext:
     `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request is `sampled`;
     `trace_id`, `span_id`: of its span, once somebody was told, or it was made. `depth`: requests of models that this
     one was made for, one for another. `parent`: of a request that a model made; `children`: where traces are made, the
-    first of those that ended before this one.
+    first of those that ended before this one. `background`: no client waits for the answer, so all others come first.
     """
 
     endpoint: str
@@ -153,6 +153,7 @@ class RequestContext:
     parent: "RequestContext | None" = None
     children: "list[RequestContext] | None" = None
     closed: bool = False
+    background: bool = False
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 
@@ -174,6 +175,7 @@ class RequestContext:
             depth=self.depth + 1,
             parent=self,
             children=None if self.children is None else [],
+            background=self.background,
         )
 
     def adopt(self, child: "RequestContext") -> None:
@@ -181,6 +183,7 @@ class RequestContext:
         child.parent = self
         child.tenant, child.tenant_weight, child.trace_id = self.tenant, self.tenant_weight, self.trace_id
         child.all_sequences, child.depth = self.all_sequences, self.depth + 1
+        child.background = self.background
         child.children = None if self.children is None else []
 
     @property

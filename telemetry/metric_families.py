@@ -54,6 +54,9 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
     MetricFamily("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
     MetricFamily("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
+    MetricFamily("charonia_batch_requests_total", "counter", "Requests of batches by how they ended, or were repeated"),
+    MetricFamily("charonia_batches_unfinished", "gauge", "Batches that have not ended, by status"),
+    MetricFamily("charonia_files_bytes", "gauge", "What files of clients and of batches hold of --files-total-bytes"),
 )
 
 DURATION_FAMILIES = (

@@ -35,10 +35,20 @@ class BodyTimeout(InvalidArgument):
         super().__init__(f"the request body is incomplete: nothing more of it came for {seconds:g} s")
 
 
+class ApiError(CharoniaError):
+    """An error whose status, and OpenAI's code for it, no other kind of error has."""
+
+    def __init__(self, message: str, status: int, openai_code: str | None = None, *, field: str | None = None) -> None:
+        super().__init__(message, field=field)
+        self.status, self.openai_code = status, openai_code
+
+
 def status_of(error: CharoniaError) -> int:
     """The HTTP status of an error, the same for all protocols."""
     if isinstance(error, BodyTimeout):
         return 408
+    if isinstance(error, ApiError):
+        return error.status
     return 413 if isinstance(error, BodyTooLarge) else _STATUS[error.code]
 
 
@@ -50,6 +60,8 @@ def openai_error_body(error: CharoniaError) -> dict[str, Any]:
     status = status_of(error)
     kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
     code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else _OPENAI_CODE.get(status)
+    if isinstance(error, ApiError):
+        code = error.openai_code
     return {"error": {"message": printable(error.message), "type": kind, "param": error.field, "code": code}}
 
 
@@ -73,6 +85,8 @@ def error_response(error: CharoniaError, path: str) -> Response:
         headers = {"accept-encoding": ACCEPTED_ENCODINGS}
     elif isinstance(error, BodyTimeout):
         headers = {"connection": "close"}
+    elif isinstance(error, ApiError):
+        headers = {"x-should-retry": "false"}  # OpenAI's package would ask again after 409 and 5xx, to no avail
     body = openai_error_body(error) if is_openai_path(path) else v2_error_body(error)
     return json_response(body, status_of(error), headers)
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.request_context import RequestContext
-from ..api_keys import Tenant
+from ..api_keys import ANONYMOUS, Tenant
 from .error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path
 from .request_cycle import add_response_header
 
@@ -31,6 +31,7 @@ _ENDPOINTS = {
 _CONTEXT = "charonia.context"
 _ID_HEADER = b"x-request-id"
 _REQUEST_ID = "charonia.request_id"
+_TENANT = "charonia.tenant"
 _LONGEST_ID = 256
 """Bytes that are kept of a client's id."""
 _MODEL_ENDPOINTS = ("infer", "generate", "generate_stream")
@@ -69,6 +70,32 @@ class RequestContextMiddleware:
             await error_response(INTERNAL_SERVER_ERROR, path)(scope, receive, send)
 
 
+def internal_scope(path: str, context: RequestContext, request_id: str) -> Scope:
+    """The scope of a POST request that the server makes of its own endpoint at `path`, with this context."""
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(context.headers),
+        "path_params": {},
+        "client": None,
+        "server": None,
+        _CONTEXT: context,
+        _REQUEST_ID: request_id.encode(),
+        _TENANT: Tenant(context.tenant, context.tenant_weight),
+    }
+
+
+def endpoint_name(path: str) -> str:
+    """The name of a model's endpoint in metrics and logs; empty for other paths."""
+    return _ENDPOINTS.get(path, "")
+
+
 def context_of(scope: Scope) -> RequestContext:
     """The context of a request to a model."""
     context: RequestContext = scope[_CONTEXT]
@@ -82,10 +109,17 @@ def record_error(scope: Scope, error: CharoniaError) -> None:
 
 
 def record_tenant(scope: Scope, tenant: Tenant) -> None:
-    """Note in the request's context, if it has one, the client's tenant."""
+    """Note the client's tenant, in the request's context too, if it has one."""
+    scope[_TENANT] = tenant
     if _CONTEXT in scope:
         context = context_of(scope)
         context.tenant, context.tenant_weight = tenant
+
+
+def tenant_of(scope: Scope) -> Tenant:
+    """The tenant of the client's key."""
+    tenant: Tenant = scope.get(_TENANT, ANONYMOUS)
+    return tenant
 
 
 def _with_request_id(scope: Scope, send: Send) -> Send:

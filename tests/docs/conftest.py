@@ -78,6 +78,7 @@ def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pyt
     models = root / "examples" / "model_repository"
     flags = ["--model-repository", str(models), "--metrics-names", "vllm", "--log-format", "json"]
     flags += ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
+    flags += ["--files-dir", str(tmp_path_factory.mktemp("files"))]
     with serving(tmp_path_factory.mktemp("s") / "t", *flags) as server:
         assert server.url
         yield server

@@ -33,6 +33,7 @@ PAGES = (
     "operating.md",
     "tensorrt-llm.md",
     "metrics.md",
+    "batches.md",
     "clients.md",
     "responses.md",
     "pipelines.md",

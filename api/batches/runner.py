@@ -1,0 +1,311 @@
+"""Runs the batches of a store on the models of this server, beside the requests of clients and behind them.
+
+Each request goes the way of one over HTTP (`api/http/internal_request.py`). A batch survives the server: its journals
+say what is done, everything else runs again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ...core.errors import NotFound, RequestTimeout
+from ...core.gateway import Gateway
+from ...core.metrics import Measurement, Reading
+from ..api_keys import Tenant
+from ..http.internal_request import EndpointFunction, InternalAnswer, ask_endpoint
+from .fair_slots import FairSlots
+from .input_lines import asks_for_stream, check_input
+from .journal import LineOutcome, encode_outcome
+from .records import BatchError, BatchRecord, BatchStatus, FilePurpose, StoredFile
+from .running_batch import RunningBatch
+from .store import FileStore, StorageFull, charged
+
+log = logging.getLogger(__name__)
+
+_SWEEP_SECONDS = 300.0
+_DISK_SECONDS = 5.0
+"""Pause before a record is written again that the disk refused."""
+
+_MAX_LOSSES = 5
+"""Engines that may end under a request before it is taken for the reason."""
+
+_SUSPECT_LOSSES = 2
+"""Engines that ended under a request before it runs without other suspects."""
+
+_STREAM_ERROR = {"message": "stream can't be true in a batch", "type": "invalid_request_error", "param": "stream"}
+
+_UNFINISHED = tuple(status.value for status in BatchStatus if not status.ended)
+
+
+class BatchRunner:
+    """The batches of `store` that have not ended, each a task. `concurrency`: requests under way in all. `endpoints`:
+    by path, those that a batch may ask; set before it starts."""
+
+    def __init__(self, store: FileStore, gateway: Gateway, concurrency: int) -> None:
+        self.store, self._gateway = store, gateway
+        self.endpoints: Mapping[str, EndpointFunction] = {}
+        self._concurrency = concurrency
+        self._slots = FairSlots(concurrency)
+        self._checking, self._saving = asyncio.Lock(), asyncio.Lock()
+        self._alone = asyncio.Lock()
+        self._batches: dict[str, RunningBatch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._paused = True
+        self._answers = {"completed": 0, "failed": 0, "repeated": 0}
+
+    def measure(self) -> Iterator[Measurement]:
+        """The readings of a scrape."""
+        readings = [Reading("charonia_batch_requests_total", n, {"outcome": name}) for name, n in self._answers.items()]
+        states = [each.status.value for each in self.store.unfinished.values()]
+        gauges = [Reading("charonia_batches_unfinished", states.count(name), {"status": name}) for name in _UNFINISHED]
+        files = Reading("charonia_files_bytes", self.store.used)
+        yield Measurement({}, (*readings, *gauges, files))
+
+    # Life
+
+    def start(self) -> None:
+        """Go on with every batch that has not ended, and sweep old files from now on."""
+        self._paused = False
+        for record in list(self.store.unfinished.values()):
+            self.launch(record)
+        self._spawn(self._sweep())
+
+    async def pause(self) -> None:
+        """Begin nothing more, and give up what is under way: it runs again when the server has started anew."""
+        self._paused = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def launch(self, record: BatchRecord) -> None:
+        """Run a batch from where it is, once the server runs batches."""
+        if not self._paused:
+            batch = self._batches[record.id] = RunningBatch(record, self.store, self._concurrency)
+            self._spawn(self._run(batch))
+
+    async def cancel(self, record: BatchRecord) -> None:
+        """Ask for the end of a batch, which has not ended."""
+        if record.ends_as is None:
+            record.ends_as = BatchStatus.CANCELLED
+            await self._enter(record, BatchStatus.CANCELLING)
+            batch = self._batches.get(record.id)
+            if batch is not None:
+                batch.stop.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # One batch
+
+    async def _run(self, batch: RunningBatch) -> None:
+        record = batch.record
+        try:
+            await self._prepare(batch)
+            if record.ends_as is None:
+                await self._ask_all(batch)
+        except StorageFull as error:
+            self._fail(record, BatchError(error.openai_code or "storage_failed", error.message))
+        except Exception as error:
+            log.exception("batch %s cannot go on", record.id)
+            self._fail(record, BatchError("server_error", f"the server could not go on with the batch: {error}"))
+        await self._finish(batch)
+        del self._batches[record.id]
+
+    def _fail(self, record: BatchRecord, *errors: BatchError) -> None:
+        record.ends_as, record.errors = BatchStatus.FAILED, [*record.errors, *errors]
+
+    async def _prepare(self, batch: RunningBatch) -> None:
+        """Check the input file of a new batch; find out how far an old one came."""
+        record = batch.record
+        if record.total:
+            self.store.unpublish(record)
+            try:
+                await asyncio.to_thread(batch.recover)
+            finally:
+                batch.charged = batch.output.size + batch.errors.size
+                self.store.used += batch.charged
+            return
+        async with self._checking:
+            most = self.store.limits.lines
+            checked = await asyncio.to_thread(check_input, batch.input, record.endpoint, most)
+        errors = checked.errors
+        if not errors:
+            try:
+                self._gateway.model_config(checked.model)
+            except NotFound as error:
+                errors = [BatchError("model_not_found", error.message, "body.model", 1)]
+            except Exception:
+                log.info("batch %s waits for model '%s'", record.id, checked.model)
+        if record.ends_as is not None:  # cancelled meanwhile
+            return
+        if errors:
+            self._fail(record, *errors)
+        else:
+            batch.begin(checked)
+            await self._enter(record, BatchStatus.IN_PROGRESS)
+
+    async def _ask_all(self, batch: RunningBatch) -> None:
+        """Ask what is to be asked, until all is done, or the batch is cancelled or its time is over."""
+        record = batch.record
+        feeding, stopping = asyncio.create_task(self._feed(batch)), asyncio.create_task(batch.stop.wait())
+        left = max(0.0, record.expires_at - self.store.clock())
+        try:
+            await asyncio.wait({feeding, stopping}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done():
+                feeding.result()
+                record.ends_as = record.ends_as or BatchStatus.COMPLETED
+            elif record.ends_as is None:
+                record.ends_as = BatchStatus.EXPIRED
+        finally:
+            tasks = [feeding, stopping, *batch.running]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _feed(self, batch: RunningBatch) -> None:
+        """Begin one request after another; return when all are done. Raises why the batch cannot go on, if so."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if batch.failure is not None:
+                raise batch.failure
+            if len(batch.running) < batch.window:
+                await asyncio.sleep(max(0.0, batch.resume_at - loop.time()))
+                await self._slots.acquire(batch.record.tenant)
+                if (index := batch.take_next()) is not None:
+                    task = loop.create_task(self._ask(batch, index))
+                    batch.running.add(task)
+                    task.add_done_callback(batch.running.discard)
+                    task.add_done_callback(lambda _: self._slots.release())
+                    continue
+                self._slots.release()
+                if not batch.running:
+                    return
+            await asyncio.wait(batch.running, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _ask(self, batch: RunningBatch, index: int) -> None:
+        """Ask one request, and keep the answer; or put it back, to be asked again."""
+        try:
+            line = await asyncio.to_thread(batch.read, index)
+            if asks_for_stream(line):
+                body = msgspec.json.encode({"error": {**_STREAM_ERROR, "code": None}})
+                outcome = LineOutcome(400, batch.record.id, body)
+            else:
+                suspect = batch.losses.get(index, 0) >= _SUSPECT_LOSSES
+                async with self._alone if suspect else nullcontext():
+                    answer = await self._ask_model(batch.record, bytes(line.body))
+                if self._is_passing(batch, index, answer):
+                    self._answers["repeated"] += 1
+                    busy = answer.status == 429
+                    return batch.put_back(index, asyncio.get_running_loop().time(), wait=not busy)
+                batch.note_answer()
+                outcome = LineOutcome(answer.status, answer.request_id, answer.body)
+            text = encode_outcome(batch.record.id, index, line.custom_id, outcome)
+            self.store.charge(len(text))
+            batch.charged += len(text)
+            await asyncio.to_thread(batch.write, index, text, outcome.succeeded)
+            self._answers["completed" if outcome.succeeded else "failed"] += 1
+            batch.count_answers()
+        except Exception as error:
+            batch.failure = error
+
+    async def _ask_model(self, record: BatchRecord, body: bytes) -> InternalAnswer:
+        tenant = Tenant(record.tenant, record.tenant_weight)
+        return await ask_endpoint(self._gateway, self.endpoints[record.endpoint], record.endpoint, body, tenant)
+
+    def _is_passing(self, batch: RunningBatch, index: int, answer: InternalAnswer) -> bool:
+        """Whether another try may be answered: the queue is full, the model is loaded, or its engine was lost."""
+        error = answer.error
+        if isinstance(error, RequestTimeout):  # the time that the request itself gave
+            return False
+        if isinstance(error, NotFound):  # the model was there when the batch was checked
+            return error.field == "model"
+        if answer.status == 503 and answer.begun:
+            batch.losses[index] = batch.losses.get(index, 0) + 1
+            return batch.losses[index] < _MAX_LOSSES
+        return answer.status in (429, 503)
+
+    async def _finish(self, batch: RunningBatch) -> None:
+        """Make the files whole, let them be seen, and end the batch as it is to end."""
+        record, store = batch.record, self.store
+        assert record.ends_as is not None
+        if record.status is BatchStatus.IN_PROGRESS:
+            await self._enter(record, BatchStatus.FINALIZING)
+        if record.total:
+            if record.ends_as in (BatchStatus.CANCELLED, BatchStatus.EXPIRED):
+                with suppress(StorageFull):  # then they are told of nowhere, but for the counts
+                    await asyncio.to_thread(batch.fill, record.ends_as)
+            record.has_output = await self._publish(batch, record.output_id, "output")
+            record.has_errors = await self._publish(batch, record.error_id, "error")
+            batch.count_answers()
+            store.used -= batch.charged
+        await self._enter(record, record.ends_as)
+        done, total = record.completed, record.total
+        log.info("batch %s %s: %d of %d requests answered well", record.id, record.ends_as.value, done, total)
+
+    async def _publish(self, batch: RunningBatch, file_id: str, kind: str) -> bool:
+        """Let clients see a journal that is whole, as a file; False for one without a line."""
+        record, store = batch.record, self.store
+        journal = batch.output if file_id == record.output_id else batch.errors
+        await self._persist(journal.sync)
+        if not journal.size:
+            return False
+        now = store.time_ns()
+        file = StoredFile(
+            id=file_id,
+            tenant=record.tenant,
+            purpose=FilePurpose.BATCH_OUTPUT,
+            filename=f"{record.id}_{kind}.jsonl",
+            size=journal.size,
+            made=now,
+            expires_at=now // 10**9 + record.output_seconds,
+        )
+        await self._persist(partial(store.write_file, file))
+        store.used += charged(file.size)
+        store.add_file(file)
+        return True
+
+    async def _enter(self, record: BatchRecord, status: BatchStatus) -> None:
+        record.status = status
+        record.times[status.value] = self.store.now()
+        self.store.add_batch(record)
+        async with self._saving:
+            text = msgspec.json.encode(record)
+            await self._persist(partial(self.store.write_batch, record.id, text))
+
+    async def _persist(self, write: Callable[[], object]) -> None:
+        """Write what the state of a batch depends on, as often as it takes."""
+        while True:
+            try:
+                await asyncio.to_thread(write)
+                return
+            except StorageFull as error:
+                log.warning("a batch waits for the disk: %s", error.message)
+                await asyncio.sleep(_DISK_SECONDS)
+
+    # The end of what is old
+
+    async def _sweep(self) -> None:
+        store = self.store
+        while True:
+            files, batches = store.expired()
+            for file in files:
+                store.forget_file(file)
+                await _remove(partial(store.write_file_away, file.id))
+            for batch in batches:
+                store.forget_batch(batch)
+                await _remove(partial(store.write_batch_away, batch.id))
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+
+async def _remove(remove: Callable[[], None]) -> None:
+    try:
+        await asyncio.to_thread(remove)
+    except OSError as error:
+        log.warning("what has expired could not be removed: %s", error)

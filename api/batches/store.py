@@ -1,0 +1,272 @@
+"""Files and batches on disk: one directory of one server, everything in it readable by its owner alone.
+
+A file is there once its record is: the content is written aside under a name that nobody looks for, then renamed, and
+the record, a small JSON file beside it, comes last. What a server that died left half done is removed when the next one
+opens the directory. Names of files are ids that were made here. The index lives in one event loop; methods that begin
+with `write_`, and `open_store`, block, and belong into a thread.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ...core.errors import InvalidArgument
+from ..http.error_responses import ApiError
+from ..size_limits import FileLimits
+from .records import BatchRecord, StoredFile
+
+log = logging.getLogger(__name__)
+
+FILE_CHARGE = 64 << 10
+"""Bytes that the shortest file counts as: it takes an inode, and memory, as well."""
+
+_LOCK, _FILES, _BATCHES = ".lock", "files", "batches"
+_PART, _RECORD = ".part", ".json"
+
+Record = TypeVar("Record", StoredFile, BatchRecord)
+
+
+class StorageFull(ApiError):
+    """Nothing more can be stored: `--files-total-bytes` is reached, or the disk is full or broken."""
+
+
+def quota_reached(limit: int) -> StorageFull:
+    text = f"files take all of the {limit} bytes that they may have together (--files-total-bytes): delete some"
+    return StorageFull(text, 413, "storage_quota_exceeded")
+
+
+def write_failed(error: OSError) -> StorageFull:
+    """The error of a write that the disk refused."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    text = "the server's disk is full" if full else f"the server's disk cannot be written: {error.strerror}"
+    return StorageFull(text, 507 if full else 500, "storage_full" if full else "storage_failed")
+
+
+class FileStore:
+    """The files and batches in `directory`, which is this server's alone until `close`. `used`: bytes of all files,
+    those being written included. `unfinished`: the batches that have not ended. Made by `open_store`."""
+
+    def __init__(self, directory: Path, limits: FileLimits, lock: int, clock: Callable[[], float]) -> None:
+        self.directory, self.limits, self.clock = directory, limits, clock
+        self.used = 0
+        self.unfinished: dict[str, BatchRecord] = {}
+        self._files: defaultdict[str, dict[str, StoredFile]] = defaultdict(dict)
+        self._batches: defaultdict[str, dict[str, BatchRecord]] = defaultdict(dict)
+        self._last = 0
+        self._lock = lock
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def path(self, file_id: str) -> Path:
+        """Where the content of a file lies. The id is one of ours, never a client's word."""
+        return self.directory / _FILES / file_id
+
+    def part_path(self, file_id: str) -> Path:
+        """Where the content lies until it is whole."""
+        return self.directory / _FILES / (file_id + _PART)
+
+    def now(self) -> int:
+        return int(self.clock())
+
+    def time_ns(self) -> int:
+        """A number above those of all records made before, though clocks are set back."""
+        self._last = max(int(self.clock() * 1e9), self._last + 1)
+        return self._last
+
+    # Room
+
+    def charge(self, size: int) -> None:
+        """Count bytes that are about to be written. Raises `StorageFull` if there is no room for them."""
+        if size > 0 and self.used + size > self.limits.total_bytes:
+            raise quota_reached(self.limits.total_bytes)
+        self.used += size
+
+    # Files
+
+    def find_file(self, tenant: str, file_id: str) -> StoredFile:
+        """Raises `ApiError` 404 for an id that is unknown, another tenant's, or of a file whose time is over."""
+        found = self._files.get(tenant, {}).get(file_id)
+        if found is None or self._is_over(found):
+            raise ApiError(f"No such File object: {file_id[:100]}", 404, field="id")
+        return found
+
+    def list_files(self, tenant: str) -> list[StoredFile]:
+        """A tenant's files, the oldest first."""
+        return [each for each in self._files.get(tenant, {}).values() if not self._is_over(each)]
+
+    def _is_over(self, file: StoredFile) -> bool:
+        return file.expires_at <= self.clock() and not self.in_use(file.id)
+
+    def in_use(self, file_id: str) -> bool:
+        """Whether a batch that has not ended reads the file, or writes it."""
+        return any(file_id in (each.input_file_id, each.output_id, each.error_id) for each in self.unfinished.values())
+
+    def write_file(self, file: StoredFile) -> None:
+        """The content is whole: write the record, after which the file is there on the next start too."""
+        write_aside(self.path(file.id + _RECORD), msgspec.json.encode(file))
+
+    def add_file(self, file: StoredFile) -> None:
+        """Into the index; its bytes were charged."""
+        self._files[file.tenant][file.id] = file
+        self._last = max(self._last, file.made)
+
+    def forget_file(self, file: StoredFile) -> None:
+        """Out of the index."""
+        del self._files[file.tenant][file.id]
+        self.used -= charged(file.size)
+
+    def unpublish(self, batch: BatchRecord) -> None:
+        """Forget the files of a batch that was about to end: it writes them anew."""
+        for file_id in (batch.output_id, batch.error_id):
+            if (file := self._files[batch.tenant].get(file_id)) is not None:
+                self.forget_file(file)
+
+    def write_file_away(self, file_id: str) -> None:
+        """Remove a file's record and content."""
+        for name in (file_id + _RECORD, file_id):
+            self.path(name).unlink(missing_ok=True)
+
+    # Batches
+
+    def find_batch(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Raises `ApiError` 404 for an id that is unknown or another tenant's."""
+        found = self._batches.get(tenant, {}).get(batch_id)
+        if found is None:
+            raise ApiError(f"No such Batch object: {batch_id[:100]}", 404, field="id")
+        return found
+
+    def list_batches(self, tenant: str) -> list[BatchRecord]:
+        """A tenant's batches, the oldest first."""
+        return list(self._batches.get(tenant, {}).values())
+
+    def add_batch(self, batch: BatchRecord) -> None:
+        """Into the index, or under what it is now."""
+        self._batches[batch.tenant][batch.id] = batch
+        self._last = max(self._last, batch.made)
+        if batch.status.ended:
+            self.unfinished.pop(batch.id, None)
+        else:
+            self.unfinished[batch.id] = batch
+
+    def forget_batch(self, batch: BatchRecord) -> None:
+        """Out of the index."""
+        self.unfinished.pop(batch.id, None)
+        del self._batches[batch.tenant][batch.id]
+
+    def write_batch(self, batch_id: str, record: bytes) -> None:
+        """Write the record of a batch, encoded before, for it may change meanwhile."""
+        write_aside(self.directory / _BATCHES / (batch_id + _RECORD), record)
+
+    def write_batch_away(self, batch_id: str) -> None:
+        (self.directory / _BATCHES / (batch_id + _RECORD)).unlink(missing_ok=True)
+
+    # The end of what is old
+
+    def expired(self) -> tuple[list[StoredFile], list[BatchRecord]]:
+        """The files whose time is over, and the batches that ended so long ago as a file may live."""
+        oldest = self.now() - self.limits.seconds
+        files = [each for files in self._files.values() for each in files.values()]
+        batches = [each for batches in self._batches.values() for each in batches.values() if each.status.ended]
+        over = [each for each in files if self._is_over(each)]
+        ended = [each for each in batches if max(each.times.values()) <= oldest]
+        return over, ended
+
+
+def charged(size: int) -> int:
+    """The bytes that a whole file counts as."""
+    return max(size, FILE_CHARGE)
+
+
+def open_store(directory: Path, limits: FileLimits, clock: Callable[[], float] = time.time) -> FileStore:
+    """Open a directory, made if it is not there, and clear away what was left half done.
+
+    Raises:
+        InvalidArgument: it cannot be used, or another server has it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in (_FILES, _BATCHES):
+            (directory / name).mkdir(mode=0o700, exist_ok=True)
+            (directory / name).chmod(0o700)
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidArgument(f"--files-dir {directory} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise InvalidArgument(f"--files-dir {directory} is another server's: each needs its own") from None
+    store = FileStore(directory, limits, lock, clock)
+    for batch in _read_records(directory / _BATCHES, BatchRecord):
+        store.add_batch(batch)
+    for file in _read_records(directory / _FILES, StoredFile):
+        if store.path(file.id).is_file():
+            store.add_file(file)
+            store.used += charged(file.size)
+    _remove_leftovers(store)
+    return store
+
+
+def _read_records(directory: Path, kind: type[Record]) -> Iterable[Record]:
+    """The records of a directory, the oldest first. One that cannot be read is told of, and left where it is."""
+    found: list[Record] = []
+    for path in directory.glob("*" + _RECORD):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=kind)
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s cannot be read, and is as if it were not there: %s", path, error)
+            continue
+        if record.id == path.stem:
+            found.append(record)
+    return sorted(found, key=attrgetter("made"))
+
+
+def _remove_leftovers(store: FileStore) -> None:
+    """Remove contents without a record, but for those that unfinished batches write."""
+    written = {name for each in store.unfinished.values() for name in (each.output_id, each.error_id)}
+    folder = store.directory / _FILES
+    there = {path.name for path in folder.iterdir()}
+    for name in there:
+        if name not in written and not name.endswith(_RECORD) and name + _RECORD not in there:
+            (folder / name).unlink(missing_ok=True)
+    for path in (*folder.glob("*" + _PART), *(store.directory / _BATCHES).glob("*" + _PART)):
+        path.unlink(missing_ok=True)
+
+
+def write_aside(path: Path, content: bytes) -> None:
+    """Write a small file so that there is either the old one or the new one, whatever happens.
+
+    Raises:
+        StorageFull: the disk refuses it.
+    """
+    aside = path.with_name(path.name + _PART)
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        aside.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise write_failed(error) from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Let renames in a directory survive a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
