@@ -156,6 +156,8 @@ class ServerOptions:
     `triton,log-frequency=N`; may be given several times."""
     otlp_traces_endpoint: str = ""
     """Where to send the spans of requests, by OTLP over HTTP; without it OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    enable_auto_tool_choice: Annotated[bool, Parameter(negative=())] = False
+    """Without effect, for command lines of vLLM: tools may always be called."""
 
     @property
     def log_settings(self) -> LogSettings:

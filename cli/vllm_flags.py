@@ -21,7 +21,7 @@ def _flags(arguments: Mapping[str, str], kind: str) -> dict[str, str]:
 
 
 VLLM_FLAGS: Mapping[str, str] = {
-    **_flags(WITHOUT_EFFECT, _NO_EFFECT),
+    **_flags({name: why for name, why in WITHOUT_EFFECT.items() if name != "enable_auto_tool_choice"}, _NO_EFFECT),
     **_flags(NOT_SERVED, _NOT_SERVED),
     "--host": "--http-address, --grpc-address and --metrics-address",
     "--port": "--http-port; gRPC has --grpc-port, metrics --metrics-port",
@@ -38,9 +38,6 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--async-scheduling": "--ahead 1",
     "--hf-token": "the variable HF_TOKEN",
     "--lora-modules": f"{_NOT_SERVED}{NOT_SERVED['enable_lora']}",
-    "--enable-auto-tool-choice": f"{_NOT_SERVED}calls of tools",
-    "--tool-call-parser": f"{_NOT_SERVED}calls of tools",
-    "--reasoning-parser": f"{_NOT_SERVED}reasoning stays in the text",
     "--ssl-certfile": "--http-server-cert",
     "--ssl-keyfile": "--http-server-key",
     "--ssl-ca-certs": "--grpc-root-cert, for gRPC alone",

@@ -13,7 +13,7 @@ from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.hf_checkpoint import find_weights
 from .config import EngineConfig
-from .frontend.llm import LlmModel, TokenizerBundle
+from .frontend.llm import LlmModel, TokenizerBundle, own_engine_spec
 from .options import EngineOptions, engine_config, parse_settings
 
 _CROWD = 4
@@ -91,6 +91,7 @@ def examine(path: str, parameters: Mapping[str, Any]) -> str:
     checkpoint, options = _read(path, parameters)
     if not Path(checkpoint).is_dir():
         return f"{checkpoint} is not here yet"
+    own_engine_spec(engine_config(checkpoint, options))
     TokenizerBundle.load(checkpoint, options.chat_template or "", options.tokenizer or "")
     return "" if options.executor == "fake" else examine_weights(engine_config(checkpoint, options))
 

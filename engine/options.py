@@ -89,6 +89,10 @@ class EngineOptions:
     """Directory or hub id to read the tokenizer from, in place of the checkpoint's."""
     chat_template: str | None = None
     """Chat template in place of the checkpoint's: a file, or the template itself."""
+    tool_call_parser: str | None = None
+    """How it writes calls of tools: none, a parser's name as vLLM has it, or auto, as its chat template says."""
+    reasoning_parser: str | None = None
+    """How it writes its reasoning: none, a parser's name as vLLM has it, or auto, as its chat template says."""
     fake_step_seconds: Seconds | None = None
     """How long a step of the fake executor takes."""
     fake_token_seconds: Seconds | None = None

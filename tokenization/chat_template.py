@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from ..core.errors import InvalidArgument
-from ..core.request import ChatMessage, Conversation
+from ..core.request import ChatMessage, Conversation, Tool
 from .checkpoint_files import read_json
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TemplateLimitExceeded, WorkMeter
@@ -39,6 +39,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, tokens: Mapping[str, str], whose: str = "the model's", field: str | None = None
     ) -> None:
+        self.source = source
         self._tokens = dict(tokens)
         self._name = f"{whose} chat template"
         self._field = field or "messages"
@@ -54,15 +55,12 @@ class ChatTemplate:
         variable has a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
         continued.
         """
-        turns = []
-        for message in conversation.messages:
-            turn = {"role": message.role, "content": message.content}
-            turns.append(turn | {"name": message.name} if message.name else turn)
+        turns = [_turn(message) for message in conversation.messages]
         if conversation.continue_final_message:
             turns[-1]["content"] += _END
         given = self._tokens | {
             "messages": turns,
-            "tools": None,
+            "tools": [_declaration(tool) for tool in conversation.tools] or None,
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
@@ -70,7 +68,7 @@ class ChatTemplate:
             if name in _RESERVED or name in given:
                 field = f"chat_template_kwargs.{name}"
                 raise InvalidArgument(f"{field}: the name is reserved", field=field)
-        size = sum(len(message.content) for message in conversation.messages)
+        size = sum(map(_message_size, conversation.messages)) + sum(map(_tool_size, conversation.tools))
         try:
             with metered(WorkMeter(MAX_WORK + _EACH * size)):
                 text = self._template.render({**conversation.variables, **given})
@@ -87,6 +85,49 @@ class ChatTemplate:
             field = "continue_final_message"
             raise InvalidArgument(f"{field}: {self._name} does not write the last message as it is", field=field)
         return begun if text.startswith(_END, len(begun)) else begun.rstrip()
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates expect it: calls as OpenAI has them, but with their arguments as a mapping."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        turn["name"] = message.name
+    if message.reasoning:  # Qwen's and DeepSeek's name, and gpt-oss's
+        turn |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _parsed(call.arguments, call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return turn | {"tool_call_id": message.tool_call_id} if message.tool_call_id else turn
+
+
+def _declaration(tool: Tool) -> dict[str, Any]:
+    """A tool as OpenAI declares it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": _parsed(tool.parameters, {})}
+    return {"type": "function", "function": function}
+
+
+def _parsed(text: str, otherwise: Any) -> Any:
+    """The object that is written in `text`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
+    return value if isinstance(value, dict) else otherwise
+
+
+def _message_size(message: ChatMessage) -> int:
+    calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning) + calls
+
+
+def _tool_size(tool: Tool) -> int:
+    return len(tool.name) + len(tool.description) + len(tool.parameters)
 
 
 def read_template(given: str) -> str:

@@ -4,6 +4,7 @@ A text of many tokens is the detokenizer's business.
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import tokenizers
@@ -35,11 +36,10 @@ def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
 
 class TokenBytes(dict[int, bytes]):
     """The bytes that each token of a byte-level vocabulary adds to a text: none for tokens that decoding leaves out,
-    and for special tokens unless they are `shown`."""
+    and for those that are `hidden`."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, shown: bool = False) -> None:
-        added = {} if shown else backend.get_added_tokens_decoder()
-        super().__init__({token: b"" for token, each in added.items() if each.special})
+    def __init__(self, backend: tokenizers.Tokenizer, hidden: Iterable[int] = ()) -> None:
+        super().__init__(dict.fromkeys(hidden, b""))
         self._backend = backend
 
     def __missing__(self, token: int) -> bytes:

@@ -40,19 +40,31 @@ class TokenLimit(NamedTuple):
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template, as transformers reads them. `bytes`: what each token adds to a text,
-    if that does not depend on its neighbours; `bytes_with_special`: to a text with special tokens."""
+    if that does not depend on its neighbours; `bytes_with_special`: to a text with special tokens. `shown`: special
+    tokens that are in any text."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, named: dict[str, str], chat: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        named: dict[str, str],
+        chat: ChatTemplate | None,
+        shown: frozenset[str] = frozenset(),
+    ) -> None:
         self._backend = backend
         self._named = named
         self._chat = chat
+        self._shown = shown
+        added = backend.get_added_tokens_decoder().items()
+        self._hidden = frozenset(token for token, each in added if each.special and each.content not in shown)
+        self.showing = lru_cache(_TEMPLATES)(self._showing)
         compiled = partial(ChatTemplate, tokens=named, whose="the request's", field="chat_template")
         self._given = lru_cache(_TEMPLATES)(compiled)
         self.token_piece: Callable[[int], TokenPiece] = cache(partial(read_token_piece, backend))
         self.bytes: TokenBytes | None = None
         self.bytes_with_special: TokenBytes | None = None
         if isinstance(backend.decoder, decoders.ByteLevel):
-            self.bytes, self.bytes_with_special = TokenBytes(backend), TokenBytes(backend, shown=True)
+            self.bytes = TokenBytes(backend, self._hidden)
+            self.bytes_with_special = TokenBytes(backend)
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
@@ -116,10 +128,23 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of `ids`, unknown ones left out; with special tokens if `special`."""
+        if self._shown and not special:
+            ids, special = [token for token in ids if token not in self._hidden], True
         try:
             return self._backend.decode(ids, skip_special_tokens=not special)
         except OverflowError as error:
             raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
+
+    def _showing(self, texts: tuple[str, ...]) -> "Tokenizer":
+        """This tokenizer, but with those of the `texts` that are special tokens in any text."""
+        added = self._backend.get_added_tokens_decoder().values()
+        shown = frozenset(each.content for each in added if each.special) & frozenset(texts)
+        return Tokenizer(self._backend, self._named, self._chat, shown) if shown else self
+
+    @property
+    def chat_template(self) -> str:
+        """The source of its chat template; empty if it has none."""
+        return "" if self._chat is None else self._chat.source
 
     def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """The text of a prompt with these ids: itself, or the decoded ids."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from ...core.errors import InvalidArgument
-from ...core.request import GenerateRequest
+from ...core.request import GenerateRequest, GuidedDecoding
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
+from ...tokenization.answers.answer_formats import AnswerParsers
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from .admission import QueueTicket
 from .sequence_stats import SequenceStats
@@ -84,7 +85,8 @@ class EngineSpec:
     """How to make the engine of a model. `backend`: its name in a model's config. `checkpoint`: the directory or hub id
     that tokenizer and generation defaults are read from. `capabilities`: the fields of `GenerateRequest` that it can
     satisfy and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's.
-    `tokenizer`: another directory or hub id to read the tokenizer from."""
+    `tokenizer`: another directory or hub id to read the tokenizer from. `parsers`: how the model writes calls
+    of tools and reasoning."""
 
     backend: str
     checkpoint: str
@@ -92,11 +94,20 @@ class EngineSpec:
     capabilities: frozenset[str] = field(default_factory=frozenset)
     chat_template: str = ""
     tokenizer: str = ""
+    parsers: AnswerParsers = field(default_factory=AnswerParsers)
 
     def check_request(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy; `field` names it."""
-        guide = request.guided_decoding.parameter if request.guided_decoding else ""
-        parameters = {"adapter": "lora_name", "guided_decoding": guide, "wants_prompt_logprobs": "prompt_logprobs"}
-        for name, parameter in parameters.items():
-            if getattr(request, name) and name not in self.capabilities:
-                raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)
+        for name, parameter in {"adapter": "lora_name", "wants_prompt_logprobs": "prompt_logprobs"}.items():
+            if getattr(request, name):
+                self._check(name, parameter)
+        self.check_guide(request.guided_decoding)
+
+    def check_guide(self, guide: GuidedDecoding | None) -> None:
+        """As `check_request`, of what an answer is held to."""
+        if guide is not None:
+            self._check("guided_decoding", guide.parameter)
+
+    def _check(self, name: str, parameter: str) -> None:
+        if name not in self.capabilities:
+            raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)

@@ -18,6 +18,7 @@ from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferR
 from ...core.request_context import Outcome, RequestContext
 from ...core.statistics import VersionStatistics
 from ...telemetry.llm_metrics import LlmMetrics
+from ...tokenization.answers.answer_formats import AnswerParsers
 from ...tokenization.async_tokenizer import AsyncTokenizer
 from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_checkpoint
 from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
@@ -25,7 +26,8 @@ from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
-from .chunk_builder import ChunkBuilder, TextEnds
+from .answer_plan import plan_answer
+from .chunk_builder import TextEnds
 from .client import EngineClient
 from .engine import Engine, EngineSpec
 from .infer import OWN_LAYOUT, InferLayout
@@ -67,7 +69,8 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
     capabilities = frozenset({"wants_prompt_logprobs"})
     connect = partial(EngineClient, config)
-    return EngineSpec("charonia", config.model, connect, capabilities, config.chat_template, config.tokenizer)
+    parsers = AnswerParsers(config.tool_call_parser, config.reasoning_parser)
+    return EngineSpec("charonia", config.model, connect, capabilities, config.chat_template, config.tokenizer, parsers)
 
 
 class LlmModel:
@@ -183,13 +186,17 @@ class LlmModel:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(info.max_model_len), kept=kept)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
-                add = build_add_request(request, context, prompt, bundle.defaults, info, banned)
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
-                prompt_ids = tuple(prompt) if request.return_prompt_ids else ()
-                ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
-                builder = ChunkBuilder(bundle.tokenizer, prompt, sampling, ends, echo, prompt_ids)
-                with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
+                plan = plan_answer(request, prompt, bundle.tokenizer, self._spec.parsers)
+                self._spec.check_guide(plan.guide)
+                add = plan.complete(build_add_request(request, context, plan.prompt, bundle.defaults, info, banned))
+                prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
+                builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
+                with (
+                    self._client.open_stream(add, stats, ticket) as stream,
+                    self._cancellable(request.id, stream),
+                ):
                     while (chunk := builder.build_chunk(await stream.read())).finish_reason is None:
                         yield chunk
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.

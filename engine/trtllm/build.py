@@ -20,4 +20,5 @@ def trtllm_engine_spec(model: str, options: TrtllmOptions) -> EngineSpec:
     def connect(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) -> TrtllmClient:
         return TrtllmClient(TrtllmRuntimeLoader(model, options), options, on_progress, metrics)
 
-    return EngineSpec(BACKEND, options.tokenizer or model, connect, capabilities, options.chat_template or "")
+    template = options.chat_template or ""
+    return EngineSpec(BACKEND, options.tokenizer or model, connect, capabilities, template, parsers=options.parsers)

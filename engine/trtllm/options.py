@@ -13,6 +13,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from ...core.errors import InvalidArgument
+from ...tokenization.answers.answer_formats import AUTO, AnswerParsers
 from ..options import AtLeastOne, Bytes, Fraction, Seconds
 
 
@@ -27,6 +28,8 @@ class TrtllmOptions:
 
     tokenizer: str | None = None
     chat_template: str | None = None
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     trust_remote_code: bool = False
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
     tensor_parallel_size: AtLeastOne = 1
@@ -57,7 +60,12 @@ class TrtllmOptions:
 
     def __post_init__(self) -> None:
         # Wrong ones are refused before anything is loaded.
-        _ = self.adapters, self.speculation
+        _ = self.adapters, self.speculation, self.parsers
+
+    @property
+    def parsers(self) -> AnswerParsers:
+        """How the model writes calls of tools and reasoning."""
+        return AnswerParsers(self.tool_call_parser, self.reasoning_parser)
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 WITHOUT_EFFECT: Mapping[str, str] = {
     "enable_chunked_prefill": "prompts are always computed in pieces",
     "scheduling_policy": "a request's priority always counts",
+    "enable_auto_tool_choice": "tools may always be called",
     "enforce_eager": "there are no graphs to capture",
     "compilation_config": "nothing is compiled",
     "swap_space": "what has no room is computed again",
@@ -40,7 +41,6 @@ ELSEWHERE = {
     "structured_outputs_config": "guided decoding is refused where it is asked for",
     "limit_mm_per_prompt": "images are refused where they come",
     "async_scheduling": "the parameter 'ahead' in config.pbtxt",
-    "reasoning_parser": "reasoning stays in the text",
     "otlp_traces_endpoint": "--otlp-traces-endpoint is for all models",
     "generation_config": "parameters that a request leaves out have vLLM's defaults",
     "override_generation_config": "parameters that a request leaves out have vLLM's defaults",
@@ -68,6 +68,8 @@ OWN_NAMES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "num_gpu_blocks_override": "kv_cache_blocks",
     "enable_prefix_caching": "prefix_caching",
+    "tool_call_parser": "tool_call_parser",
+    "reasoning_parser": "reasoning_parser",
 }
 """Arguments that our engine has, with its names of them."""
 

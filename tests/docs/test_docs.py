@@ -38,6 +38,7 @@ PAGES = (
     "responses.md",
     "pipelines.md",
     "repositories.md",
+    "tools-and-reasoning.md",
     "architecture.md",
     "life-of-a-request.md",
     "performance.md",

@@ -1,0 +1,175 @@
+"""Reads the values of arguments as models write them, and gives them on as JSON, character by character.
+
+JSON is given on as it is, but for what models get wrong and JSON forbids: bare control characters in strings, and
+backslashes before characters that need none. Values may be nested as deep as they like: nothing here recurs.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from .answer_text import AnswerText, MalformedCall, Markers, Reading, Sink
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WORD = re.compile(r"[-+.\w]*")
+_BARE_KEY = re.compile(r"[^\s:{}\[\],\"\\<|]*")
+_LONGEST_WORD = 128
+"""Characters of a number, of a word such as `true`, or of a key without quotes: they wait until they are whole."""
+_JSON_ESCAPES = frozenset('"\\/bfnrt')
+_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+_PYTHON_ESCAPES = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"} | {
+    "v": "\v",
+    "\n": "",
+}
+
+
+class Dialect(NamedTuple):
+    """How values are written. `quotes`: what begins and ends a string. `words`: in place of JSON's. `escapes`: whether
+    a backslash is one in strings. `bare_keys`: an object's keys have no quotes."""
+
+    quotes: tuple[str, ...] = ('"',)
+    words: Mapping[str, str] = {"true": "true", "false": "false", "null": "null"}
+    escapes: bool = True
+    python: bool = False
+    bare_keys: bool = False
+
+
+JSON = Dialect()
+PYTHON = Dialect(('"', "'"), {**JSON.words, "True": "true", "False": "false", "None": "null"}, python=True)
+
+
+def quoted(text: str) -> str:
+    """The text as it stands in a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def read_value(text: AnswerText, sink: Sink, dialect: Dialect = JSON) -> Reading[None]:
+    """Give on the value that comes next.
+
+    Raises:
+        MalformedCall: none does, or it breaks off; what was good of it is given on.
+    """
+    open_ends: list[str] = []
+    while True:
+        yield from text.spaces(sink)
+        if begin := (yield from text.accept("{", "[")):
+            sink(begin)
+            open_ends.append("}" if begin == "{" else "]")
+            yield from text.spaces(sink)
+            if not (yield from text.accept(open_ends[-1])):
+                if begin == "{":
+                    yield from _read_key(text, sink, dialect)
+                continue
+            sink(open_ends.pop())
+        elif quote := (yield from text.accept(*dialect.quotes)):
+            sink('"')
+            yield from read_string(text, sink, dialect, quote)
+            sink('"')
+        else:
+            sink((yield from _read_word(text, dialect)))
+        if not (yield from _read_end(text, sink, dialect, open_ends)):
+            return
+
+
+def _read_end(text: AnswerText, sink: Sink, dialect: Dialect, open_ends: list[str]) -> Reading[bool]:
+    """What follows a value in those that are open; whether another one comes."""
+    while open_ends:
+        yield from text.spaces(sink)
+        if not (mark := (yield from text.accept(",", open_ends[-1]))):
+            raise MalformedCall
+        sink(mark)
+        if mark == ",":
+            if open_ends[-1] == "}":
+                yield from text.spaces(sink)
+                yield from _read_key(text, sink, dialect)
+            return True
+        open_ends.pop()
+    return False
+
+
+def _read_key(text: AnswerText, sink: Sink, dialect: Dialect) -> Reading[None]:
+    if quote := (yield from text.accept(*dialect.quotes)):
+        sink('"')
+        yield from read_string(text, sink, dialect, quote)
+        sink('"')
+    elif dialect.bare_keys and (key := (yield from text.look(_BARE_KEY, _LONGEST_WORD))):
+        sink(f'"{quoted(text.skip(len(key)))}"')
+    else:
+        raise MalformedCall
+    yield from text.spaces(sink)
+    if not (yield from text.accept(":")):
+        raise MalformedCall
+    sink(":")
+
+
+def read_string(text: AnswerText, sink: Sink, dialect: Dialect = JSON, quote: str = '"') -> Reading[None]:
+    """Give on the rest of a string, as it stands in a JSON string, and skip the `quote` that ends it."""
+    markers = _string_markers(quote, dialect.escapes)
+    while True:
+        found = yield from text.find(markers, lambda piece: sink(quoted(piece)))
+        if found == quote:
+            return
+        if not found:
+            raise MalformedCall
+        sink((yield from _read_python_escape(text) if dialect.python else _read_json_escape(text)))
+
+
+def read_short(text: AnswerText, most: int) -> Reading[str]:
+    """The string that comes next, of so many characters in JSON at most.
+
+    Raises:
+        MalformedCall: there is none, or it is longer.
+    """
+    pieces: list[str] = []
+
+    def sink(piece: str) -> None:
+        pieces.append(piece)
+        if sum(map(len, pieces)) > most:
+            raise MalformedCall
+
+    if not (yield from text.accept('"')):
+        raise MalformedCall
+    yield from read_string(text, sink)
+    return str(json.loads(f'"{"".join(pieces)}"'))
+
+
+@cache
+def _string_markers(quote: str, escapes: bool) -> Markers:
+    return Markers((quote, "\\") if escapes else (quote,))
+
+
+def _read_json_escape(text: AnswerText) -> Reading[str]:
+    letter = yield from text.peek()
+    if letter in _JSON_ESCAPES:
+        return "\\" + text.skip(len(letter))
+    if letter == "u" and _is_hex(code := (yield from text.peek(5))[1:], 4):
+        text.skip(5)
+        return f"\\u{code}"
+    return "\\\\"
+
+
+def _read_python_escape(text: AnswerText) -> Reading[str]:
+    letter = yield from text.peek()
+    if letter in _PYTHON_ESCAPES:
+        text.skip(1)
+        return quoted(_PYTHON_ESCAPES[letter])
+    size = _HEX_ESCAPES.get(letter, 0)
+    if size and _is_hex(code := (yield from text.peek(1 + size))[1:], size) and int(code, 16) < 0x110000:
+        text.skip(1 + size)
+        return json.dumps(chr(int(code, 16)))[1:-1]
+    return "\\\\"
+
+
+def _is_hex(code: str, size: int) -> bool:
+    return len(code) == size and set(code) <= set("0123456789abcdefABCDEF")
+
+
+def _read_word(text: AnswerText, dialect: Dialect) -> Reading[str]:
+    """A number or a word, whole."""
+    word = yield from text.look(_WORD, _LONGEST_WORD)
+    if word not in dialect.words and not _NUMBER.fullmatch(word):
+        raise MalformedCall
+    text.skip(len(word))
+    return dialect.words.get(word, word)
