@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,15 +113,24 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
         if options.revision and Path(model).exists():
             raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is a directory")
         wanted = f"{model}@{options.revision}" if options.revision else model
-        return checkpoint_source(wanted, options.served_model_name, engine, options.backend)
+        return checkpoint_source(wanted, _served_names(options.served_model_name), engine, options.backend)
     except OSError as error:
         raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
+
+
+def _served_names(given: Sequence[str]) -> tuple[str, ...]:
+    """The names of `--served-model-name`, each once. Raises `InvalidArgument` for an empty one."""
+    names = [name.strip() for text in given for name in text.split(",")]
+    if not all(names):
+        raise InvalidArgument(f"--served-model-name: an empty name in '{' '.join(given)}'")
+    return tuple(dict.fromkeys(names))
 
 
 def _check_flags(options: RepositoryOptions, engine: Mapping[str, str], single: bool, repositories: bool) -> None:
     """Raises `InvalidArgument` for flags that do not go with a `single` checkpoint, or with `repositories`."""
     if not single and not repositories:
-        raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
+        before = ", before --served-model-name, which takes what follows it" if options.served_model_name else ""
+        raise InvalidArgument(f"nothing to serve: name a checkpoint{before}, or give --model-repository")
     if not repositories and options.model_control_mode != "none":
         flag = f"--model-control-mode {options.model_control_mode}"
         raise InvalidArgument(

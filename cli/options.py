@@ -62,8 +62,9 @@ class RepositoryOptions:
         tuple[Path, ...], Parameter(name=("--model-repository", "--model-store"), negative=())
     ] = ()
     """Directory of models; may be given several times."""
-    served_model_name: str = ""
-    """Name of a single checkpoint, instead of its directory's."""
+    served_model_name: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = ()
+    """Names of a single checkpoint, instead of its directory's: several one after the other, or with commas. Answers
+    show the first."""
     revision: str = ""
     """Branch, tag or commit of a hub id."""
     download_dir: Path | None = None

@@ -19,7 +19,8 @@ RawConfig: TypeAlias = Mapping[str, Any]
 class ModelConfig:
     """The completed config of one version. `created`: seconds since the epoch. `fingerprint`: of the files that a
     language model was read from. `raw`: the whole config. `labels`: the names of the classes of outputs that have a
-    label file, by output. `implied_stream`: where it is absent, generate_stream makes an input `stream` true."""
+    label file, by output. `implied_stream`: where it is absent, generate_stream makes an input `stream` true.
+    `aliases`: other names that requests may call the model by."""
 
     name: str
     version: str
@@ -35,6 +36,7 @@ class ModelConfig:
     raw: RawConfig = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     implied_stream: bool = True
+    aliases: tuple[str, ...] = ()
 
     @property
     def openai_api(self) -> str:

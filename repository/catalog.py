@@ -84,6 +84,9 @@ class RepositoryCatalog:
         if len(places) > 1:
             message = f"model '{name}' is not unique across all model repositories: {' and '.join(places)}"
             raise AlreadyExists(f"{message}; none of them is served until one is left")
+        if self._single is not None and name in self._single.aliases and found:
+            message = f"model '{name}' in {found[0]}: the checkpoint {self._single.versions[0].path} is called so, too"
+            raise AlreadyExists(f"{message}, by --served-model-name, and answers to that name")
         if single is not None and override is None:
             return single
         if not found:

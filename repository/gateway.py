@@ -188,7 +188,7 @@ class InProcessGateway:
         return self.registry.find_loaded(name, version).config
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        entry = self.registry.entries.get(name)
+        entry = self.registry.find(name)
         found = None if entry is None else entry.find_version(version)
         return not self._exiting and self._healthy() and found is not None and found.ready
 
@@ -200,12 +200,13 @@ class InProcessGateway:
 
     def served_versions(self, name: str) -> tuple[str, ...]:
         self.registry.find_loaded(name)
-        return tuple(self.registry.entries[name].loaded_versions)
+        entry = self.registry.find(name)
+        return () if entry is None else tuple(entry.loaded_versions)
 
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         if not name:
             return [each for entry in self.registry.entries.values() for each in entry.statistics()]
-        entry = self.registry.entries.get(name)
+        entry = self.registry.find(name)
         if entry is None or not entry.loaded_versions:
             raise InvalidArgument(f"requested model '{name}' is not available")
         found = entry.statistics(version)

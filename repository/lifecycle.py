@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from ..core.cancellation import wait_for_first
@@ -130,6 +131,7 @@ class ModelLifecycle:
         is as before.
         """
         entry, shared = self._registry.get_or_add(source.name), SharedRelease(release)
+        self._registry.aliases.update(dict.fromkeys(source.aliases, source.name))
         if source.backend in FILLS_GRANTED_MEMORY:
             self._awaiting_grant.add(source.name)
         try:
@@ -181,7 +183,7 @@ class ModelLifecycle:
                 log.exception("model '%s' failed to load", entry.name)
             entry.record_load_failure(str(cause), [version.number])
             raise LoadFailure(version.number, cause) from error
-        config = with_config_defaults(model.config, source.config)
+        config = replace(with_config_defaults(model.config, source.config), aliases=source.aliases)
         loaded = LoadedModel(model, config, time.monotonic() - started, version.mark)
         loaded.resources.callback(factory.reservation.release)
         return loaded

@@ -177,25 +177,32 @@ class ModelEntry:
 
 
 class ModelRegistry:
-    """Every known model by its name."""
+    """Every known model by its name. `aliases`: other names of some, which win over a model that has one for a name."""
 
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}
+        self.aliases: dict[str, str] = {}
+
+    def find(self, name: str) -> ModelEntry | None:
+        """The model of that name, or that has it as another one."""
+        return self.entries.get(self.aliases.get(name, name))
 
     def get_or_add(self, name: str) -> ModelEntry:
         return self.entries.setdefault(name, ModelEntry(name))
 
     def find_loaded(self, name: str, number: str = "", context: RequestContext | None = None) -> LoadedModel:
-        """The loaded model of that version, or of the latest; sets the model and version of `context`.
+        """The loaded model of that version, or of the latest; sets the model, by its own name, and version of
+        `context`.
 
         Raises:
             NotFound: no such model or version, or none of its versions is served.
             Unavailable: that version is not served.
             NotReady: the model is being loaded.
         """
-        entry = self.entries.get(name)
+        entry = self.find(name)
         if context is not None:
-            context.model, context.version, context.model_found = name, number, entry is not None
+            context.model, context.version = name if entry is None else entry.name, number
+            context.model_found = entry is not None
         if entry is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         version = entry.find_version(number)

@@ -6,7 +6,7 @@ zeros; see https://github.com/triton-inference-server/server/blob/main/docs/user
 
 import logging
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,13 +42,14 @@ class VersionSource:
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """The source of one model. `config`: as written, with its backend filled in. `versions`: lowest first. A checkpoint
-    on its own has no `directory` and no `config_file`."""
+    on its own has no `directory` and no `config_file`, and maybe `aliases`, which are other names of its model."""
 
     name: str
     config: ConfigMessage
     versions: tuple[VersionSource, ...]
     directory: Path | None = None
     config_file: Path | None = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -178,12 +179,12 @@ def _is_model_folder(folder: Path) -> bool:
 
 
 def checkpoint_source(
-    model: str, name: str = "", parameters: Mapping[str, str] | None = None, backend: str = ""
+    model: str, names: Sequence[str] = (), parameters: Mapping[str, str] | None = None, backend: str = ""
 ) -> ModelSource:
     """The source of a checkpoint directory or hub id (`owner/name` or `owner/name@revision`).
 
-    By default it is named after the last part, and served by the backend that its files call for. Raises
-    `InvalidArgument` if `model` is neither.
+    The first of `names` is the model's, the others are its aliases. By default it is named after the last part, and
+    served by the backend that its files call for. Raises `InvalidArgument` if `model` is neither.
     """
     path = Path(model)
     if not is_checkpoint(path) and path.is_dir() and _is_model_folder(path):
@@ -196,14 +197,14 @@ def checkpoint_source(
             "(folders with config.pbtxt or numbered versions), nor a hub id (owner/name)"
         )
     config = new_config()
-    config.name = name or (path if path.exists() else Path(model.partition("@")[0])).resolve().name
+    config.name = names[0] if names else (path if path.exists() else Path(model.partition("@")[0])).resolve().name
     config.backend = canonical_backend(backend) or (
         detect_checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL_BACKEND
     )
     for key, value in (parameters or {}).items():
         config.parameters[key].string_value = value
     checkpoint = str(path.resolve()) if path.exists() else model
-    return ModelSource(config.name, config, (VersionSource("1", checkpoint),))
+    return ModelSource(config.name, config, (VersionSource("1", checkpoint),), aliases=tuple(names[1:]))
 
 
 def in_order_of_need(sources: Iterable[ModelSource]) -> list[ModelSource]:

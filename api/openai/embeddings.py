@@ -116,6 +116,7 @@ class EncoderRoutes:
         name, tensor = (IDS, _ids_tensor) if isinstance(body.input[0], list) else (TEXT, _text_tensor)
         model = self._acquire(request, body.model, EMBEDDING, "embeddings", (name,))
         inputs = [{name: tensor(name, part)} for part in _batches(body.input, model)]
+        body = msgspec.structs.replace(body, model=model.config.name)
         async with CancelOnDisconnect(request.receive):
             vectors, tokens = await _encode(model, inputs, EMBEDDING)
         content = await offload_if_large(vectors.nbytes, _embeddings_json, body, vectors, tokens)
@@ -139,7 +140,7 @@ class EncoderRoutes:
             for each in results:
                 each["document"] = {"text": body.documents[each["index"]]}
         response_id, usage = f"rerank-{request_id_of(request.scope)}", {"total_tokens": tokens}
-        return json_response({"id": response_id, "model": body.model, "results": results, "usage": usage})
+        return json_response({"id": response_id, "model": model.config.name, "results": results, "usage": usage})
 
     def _acquire(self, request: Request, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelHandle:
         with model_field():

@@ -283,6 +283,6 @@ def system_fingerprint(config: ModelConfig, software: str) -> str:
     return f"fp_{sha256(known).hexdigest()[:10]}"
 
 
-def model_card(config: ModelConfig) -> dict[str, Any]:
-    """A model as /v1/models lists it."""
-    return {"id": config.name, "object": "model", "created": config.created, "owned_by": "charonia"}
+def model_card(config: ModelConfig, name: str) -> dict[str, Any]:
+    """A model as /v1/models lists it, by one of its names."""
+    return {"id": name, "object": "model", "created": config.created, "owned_by": "charonia"}

@@ -282,7 +282,6 @@ def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> Js
         "max_output_tokens": fields.max_output_tokens,
         "max_tool_calls": body.get("max_tool_calls"),
         "metadata": fields.metadata or {},
-        "model": fields.model,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": body.get("prompt_cache_key"),

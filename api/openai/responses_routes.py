@@ -53,7 +53,8 @@ class ResponsesRoutes:
         with model_field():
             model = self._gateway.acquire(context, asked.chat.response.model)
         chunks = _named_errors(_answer(model, asked, context), asked.names)
-        output = ResponseOutput(asked.chat.requests[0].id, asked.echo, asked.logprobs)
+        echo = asked.echo | {"model": model.config.name}
+        output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs)
         headers = _warning_headers(asked.warnings)
         if asked.chat.stream:
             return EventStreamResponse(chunks, ResponseEvents(output), headers)

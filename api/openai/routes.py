@@ -6,6 +6,7 @@ Translates between the protocol and the gateway; decides nothing.
 from collections.abc import Callable
 from contextlib import aclosing
 
+import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,12 +57,14 @@ class OpenAIRoutes:
         ]
 
     async def models(self, request: Request) -> Response:
-        data = [model_card(config) for config in self._gateway.model_configs()]
+        configs = self._gateway.model_configs()
+        data = [model_card(config, name) for config in configs for name in (config.name, *config.aliases)]
         return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         with model_field():
-            return json_response(model_card(self._gateway.model_config(request.path_params["model"])))
+            name = request.path_params["model"]
+            return json_response(model_card(self._gateway.model_config(name), name))
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._respond(request, parse_completion, CompletionFormat())
@@ -76,7 +79,9 @@ class OpenAIRoutes:
         context = context_of(request.scope)
         with model_field():
             model = self._gateway.acquire(context, parsed.response.model)
-        writer = OpenAIResponseWriter(api_format, parsed.response, self._fingerprint(model.config))
+        # Whatever name it was asked by, an answer has the model's own.
+        response = msgspec.structs.replace(parsed.response, model=model.config.name)
+        writer = OpenAIResponseWriter(api_format, response, self._fingerprint(model.config))
         streams: list[ResponseStream[GenerateChunk]]
         if model.config.openai_api:
             asked = read_tensor_request(model.config, api_format.endpoint, parsed)

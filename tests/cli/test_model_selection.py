@@ -56,6 +56,26 @@ def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
         select_models(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})
 
 
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [(("a",), ["a"]), (("a", "b"), ["a", "b"]), (("a, b", "c"), ["a", "b", "c"]), (("a,a", "a"), ["a"])],
+)
+def test_a_checkpoint_may_have_several_names(tmp_path: Path, given: tuple[str, ...], names: list[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    source = select_models(str(tmp_path), RepositoryOptions(served_model_name=given), {}).catalog.read(names[0])
+    assert [source.name, *source.aliases] == names
+
+
+def test_names_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="--served-model-name: an empty name in 'a,'"):
+        select_models(str(tmp_path), RepositoryOptions(served_model_name=("a,",)), {})
+    with pytest.raises(
+        InvalidArgument, match="name a checkpoint, before --served-model-name, which takes what follows"
+    ):
+        select_models(None, RepositoryOptions(served_model_name=("a", str(tmp_path))), {})
+
+
 def test_flags_about_executions_are_parameters_of_all_backends(tmp_path: Path) -> None:
     configs = ConfigOptions(backend_config=("python,restart_pause_secs=3",), backend_directory=tmp_path / "none")
     options = RepositoryOptions(

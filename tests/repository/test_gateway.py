@@ -114,6 +114,21 @@ async def test_lookup_errors(name: str, version: str, kind: type[CharoniaError],
     assert lookup.value.message == inference.value.message == text
 
 
+async def test_another_name_finds_the_model_which_counts_under_its_own() -> None:
+    gateway = await gateway_of(Echo(), Echo("other"))
+    gateway.registry.aliases["gpt"] = "echo"
+    with gateway.open_request("test") as context:
+        model = gateway.acquire(context, "gpt")
+        assert (context.model, context.version, model.config.name) == ("echo", "2", "echo")
+    assert gateway.model_config("gpt").name == "echo"
+    assert gateway.served_versions("gpt") == ("2",)
+    assert gateway.is_model_ready("gpt")
+    assert [each.name for each in gateway.model_statistics("gpt")] == ["echo"]
+    assert [config.name for config in gateway.model_configs()] == ["echo", "other"]
+    with pytest.raises(NotFound, match="version 7 is not found"):
+        gateway.model_config("gpt", "7")
+
+
 async def test_text_and_no_text() -> None:
     gateway = await gateway_of(Echo(), Writer("writer"))
     request = GenerateRequest(id="1", prompt="hi")

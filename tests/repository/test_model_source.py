@@ -154,7 +154,7 @@ def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
     (tmp_path / "one" / "README.md").write_text("not a model")
     (tmp_path / "one" / ".git").mkdir()
     os.mkdir(os.fsencode(tmp_path / "one") + b"/\xff")  # in no answer, and in no metric
-    single = checkpoint_source(str(tmp_path / "two" / "c" / "1"), "c")
+    single = checkpoint_source(str(tmp_path / "two" / "c" / "1"), ["c"])
     catalog = RepositoryCatalog([tmp_path / "one", tmp_path / "two"], single)
     assert catalog.model_names() == ["c", "a", "b"]
     assert catalog.read("a").directory == tmp_path / "one" / "a"
@@ -163,6 +163,17 @@ def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
         with pytest.raises(AlreadyExists, match=f"model '{name}' is not unique .*: {said}; "):
             catalog.read(name)
     assert RepositoryCatalog([], single).read("c") is single
+
+
+def test_another_name_of_a_checkpoint_is_no_models_beside_it(tmp_path: Path) -> None:
+    make(tmp_path / "models", "gpt", None, "1")
+    single = checkpoint_source(str(tmp_path / "models" / "gpt" / "1"), ["own", "gpt", "other"])
+    catalog = RepositoryCatalog([tmp_path / "models"], single)
+    assert catalog.read("own") is single
+    with pytest.raises(AlreadyExists, match=r"model 'gpt' in .*models/gpt: the checkpoint .* by --served-model-name"):
+        catalog.read("gpt")
+    with pytest.raises(NotFound):
+        catalog.read("other")
 
 
 def test_a_repository_that_is_given_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +230,7 @@ def test_telling_repositories_from_checkpoints(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = make(tmp_path, "m", None, "1") / "1"
-    assert checkpoint_source(str(version), "served").name == "served"
+    assert checkpoint_source(str(version), ["served", "also"]).name == "served"
     monkeypatch.chdir(version)
     here = checkpoint_source(".", parameters={"ahead": "1"})
     assert (here.name, here.backend, here.versions[0].path) == ("1", "charonia", str(version))

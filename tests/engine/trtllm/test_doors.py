@@ -27,7 +27,7 @@ def source(words: Path, tmp_path: Path) -> Callable[..., ModelSource]:
         (tmp_path / "y").mkdir()
         (tmp_path / "y" / "adapter_config.json").write_text('{"r": 8, "target_modules": ["q_proj"]}')
         parameters = {"lora_modules": json.dumps({"y": str(tmp_path / "y")}), "guided_decoding_backend": "xgrammar"}
-        return checkpoint_source(str(words), "m", parameters if means else {}, backend="tensorrtllm")
+        return checkpoint_source(str(words), ["m"], parameters if means else {}, backend="tensorrtllm")
 
     return make
 
