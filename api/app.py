@@ -28,13 +28,13 @@ from .api_keys import Keyring
 from .batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
 from .batches.runner import BatchRunner
 from .http.access import AccessMiddleware, HttpRules
-from .http.connection import ClientDisconnected
+from .http.connection import ClientDisconnected, EventStreamResponse
 from .http.error_responses import error_response, is_openai_path, json_response
-from .http.request_context import RequestContextMiddleware, record_error
-from .http.request_cycle import response_started
+from .http.request_context import WARNING_HEADER, RequestContextMiddleware, record_error, warning_headers
+from .http.request_cycle import add_response_header, response_started
 from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes
-from .openai.responses_routes import WARNING_HEADER, ResponsesRoutes
+from .openai.responses_routes import ResponsesRoutes
 from .openai.routes import OpenAIRoutes
 from .prometheus import metrics_response
 from .triton.control import ControlEndpoints
@@ -199,6 +199,9 @@ def _last(path: str) -> str:
 async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
     try:
         response = await endpoint(Request(scope, receive))
+        if not isinstance(response, EventStreamResponse):  # which begins later, with warnings that there are then
+            for header in warning_headers(scope):
+                send = add_response_header(scope, send, *header)
         await response(scope, receive, send)
     except CharoniaError as error:
         record_error(scope, error)

@@ -126,6 +126,7 @@ class RequestContext:
     `trace_id`, `span_id`: of its span, once somebody was told, or it was made. `depth`: requests of models that this
     one was made for, one for another. `parent`: of a request that a model made; `children`: where traces are made, the
     first of those that ended before this one. `background`: no client waits for the answer, so all others come first.
+    `warnings`: what the client is told beside the answer, of this request and of those that its model made.
     """
 
     endpoint: str
@@ -152,6 +153,7 @@ class RequestContext:
     depth: int = 0
     parent: "RequestContext | None" = None
     children: "list[RequestContext] | None" = None
+    warnings: list[str] = field(default_factory=list)
     closed: bool = False
     background: bool = False
     _summary: RequestSummary | None = None
@@ -176,6 +178,7 @@ class RequestContext:
             parent=self,
             children=None if self.children is None else [],
             background=self.background,
+            warnings=self.warnings,
         )
 
     def adopt(self, child: "RequestContext") -> None:
@@ -184,6 +187,7 @@ class RequestContext:
         child.tenant, child.tenant_weight, child.trace_id = self.tenant, self.tenant_weight, self.trace_id
         child.all_sequences, child.depth = self.all_sequences, self.depth + 1
         child.background = self.background
+        child.warnings = self.warnings
         child.children = None if self.children is None else []
 
     @property
@@ -195,6 +199,11 @@ class RequestContext:
     def add_sequence(self, record: SequenceRecord) -> None:
         self.sequences.append(record)
         self.all_sequences.append(record)
+
+    def warn(self, message: str) -> None:
+        """Tell the client, once, unless the answer has begun."""
+        if message not in self.warnings:
+            self.warnings.append(message)
 
     @property
     def usage(self) -> Usage:

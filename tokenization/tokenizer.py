@@ -150,6 +150,11 @@ class Tokenizer:
         """The text of a prompt with these ids: itself, or the decoded ids."""
         return prompt if isinstance(prompt, str) else self.decode(ids)
 
+    def added_tokens(self, size: int) -> dict[str, int]:
+        """The ids below `size` of the tokens that are no part of other text, special ones among them."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {each.content: token for token, each in added if token < size}
+
     @property
     def separates_special_tokens(self) -> bool:
         """Whether decoding puts something between special tokens."""

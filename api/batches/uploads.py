@@ -262,7 +262,7 @@ def _text(data: bytes) -> str:
 def _boundary(content_type: str) -> bytes:
     """Raises `InvalidArgument` unless the header says that the body is a form, and how its parts are parted."""
     kind, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary", b"")
+    boundary: bytes = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 0 < len(boundary) <= _BOUNDARY_BYTES:
         raise InvalidArgument("files are uploaded as multipart/form-data, with a boundary of at most 70 characters")
     return boundary

@@ -18,7 +18,7 @@ from ...processes import gc_tuning
 from ..size_limits import check_json_size
 from .content_encoding import content_coding, decompress
 from .error_responses import INTERNAL_SERVER_ERROR
-from .request_context import record_error
+from .request_context import record_error, warning_headers
 from .request_cycle import take_complete_body
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,8 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
             async with aclosing(self._items), CancelOnDisconnect(receive):
                 first = await anext(self._items, None)
                 begin = b"" if first is None else await self._encode(first)
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                headers = [*self.raw_headers, *warning_headers(scope)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 if begin:
                     await send(_part(begin))
                 await send(_part(await self._send_rest(scope, send), more=False))

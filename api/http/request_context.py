@@ -32,6 +32,9 @@ _CONTEXT = "charonia.context"
 _ID_HEADER = b"x-request-id"
 _REQUEST_ID = "charonia.request_id"
 _TENANT = "charonia.tenant"
+WARNING_HEADER = "x-charonia-warning"
+_LONGEST_WARNING = 2000
+"""Bytes of all warnings together: clients and proxies refuse long headers."""
 _LONGEST_ID = 256
 """Bytes that are kept of a client's id."""
 _MODEL_ENDPOINTS = ("infer", "generate", "generate_stream")
@@ -100,6 +103,17 @@ def context_of(scope: Scope) -> RequestContext:
     """The context of a request to a model."""
     context: RequestContext = scope[_CONTEXT]
     return context
+
+
+def warning_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The header that tells of what is not as the client asked; complete when the answer begins."""
+    warnings = context_of(scope).warnings if _CONTEXT in scope else ()
+    if not warnings:
+        return []
+    text = "; ".join(warnings).encode("ascii", "backslashreplace")
+    printable = bytes(byte if 32 <= byte < 127 else 32 for byte in text)  # a field's name may hold line ends
+    shortened = printable if len(printable) <= _LONGEST_WARNING else printable[: _LONGEST_WARNING - 3] + b"..."
+    return [(WARNING_HEADER.encode(), shortened)]
 
 
 def record_error(scope: Scope, error: CharoniaError) -> None:

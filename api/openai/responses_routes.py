@@ -26,10 +26,6 @@ from .responses_output import ResponseOutput
 from .responses_request import FieldNames, ParsedResponses, parse_responses
 from .tensor_models import generate_from_tensors, read_tensor_request
 
-WARNING_HEADER = "x-charonia-warning"
-
-_LONGEST_WARNING = 1024
-
 
 class ResponsesRoutes:
     """The endpoints and their handlers."""
@@ -55,14 +51,15 @@ class ResponsesRoutes:
         chunks = _named_errors(_answer(model, asked, context), asked.names)
         echo = asked.echo | {"model": model.config.name}
         output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs)
-        headers = _warning_headers(asked.warnings)
+        for warning in asked.warnings:
+            context.warn(warning)
         if asked.chat.stream:
-            return EventStreamResponse(chunks, ResponseEvents(output), headers)
+            return EventStreamResponse(chunks, ResponseEvents(output))
         async with CancelOnDisconnect(request.receive), aclosing(chunks):
             async for chunk in chunks:
                 output.add(chunk)
         output.end()
-        return json_response(output.response(), headers=headers)
+        return json_response(output.response())
 
     async def count_tokens(self, request: Request) -> Response:
         asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
@@ -121,9 +118,3 @@ async def _named_errors(
         except CharoniaError as error:
             names.rename(error)
             raise
-
-
-def _warning_headers(warnings: Iterable[str]) -> dict[str, str]:
-    """The header that tells what of a request was left out; none if nothing was."""
-    text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()
-    return {WARNING_HEADER: text[:_LONGEST_WARNING]} if text else {}

@@ -86,7 +86,7 @@ class EngineSpec:
     that tokenizer and generation defaults are read from. `capabilities`: the fields of `GenerateRequest` that it can
     satisfy and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's.
     `tokenizer`: another directory or hub id to read the tokenizer from. `parsers`: how the model writes calls
-    of tools and reasoning."""
+    of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them."""
 
     backend: str
     checkpoint: str
@@ -95,6 +95,7 @@ class EngineSpec:
     chat_template: str = ""
     tokenizer: str = ""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
+    checks_guides: bool = False
 
     def check_request(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy; `field` names it."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ...core.errors import Cancelled, Unavailable
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
-from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
 from ...core.request_context import Outcome, RequestContext
 from ...core.statistics import VersionStatistics
 from ...telemetry.llm_metrics import LlmMetrics
@@ -30,6 +30,7 @@ from .answer_plan import plan_answer
 from .chunk_builder import TextEnds
 from .client import EngineClient
 from .engine import Engine, EngineSpec
+from .guide_checker import GuideChecker
 from .infer import OWN_LAYOUT, InferLayout
 from .sequence_stats import open_sequence, record_request, v2_statistics
 from .token_stream import TokenStream
@@ -70,7 +71,8 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
     capabilities = frozenset({"wants_prompt_logprobs"})
     connect = partial(EngineClient, config)
     parsers = AnswerParsers(config.tool_call_parser, config.reasoning_parser)
-    return EngineSpec("charonia", config.model, connect, capabilities, config.chat_template, config.tokenizer, parsers)
+    texts = config.chat_template, config.tokenizer
+    return EngineSpec("charonia", config.model, connect, capabilities, *texts, parsers, checks_guides=True)
 
 
 class LlmModel:
@@ -108,6 +110,7 @@ class LlmModel:
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
         self._open: dict[str, set[TokenStream]] = {}
+        self._guides: GuideChecker | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -162,6 +165,8 @@ class LlmModel:
             info = await starting
             self._loaded = replace(bundle, defaults=bundle.defaults.limited_to(info.vocab_size))
             self._info = info
+            if self._spec.checks_guides:
+                self._guides = GuideChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
         except BaseException:
@@ -172,7 +177,10 @@ class LlmModel:
     async def unload(self) -> None:
         """Streams still open end with `Unavailable`; texts that are being tokenized come to their end."""
         bundle, self._loaded = self._loaded, None
+        guides, self._guides = self._guides, None
         await self._client.close()
+        if guides is not None:
+            await guides.close()
         if bundle is not None:
             bundle.async_tokenizer.close()
 
@@ -190,6 +198,8 @@ class LlmModel:
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
                 plan = plan_answer(request, prompt, bundle.tokenizer, self._spec.parsers)
                 self._spec.check_guide(plan.guide)
+                if plan.guide is not None:
+                    plan = replace(plan, guide=await self._enforce(plan.guide, context))
                 add = plan.complete(build_add_request(request, context, plan.prompt, bundle.defaults, info, banned))
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
@@ -205,6 +215,15 @@ class LlmModel:
 
     def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         return self._layout.infer(request, context, self)
+
+    async def _enforce(self, guide: GuidedDecoding, context: RequestContext) -> GuidedDecoding:
+        """The constraint as the engine gets it; the client is told what of it is not enforced."""
+        if self._guides is None:
+            return guide
+        enforced, left_out = await self._guides.check(guide)
+        if left_out:
+            context.warn(f"{guide.parameter}: not enforced: {', '.join(left_out)}")
+        return enforced
 
     @contextmanager
     def _cancellable(self, request_id: str, stream: TokenStream) -> Iterator[None]:

@@ -1,0 +1,198 @@
+"""Checks the constraints of requests before an engine gets them: each content once, in a process that may be killed.
+
+Knows nothing of grammars.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import NamedTuple, TypeAlias
+
+from ...core.errors import CharoniaError, Internal, InvalidArgument, QueueFull, Unavailable
+from ...core.request import GuidedDecoding
+from ..grammars.backend import LIMITS
+from ..grammars.guide_check import CheckedGuide
+from .guide_process import CHECK_LIMITS, CheckLimits, GuideProcess
+
+_PROCESSES = 2
+"""Constraints that are checked at a time; the second process starts when the first one is busy."""
+_MAX_WAITING = 32
+_IDLE_SECONDS = 60.0
+_TOO_LONG_SECONDS = 60.0
+"""How long a constraint that took too long is refused without another try: the machine may have been busy."""
+_CACHE_BYTES = 8 << 20
+_ENTRY_BYTES = 512
+_ANY_OBJECT = '{"type":"object"}'
+
+Verdict: TypeAlias = CheckedGuide | CharoniaError
+
+
+class EnforcedGuide(NamedTuple):
+    """A constraint as an engine gets it, and what of the client's is not enforced."""
+
+    guide: GuidedDecoding
+    left_out: tuple[str, ...] = ()
+
+
+class VerdictCache:
+    """The latest verdicts, by content, of `limit` bytes together. An entry may end at a time of `time.monotonic`."""
+
+    def __init__(self, limit: int = _CACHE_BYTES) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[bytes, tuple[CheckedGuide, float]] = OrderedDict()
+        self.bytes = 0
+
+    def get(self, key: bytes) -> CheckedGuide | None:
+        if key not in self._entries:
+            return None
+        verdict, ends = self._entries[key]
+        if ends <= time.monotonic():
+            self._remove(key)
+            return None
+        self._entries.move_to_end(key)
+        return verdict
+
+    def put(self, key: bytes, verdict: CheckedGuide, seconds: float = float("inf")) -> None:
+        if key in self._entries:
+            self._remove(key)
+        self._entries[key] = verdict, time.monotonic() + seconds
+        self.bytes += _size(verdict)
+        while self.bytes > self._limit:
+            self._remove(next(iter(self._entries)))
+
+    def check_integrity(self) -> None:
+        assert self.bytes == sum(_size(verdict) for verdict, _ in self._entries.values()) <= self._limit
+
+    def _remove(self, key: bytes) -> None:
+        verdict, _ = self._entries.pop(key)
+        self.bytes -= _size(verdict)
+
+
+def _size(verdict: CheckedGuide) -> int:
+    return _ENTRY_BYTES + sum(map(len, (verdict.text, verdict.error, *verdict.left_out)))
+
+
+class GuideChecker:
+    """Checks the constraints of one model's requests. Lives in one event loop, until `close`.
+
+    `special`: the model's special tokens, which a grammar may name. Processes start with the first constraint and end
+    when there was none for a while. What was refused is remembered apart: it drives out nothing that was good.
+    """
+
+    def __init__(self, special: Mapping[str, int], limits: CheckLimits = CHECK_LIMITS) -> None:
+        self._special, self._limits = special, limits
+        self._threads = ThreadPoolExecutor(_PROCESSES, "guides")
+        self._processes: set[GuideProcess] = set()
+        self._idle: list[GuideProcess] = []
+        self._checks: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._good, self._refused = VerdictCache(), VerdictCache()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def processes(self) -> int:
+        """How many processes run."""
+        return len(self._processes)
+
+    async def check(self, guide: GuidedDecoding) -> EnforcedGuide:
+        """The constraint as an engine gets it.
+
+        Raises:
+            InvalidArgument: it is wrong, or costs too much; in the words of the library.
+            QueueFull: too many are checked already.
+            Unavailable: there is no process to check it.
+        """
+        if guide.kind == "json":
+            return EnforcedGuide(guide._replace(kind="json_schema", text=_ANY_OBJECT))
+        key = _content_key(guide)
+        verdict: Verdict | None = self._good.get(key) or self._refused.get(key)
+        if verdict is None:
+            verdict = await asyncio.shield(self._checks.get(key) or self._begin(key, guide))
+        if isinstance(verdict, CharoniaError):
+            raise verdict
+        if verdict.error:
+            raise InvalidArgument(f"{guide.parameter}: {verdict.error}", field=guide.parameter)
+        return EnforcedGuide(guide._replace(text=verdict.text), verdict.left_out)
+
+    def _begin(self, key: bytes, guide: GuidedDecoding) -> "asyncio.Task[Verdict]":
+        if self._closed:
+            raise Unavailable("the model is being unloaded")
+        if len(self._checks) >= _MAX_WAITING:
+            message = f"{len(self._checks)} constraints wait to be compiled already"
+            raise QueueFull(message, retry_after=self._limits.seconds)
+        # A task of its own: others may wait for it too, and the answer is kept when nobody does any more.
+        task = self._checks[key] = asyncio.create_task(self._run(key, guide))
+        return task
+
+    async def _run(self, key: bytes, guide: GuidedDecoding) -> Verdict:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        try:
+            verdict = await loop.run_in_executor(self._threads, self._check_in_process, guide)
+        except CharoniaError as error:
+            return error
+        except Exception as error:
+            return Internal(f"checking a constraint failed: {error}")
+        finally:
+            del self._checks[key]
+            if not self._closed and not self._checks:
+                self._timer = loop.call_later(_IDLE_SECONDS, self.end_idle)
+        if verdict is None:
+            verdict = CheckedGuide(error=f"compiling it takes more than {self._limits.seconds:g} s")
+            self._refused.put(key, verdict, _TOO_LONG_SECONDS)
+        elif self._closed:
+            return Unavailable("the model is being unloaded")
+        else:
+            (self._refused if verdict.error else self._good).put(key, verdict)
+        return verdict
+
+    def _check_in_process(self, guide: GuidedDecoding) -> CheckedGuide | None:
+        """In a thread of the pool, which are no more than processes may be."""
+        if self._closed:
+            raise Unavailable("the model is being unloaded")
+        process = self._idle.pop() if self._idle else self._start()
+        verdict = process.check(guide)
+        if process.alive:
+            self._idle.append(process)
+        else:
+            self._processes.discard(process)
+        return verdict
+
+    def _start(self) -> GuideProcess:
+        process = GuideProcess(self._special, self._limits)
+        self._processes.add(process)
+        return process
+
+    def end_idle(self) -> None:
+        """Let processes that have nothing to do end."""
+        while self._idle:
+            process = self._idle.pop()
+            self._processes.discard(process)
+            self._threads.submit(process.close, 1.0)
+
+    async def close(self) -> None:
+        """End all processes; whoever waits gets `Unavailable`."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for process in list(self._processes):
+            process.kill()
+        await asyncio.gather(*self._checks.values())
+        self.end_idle()
+        await asyncio.to_thread(self._threads.shutdown)
+
+
+def _content_key(guide: GuidedDecoding) -> bytes:
+    """What tells constraints of other verdicts apart. Raises `InvalidArgument` for a text that is too long, or no
+    Unicode."""
+    if len(guide.text) > LIMITS.text_bytes:
+        message = f"{guide.parameter} has {len(guide.text)} characters, and may have {LIMITS.text_bytes}"
+        raise InvalidArgument(message, field=guide.parameter)
+    try:
+        return sha256(repr((guide.kind, guide.after, guide.strict)).encode() + guide.text.encode()).digest()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{guide.parameter} is not valid Unicode", field=guide.parameter) from error

@@ -1,0 +1,126 @@
+"""Checks a constraint before an engine gets it: what is enforced of it, whether it compiles, and at what cost.
+
+Takes as long as the constraint makes it take, and the memory: to be called in a process that may be killed.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from ...core.errors import InvalidArgument
+from ...core.request import GrammarKind, GuidedDecoding
+from .backend import GrammarBackend
+from .llguidance_backend import LLGuidanceBackend, check_grammar
+from .schema_check import enforce_schema
+from .vocabulary import Vocabulary
+
+_PREFIX = "it"
+"""The parameter that messages begin with: the same constraint may come by several."""
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_NOTHING_FITS = ("NoExtension", "NoExtensionBias")
+
+
+class CheckedGuide(msgspec.Struct, frozen=True, array_like=True):
+    """What is enforced of a constraint. `text`: the constraint's own without the rest. `left_out`: the rest, for
+    people. `error`: why nothing is, with empty others."""
+
+    text: str = ""
+    left_out: tuple[str, ...] = ()
+    error: str = ""
+
+
+def check_guide(guide: GuidedDecoding, backend: GrammarBackend) -> CheckedGuide:
+    """Check a constraint. `backend`: what compiles it at last, with its first mask."""
+    text, left_out = guide.text, tuple[str, ...]()
+    try:
+        if guide.kind in ("json_schema", "structural_tag"):
+            text, left_out = _enforced_text(guide)
+        grammar = backend.compile(guide._replace(text=text, parameter=_PREFIX))
+    except InvalidArgument as error:
+        return CheckedGuide(error=_words(guide.kind, error))
+    except ValueError as error:
+        return CheckedGuide(error=str(error))
+    except RecursionError:
+        return CheckedGuide(error="it is nested too deeply")
+    return CheckedGuide(text, (*left_out, *grammar.warnings))
+
+
+def _enforced_text(guide: GuidedDecoding) -> tuple[str, tuple[str, ...]]:
+    """The text of a schema, or of tags with schemas in them, without what is not enforced, and that in words."""
+    holder = {"": json.loads(guide.text, parse_constant=_refuse_constant)}
+    found = [(holder, "", "")] if guide.kind == "json_schema" else list(_schemas_of_tag(holder[""], ""))
+    told: list[str] = []
+    for parent, key, where in found:
+        schema, left_out = enforce_schema(parent[key], _problem)
+        if guide.strict and (refused := [str(each) for each in left_out if each.refusable]):
+            raise ValueError(f"strict is true, and these cannot be enforced: {', '.join(refused)}")
+        parent[key] = schema
+        told += [f"{where}{each}" for each in left_out]
+    return json.dumps(holder[""], ensure_ascii=False, separators=(",", ":")), tuple(told)
+
+
+def _schemas_of_tag(tag: Any, where: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The schemas in a structural tag: in what, under which key, and where that is."""
+    if isinstance(tag, list):
+        for number, each in enumerate(tag):
+            yield from _schemas_of_tag(each, f"{where}/{number}")
+    elif isinstance(tag, dict):
+        for key, each in tag.items():
+            if key in ("schema", "json_schema") and isinstance(each, dict):
+                yield tag, key, f"{where}/{key}: "
+            else:
+                yield from _schemas_of_tag(each, f"{where}/{key}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _problem(schema: Any) -> str:
+    """Why the library does not take a schema, or not all of it."""
+    text = json.dumps(schema, ensure_ascii=False)
+    try:
+        return next(iter(check_grammar(GuidedDecoding("json_schema", text, _PREFIX, strict=True))), "")
+    except InvalidArgument as error:
+        return _words("json_schema", error)
+
+
+def _words(kind: GrammarKind, error: InvalidArgument) -> str:
+    """The library's words about a constraint, without the grammar that was written for it."""
+    message = error.message.removeprefix(f"{_PREFIX}: ")
+    if kind in ("json_schema", "regex", "choice"):
+        message = _PLACE.sub("", message.split("\n   1 | start:")[0])
+    return "no text can satisfy it" if message in _NOTHING_FITS else message
+
+
+def checking_backend(special: Mapping[str, int]) -> GrammarBackend:
+    """A backend for a vocabulary of single bytes and the `special` tokens of a model, each with its own id: it tells
+    the same of a grammar as one for the whole vocabulary, and is ready at once."""
+    return LLGuidanceBackend(_byte_vocabulary(special))
+
+
+class _ByteTokens(NamedTuple):
+    """A tokenizer in the form that the library's wrapper wants."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    first_byte: int
+    eos_token_id: int
+    bos_token_id: None = None
+
+    def __call__(self, text: str) -> list[int]:
+        return [self.first_byte + byte for byte in text.encode()]
+
+
+def _byte_vocabulary(special: Mapping[str, int]) -> Vocabulary:
+    first = max(special.values(), default=-1) + 1
+    tokens = [*[b""] * first, *(bytes([byte]) for byte in range(256)), b"<|end of text|>"]
+    for text, number in special.items():
+        tokens[number] = text.encode()
+    end = len(tokens) - 1
+    wrapped = TokenizerWrapper(_ByteTokens(tokens, [*special.values(), end], first, end))
+    return Vocabulary(LLTokenizer(wrapped, eos_token=[end]), tokens, special, (end,), len(tokens))

@@ -1,0 +1,262 @@
+"""What of a JSON Schema can be enforced: annotations are taken out, what is said otherwise is put so that the library
+enforces it, and what it never will is named.
+
+Knows the keywords of drafts 4 to 2020-12 and what llguidance makes of them (`tests/engine/grammars` tries each one on
+the library itself). Pure: whether a schema compiles is asked of a callback.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import quote
+
+from .exclusive_choice import narrow_one_of
+from .json_pointer import resolve_pointer
+
+Problem: TypeAlias = Callable[[Any], str]
+"""Why a schema does not compile; empty where it does."""
+
+MAX_NODES = 20_000
+MAX_DEPTH = 100
+
+FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""Formats that the library enforces."""
+_STANDARD_FORMATS = frozenset(
+    ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "regex", "json-pointer")
+)
+"""Other formats of the specification. By that a format only tells what is meant: they are named, and never refused."""
+
+_SILENT = ("x-guidance", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary")
+"""Keywords that are left out: options of the library, and what only others refer to."""
+_NEVER: dict[str, tuple[Any, ...]] = {
+    "not": (),
+    "if": (),
+    "contains": (),
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+}
+"""Keywords that are never enforced, with the values that ask for nothing."""
+_COMPANIONS = ("then", "else", "minContains", "maxContains")
+"""Keywords that say nothing but beside others that are never enforced."""
+_DOUBTFUL = ("oneOf", "minProperties", "maxProperties", "patternProperties", "pattern")
+"""Keywords that are enforced in some schemas only."""
+_UNSUPPORTED = re.compile(r"not supported|only supported|not disjoint|not fully supported|not present in a registry")
+"""How the library says that it cannot do what is asked, and not that this is wrong."""
+
+_ONE = ("additionalProperties", "additionalItems", "items")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"))
+_METASCHEMA = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
+
+
+_GAP = 1e-6
+"""How far a bound is moved that must not be reached."""
+
+
+class Unenforced(NamedTuple):
+    """A keyword that is not enforced, and where it stands. `refusable`: a strict schema may not have it."""
+
+    keyword: str
+    pointer: str
+    refusable: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.keyword} (#{quote(self.pointer, safe='/~$-_.')})"
+
+
+class EnforcedSchema(NamedTuple):
+    """A schema as it is enforced, and the keywords that were left out."""
+
+    schema: Any
+    left_out: tuple[Unenforced, ...]
+
+
+class _Place(NamedTuple):
+    """A subschema and the pointer to it."""
+
+    node: dict[str, Any]
+    pointer: str
+
+
+def enforce_schema(schema: Any, problem: Problem) -> EnforcedSchema:
+    """The part of a parsed schema that is enforced; changes `schema`.
+
+    Raises:
+        ValueError: it is wrong, cannot be satisfied, or is too large or too deep.
+    """
+    if not isinstance(schema, dict):
+        if schema is True:
+            return EnforcedSchema({}, ())
+        raise ValueError("it must be an object, or true")
+    places = list(_subschemas(schema))
+    left_out = [each for place in places for each in _leave_out(place)]
+    for place in places:
+        narrow_one_of(schema, place.node)
+    left_out += _relax(schema, places, problem)
+    return EnforcedSchema(schema, tuple(sorted(left_out, key=lambda each: (each.pointer, each.keyword))))
+
+
+def _subschemas(root: dict[str, Any]) -> Iterator[_Place]:
+    """All subschemas that take part, those too that only references lead to."""
+    waiting: list[tuple[Any, str, int]] = [(root, "", 0)]
+    seen: set[int] = set()
+    while waiting:
+        node, pointer, depth = waiting.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if len(seen) > MAX_NODES:
+            raise ValueError(f"it has more than {MAX_NODES} subschemas")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        waiting += [(child, pointer + step, depth + 1) for child, step in _children(node)]
+        target = node.get("$ref")
+        if isinstance(target, str) and target.startswith("#/"):
+            waiting.append((resolve_pointer(root, target), target[1:], depth + 1))
+        yield _Place(node, pointer)
+
+
+def _children(node: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    for key in _ONE:
+        if key in node:
+            yield node[key], f"/{key}"
+    for key in _LISTS:
+        if isinstance(node.get(key), list):
+            yield from ((each, f"/{key}/{number}") for number, each in enumerate(node[key]))
+    for key in _MAPS:
+        if isinstance(node.get(key), dict):
+            yield from ((each, f"/{key}/{_escaped(name)}") for name, each in node[key].items())
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _leave_out(place: _Place) -> Iterator[Unenforced]:
+    """Take out of a subschema what is never enforced; those of it that asked for something."""
+    node, pointer = place
+    _rewrite(node)
+    for key in _SILENT:
+        node.pop(key, None)
+    if "$schema" in node and not (isinstance(node["$schema"], str) and _METASCHEMA.fullmatch(node["$schema"])):
+        del node["$schema"]
+    conditional = "then" in node or "else" in node
+    for key in _COMPANIONS:
+        node.pop(key, None)
+    for key, neutral in _NEVER.items():
+        if key in node and node.pop(key) not in neutral and (key != "if" or conditional):
+            yield Unenforced(key, f"{pointer}/{key}")
+    if "format" in node and not (isinstance(node["format"], str) and node["format"] in FORMATS):
+        told = node.pop("format")
+        if isinstance(told, str) and told in _STANDARD_FORMATS:
+            yield Unenforced(f"format {told}", f"{pointer}/format", refusable=False)
+
+
+def _rewrite(node: dict[str, Any]) -> None:
+    """Put what has another form with the same meaning in that form."""
+    if node.get("unevaluatedProperties") is False and not _APPLICATORS & node.keys():
+        node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
+    _move_bounds(node)
+    names = node.get("propertyNames")
+    if not isinstance(names, dict) or {"properties", "patternProperties"} & node.keys():
+        return
+    value = node.get("additionalProperties", True)
+    if names.keys() - {"type", "title", "description"} == {"pattern"}:
+        node |= {"patternProperties": {names["pattern"]: value}, "additionalProperties": False}
+        del node["propertyNames"]
+    elif names.keys() - {"type", "title", "description"} == {"enum"} and isinstance(names["enum"], list):
+        allowed = "|".join(re.escape(each) for each in names["enum"] if isinstance(each, str))
+        node |= {"patternProperties": {f"^(?:{allowed})$": value}, "additionalProperties": False}
+        del node["propertyNames"]
+
+
+def _move_bounds(node: dict[str, Any]) -> None:
+    """Move a whole number that must not be reached, if the other bound is less than one away: the library lets it be
+    reached then."""
+    low, high = _excluded(node, "Minimum"), _excluded(node, "Maximum")
+    below, above = _numbers(node, "maximum", "exclusiveMaximum"), _numbers(node, "minimum", "exclusiveMinimum")
+    if low is not None and below and low + _GAP < min(below) < low + 1:
+        node["minimum"] = low + _GAP
+        del node["exclusiveMinimum"]
+    if high is not None and above and high - 1 < max(above) < high - _GAP:
+        node["maximum"] = high - _GAP
+        del node["exclusiveMaximum"]
+
+
+def _excluded(node: dict[str, Any], bound: str) -> float | None:
+    """The whole number that values must not reach."""
+    key = bound.lower() if node.get(f"exclusive{bound}") is True else f"exclusive{bound}"  # a boolean in draft 4
+    return next((value for value in _numbers(node, key) if value == int(value)), None)
+
+
+def _numbers(node: dict[str, Any], *keys: str) -> list[float]:
+    return [node[key] for key in keys if type(node.get(key)) in (int, float)]
+
+
+class _Relaxation:
+    """A keyword that may be more than the library can do, to be taken out and put back."""
+
+    def __init__(self, place: _Place, keyword: str) -> None:
+        self._node, self._keyword = place.node, keyword
+        self._value = place.node[keyword]
+        self._others = place.node.get("additionalProperties", True)
+        self.unenforced = Unenforced(keyword, f"{place.pointer}/{keyword}")
+
+    def relax(self) -> None:
+        self._node.pop(self._keyword, None)
+        if self._keyword == "oneOf":
+            self._node.setdefault("allOf", []).append({"anyOf": self._value})
+        elif self._keyword == "patternProperties":
+            self._node["additionalProperties"] = True
+
+    def restore(self) -> None:
+        self._node[self._keyword] = self._value
+        if self._keyword == "oneOf":
+            self._node["allOf"] = [each for each in self._node["allOf"] if each.get("anyOf") is not self._value]
+            if not self._node["allOf"]:
+                del self._node["allOf"]
+        elif self._keyword == "patternProperties":
+            self._node["additionalProperties"] = self._others
+
+
+def _relax(schema: dict[str, Any], places: Sequence[_Place], problem: Problem) -> list[Unenforced]:
+    """Take out as few doubtful keywords as the schema needs to compile."""
+    reason = problem(schema)
+    if not reason:
+        return []
+    doubtful = [_Relaxation(place, key) for place in places for key in _doubtful_keywords(place.node)]
+    if not doubtful or not _UNSUPPORTED.search(reason):
+        raise ValueError(reason)
+    for each in doubtful:
+        each.relax()
+    if remaining := problem(schema):
+        raise ValueError(remaining)
+    return [each.unenforced for each in _put_back(schema, doubtful, problem)]
+
+
+def _doubtful_keywords(node: dict[str, Any]) -> list[str]:
+    target = node.get("$ref")
+    remote = ["$ref"] if isinstance(target, str) and not target.startswith("#") else []
+    return [*remote, *(key for key in _DOUBTFUL if key in node)]
+
+
+def _put_back(schema: Any, relaxed: Sequence[_Relaxation], problem: Problem) -> list[_Relaxation]:
+    """Put back all that the schema compiles with; those that stay out. Halves the list until one is to blame."""
+    for each in relaxed:
+        each.restore()
+    if not problem(schema):
+        return []
+    for each in relaxed:
+        each.relax()
+    if len(relaxed) == 1:
+        return list(relaxed)
+    half = len(relaxed) // 2
+    return [*_put_back(schema, relaxed[:half], problem), *_put_back(schema, relaxed[half:], problem)]
