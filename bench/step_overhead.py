@@ -30,7 +30,7 @@ from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import StepPlan, StepResult, StepUpdates
+from ..scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from .scheduler import BLOCK_SIZE, sampled
 
@@ -96,7 +96,7 @@ class ColdExecutor(FakeExecutor):
         self._memory = [np.ones(megabytes << 18, np.float32) for _ in range(threads)]
         self._readers = ThreadPoolExecutor(threads)
 
-    def _step(self, plan: StepPlan) -> StepResult:
+    def _step(self, plan: StepPlan, masks: MaskArray | None) -> StepResult:
         list(self._readers.map(np.sum, self._memory))
         return sampled(plan)
 
@@ -108,8 +108,8 @@ class TimedExecutor(ColdExecutor):
         super().__init__(megabytes)
         self._clock = clock
 
-    def execute(self, plan: StepPlan) -> StepFuture:
-        return TimedFuture(self._clock.time("execute", partial(super().execute, plan)), self._clock)
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
+        return TimedFuture(self._clock.time("execute", partial(super().execute, plan, masks)), self._clock)
 
 
 class TimedFuture:

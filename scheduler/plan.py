@@ -1,7 +1,7 @@
 """The types between scheduler and executor: the plan of one step, and its result. Both are diffs."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,16 @@ class SamplerParams(NamedTuple):
     prompt_logprobs: int | None = None
 
 
+MaskArray: TypeAlias = NDArray[np.int32]
+"""The tokens that M rows may get, [M, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set for token t."""
+
+MaskSource: TypeAlias = Callable[[], MaskArray]
+"""Makes the masks of a step, once, while it is computed."""
+
+NO_ROWS: IntArray = np.zeros(0, np.int32)
+NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
+
+
 class NewSequence(NamedTuple):
     """A sequence that enters a row: all tokens known so far, of which the first `computed` are in its blocks and the
     first `prompt` are its prompt."""
@@ -66,9 +76,9 @@ class NewSequence(NamedTuple):
 class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
-    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`, then the rows. It
-    keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the host has
-    seen its last token) and the append-only block table.
+    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`, `given`, then the
+    rows. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the
+    host has seen its last token) and the append-only block table.
     """
 
     step: int
@@ -87,6 +97,10 @@ class StepPlan(NamedTuple):
     new: tuple[NewSequence, ...]
     closed: IntArray
     """[C] rows whose sequence has left since the last plan."""
+    given: IntArray = NO_TOKENS
+    """[G, 3] (row, position, token): tokens that no step sampled, for sequences that the executor has."""
+    masked: IntArray = NO_ROWS
+    """[M] sampled rows whose token is chosen among those that a mask allows, in the order of the masks."""
 
     @property
     def tokens(self) -> int:
@@ -107,6 +121,14 @@ class StepResult(NamedTuple):
     tokens: IntArray
     logprobs: Sequence[Logprobs | None] = ()
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
+
+
+class Continuation(NamedTuple):
+    """What the host makes of the token that a row sampled: `tokens` that follow it without being sampled, and whether
+    the sequence `ends` with them."""
+
+    tokens: Sequence[int] = ()
+    ends: bool = False
 
 
 class StepUpdates(NamedTuple):

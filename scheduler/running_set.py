@@ -59,9 +59,10 @@ class RunningSet:
     `prefilling`: running rows that were not sampled in this stay; all other running rows decode. `awaiting_results`: a
     result was not what later plans built on; these rows are not scheduled until those plans are back. `releasing`: the
     sequence ended or was preempted; plans in flight still have it. `capped`: rows with a lower `max_in_flight` than the
-    others. `scoring`: rows that want log-probabilities of their prompts. Each set is empty in most steps, which then
-    touch none of it. Nor do they look for rows whose last token came while at least `min_remaining` tokens are still to
-    come to every running row.
+    others. `scoring`: rows that want log-probabilities of their prompts. `guided`: the key of each row whose tokens the
+    host follows; `given`: (row, position, token) that it went on with and the executor has not been told of. Each is
+    empty in most steps, which then touch none of it. Nor do they look for rows whose last token came while at least
+    `min_remaining` tokens are still to come to every running row.
 
     `closed_rows`: rows freed since the last plan. `started`: (key, prompt tokens found in the prefix cache) of
     sequences first admitted since the last updates. `blocked`: the sequence that was last found not to fit, and the
@@ -92,6 +93,8 @@ class RunningSet:
         self.in_flight: deque[InFlightStep] = deque()
         self.prefilling, self.awaiting_results, self.releasing = (set[int]() for _ in range(3))
         self.capped, self.scoring = set[int](), set[int]()
+        self.guided: dict[int, int] = {}
+        self.given: list[tuple[int, int, int]] = []
         self.min_remaining = UNLIMITED
         self.blocked: tuple[Sequence | None, int] = None, 0
         self._free = list(range(size))  # a heap
@@ -139,6 +142,8 @@ class RunningSet:
             self.capped.add(row)
         if sequence.lacks_prompt_logprobs:
             self.scoring.add(row)
+        if request.guided:
+            self.guided[row] = request.key
         self.min_remaining = min(self.min_remaining, sequence.token_limit - sequence.known)
         if not sequence.admitted:
             sequence.admitted = True
@@ -154,6 +159,7 @@ class RunningSet:
         self.decode_limit[row] = 0
         self.prefilling.discard(row)
         self.releasing.add(row)
+        self.given = [each for each in self.given if each[0] != row]
         self.release_settled((row,))
 
     def release_settled(self, rows: Iterable[int] | None = None) -> None:
@@ -165,6 +171,7 @@ class RunningSet:
             self.awaiting_results.discard(row)
             self.capped.discard(row)
             self.scoring.discard(row)
+            self.guided.pop(row, None)
             heappush(self._free, row)
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
@@ -206,6 +213,8 @@ class RunningSet:
         assert self.tables.keys() == self.sequences.keys()
         assert sorted([*np.flatnonzero(self.running).tolist(), *self.releasing]) == occupied
         assert self.prefilling <= self.sequences.keys() - self.releasing - self.awaiting_results
+        assert self.guided == {row: self.keys[row] for row in occupied if self.sequences[row].request.guided}
+        assert {row for row, _, _ in self.given} <= self.guided.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}
         in_flight, pending = self.steps_in_flight(), _counter(self.size)
         for flight in self.in_flight:

@@ -5,15 +5,16 @@ chunks, prefix hits, resuming after preemption and speculation are all this one 
 clocks or text: time is counted in steps, and the seconds that a step took are told by the caller.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import compress
 
 import numpy as np
 
 from ..core.errors import InvalidArgument
+from ..core.logprobs import Logprobs
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
-from .plan import IntArray, StepPlan, StepResult, StepUpdates
+from .plan import Continuation, IntArray, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import UNLIMITED, InFlightStep, RunningSet, SchedulerTotals
 from .sequence import Sequence, SequenceRequest
@@ -133,8 +134,16 @@ class Scheduler:
         self._step += 1
         return plan
 
-    def apply(self, result: StepResult, seconds: float | None = None) -> StepUpdates:
+    @property
+    def guided_rows(self) -> Mapping[int, int]:
+        """The keys of sequences that are guided, by the row they hold or leave."""
+        return self._rows.guided
+
+    def apply(
+        self, result: StepResult, seconds: float | None = None, guided: Mapping[int, Continuation] = {}
+    ) -> StepUpdates:
         """Take in the result of the oldest plan in flight; `seconds`: how long the step took, if that is known.
+        `guided`: by row, how those of its guided ones go on that do not just go on.
 
         Raises:
             RuntimeError: it is another plan's, or does not continue the known tokens.
@@ -145,7 +154,12 @@ class Scheduler:
         flight = rows.in_flight.popleft()
         if seconds:
             self._prefill.observe_step(flight.work, seconds)
-        updates = _process_result(rows, flight, result)
+        ending = frozenset(row for row, each in guided.items() if each.ends)
+        updates = _process_result(rows, flight, _continued(result, guided) if guided else result, ending)
+        for row, each in guided.items():
+            if rows.running[row]:
+                first = int(rows.known[row]) - len(each.tokens)
+                rows.given += [(row, first + at, token) for at, token in enumerate(each.tokens)]
         if not self._fairness.single_tenant and updates.keys:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
@@ -188,8 +202,25 @@ class Scheduler:
         assert len(self._waiting) == len(waiting)
 
 
-def _process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) -> StepUpdates:
-    """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new.
+def _continued(result: StepResult, guided: Mapping[int, Continuation]) -> StepResult:
+    """The result as if the tokens that follow had been sampled with the others; they have no log-probabilities."""
+    tokens: list[int] = []
+    logprobs: list[Logprobs | None] = []
+    follows = [guided[row].tokens if row in guided else () for row in result.rows.tolist()]
+    first = 0
+    for count, more in zip(result.counts.tolist(), follows, strict=True):
+        tokens += [*result.tokens[first : first + count].tolist(), *more]
+        logprobs += [*result.logprobs[first : first + count], *[None] * len(more)]
+        first += count
+    counts = result.counts + np.array([len(more) for more in follows], np.int32)
+    return result._replace(
+        counts=counts, tokens=np.array(tokens, np.int32), logprobs=logprobs if result.logprobs else ()
+    )
+
+
+def _process_result(rows: RunningSet, flight: InFlightStep, result: StepResult, ending: frozenset[int]) -> StepUpdates:
+    """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new. `ending`: rows
+    whose sequence ends with these tokens.
 
     Raises:
         RuntimeError: the result does not continue what is known.
@@ -207,8 +238,8 @@ def _process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) 
     finished: list[tuple[int, str]] = []
     rows.min_remaining -= max(counts, default=0)
     may_end = rows.min_remaining <= 0
-    if may_end or stop_tokens or rows.releasing or 0 in counts:
-        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens)
+    if may_end or stop_tokens or ending or rows.releasing or 0 in counts:
+        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens, ending)
         keeps = [at < limit for limit, count in zip(kept.tolist(), counts, strict=True) for at in range(count)]
         owners, tokens, logprobs = (list(compress(column, keeps)) for column in (owners, tokens, logprobs))
         ran, counts = list(compress(ran, kept)), [count for count in kept.tolist() if count]
@@ -230,10 +261,10 @@ def _process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) 
 
 
 def _truncate_at_ends(
-    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int]
+    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int], ending: frozenset[int]
 ) -> tuple[IntArray, list[tuple[int, str]]]:
     """How many tokens of each result row count; and (key, reason) of sequences that end with them, stopped ones first.
-    `stop_tokens`: which tokens of the result are stop tokens of their rows."""
+    `stop_tokens`: which tokens of the result are stop tokens of their rows. `ending`: see `_process_result`."""
     room: IntArray = rows.token_limit[result.rows] - known
     room[rows.ended[result.rows]] = 0
     kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
@@ -243,6 +274,9 @@ def _truncate_at_ends(
         length = index - int(ends[place] - result.counts[place]) + 1
         if length <= kept[place]:
             kept[place] = length
+            stopped.add(place)
+    for place, row in enumerate(result.rows.tolist() if ending else ()):
+        if row in ending and kept[place] == result.counts[place]:
             stopped.add(place)
     full = [place for place in ((kept == room) & (kept > 0)).nonzero()[0].tolist() if place not in stopped]
     finished = [*((place, "stop") for place in sorted(stopped)), *((place, "length") for place in full)]

@@ -18,7 +18,7 @@ class SequenceRequest:
     `stop_token_ids` end the sequence, the stop token being its last. `priority` 0 is the most urgent class; `weight`
     is the share of `tenant` beside others of a class. `extras` are those the hashes were made with: generated blocks
     need them. `max_in_flight`: steps in flight that may have the sequence at once; 0 is no limit of its own, 1 is for
-    a sequence whose next token only the host can choose.
+    a sequence whose next token depends on what the host makes of the last one. `guided`: the host does that.
     """
 
     key: int
@@ -32,6 +32,7 @@ class SequenceRequest:
     weight: float = 1.0
     extras: tuple[str, ...] = ()
     max_in_flight: int = 0
+    guided: bool = False
 
     def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
         """Raises `InvalidArgument` where the sequence could never run, whatever else runs: the model's length or the

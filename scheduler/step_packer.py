@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .config import SchedulerConfig
-from .plan import IntArray, LongArray, NewSequence, StepPlan
+from .plan import NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
 from .prefill_budget import PrefillBudget, PrefillLane, StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
@@ -20,7 +20,6 @@ from .waiting_queue import Fairness, queue_order
 MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: the cost of a step itself would be paid twice."""
 
-_NO_ROWS: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
 
@@ -85,10 +84,12 @@ class StepPacker:
             rows.decode_limit[row] = rows.token_limit[row] - 1
         pairs = [pair for pair in self._appended if self._counts[pair[0]]]
         appended = np.array(pairs, np.int32) if pairs else _NO_PAIRS
-        closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else _NO_ROWS
+        closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else NO_ROWS
+        given = np.array(rows.given, np.int32) if rows.given else NO_TOKENS
         rows.closed_rows.clear()
+        rows.given.clear()
         plan_rows = chosen.astype(np.int32)
-        plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed)
+        plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed, given)
         return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
 
     def _new_sequence(self, row: int) -> NewSequence:

@@ -51,7 +51,8 @@ class RequestDurations:
 
 
 class EngineState(NamedTuple):
-    """An engine at a scrape. `waiting`: requests not begun, by class. Counters outlive the core that counted."""
+    """An engine at a scrape. `waiting`: requests not begun, by class. `grammar_hits`: requests whose grammar was there.
+    Counters outlive the core that counted."""
 
     running: int = 0
     waiting: Mapping[str, int] = {}
@@ -62,6 +63,12 @@ class EngineState(NamedTuple):
     preemptions: int = 0
     core_restarts: int = 0
     replicas_ready: int = 0
+    grammars_compiled: int = 0
+    grammar_seconds: float = 0.0
+    grammar_hits: int = 0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    forced_tokens: int = 0
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -74,6 +81,12 @@ class EngineState(NamedTuple):
         yield Reading("charonia_preemptions_total", self.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)
         yield Reading("charonia_replicas_ready", self.replicas_ready)
+        yield Reading("charonia_grammars_compiled_total", self.grammars_compiled)
+        yield Reading("charonia_grammar_compile_seconds_total", self.grammar_seconds)
+        yield Reading("charonia_grammar_cache_hits_total", self.grammar_hits)
+        yield Reading("charonia_grammar_masks_total", self.masks)
+        yield Reading("charonia_grammar_mask_seconds_total", self.mask_seconds)
+        yield Reading("charonia_forced_tokens_total", self.forced_tokens)
 
 
 class LlmMetrics:

@@ -3,49 +3,70 @@
 Knows nothing of steps or sockets, and of the running sequences only whether there are any.
 """
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ...core.errors import InvalidArgument
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceRequest
-from .messages import AbortRequests, AddRequest, Shutdown, ToCore
+from ..grammars.backend import CompiledGrammar
+from .grammar_pool import GrammarPool
+from .guides import SequenceGuide, ThinkingLimit
+from .messages import AbortRequests, AddRequest, RequestRejected, Shutdown, ToCore
 
 IDLE_SECONDS = 1.0
 """An idle loop turns, and tells so, at least this often."""
 
 
 class NewRequest(NamedTuple):
-    """A sequence to run, and its deadline by the inbox's clock; None is no limit."""
+    """A sequence to run, its deadline by the inbox's clock, None for no limit, and its guide, if it has one."""
 
     request: SequenceRequest
     deadline: float | None
+    guide: SequenceGuide | None = None
 
 
-InboxItem: TypeAlias = NewRequest | AbortRequests | Shutdown | BaseException
+InboxItem: TypeAlias = NewRequest | RequestRejected | AbortRequests | Shutdown | BaseException
 
 
 class Inbox:
-    """`accept` and `fail` are for any thread, `take_all` for the loop's. `clock`: seconds, for timeouts."""
+    """`accept` and `fail` are for any thread, `take_all` for the loop's. `clock`: seconds, for timeouts. `grammars`
+    compiles the constraints of requests, which wait for that without holding up others."""
 
-    def __init__(self, cache: KVCacheManager, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarPool | None = None,
+    ) -> None:
         self._cache = cache
         self._clock = clock
+        self._grammars = grammars
+        self._compiling: set[int] = set()  # keys of requests that wait for a grammar, until they are aborted
+        self._lock = threading.Lock()
         self._queue: SimpleQueue[InboxItem] = SimpleQueue()
 
     def accept(self, message: ToCore) -> None:
         """Take a message. Converting and hashing a prompt happens here, in the caller's thread, and not in the step;
         lengths are the scheduler's to judge."""
         if not isinstance(message, AddRequest):
+            if isinstance(message, AbortRequests):
+                with self._lock:
+                    self._compiling.difference_update(message.keys)
             self._queue.put(message)
             return
         deadline = self._clock() + message.timeout if message.timeout > 0 else None
         prompt = np.array(message.prompt, dtype=np.int32)
         extras = (message.adapter, message.tenant, message.salt)
+        guided = message.max_tokens > 0 and (message.guide is not None or message.thinking is not None)
         request = SequenceRequest(
             key=message.key,
             prompt=prompt,
@@ -57,8 +78,34 @@ class Inbox:
             tenant=message.tenant,
             weight=message.weight,
             extras=extras,
+            max_in_flight=1 if guided else 0,
+            guided=guided,
         )
-        self._queue.put(NewRequest(request, deadline))
+        new = NewRequest(request, deadline)
+        if message.guide is None or not guided:
+            self._queue.put(new._replace(guide=_guide(message, None)) if guided else new)
+        elif self._grammars is None:
+            parameter = message.guide.parameter
+            self._queue.put(RequestRejected(message.key, f"{parameter}: this engine knows no grammars", parameter))
+        else:
+            with self._lock:
+                self._compiling.add(message.key)
+            self._grammars.compile(message.guide).add_done_callback(partial(self._on_compiled, message, new))
+
+    def _on_compiled(self, message: AddRequest, new: NewRequest, compiled: Future[CompiledGrammar]) -> None:
+        """Called by the thread that compiled, or at once. A request that was aborted meanwhile is forgotten."""
+        with self._lock:
+            if message.key not in self._compiling:
+                return
+            self._compiling.remove(message.key)
+        try:
+            self._queue.put(new._replace(guide=_guide(message, compiled.result())))
+        except InvalidArgument as error:
+            self._queue.put(RequestRejected(message.key, error.message, error.field or ""))
+        except CancelledError:
+            return  # the core is being stopped
+        except Exception as error:
+            self._queue.put(error)
 
     def fail(self, error: BaseException) -> None:
         """Let the loop end with this error."""
@@ -75,6 +122,15 @@ class Inbox:
         while not self._queue.empty():
             found.append(self._queue.get_nowait())
         return found
+
+
+def _guide(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceGuide:
+    thinking = None
+    if message.thinking is not None and message.thinking_end:
+        thinking = ThinkingLimit(message.thinking, message.thinking_end)
+    parameter = "" if message.guide is None else message.guide.parameter
+    matcher = None if grammar is None else grammar.matcher()
+    return SequenceGuide(matcher, thinking, parameter, jumps=message.sampling.logprobs is None)
 
 
 class Deadlines:

@@ -91,11 +91,18 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 
 class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
-    cache, and found there."""
+    cache, and found there; grammars compiled, the seconds that took, and those found compiled; masks made for tokens,
+    the seconds of the step loop that took, and tokens that a grammar left no choice about."""
 
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    grammars_compiled: int = 0
+    grammar_seconds: float = 0.0
+    grammar_hits: int = 0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    forced_tokens: int = 0
 
 
 NO_STEP = StepStats()
@@ -113,7 +120,7 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True
 
 
 class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=True):
-    """A request that can never be satisfied; nothing was done for it."""
+    """A request that can never be satisfied: nothing was done for it, or its grammar turned out to cost too much."""
 
     key: int
     message: str

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import zmq
@@ -25,9 +26,11 @@ from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..config import CacheConfig, EngineConfig
+from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
+from .grammar_pool import GrammarPool
 from .messages import CoreFailed, CoreLoading, CoreReady
 from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore
@@ -105,7 +108,8 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
     scheduler = Scheduler(scheduler_config(config, length), cache)
-    core = EngineCore(scheduler, cache, executor)
+    grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
+    core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
     progress.report("warm-up", 0.0)
     core.warm_up()
     gc_tuning.freeze_after_startup()
@@ -113,6 +117,14 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     here = capacity.machine and config.parallel.backend == "mp"
     cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
     return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
+
+
+def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:
+    """Reads the tokenizer, a second or two for large ones."""
+    from ..grammars.llguidance_backend import LLGuidanceBackend
+    from ..grammars.vocabulary import read_vocabulary
+
+    return LLGuidanceBackend(read_vocabulary(config.model, config.tokenizer, vocab_size))
 
 
 def scheduler_config(config: EngineConfig, length: int) -> SchedulerConfig:

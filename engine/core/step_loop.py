@@ -6,7 +6,7 @@ Knows nothing of text, of tensors, or of how messages travel.
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from ...scheduler.plan import SamplerParams, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceRequest
 from ..worker.executor import Executor, StepFuture
+from .grammar_pool import GrammarPool
+from .guides import Guides
 from .inbox import Deadlines, Inbox, NewRequest
 from .messages import (
     NO_STEP,
@@ -54,7 +56,7 @@ class EngineCore:
     """One scheduler and one executor, turned by one thread.
 
     `inbox` takes messages of the frontend, and errors that end the loop, from any thread. `clock`: seconds, for
-    timeouts.
+    timeouts. `grammars` compiles for a model of `vocab_size` logits; without it there are no constraints.
     """
 
     def __init__(
@@ -63,8 +65,13 @@ class EngineCore:
         cache: KVCacheManager,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarPool | None = None,
+        vocab_size: int = 0,
     ) -> None:
-        self.inbox = Inbox(cache, clock)
+        self.inbox = Inbox(cache, clock, grammars)
+        self._grammars = grammars
+        self._guides = Guides(vocab_size)
+        self._failed: list[RequestRejected] = []
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
@@ -108,6 +115,7 @@ class EngineCore:
             self._receive(send)
             expired = self._deadlines.pop_expired(self._clock())
             self._scheduler.abort(expired)
+            self._guides.discard(expired)
             began = time.perf_counter()
             self._launch()
             if self._launched:
@@ -118,6 +126,9 @@ class EngineCore:
                 self._step_seconds = last + _LAST_STEP_WEIGHT * (stats.seconds - last)
             else:
                 updates, stats = _NO_UPDATES, NO_STEP
+            for rejected in self._failed:
+                send(rejected)
+            self._failed.clear()
             send(self._message(updates, expired, stats))
 
     def _receive(self, send: Callable[[FromCore], None]) -> None:
@@ -129,19 +140,21 @@ class EngineCore:
             self._integrity_checked = True
         for item in items:
             match item:
-                case NewRequest(request, deadline):
+                case NewRequest(request, deadline, guide):
                     try:
                         self._scheduler.add(request)
+                        if guide is not None:
+                            self._guides.add(request.key, guide)
                         if deadline is not None:
                             self._deadlines.set(request.key, deadline)
                     except InvalidArgument as error:
                         field = error.field or ""
                         message = error.message if field in error.message else f"{field}: {error.message}"
                         send(RequestRejected(request.key, message, field))
+                case RequestRejected():
+                    send(item)
                 case AbortRequests(keys):
-                    self._scheduler.abort(keys)
-                    for key in keys:
-                        self._deadlines.discard(key)
+                    self._abort(keys)
                 case Shutdown():
                     self._stopping = True
                 case BaseException():
@@ -151,7 +164,8 @@ class EngineCore:
         """Execute everything that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
             launched_at = time.perf_counter()
-            self._launched.append(LaunchedStep(plan, self._executor.execute(plan), launched_at))
+            plan, masks = self._guides.mask_plan(plan, self._scheduler.guided_rows)
+            self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at))
             self._integrity_checked = False
 
     def _land(self) -> StepUpdates:
@@ -160,16 +174,35 @@ class EngineCore:
         result = launched.future.result()
         began, self._landed_at = max(launched.launched_at, self._landed_at), time.perf_counter()
         self._step = result.step
-        updates = self._scheduler.apply(result, self._landed_at - began)
+        ways, failed = self._guides.follow(result, self._scheduler.guided_rows)
+        if failed:
+            self._failed += failed
+            self._abort([each.key for each in failed])
+        updates = self._scheduler.apply(result, self._landed_at - began, ways)
         for key, _ in updates.finished:
             self._deadlines.discard(key)
+        self._guides.discard(key for key, _ in updates.finished)
         return updates
+
+    def _abort(self, keys: Sequence[int]) -> None:
+        self._scheduler.abort(keys)
+        self._guides.discard(keys)
+        for key in keys:
+            self._deadlines.discard(key)
 
     def _message(self, updates: StepUpdates, expired: list[int], stats: StepStats) -> RequestUpdates:
         """The updates, with the end of sequences whose deadline had passed before the step."""
         if expired:
             updates = updates._replace(finished=updates.finished + [(key, "timeout") for key in expired])
-        scheduler, totals = self._scheduler, self._scheduler.totals
+        scheduler = self._scheduler
         load = EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
-        counted = CoreTotals(totals.preemptions, totals.prefix_queries, totals.prefix_hits)
-        return RequestUpdates(self._step, updates, load, stats, counted)
+        return RequestUpdates(self._step, updates, load, stats, self._totals())
+
+    def _totals(self) -> CoreTotals:
+        totals, guides = self._scheduler.totals, self._guides.totals
+        counted = totals.preemptions, totals.prefix_queries, totals.prefix_hits
+        compiled = (0, 0.0, 0)
+        if self._grammars is not None:
+            grammars = self._grammars.totals
+            compiled = grammars.compiled, grammars.seconds, grammars.hits
+        return CoreTotals(*counted, *compiled, guides.masks, guides.seconds, guides.forced)

@@ -35,6 +35,8 @@ SIGNATURES = {
     "charonia_argmax": "ppllli",
     "charonia_choice_fields": ">s",
     "charonia_sample": "pppllli",
+    "charonia_forbid_tokens": "pplllli",
+    "charonia_provide_masks": "pp",
     "charonia_uniform": "ppl",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",

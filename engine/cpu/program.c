@@ -3,6 +3,7 @@
 
 #include "argmax.h"
 #include "elementwise.h"
+#include "mask.h"
 #include "program.h"
 
 static int64_t rows_of(const StepLayout *l, const Operation *o)
@@ -70,16 +71,35 @@ static void input(const Operation *o, const StepLayout *l)
     memcpy(tensor(l, o->out, 0), l->arguments->hidden_states, (size_t)(l->tokens * o->size * number_bytes(o)));
 }
 
+/* The masks are made while the step is computed. */
+static const uint32_t *await_masks(const StepArguments *a)
+{
+    const uint32_t *masks;
+    for (int64_t spins = 0; !(masks = __atomic_load_n(&a->masks, __ATOMIC_ACQUIRE)); spins++)
+        spin_wait(spins);
+    return masks;
+}
+
+EXPORT void charonia_provide_masks(StepArguments *a, const uint32_t *masks)
+{
+    __atomic_store_n(&a->masks, masks, __ATOMIC_RELEASE);
+}
+
 static void sample(Team *team, const Operation *o, const StepLayout *l)
 {
     const StepArguments *a = l->arguments;
-    const char *logits = tensor(l, o->x, 1);
-    const int64_t bytes = o->size * number_bytes(o), *of = a->sampled_of;
+    char *logits = tensor(l, o->x, 1);
+    const int64_t bytes = o->size * number_bytes(o), words = (o->size + 31) / 32, *of = a->sampled_of;
     const struct choice *how = a->sampling;
+    const uint32_t *masks = a->mask_of ? await_masks(a) : 0;
     FOR_ROWS(team, a->sampled_count, a->sampled_count * o->size, {
-        const char *own = logits + (of ? of[row] : row) * bytes;
-        const int64_t token =
-            how ? sample_token(own, o->size, o->dtype, how + row) : argmax_of(own, o->size, o->dtype);
+        char *own = logits + (of ? of[row] : row) * bytes;
+        const uint32_t *mask = masks && a->mask_of[row] >= 0 ? masks + a->mask_of[row] * words : 0;
+        if (mask)
+            forbid_tokens(own, o->size, o->dtype, mask);
+        int64_t token = how ? sample_token(own, o->size, o->dtype, how + row) : argmax_of(own, o->size, o->dtype);
+        if (mask)
+            token = allowed_token(token, o->size, mask);
         a->sampled[row] = a->token_ids[l->sampled_to[row]] = (int32_t)token;
     });
 }

@@ -52,6 +52,8 @@ typedef struct {
     int64_t memory_bytes;
     char *workspace;                              /* of this step alone */
     int64_t workspace_bytes;
+    const int64_t *mask_of;                       /* the mask of each sampled token, -1 for none; or null: none has one */
+    const uint32_t *masks;                        /* null until charonia_provide_masks() */
 } StepArguments;
 
 /* A step with its places in memory. */

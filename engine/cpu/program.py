@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...scheduler.plan import MaskArray
 from ..step_batch import SampledTokens, StepBatch
 from . import library
 from .attention import LayerCaches, StepStruct, fill_step_struct
@@ -43,7 +44,7 @@ class _StepArguments(ctypes.Structure):
         *struct_fields("p hidden_states logits_indices", "l logits_count"),
         *struct_fields("p sampled sampled_of sampling", "l sampled_count operation_count params_count"),
         *struct_fields("p params params_of_layer caches seconds"),
-        *struct_fields("p memory", "l memory_bytes", "p workspace", "l workspace_bytes"),
+        *struct_fields("p memory", "l memory_bytes", "p workspace", "l workspace_bytes", "p mask_of masks"),
     ]
 
 
@@ -99,6 +100,16 @@ class StepRun:
         workspace.arguments.seconds = None if self.seconds is None else self.seconds.ctypes.data
         self.number = -1
         self.memory = program.memory
+        self._masks: MaskArray | None = None
+
+    def provide_masks(self, masks: MaskArray | None) -> None:
+        samples, logits = self.inputs.samples, self._program.io.logits
+        if samples is None or samples.mask_of is None or logits is None:
+            return
+        if masks is None:
+            masks = np.zeros((int(samples.mask_of.max()) + 1, -(-logits.width // 32)), np.int32)
+        self._masks = np.ascontiguousarray(masks)
+        self._program.provide_masks(self.workspace.arguments, self._masks)
 
     def finish(self) -> None:
         self._program.finish(self)
@@ -165,6 +176,7 @@ class DecoderProgram:
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples
         arguments.operation_count, arguments.logits_count, arguments.sampled_count = self.io.layer_ops, 0, 0
+        arguments.mask_of = arguments.masks = None
         if places is not None:
             arguments.operation_count = len(self._operations) - 1
             arguments.logits_count, arguments.logits_indices = len(places), places.data_ptr()
@@ -173,12 +185,17 @@ class DecoderProgram:
                 arguments.sampled = samples.tokens.ctypes.data
                 arguments.sampling = None if samples.sampling is None else samples.sampling.ctypes.data
                 arguments.sampled_of = None if samples.selected is None else samples.selected.ctypes.data
+                arguments.mask_of = None if samples.mask_of is None else samples.mask_of.ctypes.data
         run = StepRun(self, workspace, inputs)
         while (number := self._submit(arguments)) < 0:
             self._grow(run)
         run.number = number
         self._pending.append(run)
         return run
+
+    def provide_masks(self, arguments: _StepArguments, masks: MaskArray) -> None:
+        """Let a step go on that waits for its masks, which must stay until it is finished."""
+        library.bind_function("charonia_provide_masks")(ctypes.addressof(arguments), masks.ctypes.data)
 
     def finish(self, run: StepRun) -> None:
         """Help to compute the steps begun up to `run`, and return when they are computed."""

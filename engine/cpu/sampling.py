@@ -1,4 +1,5 @@
-"""Tokens chosen from logits in C: the likeliest, or one drawn by temperature, top-k, top-p and min-p.
+"""Tokens chosen from logits in C: the likeliest, or one drawn by temperature, top-k, top-p and min-p; of all, or of
+those that a mask allows.
 
 torch takes several times as long, up to sixty times where it has to sort, and numpy knows no bfloat16.
 """
@@ -7,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..step_batch import SamplingArray
+from ...scheduler.plan import MaskArray
+from ..step_batch import SamplingArray, to_device
 from . import library
 
 
@@ -35,3 +37,20 @@ def sample_tokens(logits: Tensor, sampling: SamplingArray) -> Tensor:
     addresses = logits.data_ptr(), sampling.ctypes.data, out.data_ptr()
     library.bind_function("charonia_sample")(*addresses, rows, logits.stride(0), n, library.DTYPE_CODES[logits.dtype])
     return out
+
+
+def forbid_tokens(logits: Tensor, masks: MaskArray) -> None:
+    """Make logits [S, vocabulary], float32 or bfloat16 and contiguous, minus infinity in place where `masks` [S, words]
+    do not allow the token. Where that leaves nothing, the first allowed token becomes possible."""
+    rows, n = logits.shape
+    if library.supports(logits.dtype, logits.device):
+        sizes = rows, logits.stride(0), n, masks.shape[1], library.DTYPE_CODES[logits.dtype]
+        masks = np.ascontiguousarray(masks)
+        library.bind_function("charonia_forbid_tokens")(logits.data_ptr(), masks.ctypes.data, *sizes)
+    else:
+        words = to_device(masks, logits.device).unsqueeze(-1)
+        bits = words >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+        logits.masked_fill_(bits.view(rows, -1)[:, :n] == 0, -torch.inf)
+    first = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").argmax(1)
+    at = torch.arange(rows, device=logits.device), to_device(first, logits.device)
+    logits[at] = torch.where(logits.amax(-1) == -torch.inf, torch.zeros_like(logits[at]), logits[at])

@@ -219,6 +219,12 @@ class EngineClient:
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
             preemptions=totals.preemptions,
+            grammars_compiled=totals.grammars_compiled,
+            grammar_seconds=totals.grammar_seconds,
+            grammar_hits=totals.grammar_hits,
+            masks=totals.masks,
+            mask_seconds=totals.mask_seconds,
+            forced_tokens=totals.forced_tokens,
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
         )

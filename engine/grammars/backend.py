@@ -58,6 +58,9 @@ class GrammarMatcher(Protocol):
     def accept(self, tokens: Sequence[int]) -> bool:
         """Go on by `tokens`; False where the grammar does not allow them, whereupon there is an `error`."""
 
+    def acceptable(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` could be accepted, one after the other."""
+
     def forced_tokens(self) -> list[int]:
         """The tokens that have to come next, as the tokenizer writes their text; none where there is a choice."""
 

@@ -55,6 +55,15 @@ class FreeTextMatcher:
             self._begun = self._ends_in_marker()
         return True
 
+    def acceptable(self, tokens: Sequence[int]) -> int:
+        free = 0
+        while not self._begun and free < len(tokens):
+            self.accept(tokens[free : free + 1])
+            free += 1
+        following = self._inner.acceptable(tokens[free:])
+        self.rollback(free)
+        return free + following
+
     def forced_tokens(self) -> list[int]:
         return self._inner.forced_tokens() if self._begun else []
 

@@ -18,6 +18,7 @@ from .vocabulary import Vocabulary
 _GRAMMAR_BYTES = 1 << 16
 """What a compiled grammar takes at least; and for each byte of its text, so many more."""
 _BYTES_EACH = 64
+_NO_TOKEN = "none of this model's tokens can come next"
 _MESSAGE = 500
 """Characters of the library's messages that are passed on."""
 
@@ -101,6 +102,9 @@ class LLGuidanceMatcher:
     def accept(self, tokens: Sequence[int]) -> bool:
         return self._matcher.consume_tokens(list(tokens))
 
+    def acceptable(self, tokens: Sequence[int]) -> int:
+        return self._matcher.validate_tokens(list(tokens))
+
     def forced_tokens(self) -> list[int]:
         return self._matcher.compute_ff_tokens()
 
@@ -123,7 +127,8 @@ def _first_lines(message: str) -> str:
     """The library's words without the state of its parser that follows them."""
     for rest in ("\n<state>", "<non-verbose/>", "<backtrace>"):
         message = message.split(rest)[0]
-    return message.removeprefix("panic: ").strip()[:_MESSAGE]
+    message = message.removeprefix("panic: ").strip()[:_MESSAGE]
+    return _NO_TOKEN if message == "NoExtensionBias" else message
 
 
 def _limits(limits: GrammarLimits) -> LLParserLimits:

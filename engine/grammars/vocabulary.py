@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from ...tokenization.checkpoint_files import locate_checkpoint
+from ...tokenization.generation_defaults import read_generation_defaults
 from ...tokenization.token_pieces import read_token_piece
+from ...tokenization.tokenizer import Tokenizer
 from ...tokenization.tokenizer_json import read_tokenizer_json
 
 
@@ -27,10 +29,13 @@ class Vocabulary(NamedTuple):
         return any(text.endswith(each) for each in self.special)
 
 
-def read_vocabulary(directory: Path, size: int, ends: tuple[int, ...]) -> Vocabulary:
-    """Read the tokenizer of a checkpoint; takes a second or two. Raises as `read_tokenizer_json` does."""
-    backend, _ = read_tokenizer_json(directory)
-    return build_vocabulary(backend, size, ends)
+def read_vocabulary(model: str, tokenizer_of: str, size: int) -> Vocabulary:
+    """The vocabulary of a checkpoint, with the tokenizer of another if that is named. Raises as `read_tokenizer_json`
+    and `read_generation_defaults` do."""
+    directory = locate_checkpoint(model)
+    backend, named = read_tokenizer_json(locate_checkpoint(tokenizer_of) if tokenizer_of else directory)
+    ends = read_generation_defaults(directory, Tokenizer(backend, named, None)).eos
+    return build_vocabulary(backend, size, tuple(token for token in ends if 0 <= token < size))
 
 
 def build_vocabulary(backend: tokenizers.Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from ...scheduler.plan import MaskArray
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.model_spec import DecoderShape
 from ..config import ParallelConfig
@@ -18,6 +19,10 @@ LogitsIterator: TypeAlias = Iterator[Tensor]
 
 class PendingStep(Protocol):
     """A step that other threads may be computing already."""
+
+    def provide_masks(self, masks: MaskArray | None) -> None:
+        """The masks that its `SampledTokens.mask_of` names; until they come it is not finished, nor is any step after
+        it. None: there are none, and its tokens mean nothing."""
 
     def finish(self) -> None:
         """Help to compute it, and return when it is computed. Steps are finished in the order they were begun in."""

@@ -7,14 +7,17 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
+import numpy as np
 import torch
 
 from ...core.errors import CharoniaError, ErrorCode
 from ...processes.child_process import print_traceback
 from ...processes.log_forwarding import LogForwarder, MessageWriter
+from ...scheduler.plan import MaskArray, MaskSource
 from ..config import EngineConfig
 from ..worker.device import assign_device
 from ..worker.loaded_rank import load_rank
@@ -26,6 +29,7 @@ from .rank_messages import (
     ComputeStep,
     JoinRanks,
     LeaveRanks,
+    ProvideMasks,
     RankFailed,
     RankJoined,
     RankLoaded,
@@ -90,12 +94,26 @@ def _execute_command(
         case ComputeStep(plan, sampled):
             if sampled is not None:
                 runner.store_remote_tokens(*sampled)
-            result = runner.run_step(plan)
+            # The core sends masks while the step is computed; where it has several stages to feed, it must not wait
+            # until this one reads them.
+            masks: MaskSource = partial(_read_masks, connection)
+            if len(plan.masked) and place.layout.pipeline > 1:
+                masks = partial(np.asarray, masks())
+            result = runner.run_step(plan, masks)
             if place.rank == place.layout.result_rank:
                 report(StepComputed(result))
+        case ProvideMasks():
+            raise ValueError("masks without a step that waits for them")
         case AllocateCache(blocks):
             runner.allocate(blocks)
             report(CacheAllocated())
         case LeaveRanks():
             return False
     return True
+
+
+def _read_masks(connection: Connection) -> MaskArray:
+    command = decode_command(connection.recv_bytes())
+    if not isinstance(command, ProvideMasks):
+        raise EOFError
+    return command.masks

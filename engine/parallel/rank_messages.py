@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import IntArray, StepPlan, StepResult
+from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult
 from ..worker.executor import Capacity
 
 
@@ -44,17 +44,24 @@ class AllocateCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Compute `plan`, in which `sampled` may be needed: tokens of the steps before."""
+    """Compute `plan`, in which `sampled` may be needed: tokens of the steps before. If it has masked rows, the next
+    command is their `ProvideMasks`."""
 
     plan: StepPlan
     sampled: SampledBatch | None = None
+
+
+class ProvideMasks(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The masks of the plan before."""
+
+    masks: MaskArray
 
 
 class LeaveRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Free everything and exit."""
 
 
-RankCommand: TypeAlias = JoinRanks | AllocateCache | ComputeStep | LeaveRanks
+RankCommand: TypeAlias = JoinRanks | AllocateCache | ComputeStep | ProvideMasks | LeaveRanks
 
 
 class RankStarted(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 
 from ...core.errors import CharoniaError, Unavailable
-from ...scheduler.plan import StepPlan, StepResult
+from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
 from ..worker.executor import Capacity, ProgressCallback
 from .layout import RankLayout
@@ -23,6 +23,7 @@ from .rank_messages import (
     ComputeStep,
     JoinRanks,
     LeaveRanks,
+    ProvideMasks,
     RankCommand,
     RankJoined,
     RankLoaded,
@@ -90,7 +91,7 @@ class RanksExecutor:
         self._command(AllocateCache(blocks))
         self._wait_for_all(CacheAllocated)
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add_step()
         if not step.done():
             # For the stages that do not sample: a sequence's next plan comes after its last result. More may come
@@ -98,6 +99,8 @@ class RanksExecutor:
             results = [self._sampled.popleft() for _ in range(len(self._sampled))]
             sampled = SampledBatch.from_results(results) if any(len(result.rows) for result in results) else None
             self._command(ComputeStep(plan, sampled))
+            if masks is not None and len(plan.masked):
+                self._command(ProvideMasks(masks()))
         return step
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:

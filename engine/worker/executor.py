@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ...core.errors import CharoniaError
-from ...scheduler.plan import StepPlan, StepResult
+from ...scheduler.plan import MaskSource, StepPlan, StepResult
 
 ProgressCallback = Callable[[str, float], None]
 """Called with (phase, fraction done from 0 to 1) while loading."""
@@ -44,7 +44,9 @@ class Executor(Protocol):
     def allocate(self, blocks: int) -> None:
         """Allocate the cache: `blocks` blocks."""
 
-    def execute(self, plan: StepPlan) -> StepFuture: ...
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
+        """`masks` makes those of `plan.masked`: it is called once, on the caller's thread, now or when the result is
+        asked for."""
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """Call `tell`, from any thread, when the executor is lost between steps; at once if it is already. An executor

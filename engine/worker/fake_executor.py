@@ -1,4 +1,4 @@
-"""An executor that computes nothing: the next token is the last one plus one.
+"""An executor that computes nothing: the next token is the last one plus one, or the next that a mask allows.
 
 It believes no plan: rows, positions, block tables and the contents of every block are checked as a real executor
 would depend on them, and a plan that breaks the contract fails its future. Ships with the package: tests, benches
@@ -16,7 +16,7 @@ import numpy as np
 
 from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
-from ...scheduler.plan import SamplerParams, StepPlan, StepResult
+from ...scheduler.plan import MaskArray, MaskSource, SamplerParams, StepPlan, StepResult
 from .executor import Capacity, ProgressCallback, StepFuture
 
 EMPTY = -1
@@ -75,12 +75,13 @@ class FakeExecutor:
         self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
         self._holders = [0] * blocks
 
-    def execute(self, plan: StepPlan) -> StepFuture:
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
+        made = masks() if masks is not None and len(plan.masked) else None
         if self._worker is not None:
-            return self._worker.submit(self._step, plan)
+            return self._worker.submit(self._step, plan, made)
         done: Future[StepResult] = Future()
         try:
-            done.set_result(self._step(plan))
+            done.set_result(self._step(plan, made))
         except AssertionError as broken:
             done.set_exception(broken)
         return done
@@ -92,7 +93,7 @@ class FakeExecutor:
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _step(self, plan: StepPlan) -> StepResult:
+    def _step(self, plan: StepPlan, masks: MaskArray | None) -> StepResult:
         assert self._next_step in (None, plan.step), f"step {plan.step} came instead of {self._next_step}"
         self._next_step = plan.step + 1
         for row in plan.closed.tolist():
@@ -106,13 +107,16 @@ class FakeExecutor:
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
             self._rows[row].blocks.append(block)
             self._holders[block] += 1
-        result = self._run_rows(plan)
+        for row, position, token in plan.given.tolist():
+            assert len(self._rows[row].tokens) == position, f"row {row} is given a token that does not follow"
+            self._rows[row].tokens.append(token)
+        result = self._run_rows(plan, masks)
         pause = self._behaviour.step_seconds + self._behaviour.token_seconds * plan.tokens
         if pause:
             time.sleep(pause)
         return result
 
-    def _run_rows(self, plan: StepPlan) -> StepResult:
+    def _run_rows(self, plan: StepPlan, masks: MaskArray | None) -> StepResult:
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
         assert (plan.samples <= plan.num_logits).all(), "a sample without logits"
         assert (plan.num_logits <= plan.counts).all(), "logits of tokens that are not computed"
@@ -122,8 +126,13 @@ class FakeExecutor:
         ends = {row: len(self._rows[row].tokens) for row, *_ in ran}
         sampled = [row for row, start, count, samples in ran if samples and start + count == ends[row]]
         drawn, logprobs = list[list[int]](), list[Logprobs | None]()
-        for row in (self._rows[each] for each in sampled):
-            drawn.append(list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst))))
+        assert set(plan.masked.tolist()) <= set(sampled), "a mask for a row that is not sampled"
+        mask_of = dict(zip(plan.masked.tolist(), range(len(plan.masked)), strict=True))
+        for place, row in ((each, self._rows[each]) for each in sampled):
+            if masks is not None and place in mask_of:
+                drawn.append([self._allowed_successor(row.tokens[-1], masks[mask_of[place]])])
+            else:
+                drawn.append(list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst))))
             row.tokens.extend(drawn[-1])
             logprobs += [self._logprobs(token, row.sampling.logprobs) for token in drawn[-1]]
         scored = [each for each, logits in zip(ran, plan.num_logits.tolist(), strict=True) if logits == each[2]]
@@ -167,6 +176,11 @@ class FakeExecutor:
         if top is None:
             return None
         return Logprobs(-1.0, [token, *self._successors(token, top - 1)][:top], [-1.0 - rank for rank in range(top)], 1)
+
+    def _allowed_successor(self, token: int, mask: MaskArray) -> int:
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert len(allowed), "a mask that allows nothing"
+        return int(allowed[np.searchsorted(allowed, token + 1) % len(allowed)])
 
     def _successors(self, token: int, count: int) -> Iterator[int]:
         for _ in range(count):

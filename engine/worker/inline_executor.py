@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from ...core.errors import CharoniaError
-from ...scheduler.plan import StepPlan, StepResult
+from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..checkpoint.build_context import Shard
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
@@ -40,8 +40,8 @@ class InlineExecutor:
     def allocate(self, blocks: int) -> None:
         self.rank.runner.allocate(blocks)
 
-    def execute(self, plan: StepPlan) -> "_InlineFuture":
-        self.rank.runner.begin_step(plan)
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> "_InlineFuture":
+        self.rank.runner.begin_step(plan, masks)
         future = _InlineFuture(self._finish_oldest)
         self._futures.append(future)
         return future

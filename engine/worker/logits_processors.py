@@ -158,7 +158,7 @@ class LogitsProcessors:
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def processed_places(self, rows: IntArray) -> LongArray:
+    def processed_places(self, rows: IntArray | LongArray) -> LongArray:
         """The places in `rows` of those whose logits are changed."""
         found = [place for place, row in enumerate(rows.tolist()) if row in self._rows] if self._rows else []
         return np.array(found, np.int64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.logprobs import PromptLogprobs
-from ...scheduler.plan import IntArray, LongArray, StepPlan, StepResult
+from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder, PendingStep
@@ -26,13 +26,16 @@ class _RunnerStep:
 
     `inputs` are gathered as soon as rows may change, `context` is there when the step began. A step that is computed
     beside the caller is `pending`, and chooses `samples` by itself; others are `computed` on the spot. `tokens` [S] are
-    those that the host chose or completed; a stage that is not the last has none. `sample_logits` [W, vocabulary] are
-    kept for samples that want log-probabilities, and `scored_logits` for the prompt's tokens, until they are
-    `prompt_logprobs`.
+    those that the host chose or completed; a stage that is not the last has none. `logits` are there of a step that was
+    computed and waits for its masks. `sample_logits` [W, vocabulary] are kept for samples that want log-probabilities,
+    and `scored_logits` for the prompt's tokens, until they are `prompt_logprobs`.
     """
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, mask_source: MaskSource | None) -> None:
         self.plan = plan
+        self._mask_source = mask_source
+        self.masks: MaskArray | None = None
+        self.logits: Tensor | None = None
         self.inputs: StepInputs | None = None
         self.context: StepContext | None = None
         self.pending: PendingStep | None = None
@@ -43,6 +46,23 @@ class _RunnerStep:
         self.scored_logits: Iterator[Tensor] | None = None
         self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
         self.error: Exception | None = None
+
+    def make_masks(self) -> None:
+        """Have the masks, if the step has some, and let kernels go on that wait for them."""
+        source, self._mask_source = self._mask_source, None
+        if source is None:
+            return
+        try:
+            self.masks = source()
+        finally:
+            if self.pending is not None:
+                self.pending.provide_masks(self.masks)
+
+    def drop_masks(self) -> None:
+        """Let kernels go on that wait for masks which will not come."""
+        if self._mask_source is not None and self.pending is not None:
+            self.pending.provide_masks(None)
+        self._mask_source = None
 
     @property
     def tokens_follow(self) -> bool:
@@ -73,15 +93,18 @@ class ModelRunner:
         needs them. On a stage that sampled them itself this changes nothing."""
         self._rows.store_tokens(rows, positions, torch.from_numpy(np.ascontiguousarray(tokens)))
 
-    def run_step(self, plan: StepPlan) -> StepResult:
+    def run_step(self, plan: StepPlan, masks: MaskSource | None = None) -> StepResult:
         """Compute `plan`'s tokens; on the last stage, sample where it says so and keep the samples in their rows. The
-        other stages' results are empty."""
-        self.begin_step(plan)
+        other stages' results are empty. `masks` makes those of `plan.masked`, and is called when all that can be
+        computed without them has begun."""
+        self.begin_step(plan, masks)
         return self.finish_step()
 
     @torch.inference_mode()
-    def begin_step(self, plan: StepPlan) -> None:
-        self._steps.append(_RunnerStep(plan))
+    def begin_step(self, plan: StepPlan, masks: MaskSource | None = None) -> None:
+        if len(plan.masked) and masks is None:
+            raise ValueError(f"step {plan.step} needs masks")
+        self._steps.append(_RunnerStep(plan, masks if len(plan.masked) else None))
         self._advance()
 
     @torch.inference_mode()
@@ -93,12 +116,15 @@ class ModelRunner:
                 raise step.error
             self._settle(step)
         finally:
+            step.drop_masks()
             self._steps.popleft()
             self._advance()
         return self._result(step)
 
     def close(self) -> None:
         """Forget steps that were begun, when none is computed any more."""
+        for step in self._steps:
+            step.drop_masks()
         self.decoder.close()
         self._steps.clear()
 
@@ -116,6 +142,8 @@ class ModelRunner:
                     step.inputs = self._rows.gather_inputs(step.plan)
                 if before is not None and not before.tokens_follow:
                     return
+                if before is not None:
+                    before.make_masks()  # to begin a step may mean to wait for the one before
                 self._begin(step, step.inputs)
             except Exception as error:
                 step.error = error  # raised when the step's result is asked for
@@ -135,7 +163,12 @@ class ModelRunner:
         if step.pending is None or inputs is None:
             if inputs is not None and not step.computed:
                 self._compute(step, inputs)
+            if inputs is not None and step.logits is not None:
+                step.make_masks()
+                self._choose(step, inputs, step.logits)
+                step.logits = None
             return
+        step.make_masks()
         step.pending.finish()
         if not inputs.needs_host:
             return
@@ -153,11 +186,17 @@ class ModelRunner:
         pieces = () if inputs.scored is None or inputs.scored.among is not None else inputs.scored.pieces
         logits = self.decoder.compute_logits(step.context, (*main, *pieces))
         if logits is not None:
-            self._choose(step, inputs, next(logits) if main else None)
+            chosen_at = next(logits) if main else None
+            if inputs.masked is None or chosen_at is None:
+                self._choose(step, inputs, chosen_at)
+            else:
+                step.logits = chosen_at
             step.scored_logits = logits if pieces else step.scored_logits
 
     def _choose(self, step: _RunnerStep, inputs: StepInputs, logits: Tensor | None) -> None:
         """Choose the tokens that kernels did not, from `logits` [L, vocabulary], and keep logits to be reported."""
+        if step.samples is None:
+            inputs = inputs.with_masks_on_host()
         if logits is None:
             step.tokens = torch.zeros(0, dtype=torch.int32, device=self._device)
             return
@@ -172,7 +211,7 @@ class ModelRunner:
             # Changed in a copy: the rows without processors pay nothing for the others.
             at, processed = self._to(inputs.processed), inputs.processed
             changed = own[at].float()
-            self._rows.process_logits(inputs, changed)
+            self._rows.process_logits(inputs, changed, step.masks)
             sampling = None if inputs.sampling is None else inputs.sampling[processed]
             tokens[at] = sample(changed, sampling).to(torch.int32)
         self._rows.store_tokens(inputs.rows, inputs.positions, tokens)

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, LongArray, NewSequence, StepPlan
+from ...scheduler.plan import IntArray, LongArray, MaskArray, NewSequence, StepPlan
+from ..cpu.sampling import forbid_tokens
 from ..step_batch import (
     SAMPLING_COLUMNS,
     SAMPLING_DTYPE,
@@ -32,8 +33,9 @@ class StepInputs(NamedTuple):
 
     `logits_indices` [L] are packed places, ascending. `rows` [S] are sampled, `positions` [S] are those of the tokens
     to be chosen, `selected` [S] which of the L places they are chosen at; None is all. `sampling` [S]; None: all are
-    greedy. `processed`: which of the S have their logits changed; `logprobs`: which of them want how many likeliest
-    tokens reported. `scored`: the prompts' tokens whose log-probability is wanted, if any is.
+    greedy. `processed`: which of the S have their logits changed on the host; `logprobs`: which of them want how many
+    likeliest tokens reported. `masked` [S]: which of the step's masks each has, -1 for none; None: none has one.
+    `scored`: the prompts' tokens whose log-probability is wanted, if any is.
     """
 
     batch: StepBatch
@@ -44,6 +46,7 @@ class StepInputs(NamedTuple):
     sampling: SamplingArray | None
     processed: LongArray
     logprobs: Mapping[int, int]
+    masked: LongArray | None
     scored: ScoredTokens | None
 
     @property
@@ -58,13 +61,20 @@ class StepInputs(NamedTuple):
 
     def samples(self) -> SampledTokens | None:
         """The tokens that a decoder can choose by itself, if there are any."""
-        sampling, selected = self.sampling, self.selected
+        sampling, selected, mask_of = self.sampling, self.selected, self.masked
         if len(self.processed):
             plain = self.unprocessed
             sampling = None if sampling is None else sampling[plain]
             selected = plain if selected is None else selected[plain]
+            mask_of = None if mask_of is None or (mask_of[plain] < 0).all() else mask_of[plain]
         tokens = np.empty(len(self.rows) - len(self.processed), np.int32)
-        return SampledTokens(tokens, sampling, selected) if len(tokens) else None
+        return SampledTokens(tokens, sampling, selected, mask_of) if len(tokens) else None
+
+    def with_masks_on_host(self) -> "StepInputs":
+        """The same where no decoder chooses tokens by itself."""
+        if self.masked is None:
+            return self
+        return self._replace(processed=np.union1d(self.processed, np.flatnonzero(self.masked >= 0)))
 
 
 class RowStates:
@@ -99,6 +109,9 @@ class RowStates:
             places = self._blocks[rows] + _occurrence(rows)
             self._tables[self._to(rows), self._to(places)] = self._to(blocks)
             np.add.at(self._blocks, rows, 1)
+        if len(plan.given):
+            rows, positions, tokens = plan.given.T
+            self.store_tokens(rows, positions, torch.from_numpy(np.ascontiguousarray(tokens)))
 
     def has_room_for(self, plan: StepPlan) -> bool:
         """Whether `apply_plan` leaves the tables of token and block ids where they are."""
@@ -124,8 +137,14 @@ class RowStates:
         if self._logprobs:
             logprobs = {at: self._logprobs[row] for at, row in enumerate(rows.tolist()) if row in self._logprobs}
         processed = self._processors.processed_places(rows)
+        masked: LongArray | None = None
+        if len(plan.masked):
+            masks = {row: number for number, row in enumerate(plan.masked.tolist())}
+            masked = np.array([masks.get(row, -1) for row in rows.tolist()], np.int64)
+            # What a mask changes in place cannot be reported.
+            processed = np.union1d(processed, [at for at in logprobs if masked[at] >= 0]).astype(np.int64)
         indices = self._to(places)
-        return StepInputs(batch, indices, rows, positions, selected, sampling, processed, logprobs, scored)
+        return StepInputs(batch, indices, rows, positions, selected, sampling, processed, logprobs, masked, scored)
 
     def _logits_places(
         self, plan: StepPlan, batch: StepBatch
@@ -156,10 +175,25 @@ class RowStates:
         scored = ScoredTokens(spans, tokens, self._to(places), np.searchsorted(together, places))
         return together, np.searchsorted(together, last[plan.samples]), scored
 
-    def process_logits(self, inputs: StepInputs, logits: Tensor) -> None:
-        """Change the float32 `logits` of `inputs.processed` in place, as their rows ask."""
+    def process_logits(self, inputs: StepInputs, logits: Tensor, masks: MaskArray | None) -> None:
+        """Change the float32 `logits` of `inputs.processed` in place, as their rows ask, and then their masks."""
         rows, positions = (each[inputs.processed].astype(np.int64) for each in (inputs.rows, inputs.positions))
-        self._processors.apply(logits, rows, positions, self._tokens)
+        asking = self._processors.processed_places(rows)
+        if len(asking) == len(rows):
+            self._processors.apply(logits, rows, positions, self._tokens)
+        elif len(asking):
+            at = self._to(asking)
+            changed = logits[at]
+            self._processors.apply(changed, rows[asking], positions[asking], self._tokens)
+            logits[at] = changed
+        if inputs.masked is None or masks is None:
+            return
+        mask_of = inputs.masked[inputs.processed]
+        under = self._to(np.flatnonzero(mask_of >= 0))
+        if len(under):
+            changed = logits[under]
+            forbid_tokens(changed, masks[mask_of[mask_of >= 0]])
+            logits[under] = changed
 
     def store_tokens(self, rows: IntArray, positions: IntArray, tokens: Tensor) -> None:
         """Store `tokens` [S], chosen here or by another rank, at `positions` [S] of `rows` [S]."""

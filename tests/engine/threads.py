@@ -21,7 +21,7 @@ from charonia.engine.checkpoint.partition import PipelineStage
 from charonia.engine.config import EngineConfig
 from charonia.engine.worker.executor import Capacity, ProgressCallback
 from charonia.engine.worker.loaded_rank import LoadedRank, load_rank
-from charonia.scheduler.plan import IntArray, StepPlan, StepResult
+from charonia.scheduler.plan import IntArray, MaskSource, StepPlan, StepResult
 
 PATIENCE = 10
 T = TypeVar("T")
@@ -124,10 +124,10 @@ class ThreadedExecutor:
         futures = [worker.submit(call) for worker, call in zip(self._workers, calls, strict=True)]
         return [future.result(PATIENCE) for future in futures]
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         told = list(self._told())
         futures = [
-            worker.submit(self._step, engine, plan, told)
+            worker.submit(self._step, engine, plan, told, masks)
             for worker, engine in zip(self._workers, self.engines, strict=True)
         ]
         done: Future[StepResult] = Future()
@@ -139,11 +139,11 @@ class ThreadedExecutor:
         while not self._chosen.empty():
             yield self._chosen.get()
 
-    def _step(self, engine: LoadedRank, plan: StepPlan, told: list[StepResult]) -> StepResult:
+    def _step(self, engine: LoadedRank, plan: StepPlan, told: list[StepResult], masks: MaskSource | None) -> StepResult:
         if not engine.context.shard.stage.last:
             for result in told:
                 engine.runner.store_remote_tokens(*chosen(result))
-        return engine.runner.run_step(plan)
+        return engine.runner.run_step(plan, masks)
 
     def _land(self, futures: list[Future[StepResult]], done: Future[StepResult]) -> None:
         """Every rank of the last stage must have come to the same, and the others to nothing."""

@@ -23,7 +23,7 @@ from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import StepPlan, StepResult
+from charonia.scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
 
 BLOCKS = 16
@@ -65,8 +65,8 @@ class Spy(FakeExecutor):
         super().__init__(block_size=BLOCK_SIZE, threaded=threaded)
         self._watch = watch
 
-    def execute(self, plan: StepPlan) -> StepFuture:
-        future = super().execute(plan)
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
+        future = super().execute(plan, masks)
         self._watch(plan)
         return future
 
@@ -215,10 +215,10 @@ def test_a_model_that_computes_no_numbers_is_refused() -> None:
 
 def test_what_the_executor_raises_ends_the_loop() -> None:
     class Broken(Spy):
-        def _step(self, plan: StepPlan) -> StepResult:
+        def _step(self, plan: StepPlan, masks: MaskArray | None) -> StepResult:
             if plan.step > 6:  # warm-up takes some
                 raise RuntimeError("out of memory")
-            return super()._step(plan)
+            return super()._step(plan, masks)
 
     with Running(Broken()) as loop:
         loop.add(1, [1], max_tokens=20)

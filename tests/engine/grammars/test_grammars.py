@@ -5,14 +5,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GrammarKind, GuidedDecoding
 from charonia.engine.grammars.backend import GrammarLimits
 from charonia.engine.grammars.lark_rules import MAX_WHITESPACE
 from charonia.engine.grammars.llguidance_backend import LLGuidanceBackend, check_grammar
-from charonia.engine.grammars.vocabulary import Vocabulary
+from charonia.engine.grammars.vocabulary import Vocabulary, build_vocabulary
 
 from .conftest import SIZE, Follow, allowed_tokens
 
@@ -217,3 +217,12 @@ def test_a_matcher_that_failed_stays_so_and_raises_nothing(follow: Follow) -> No
     assert allowed_tokens(matcher) <= {0, 1}
     assert matcher.forced_tokens() == []
     assert not matcher.accept([200])
+
+
+def test_a_text_that_no_token_can_begin_is_refused() -> None:
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(100)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend = LLGuidanceBackend(build_vocabulary(words, 100, (90,)))
+    assert backend.compile(GuidedDecoding("choice", '[" w7"]')).matcher().accept([7])
+    with pytest.raises(InvalidArgument, match="none of this model's tokens"):
+        backend.compile(GuidedDecoding("json"))

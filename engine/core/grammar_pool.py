@@ -1,0 +1,106 @@
+"""Grammars compiled beside the step loop, each once: threads of low priority, and a cache by content.
+
+Knows nothing of sequences, nor of the library that compiles.
+"""
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...core.errors import CharoniaError, InvalidArgument
+from ...core.request import GuidedDecoding
+from ..grammars.backend import CompiledGrammar, GrammarBackend
+
+_THREADS = 2
+_NICENESS = 10
+"""Of the threads: a step that is computed goes first."""
+
+
+class GrammarCacheLimits(NamedTuple):
+    """The most grammars that are kept, and about how many bytes they may take."""
+
+    entries: int = 512
+    bytes: int = 256 << 20
+
+
+CACHE_LIMITS = GrammarCacheLimits()
+
+
+@dataclass(slots=True)
+class GrammarTotals:
+    """Grammars compiled, the seconds that took, and requests that found theirs compiled or being compiled."""
+
+    compiled: int = 0
+    seconds: float = 0.0
+    hits: int = 0
+
+
+class GrammarPool:
+    """`make_backend` is called once, when the first grammar is wanted: it may take seconds. For any thread."""
+
+    def __init__(self, make_backend: Callable[[], GrammarBackend], limits: GrammarCacheLimits = CACHE_LIMITS) -> None:
+        self._make_backend, self._limits = make_backend, limits
+        self._threads = ThreadPoolExecutor(_THREADS, "grammars", initializer=_give_way)
+        self._backend: Future[GrammarBackend] | None = None
+        self._known: OrderedDict[GuidedDecoding, Future[CompiledGrammar]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self.totals = GrammarTotals()
+
+    def compile(self, guide: GuidedDecoding) -> Future[CompiledGrammar]:
+        """The grammar to come. Its exception is `InvalidArgument` with the constraint's parameter as its `field`: that
+        of a grammar that was refused is kept, too."""
+        with self._lock:
+            found = self._known.get(guide)
+            if found is not None:
+                self._known.move_to_end(guide)
+                self.totals.hits += 1
+                return found
+            if self._backend is None:
+                self._backend = self._threads.submit(self._make_backend)
+            made = self._known[guide] = self._threads.submit(self._compile, self._backend, guide)
+        made.add_done_callback(self._trim)
+        return made
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, backend: Future[GrammarBackend], guide: GuidedDecoding) -> CompiledGrammar:
+        try:
+            compiles = backend.result()
+        except CharoniaError as error:
+            message = f"{guide.parameter}: this model's tokenizer cannot be read: {error.message}"
+            raise InvalidArgument(message, field=guide.parameter) from error
+        began = time.perf_counter()
+        try:
+            return compiles.compile(guide)
+        finally:
+            self.totals.compiled += 1
+            self.totals.seconds += time.perf_counter() - began
+
+    def _trim(self, made: Future[CompiledGrammar]) -> None:
+        """Forget the grammars that were not asked for longest; sequences under them keep theirs."""
+        with self._lock:
+            self._bytes += _size(made)
+            finished = [guide for guide, future in self._known.items() if future.done() and future is not made]
+            for guide in finished:
+                if len(self._known) <= self._limits.entries and self._bytes <= self._limits.bytes:
+                    return
+                self._bytes -= _size(self._known.pop(guide))
+
+
+def _size(made: Future[CompiledGrammar]) -> int:
+    return 0 if made.cancelled() or made.exception() is not None else made.result().size
+
+
+def _give_way() -> None:
+    if hasattr(os, "setpriority"):  # of the thread alone, on Linux
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

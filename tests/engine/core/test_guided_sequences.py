@@ -1,0 +1,318 @@
+"""Sequences under grammars, on a core that computes: what they write, and that nothing else changes."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from charonia.core.request import GuidedDecoding
+from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.core.grammar_pool import GrammarPool
+from charonia.engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
+from charonia.engine.core.step_loop import EngineCore
+from charonia.engine.grammars.backend import LIMITS
+from charonia.engine.grammars.llguidance_backend import LLGuidanceBackend
+from charonia.engine.grammars.vocabulary import read_vocabulary
+from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import LogitsParams, SamplerParams
+from charonia.scheduler.scheduler import Scheduler
+
+EOS = 0
+BLOCK_SIZE = 8
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["left", "right"]}, "b": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+GUIDE = GuidedDecoding("json_schema", json.dumps(SCHEMA))
+WARM = SamplerParams(temperature=1.5, seed=11)
+THINK_END = "hm."
+
+
+class Answer:
+    """What became of one request."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[Any] = []
+        self.reason = ""
+        self.refused: RequestRejected | None = None
+        self.runs: list[int] = []
+
+
+class Served:
+    """A core that computes in this thread, and the tokenizer of its model."""
+
+    def __init__(self, model: Path, ahead: int = 0, blocks: int = 64, **scheduling: Any) -> None:
+        config = EngineConfig(model=str(model), device="cpu", cache=CacheConfig(block_size=BLOCK_SIZE))
+        self.executor = InlineExecutor(config)
+        capacity = self.executor.load(lambda *_: None)
+        self.executor.allocate(blocks)
+        self.cache = KVCacheManager(blocks, BLOCK_SIZE)
+        limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, ahead=ahead)
+        self.scheduler = Scheduler(msgspec.structs.replace(limits, **scheduling), self.cache)
+        self.vocabulary = read_vocabulary(str(model), "", capacity.vocab_size)
+        self.grammars = GrammarPool(lambda: LLGuidanceBackend(self.vocabulary, LIMITS._replace(step_items=2000)))
+        self.core = EngineCore(
+            self.scheduler, self.cache, self.executor, grammars=self.grammars, vocab_size=capacity.vocab_size
+        )
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.sent: list[FromCore] = []
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.executor.close()
+
+    def run(self, *requests: AddRequest) -> dict[int, Answer]:
+        """All of these at once, to their ends."""
+        answers = {request.key: Answer() for request in requests}
+        unfinished, stopped = set(answers), list[bool]()
+
+        def take(message: FromCore) -> None:
+            if isinstance(message, RequestRejected):
+                answers[message.key].refused = message
+                unfinished.discard(message.key)
+            elif isinstance(message, RequestUpdates):
+                updates, at = message.updates, 0
+                for key, count in zip(updates.keys, updates.counts, strict=True):
+                    answers[key].tokens += updates.tokens[at : at + count]
+                    answers[key].logprobs += updates.logprobs[at : at + count]
+                    answers[key].runs.append(count)
+                    at += count
+                for key, reason in updates.finished:
+                    answers[key].reason = reason
+                    unfinished.discard(key)
+            if not unfinished and not stopped:
+                stopped.append(True)
+                self.core.inbox.accept(Shutdown())
+
+        wait([self.grammars.compile(each.guide) for each in requests if each.guide is not None], 30)
+        for request in requests:
+            self.core.inbox.accept(request)
+        self.core._stopping = False
+        self.core.run(take)
+        self.scheduler.check_integrity()
+        assert not self.core._guides
+        return answers
+
+    def text(self, answer: Answer) -> str:
+        ends = self.vocabulary.ends
+        text: str = self.tokenizer.decode([token for token in answer.tokens if token not in ends])
+        return text
+
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def served(model: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    made = Served(model, ahead=request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[Served]:
+    made = Served(model)
+    yield made
+    made.close()
+
+
+def ask(key: int, guide: GuidedDecoding | None = GUIDE, sampling: SamplerParams = WARM, **others: Any) -> AddRequest:
+    stops = [EOS]
+    values: dict[str, Any] = {"prompt": [key % 50 + 10, 20, 30], "max_tokens": 60} | others
+    return AddRequest(key=key, sampling=sampling, stop_token_ids=stops, guide=guide, **values)
+
+
+def is_valid(text: str) -> bool:
+    found = json.loads(text)
+    return found.keys() == {"a", "b"} and found["a"] in ("left", "right") and found["b"] in range(100)
+
+
+def test_what_is_written_is_valid_and_ends_by_itself(served: Served) -> None:
+    answers = served.run(*(ask(key, sampling=WARM._replace(seed=key)) for key in range(12)))
+    assert all(is_valid(served.text(answer)) for answer in answers.values())
+    assert {answer.reason for answer in answers.values()} == {"stop"}
+    assert len({tuple(answer.tokens) for answer in answers.values()}) > 4
+
+
+def test_free_sequences_write_what_they_write_alone(served: Served) -> None:
+    free = [ask(key, None, max_tokens=12) for key in (1, 2, 3)]
+    alone = {request.key: served.run(request)[request.key].tokens for request in free}
+    together = served.run(free[0], ask(11), free[1], ask(12), free[2])
+    assert {key: together[key].tokens for key in alone} == alone
+
+
+def test_a_guided_sequence_writes_the_same_whatever_shares_the_batch(served: Served) -> None:
+    alone = [served.run(ask(key))[key].tokens for key in (1, 2)]
+    together = served.run(ask(1), ask(2), *(ask(key, None, max_tokens=20) for key in (5, 6, 7)))
+    assert [together[1].tokens, together[2].tokens] == alone
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_host_chooses_the_same_as_kernels(plain: Served, greedy: bool) -> None:
+    sampling = SamplerParams() if greedy else WARM._replace(top_k=40, top_p=0.95, min_p=0.01)
+    forced = GuidedDecoding("regex", "[a-z ]{30}[0-9]")  # nothing in it is forced, but where it ends
+    kernels = plain.run(ask(1, forced, sampling))[1]
+    biased = LogitsParams(logit_bias=((5, 0.0),))
+    host = plain.run(ask(1, forced, sampling._replace(logits=biased)))[1]
+    reported = plain.run(ask(1, forced, sampling._replace(logprobs=2)))[1]
+    assert kernels.tokens == host.tokens == reported.tokens
+
+
+def test_logprobs_are_the_models_own_beside_a_mask(plain: Served) -> None:
+    answer = plain.run(ask(1, sampling=WARM._replace(logprobs=3)))[1]
+    assert is_valid(plain.text(answer))
+    assert len(answer.logprobs) == len(answer.tokens)
+    assert set(answer.runs) == {1}
+    assert any(token not in each.ids for token, each in zip(answer.tokens, answer.logprobs, strict=True))
+    assert all(each.rank >= 1 for each in answer.logprobs)
+
+
+def test_what_has_to_come_is_not_sampled(plain: Served) -> None:
+    answer = plain.run(ask(1))[1]
+    stepwise = plain.run(ask(1, sampling=WARM._replace(logprobs=0)))[1]
+    assert max(answer.runs) > 1
+    assert len(answer.runs) < len(stepwise.runs)
+    assert is_valid(plain.text(answer))
+    assert is_valid(plain.text(stepwise))
+
+
+def test_penalties_and_biases_hold_under_a_mask(plain: Served) -> None:
+    (nine,) = plain.ids("9")
+    guide = GuidedDecoding("regex", "[0-9]{6}")
+    liked = plain.run(ask(1, guide, SamplerParams(logits=LogitsParams(logit_bias=((nine, 100.0),)))))[1]
+    assert plain.text(liked) == "999999"
+    only = LogitsParams(allowed_token_ids=(200, 201))
+    assert len(plain.text(plain.run(ask(1, guide, SamplerParams(logits=only)))[1])) == 6
+
+
+def test_no_end_token_comes_before_the_text_is_complete(plain: Served) -> None:
+    likes_ends = SamplerParams(logits=LogitsParams(logit_bias=((EOS, 100.0),)))
+    answer = plain.run(ask(1, GuidedDecoding("regex", "[a-z]{3}[a-z]*"), likes_ends))[1]
+    assert len(plain.tokenizer.decode(answer.tokens[:-2])) < 3 <= len(plain.text(answer))
+    assert (answer.tokens[-1], answer.reason) == (EOS, "stop")
+
+
+def test_a_minimum_of_tokens_holds_where_the_grammar_can_go_on(plain: Served) -> None:
+    likes_ends = LogitsParams(logit_bias=((EOS, 100.0),), min_tokens=7, stop_token_ids=(EOS,))
+    answer = plain.run(ask(1, GuidedDecoding("regex", "[a-z]*"), SamplerParams(logits=likes_ends)))[1]
+    assert len(answer.tokens) == 8
+    ended = plain.run(ask(1, GuidedDecoding("choice", '["a"]'), SamplerParams(logits=likes_ends)))[1]
+    assert (plain.text(ended), ended.reason) == ("a", "stop")
+
+
+def test_what_max_tokens_cuts_is_a_valid_beginning(plain: Served) -> None:
+    whole = plain.run(ask(1))[1]
+    for most in range(1, len(whole.tokens)):
+        cut = plain.run(ask(1, max_tokens=most))[1]
+        assert cut.tokens == whole.tokens[:most]
+        assert cut.reason == "length"
+
+
+def test_stop_tokens_of_a_request_end_forced_tokens_too(plain: Served) -> None:
+    ids = plain.ids("abcdef")
+    request = ask(1, GuidedDecoding("choice", '["abcdef"]'))
+    cut = msgspec.structs.replace(request, stop_token_ids=[EOS, ids[2]])
+    answer = plain.run(cut)[1]
+    assert (answer.tokens, answer.reason) == (ids[:3], "stop")
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_preempted_sequences_go_on_where_they_were(model: Path, ahead: int) -> None:
+    guide = GuidedDecoding("regex", "[a-z ]{36}[0-9]{3}")
+    requests = [ask(key, guide) for key in range(5)]
+    roomy, tight = Served(model, ahead), Served(model, ahead, blocks=9)
+    try:
+        expected = {key: answer.tokens for key, answer in roomy.run(*requests).items()}
+        assert {key: answer.tokens for key, answer in tight.run(*requests).items()} == expected
+        assert tight.scheduler.totals.preemptions > 0
+    finally:
+        roomy.close()
+        tight.close()
+
+
+def test_a_grammar_that_is_wrong_refuses_its_own_request(plain: Served) -> None:
+    answers = plain.run(ask(1, GuidedDecoding("regex", "(a", "guided_regex")), ask(2))
+    refused = answers[1].refused
+    assert refused is not None
+    assert refused.field == "guided_regex"
+    assert "unclosed group" in refused.message
+    assert is_valid(plain.text(answers[2]))
+
+
+def test_a_grammar_that_costs_too_much_on_the_way_ends_its_own_request(plain: Served) -> None:
+    hostile = GuidedDecoding("regex", "x(a{1,500}){500}", "guided_regex")
+    answers = plain.run(ask(1, hostile, max_tokens=100), ask(2))
+    refused = answers[1].refused
+    assert refused is not None
+    assert (refused.field, refused.message) == (
+        "guided_regex",
+        "guided_regex: lexer error: too many expressions constructed",
+    )
+    assert plain.grammars.compile(hostile).exception() is None, "it was to compile"
+    assert is_valid(plain.text(answers[2]))
+
+
+def test_thinking_is_ended_at_its_limit(served: Served) -> None:
+    end = served.ids(THINK_END)
+    free = served.run(ask(1, None, max_tokens=20))[1].tokens
+    for budget in (0, 1, 7):
+        limited = served.run(ask(1, None, max_tokens=20, thinking=budget, thinking_end=end))[1].tokens
+        assert limited[:budget] == free[:budget]
+        assert limited[budget : budget + len(end)] == end
+        assert limited.count(end[0]) >= 1
+
+
+def test_thinking_that_ended_by_itself_is_not_ended_again(plain: Served) -> None:
+    free = plain.run(ask(1, None, max_tokens=20))[1].tokens
+    again = plain.run(ask(1, None, max_tokens=20, thinking=9, thinking_end=free[3:5]))[1].tokens
+    assert again == free
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_grammar_begins_where_thinking_ended(plain: Served, logprobs: int | None) -> None:
+    guide = GUIDE._replace(after=THINK_END)
+    sampling = WARM._replace(logprobs=logprobs)
+    answer = plain.run(ask(1, guide, sampling, thinking=5, thinking_end=plain.ids(THINK_END)))[1]
+    thought, _, written = plain.text(answer).partition(THINK_END)
+    assert thought == plain.tokenizer.decode(answer.tokens[:5])
+    assert is_valid(written)
+
+
+def test_answers_to_one_prompt_have_a_matcher_each(plain: Served) -> None:
+    requests = [ask(key, sampling=WARM._replace(choice=key), prompt=[9, 9]) for key in range(6)]
+    answers = plain.run(*requests)
+    assert all(is_valid(plain.text(answer)) for answer in answers.values())
+    assert len({tuple(answer.tokens) for answer in answers.values()}) > 1
+
+
+def test_a_grammar_is_compiled_once(plain: Served) -> None:
+    guide = GuidedDecoding("choice", '["once"]')
+    compiled = plain.grammars.totals.compiled
+    plain.run(*(ask(key, guide) for key in range(3)))
+    assert plain.grammars.totals.compiled == compiled + 1
+
+
+def test_a_request_that_was_aborted_while_its_grammar_was_compiled_is_forgotten(plain: Served) -> None:
+    from charonia.engine.core.messages import AbortRequests
+
+    slow = GuidedDecoding("regex", "(a|b){2,7}c{1,90}")
+    plain.core.inbox.accept(ask(77, slow))
+    plain.core.inbox.accept(AbortRequests([77]))
+    wait([plain.grammars.compile(slow)], 30)
+    assert is_valid(plain.text(plain.run(ask(1))[1]))
