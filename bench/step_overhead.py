@@ -6,7 +6,7 @@ of its own, which `charonia.bench.scheduler` measures.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
+from ..scheduler.plan import Continuation, MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from .scheduler import BLOCK_SIZE, sampled
 
@@ -130,8 +130,10 @@ class TimedScheduler(Scheduler):
     def schedule(self) -> StepPlan | None:
         return self._clock.time("schedule", super().schedule)
 
-    def apply(self, result: StepResult, seconds: float | None = None) -> StepUpdates:
-        return self._clock.time("apply", partial(super().apply, result, seconds))
+    def apply(
+        self, result: StepResult, seconds: float | None = None, guided: Mapping[int, Continuation] = {}
+    ) -> StepUpdates:
+        return self._clock.time("apply", partial(super().apply, result, seconds, guided))
 
 
 class ClockedOutbox:
