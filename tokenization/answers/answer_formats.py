@@ -1,26 +1,95 @@
 """The formats of answers by the names that vLLM's parsers have, and the choice of one from a chat template."""
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TypeVar
 
 from ...core.errors import InvalidArgument, did_you_mean
 from ...core.request import ToolUse
 from .answer_reader import AnswerReader
+from .gemma_calls import GemmaCalls
+from .harmony import ANALYSIS, END, FINAL, HarmonyCalls, read_harmony
 from .json_calls import JsonCalls
 from .marked_answer import ReasoningFormat, ToolFormat, random_id, read_marked
+from .named_calls import NamedCalls
+from .python_calls import PythonCalls
+from .tagged_calls import TaggedCalls
 
 AUTO = "auto"
 NONE = "none"
 
-HERMES = JsonCalls(("<tool_call>",), end="</tool_call>")
+F = TypeVar("F")
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": HERMES}
+
+def short_id() -> str:
+    """The id of a call as Mistral's templates have them: exactly nine characters."""
+    return secrets.token_hex(5)[:9]
+
+
+HERMES = JsonCalls(("<tool_call>",), end="</tool_call>")
+QWEN_3_CODER = TaggedCalls()
+LLAMA_3 = JsonCalls(("<|python_tag|>",), ("{",), separator=";")
+LLAMA_4 = PythonCalls(("<|python_start|>",), ("[",), "<|python_end|>")
+PYTHONIC = PythonCalls((), ("[",))
+TOOL_CODE = PythonCalls(("```tool_code",), (), "```", bare=True)
+MISTRAL = NamedCalls("[TOOL_CALLS]", before_id="[CALL_ID]", before_arguments="[ARGS]", lists=True, new_id=short_id)
+FUNCTION_GEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA_4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
+PHI_4_MINI = JsonCalls(("functools", "<|tool_call|>"), end="<|/tool_call|>")
+GRANITE = JsonCalls(("<|tool_call|>", "<tool_call>"))
+DEEPSEEK_V3 = NamedCalls(
+    "<｜tool▁calls▁begin｜>",
+    begin="<｜tool▁call▁begin｜>",
+    prefix="function<｜tool▁sep｜>",
+    before_arguments="\n```json\n",
+    fence="\n```",
+    end="<｜tool▁call▁end｜>",
+    close="<｜tool▁calls▁end｜>",
+)
+DEEPSEEK_V31 = NamedCalls(
+    "<｜tool▁calls▁begin｜>",
+    begin="<｜tool▁call▁begin｜>",
+    before_arguments="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>",
+    close="<｜tool▁calls▁end｜>",
+)
+HARMONY = HarmonyCalls()
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": HERMES,
+    "qwen3_coder": QWEN_3_CODER,
+    "qwen3_xml": QWEN_3_CODER,
+    "llama3_json": LLAMA_3,
+    "llama4_json": LLAMA_3,
+    "pythonic": PYTHONIC,
+    "llama4_pythonic": LLAMA_4,
+    "mistral": MISTRAL,
+    "functiongemma": FUNCTION_GEMMA,
+    "gemma4": GEMMA_4,
+    "gemma_tool_code": TOOL_CODE,
+    "phi4_mini_json": PHI_4_MINI,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "granite": GRANITE,
+    "granite4": HERMES,
+    "granite-20b-fc": JsonCalls(("<function_call>",)),
+    "jamba": JsonCalls(("<tool_calls>",), end="</tool_calls>"),
+    "openai": HARMONY,
+}
 """By the name for --tool-call-parser."""
 
 THINK = ReasoningFormat("<think>", "</think>")
+HARMONY_ANALYSIS = ReasoningFormat(ANALYSIS, END, content=FINAL)
 
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {"qwen3": THINK, "deepseek_r1": THINK}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    **dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3"), THINK),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", optional=True),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:", optional=True),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", optional=True),
+    "openai_gptoss": HARMONY_ANALYSIS,
+}
 """By the name for --reasoning-parser."""
 
 
@@ -63,28 +132,60 @@ class AnswerFormat:
     def reader(self, use: ToolUse | None, inside: bool = False) -> AnswerReader | None:
         """The reader of an answer, in which those tools may be called; None if all of it is content. `inside`: it
         begins within the reasoning."""
-        tools = None if use is None or use.choice == "none" else self.tools
+        callable_ = None if use is None or use.choice == "none" else use
+        tools = None if callable_ is None else self.tools
+        new_id = random_id if tools is None else tools.new_id
+        if HARMONY is self.tools or HARMONY_ANALYSIS is self.reasoning:
+            return AnswerReader(partial(read_harmony, inside=inside), callable_, new_id)
         if tools is None and self.reasoning is None:
             return None
         read = partial(read_marked, reasoning=self.reasoning, tools=tools, inside=inside)
-        return AnswerReader(read, use, random_id if tools is None else tools.new_id)
+        return AnswerReader(read, callable_, new_id)
 
 
 @lru_cache(64)
 def choose_format(template: str, parsers: AnswerParsers) -> AnswerFormat:
     """The format of a model with this chat template, which is empty if it has none."""
-    tools = _tools_of(template) if parsers.tools == AUTO else TOOL_FORMATS.get(parsers.tools)
-    if parsers.reasoning == AUTO:
-        return AnswerFormat(tools, _reasoning_of(template), "enable_thinking" in template)
-    reasoning = REASONING_FORMATS.get(parsers.reasoning)
-    return AnswerFormat(tools, reasoning, reasoning is not None and not reasoning.optional)
+    tools = TOOL_FORMATS.get(parsers.tools)
+    if parsers.tools == AUTO and "tools" in template:
+        tools = _written(template, _TOOL_MARKS)
+    if parsers.reasoning != AUTO:
+        reasoning = REASONING_FORMATS.get(parsers.reasoning)
+        return AnswerFormat(tools, reasoning, reasoning is not None and not reasoning.optional)
+    reasoning = _written(template, _REASONING_MARKS)
+    reasons = reasoning is HARMONY_ANALYSIS or (reasoning is THINK and "enable_thinking" in template)
+    return AnswerFormat(tools, reasoning, reasons)
 
 
-def _tools_of(template: str) -> ToolFormat | None:
-    if "tools" not in template:
-        return None
-    return HERMES if "<tool_call>" in template else None
+def _written(template: str, marks: Sequence[tuple[tuple[str, ...], F]]) -> F | None:
+    """The first format all of whose marks a template has in it."""
+    return next((form for texts, form in marks if all(text in template for text in texts)), None)
 
 
-def _reasoning_of(template: str) -> ReasoningFormat | None:
-    return THINK if "</think>" in template else None
+_TOOL_MARKS: Sequence[tuple[tuple[str, ...], ToolFormat]] = (
+    (("<|channel|>", "<|message|>"), HARMONY),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
+    (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
+    (("<start_function_call>",), FUNCTION_GEMMA),
+    (("<|tool_call>",), GEMMA_4),
+    (("<function=", "<parameter="), QWEN_3_CODER),
+    (("functools",), PHI_4_MINI),
+    (("<|tool_call|>", "<|/tool_call|>"), PHI_4_MINI),
+    (("<|tool_call|>",), GRANITE),
+    (("<tool_call>",), HERMES),
+    (("<|python_start|>",), LLAMA_4),
+    (("[func_name1(",), PYTHONIC),
+    (("<|python_tag|>",), LLAMA_3),
+    (("ipython", '"parameters"'), LLAMA_3),
+    (("```tool_code",), TOOL_CODE),
+)
+"""The texts by which a chat template shows which format its model was trained for, those of few models first."""
+
+_REASONING_MARKS: Sequence[tuple[tuple[str, ...], ReasoningFormat]] = (
+    (("<|channel|>", "analysis"), HARMONY_ANALYSIS),
+    (("<|channel>thought",), REASONING_FORMATS["gemma4"]),
+    (("[THINK]",), REASONING_FORMATS["mistral"]),
+    (("Here is my thought process",), REASONING_FORMATS["granite"]),
+    (("</think>",), THINK),
+)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ...core.request import Tool, ToolCallDelta, ToolUse
 from .answer_text import AnswerText, MalformedCall, Reading
+from .argument_types import argument_types
 
 
 class AnswerDelta(NamedTuple):
@@ -32,6 +33,7 @@ class CallWriter:
     def __init__(self, use: ToolUse | None, new_id: Callable[[], str], text: AnswerText) -> None:
         self.tools: Mapping[str, Tool] = {tool.name: tool for tool in use.tools} if use else {}
         self.longest_name = max(map(len, self.tools), default=0)
+        self._types: dict[str, Mapping[str, frozenset[str]]] = {}
         self._parallel = use is None or use.parallel
         self._new_id = new_id
         self._text = text
@@ -49,6 +51,12 @@ class CallWriter:
         if name not in self.tools:
             raise MalformedCall
         return name
+
+    def types(self, name: str) -> Mapping[str, frozenset[str]]:
+        """See `argument_types`, of a declared tool."""
+        if name not in self._types:
+            self._types[name] = argument_types(self.tools[name].parameters)
+        return self._types[name]
 
     def begin(self, name: str) -> None:
         """A call of a declared tool: what was held is no text from here on."""

@@ -22,6 +22,26 @@ class MalformedCall(Exception):
     """What is read is no call that its format knows."""
 
 
+class ShortText:
+    """A text that is put together of pieces and not longer than `most` characters.
+
+    `add` raises MalformedCall: it is.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._pieces: list[str] = []
+
+    def add(self, piece: str) -> None:
+        self._left -= len(piece)
+        if self._left < 0:
+            raise MalformedCall
+        self._pieces.append(piece)
+
+    def __str__(self) -> str:
+        return "".join(self._pieces)
+
+
 class Markers:
     """Texts that part an answer. None of them contains another; there may be none at all."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
-from .answer_text import AnswerText, MalformedCall, Markers, Reading, Sink
+from .answer_text import AnswerText, MalformedCall, Markers, Reading, ShortText, Sink
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[-+.\w]*")
@@ -122,17 +122,11 @@ def read_short(text: AnswerText, most: int) -> Reading[str]:
     Raises:
         MalformedCall: there is none, or it is longer.
     """
-    pieces: list[str] = []
-
-    def sink(piece: str) -> None:
-        pieces.append(piece)
-        if sum(map(len, pieces)) > most:
-            raise MalformedCall
-
     if not (yield from text.accept('"')):
         raise MalformedCall
-    yield from read_string(text, sink)
-    return str(json.loads(f'"{"".join(pieces)}"'))
+    string = ShortText(most)
+    yield from read_string(text, string.add)
+    return str(json.loads(f'"{string}"'))
 
 
 @cache

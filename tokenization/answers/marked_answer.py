@@ -11,11 +11,13 @@ _MOST_SPACES = 8
 
 
 class ReasoningFormat(NamedTuple):
-    """How a model writes its reasoning: between two texts. `optional`: unless it is asked to, the model does not."""
+    """How a model writes its reasoning: between two texts. `optional`: unless it is asked to, the model does not.
+    `content`: what the content begins with, if `end` alone does not begin it."""
 
     start: str
     end: str
     optional: bool = False
+    content: str = ""
 
 
 class ToolFormat(Protocol):

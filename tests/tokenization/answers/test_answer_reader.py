@@ -1,0 +1,182 @@
+"""Recorded answers of all formats, read in pieces of any length, and texts that nobody would write."""
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from charonia.core.request import Tool, ToolCallDelta, ToolUse
+from charonia.tokenization.answers.answer_formats import TOOL_FORMATS, AnswerParsers, choose_format
+from charonia.tokenization.answers.answer_reader import AnswerDelta, AnswerReader
+from charonia.tokenization.answers.answer_text import AnswerText
+
+NOW = ToolUse((Tool("now"),))
+
+
+def reader(parser: str, use: ToolUse, reasoning: str = "none", inside: bool = False) -> AnswerReader:
+    made = choose_format("", AnswerParsers(parser, reasoning)).reader(use, inside)
+    assert made is not None
+    return made
+
+
+def read(reader: AnswerReader, pieces: Iterable[str]) -> list[AnswerDelta]:
+    return [*map(reader.push, pieces), reader.push("", last=True)]
+
+
+def joined(deltas: Iterable[AnswerDelta]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning and calls. Nobody is asked to take anything back: deltas only add, and name a call once."""
+    text, reasoning, calls = "", "", list[list[str]]()
+    for delta in deltas:
+        text += delta.text
+        reasoning += delta.reasoning
+        for call in delta.tool_calls:
+            if call.name:
+                assert call.id
+                assert call.index == len(calls)
+                calls.append([call.name, ""])
+            assert (call.index, bool(call.id)) == (len(calls) - 1, bool(call.name))
+            calls[-1][1] += call.arguments
+    return text, reasoning, [(name, arguments) for name, arguments in calls]
+
+
+def expected(answer: Any) -> tuple[str, str, list[tuple[str, str]]]:
+    return answer.content, answer.reasoning, [tuple(call) for call in answer.calls]
+
+
+def fresh(answer: Any, recorded: Any) -> AnswerReader:
+    return reader(answer.parser, recorded.USE, answer.reasoning_parser, answer.inside)
+
+
+def test_a_recorded_answer_is_read_at_once_and_by_characters(answer: Any, recorded: Any) -> None:
+    assert joined(read(fresh(answer, recorded), [answer.text])) == expected(answer)
+    assert joined(read(fresh(answer, recorded), answer.text)) == expected(answer)
+
+
+@settings(max_examples=250)
+@given(data=st.data())
+def test_a_recorded_answer_is_read_the_same_however_it_is_split(recorded: Any, data: st.DataObject) -> None:
+    answer = data.draw(st.sampled_from(recorded.ANSWERS))
+    cuts = data.draw(st.lists(st.integers(0, len(answer.text)), max_size=12).map(sorted))
+    pieces = [answer.text[begin:end] for begin, end in pairwise([0, *cuts, len(answer.text)])]
+    assert joined(read(fresh(answer, recorded), pieces)) == expected(answer)
+
+
+def test_arguments_of_well_formed_answers_are_json_of_the_schema_s_types(recorded: Any) -> None:
+    for answer in recorded.WELL_FORMED:
+        for call in answer.calls:
+            assert isinstance(json.loads(call.arguments), dict)
+
+
+def test_every_format_has_recorded_answers(recorded: Any) -> None:
+    assert {answer.parser for answer in recorded.ANSWERS} | {"llama4_json"} == {*TOOL_FORMATS, "none"}
+
+
+ALPHABET = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "now", "arguments": ', '"name"', "now", "[", "]"),
+    *("{", "}", '"', ":", ",", "\\", "u00e9", " ", "\n", "1", "true", "a", "é", "<function=now>", "</function>", "<"),
+    *("<parameter=a>", "</parameter>", "[TOOL_CALLS]", "[ARGS]", "call:now{", "<escape>", "now(", "a=", "'", ")"),
+    *("<|channel|>", "analysis", "<|message|>", "<|end|>", " to=functions.now", "<|call|>", "<|tool_call|>", "<tool_"),
+]
+
+
+@settings(max_examples=400)
+@given(
+    parser=st.sampled_from(sorted(TOOL_FORMATS)), parts=st.lists(st.sampled_from(ALPHABET), max_size=25), data=st.data()
+)
+def test_any_text_is_read_without_an_error_and_the_same_in_any_pieces(
+    parser: str, parts: list[str], data: st.DataObject
+) -> None:
+    text = "".join(parts)
+    cut = data.draw(st.integers(0, len(text)))
+    reasoning = "openai_gptoss" if parser == "openai" else "qwen3"
+    whole = joined(read(reader(parser, NOW, reasoning), [text]))
+    assert joined(read(reader(parser, NOW, reasoning), text)) == whole
+    assert joined(read(reader(parser, NOW, reasoning), [text[:cut], text[cut:]])) == whole
+
+
+def test_what_can_be_shown_is_shown_at_once() -> None:
+    reading = reader("hermes", NOW)
+    assert reading.push("a <b> <tool") == AnswerDelta("a <b> ")
+    assert reading.push("s>") == AnswerDelta("<tools>")
+    assert reading.push('<tool_call>{"name": "now", "arguments": ') == AnswerDelta()
+    [begun] = reading.push('{"a": "x').tool_calls
+    assert (begun.index, begun.name, begun.arguments) == (0, "now", '{"a": "x')
+    assert reading.push("yz").tool_calls == (ToolCallDelta(0, arguments="yz"),)
+
+
+def test_calls_have_ids_of_their_own_as_their_format_has_them() -> None:
+    [first, second] = read(reader("mistral", NOW), ["[TOOL_CALLS]now{}[TOOL_CALLS]now{}"])[0].tool_calls
+    assert all(re.fullmatch("[0-9a-z]{9}", call.id) for call in (first, second))
+    assert first.id != second.id
+    [call] = read(reader("jamba", NOW), ['<tool_calls>[{"name":"now"}]'])[0].tool_calls
+    assert re.fullmatch("call_[0-9a-f]{24}", call.id)
+
+
+def test_an_answer_of_one_call_is_over_with_it() -> None:
+    one = ToolUse(NOW.tools, parallel=False)
+    for parser, text in (("hermes", '<tool_call>{"name":"now"}</tool_call>x'), ("pythonic", "[now(), now()]")):
+        reading = reader(parser, one)
+        assert joined(read(reading, text)) == ("", "", [("now", "{}")])
+        assert reading.over
+
+
+HOSTILE = {
+    "half markers": ("hermes", "<tool_cal"),
+    "calls of nobody": ("hermes", '<tool_call>{"name": "nobody"'),
+    "brackets": ("hermes", "<tool_call>[["),
+    "spaces": ("hermes", "<tool_call> \n"),
+    "escapes": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\\\\\u12'),
+    "nested": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [[[['),
+    "long number": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1111'),
+    "values": ("qwen3_coder", "<function=now><parameter=a>\n</param"),
+    "names": ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "x" * 20),
+    "headers": ("openai", "<|channel|>commentary to=functions."),
+    "python": ("pythonic", "[now(a=[[[("),
+    "gemma": ("gemma4", "<|tool_call>call:now{a:{a:{"),
+}
+
+
+@pytest.mark.parametrize(("parser", "part"), HOSTILE.values(), ids=list(HOSTILE))
+@pytest.mark.parametrize("size", [1, 1 << 30])
+def test_a_character_costs_the_same_in_long_answers(
+    parser: str, part: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(length: int) -> float:
+        first, text = part, (part[-12:] * (length // 12))[:length]
+        counted.clear()
+        whole = first + text
+        read(reader(parser, NOW), (whole[at : at + size] for at in range(0, len(whole), size)))
+        return sum(counted) / len(whole)
+
+    counted: list[int] = []
+    count_characters(monkeypatch, counted)
+    short, long = cost(1_000), cost(8_000)
+    assert long < 1.2 * short + 1
+    assert long < 200
+
+
+def count_characters(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
+    """Note how many characters each step looks at or copies."""
+    feed, search, match = AnswerText.feed, AnswerText._search, AnswerText._match
+
+    def counting_feed(self: AnswerText, piece: str) -> None:
+        feed(self, piece)
+        counted.append(len(self._text))
+
+    def counting_search(self: AnswerText, pattern: re.Pattern[str]) -> Any:
+        found = search(self, pattern)
+        counted.append((found.end() if found else len(self._text)) - self._at)
+        return found
+
+    def counting_match(self: AnswerText, *given: Any) -> int:
+        end = match(self, *given)
+        counted.append(end - self._at + 1)
+        return end
+
+    for name, counting in (("feed", counting_feed), ("_search", counting_search), ("_match", counting_match)):
+        monkeypatch.setattr(AnswerText, name, counting)

@@ -1,0 +1,106 @@
+"""Answers in gpt-oss's harmony: messages in channels. https://github.com/openai/harmony
+
+The channel analysis is reasoning; a message to a function is a call; what else is said is content.
+"""
+
+import re
+
+from .answer_reader import AnswerReader, CallWriter
+from .answer_text import AnswerText, MalformedCall, Markers, Reading, ShortText
+from .literals import read_value
+from .marked_answer import random_id
+
+START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
+_RETURN, _CONSTRAIN = "<|return|>", "<|constrain|>"
+MARKERS = (START, CHANNEL, MESSAGE, END, CALL, _RETURN, _CONSTRAIN)
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+FUNCTIONS = "functions."
+
+_TO = " to="
+_HEADERS = Markers((START, CHANNEL))
+_HEADER_ENDS = Markers((MESSAGE, END, CALL, _RETURN))
+_BODY_ENDS = Markers((END, CALL, _RETURN, START))
+_LONGEST_HEADER = 256
+_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class HarmonyCalls:
+    """Messages to functions, as a `ToolFormat`; `read_harmony` reads them with all else."""
+
+    starts = openings = ()
+    markers = MARKERS
+
+    def new_id(self) -> str:
+        return random_id()
+
+    def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
+        raise MalformedCall
+
+
+def read_harmony(answer: AnswerReader, inside: bool) -> Reading[None]:
+    """Read an answer, whose prompt has begun the first message's header. `inside`: and all of it, of an analysis."""
+    text, mark = answer.text, ""
+    if inside:
+        mark = yield from _read_analysis(answer)
+    else:
+        mark = yield from text.accept(CHANNEL, _TO, START)
+    while True:
+        if mark not in (CHANNEL, _TO, START):
+            mark = yield from text.find(_HEADERS, answer.show)
+            if not mark:
+                return
+        text.hold(mark)
+        try:
+            header = mark + (yield from _read_header(answer))
+            text.release()
+            mark = yield from _read_message(answer, header)
+        except MalformedCall:
+            answer.show(text.release())
+            mark = ""
+
+
+def _read_header(answer: AnswerReader) -> Reading[str]:
+    """The rest of a header.
+
+    Raises:
+        MalformedCall: it has no end, or none that is near.
+    """
+    header = ShortText(_LONGEST_HEADER)
+    if (yield from answer.text.find(_HEADER_ENDS, header.add)) != MESSAGE:
+        raise MalformedCall
+    return str(header)
+
+
+def _read_message(answer: AnswerReader, header: str) -> Reading[str]:
+    """Read what a message says, up to the marker behind it, which is returned."""
+    recipient = _RECIPIENT.search(header)
+    name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
+    if name in answer.calls.tools:
+        yield from _read_call(answer, name)
+    elif not recipient and _ANALYSIS.search(header):
+        return (yield from _read_analysis(answer))
+    return (yield from answer.text.find(_BODY_ENDS, answer.show))
+
+
+def _read_analysis(answer: AnswerReader) -> Reading[str]:
+    answer.thinking = True
+    mark = yield from answer.text.find(_BODY_ENDS, answer.think)
+    answer.thinking = False
+    return mark
+
+
+def _read_call(answer: AnswerReader, name: str) -> Reading[None]:
+    text, calls = answer.text, answer.calls
+    yield from text.spaces()
+    following = yield from text.peek()
+    if following not in ("{", "<"):
+        return
+    calls.begin(name)
+    if following == "{":
+        yield from read_value(text, calls.write)
+    else:
+        calls.write("{}")
+    calls.end()
+    yield from text.spaces()
+    text.release()

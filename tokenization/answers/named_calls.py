@@ -1,0 +1,98 @@
+"""Calls as a name and JSON behind it: newer Mistral, DeepSeek, Kimi."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .answer_reader import CallWriter
+from .answer_text import AnswerText, MalformedCall, Reading
+from .json_calls import JsonCalls
+from .literals import read_value
+from .marked_answer import random_id
+
+_NAME = re.compile(r"[^\s\[\]{}()<>|=,\"'`｜]*")
+_ID = re.compile(r"[\w:.-]*")
+_LONGEST_ID = 64
+_MARKER = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
+
+
+def read_name(text: AnswerText, calls: CallWriter) -> Reading[str]:
+    """The name of a declared tool that comes next.
+
+    Raises:
+        MalformedCall: none does.
+    """
+    name = calls.declared((yield from text.look(_NAME, calls.longest_name + 1)))
+    return text.skip(len(name))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCalls:
+    """Calls behind `start`, each between `begin` and `end` if it has these, all of them before `close`.
+
+    A call is `prefix`, the name, an id behind `before_id` that is left out, `before_arguments`, the arguments, `fence`.
+    `lists`: calls may also be JSON objects, in a list or alone. `separator`: between two calls.
+    """
+
+    start: str
+    begin: str = ""
+    prefix: str = ""
+    before_arguments: str = ""
+    before_id: str = ""
+    fence: str = ""
+    end: str = ""
+    close: str = ""
+    separator: str = ""
+    lists: bool = False
+    new_id: Callable[[], str] = field(default=random_id)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.start,)
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        words = self.start, self.begin, self.prefix, self.before_id, self.before_arguments, self.end, self.close
+        return tuple(part for word in words for part in _MARKER.findall(word))
+
+    def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
+        yield from text.spaces()
+        if self.lists and (yield from text.peek()) in ("[", "{"):
+            yield from JsonCalls().read(text, calls, start)
+            return
+        while True:
+            if self.begin and not (yield from text.accept(self.begin)):
+                raise MalformedCall
+            yield from self._read_call(text, calls)
+            yield from text.spaces()
+            if not self.begin:
+                return
+            if self.close and (yield from text.accept(self.close)):
+                return
+            if (yield from text.peek(len(self.begin))) != self.begin:
+                return
+
+    def _read_call(self, text: AnswerText, calls: CallWriter) -> Reading[None]:
+        yield from text.spaces()
+        if self.prefix:
+            yield from text.accept(self.prefix)
+        name = yield from read_name(text, calls)
+        if self.before_id and (yield from text.accept(self.before_id)):
+            text.skip(len((yield from text.look(_ID, _LONGEST_ID))))
+        yield from text.spaces()
+        if self.before_arguments:
+            yield from text.accept(self.before_arguments.strip())
+            yield from text.spaces()
+        if (yield from text.peek()) != "{":
+            raise MalformedCall
+        calls.begin(name)
+        yield from read_value(text, calls.write)
+        calls.end()
+        for word in (self.fence, self.end):
+            if word:
+                yield from text.spaces()
+                yield from text.accept(word.strip())

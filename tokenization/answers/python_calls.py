@@ -1,0 +1,85 @@
+"""Calls as Python's: Llama 3.2 and 4, Gemma's tool code."""
+
+import json
+import re
+from dataclasses import dataclass
+
+from .answer_reader import CallWriter
+from .answer_text import AnswerText, MalformedCall, Reading
+from .literals import PYTHON, read_value
+from .marked_answer import random_id
+from .named_calls import read_name
+
+_KEYWORD = re.compile(r"\w*[ ]*=?")
+_LONGEST_KEYWORD = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """Calls with keyword arguments in a list, behind one of `starts` or `openings`, with an `end` that may be missing.
+    `bare`: on lines of their own instead."""
+
+    starts: tuple[str, ...] = ()
+    openings: tuple[str, ...] = ()
+    end: str = ""
+    bare: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(filter(None, (*self.starts, self.end)))
+
+    def new_id(self) -> str:
+        return random_id()
+
+    def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
+        yield from text.spaces()
+        listed = start == "[" or (yield from text.accept("["))
+        if not listed and not self.bare:
+            raise MalformedCall
+        while True:
+            yield from text.spaces()
+            yield from _read_call(text, calls)
+            yield from text.spaces()
+            if listed:
+                if (yield from text.accept("]")):
+                    break
+                if not (yield from text.accept(",")):
+                    raise MalformedCall
+            elif (yield from text.peek(len(self.end))) == self.end or not (yield from text.peek()):
+                break
+        if self.end:
+            yield from text.spaces()
+            yield from text.accept(self.end)
+
+
+def _read_call(text: AnswerText, calls: CallWriter) -> Reading[None]:
+    name = yield from read_name(text, calls)
+    if not (yield from text.accept("(")):
+        raise MalformedCall
+    keyword = yield from _read_keyword(text)
+    calls.begin(name)
+    calls.write("{")
+    while keyword:
+        calls.write(f"{json.dumps(keyword, ensure_ascii=False)}: ")
+        yield from text.spaces()
+        yield from read_value(text, calls.write, PYTHON)
+        yield from text.spaces()
+        if not (mark := (yield from text.accept(",", ")"))):
+            raise MalformedCall
+        if mark == ")":
+            break
+        keyword = yield from _read_keyword(text)
+        calls.write(", " if keyword else "")
+    calls.write("}")
+    calls.end()
+
+
+def _read_keyword(text: AnswerText) -> Reading[str]:
+    """The name of the argument that comes next, with its sign of equality; nothing at the end of the call."""
+    yield from text.spaces()
+    if (yield from text.accept(")")):
+        return ""
+    keyword = yield from text.look(_KEYWORD, _LONGEST_KEYWORD)
+    if not keyword.endswith("=") or len(keyword) == 1:
+        raise MalformedCall
+    return text.skip(len(keyword)).removesuffix("=").rstrip()

@@ -1,0 +1,112 @@
+"""Calls as tags, an element for each argument: Qwen 3 Coder and its kin.
+
+Values are text without a type; the tool's schema says what they are.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .answer_reader import CallWriter
+from .answer_text import AnswerText, MalformedCall, Markers, Reading, Sink
+from .argument_types import typed_argument
+from .literals import quoted
+from .marked_answer import random_id
+from .named_calls import read_name
+
+_KEY = re.compile(r"[^<>\n]*>?")
+_LONGEST_KEY = 256
+_VALUE_END = "</parameter>"
+_VALUE_ENDS = Markers((_VALUE_END,))
+_FUNCTION, _FUNCTION_END, _PARAMETER = "<function=", "</function>", "<parameter="
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls:
+    """`<function=NAME>`, `<parameter=KEY>`, the value on lines of its own, `</parameter>`, `</function>`, all of it
+    between `start` and `end`, which models leave out at times."""
+
+    start: str = "<tool_call>"
+    end: str = "</tool_call>"
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.start, _FUNCTION)
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.start, self.end)
+
+    def new_id(self) -> str:
+        return random_id()
+
+    def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
+        yield from text.spaces()
+        if start != _FUNCTION and not (yield from text.accept(_FUNCTION)):
+            raise MalformedCall
+        while True:
+            yield from self._read_function(text, calls)
+            yield from text.spaces()
+            if not (yield from text.accept(_FUNCTION)):
+                break
+        yield from text.accept(self.end)
+
+    def _read_function(self, text: AnswerText, calls: CallWriter) -> Reading[None]:
+        name = yield from read_name(text, calls)
+        if not (yield from text.accept(">")):
+            raise MalformedCall
+        yield from text.spaces()
+        mark = yield from text.accept(_PARAMETER, _FUNCTION_END)
+        if not mark:
+            raise MalformedCall
+        calls.begin(name)
+        calls.write("{")
+        types = calls.types(name)
+        while mark == _PARAMETER:
+            yield from _read_parameter(text, calls.write, types)
+            yield from text.spaces()
+            mark = yield from text.accept(_PARAMETER, _FUNCTION_END)
+            if mark == _PARAMETER:
+                calls.write(", ")
+            elif not mark and (yield from text.peek(len(self.end))) != self.end:
+                raise MalformedCall
+        calls.write("}")
+        calls.end()
+
+
+def _read_parameter(text: AnswerText, sink: Sink, types: Mapping[str, frozenset[str]]) -> Reading[None]:
+    key = yield from text.look(_KEY, _LONGEST_KEY)
+    if not key.endswith(">"):
+        raise MalformedCall
+    key = text.skip(len(key)).removesuffix(">")
+    sink(f"{json.dumps(key, ensure_ascii=False)}: ")
+    yield from text.accept("\n")
+    kinds = types.get(key, frozenset())
+    if kinds == {"string"}:
+        yield from _read_string(text, sink)
+        return
+    pieces: list[str] = []
+    if not (yield from text.find(_VALUE_ENDS, pieces.append)):
+        raise MalformedCall
+    sink(typed_argument("".join(pieces).removesuffix("\n"), kinds))
+
+
+def _read_string(text: AnswerText, sink: Sink) -> Reading[None]:
+    """A text up to its end tag, without the line break before that."""
+    waiting = ""
+
+    def write(piece: str) -> None:
+        nonlocal waiting
+        piece = waiting + piece
+        waiting = "\n" if piece.endswith("\n") else ""
+        sink(quoted(piece.removesuffix("\n")))
+
+    sink('"')
+    if not (yield from text.find(_VALUE_ENDS, write)):
+        raise MalformedCall
+    sink('"')
