@@ -41,13 +41,27 @@ class Keyring:
             return ANONYMOUS
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise Unauthenticated("no API key: send it as 'Authorization: Bearer <key>'")
-        shown, found = _digest(authorization[len(_SCHEME) :].strip()), None
+        shown, found = _digest(_key_of(authorization)), None
         for digest, tenant in self._tenants:
             if hmac.compare_digest(digest, shown):
                 found = tenant
         if found is None:
             raise Unauthenticated("incorrect API key")
         return found
+
+
+def bearer(key: str) -> str:
+    """The `authorization` header that has a key."""
+    return f"Bearer {key}"
+
+
+def same_key(authorization: str, key: str) -> bool:
+    """Whether an `authorization` header has `key`, compared as slowly as any other."""
+    return hmac.compare_digest(_digest(_key_of(authorization)), _digest(key.strip()))
+
+
+def _key_of(authorization: str) -> str:
+    return authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else authorization
 
 
 def load_keyring(given: Sequence[str] = (), file: Path | None = None) -> Keyring:

@@ -24,12 +24,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shutdown_error
 from ..core.gateway import Gateway
 from ..telemetry.shared_state import ServerGateway
+from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
 from .batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
 from .batches.runner import BatchRunner
 from .http.access import AccessMiddleware, HttpRules
 from .http.connection import ClientDisconnected, EventStreamResponse
-from .http.error_responses import error_response, is_openai_path, json_response
+from .http.error_responses import (
+    anthropic_error_body,
+    error_response,
+    is_anthropic_path,
+    is_openai_path,
+    json_response,
+)
 from .http.request_context import WARNING_HEADER, RequestContextMiddleware, record_error, warning_headers
 from .http.request_cycle import add_response_header, response_started
 from .metadata import ServerInfo
@@ -64,6 +71,7 @@ _ENDPOINTS = {
     "health": "/health, /v2/health/live, /v2/health/ready",
     "models": "/v1/models, POST /v2/repository/index",
     "openai": "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/rerank",
+    "anthropic": "/v1/messages, /v1/messages/count_tokens",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
     "batches": "/v1/files, /v1/batches",
     "tokens": "/tokenize, /detokenize",
@@ -119,6 +127,7 @@ def all_routes(
         *V2Endpoints(gateway, info, rules.forwarding).routes(),
         *OpenAIRoutes(gateway, info).routes(),
         *ResponsesRoutes(gateway, info).routes(),
+        *MessagesRoutes(gateway, info.max_input_size).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
         *BatchRoutes(gateway, batches).routes(),
         *_server_routes(gateway, info, metrics),
@@ -226,6 +235,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     record_error(request.scope, NotFound(error.detail))
     headers = dict(error.headers or {})  # of a wrong method: those that would be right
+    if is_anthropic_path(request.url.path):
+        missing = NotFound(f"{error.detail}: {request.method} {request.url.path}")
+        return json_response(anthropic_error_body(missing, error.status_code), error.status_code, headers)
     if not is_openai_path(request.url.path):
         return json_response({"error": error.detail}, error.status_code, headers)
     body = {"message": f"{error.detail}: {request.method} {request.url.path}", "type": "invalid_request_error"}

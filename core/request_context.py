@@ -48,6 +48,9 @@ QUEUE_FULL_ENDS = {limit: RequestEnd(Outcome.REJECTED, f"queue_full_{limit}") fo
 CANCELLED = RequestEnd(Outcome.CANCELLED)
 DONE = RequestEnd(Outcome.DONE)
 
+_MAX_WARNINGS = 64
+"""Warnings that are kept: a request may have thousands of reasons for one."""
+
 _MAX_CHILDREN = 128
 """Requests of a request's model that are in its trace: a stream through an ensemble has no end."""
 
@@ -202,7 +205,7 @@ class RequestContext:
 
     def warn(self, message: str) -> None:
         """Tell the client, once, unless the answer has begun."""
-        if message not in self.warnings:
+        if len(self.warnings) < _MAX_WARNINGS and message not in self.warnings:
             self.warnings.append(message)
 
     @property

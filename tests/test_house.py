@@ -49,7 +49,7 @@ INNER_FLOORS = {
         ".build",
         "vllm trtllm_layouts",
     ),
-    "api": ("http", "triton openai grpc", "batches", ".app"),
+    "api": ("http", "triton openai grpc", "anthropic batches", ".app"),
     "classic_backends": (
         "python_stub",
         "batching",

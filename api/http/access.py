@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError, InvalidArgument, Unauthenticated
-from ..api_keys import Keyring
+from ..api_keys import Keyring, bearer, same_key
 from ..header_rules import HeaderForwarding, RequiredHeader, restricted_api_of
 from ..size_limits import BODY_TIMEOUT
-from .error_responses import error_response, json_response, v2_error_body
+from .error_responses import anthropic_error_body, error_response, is_anthropic_path, json_response, v2_error_body
 from .request_context import record_error, record_tenant
 
 _OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
@@ -62,10 +62,7 @@ class AccessMiddleware:
         app = self._app
         try:
             if self._keys and not _OPEN.fullmatch(scope["path"]):
-                shown = _values(scope, b"authorization")
-                if len(shown) > 1:  # a proxy in front may have checked another one
-                    raise InvalidArgument(f"{len(shown)} Authorization headers: send one")
-                record_tenant(scope, self._keys.authenticate(shown[0] if shown else None))
+                record_tenant(scope, self._keys.authenticate(_shown_key(scope)))
         except CharoniaError as error:
             record_error(scope, error)
             app = error_response(error, scope["path"])
@@ -75,8 +72,23 @@ class AccessMiddleware:
             if required is not None and not required.matches(shown[0] if shown else None):
                 refusal = Unauthenticated(f"This API is restricted, expecting header '{required.key}'")
                 record_error(scope, refusal)
-                app = json_response(v2_error_body(refusal), 403)
+                is_anthropic = is_anthropic_path(scope["path"])
+                app = json_response(anthropic_error_body(refusal, 403) if is_anthropic else v2_error_body(refusal), 403)
         await app(scope, receive, send)
+
+
+def _shown_key(scope: Scope) -> str | None:
+    """What the request shows of a key, as an `authorization` header has it; on Anthropic's paths the header `x-api-key`
+    may. Raises `InvalidArgument` for several: a proxy in front may have checked another one than is taken here."""
+    shown = _values(scope, b"authorization")
+    if len(shown) > 1:
+        raise InvalidArgument(f"{len(shown)} Authorization headers: send one")
+    keys = _values(scope, b"x-api-key") if is_anthropic_path(scope["path"]) else []
+    if len(keys) > 1:
+        raise InvalidArgument(f"{len(keys)} x-api-key headers: send one")
+    if keys and shown and not same_key(shown[0], keys[0]):
+        raise InvalidArgument("the headers Authorization and x-api-key have different keys: send one")
+    return next(iter((*shown, *map(bearer, keys))), None)
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

@@ -169,11 +169,14 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
             async with aclosing(self._items), CancelOnDisconnect(receive):
                 first = await anext(self._items, None)
                 begin = b"" if first is None else await self._encode(first)
-                headers = [*self.raw_headers, *warning_headers(scope)]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send(self._start(scope))
                 if begin:
                     await send(_part(begin))
                 await send(_part(await self._send_rest(scope, send), more=False))
+
+    def _start(self, scope: Scope) -> Message:
+        headers = [*self.raw_headers, *warning_headers(scope)]
+        return {"type": "http.response.start", "status": 200, "headers": headers}
 
     async def _encode(self, item: T) -> bytes:
         body = self._encoder.encode_item(item)
@@ -187,16 +190,20 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
                 if body:
                     await send(_part(body))
             return self._encoder.encode_end()
-        except CharoniaError as error:
+        except (Exception, asyncio.CancelledError) as error:
+            return self._error_events(scope, error)
+
+    def _error_events(self, scope: Scope, error: BaseException) -> bytes:
+        """The events that tell of what ended the stream; called where it is handled. Raises it if the client left."""
+        if isinstance(error, CharoniaError):
             return self._encoder.encode_error(error)
-        except asyncio.CancelledError as cancelled:
-            if (exiting := shutdown_error(cancelled)) is None:
-                raise
+        if isinstance(error, asyncio.CancelledError):
+            if (exiting := shutdown_error(error)) is None:
+                raise error
             record_error(scope, exiting)
             return self._encoder.encode_error(exiting)
-        except Exception:
-            log.exception("a stream broke off")
-            return self._encoder.encode_error(INTERNAL_SERVER_ERROR)
+        log.exception("a stream broke off", exc_info=error)
+        return self._encoder.encode_error(INTERNAL_SERVER_ERROR)
 
 
 def _part(body: bytes, more: bool = True) -> Message:

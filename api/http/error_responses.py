@@ -25,6 +25,14 @@ _STATUS = {
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
 _OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
+_ANTHROPIC_TYPE = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
 INTERNAL_SERVER_ERROR = Internal("Internal Server Error")
 
 
@@ -65,6 +73,22 @@ def openai_error_body(error: CharoniaError) -> dict[str, Any]:
     return {"error": {"message": printable(error.message), "type": kind, "param": error.field, "code": code}}
 
 
+def anthropic_error_body(error: CharoniaError, status: int | None = None) -> dict[str, Any]:
+    """The body of an error on Anthropic's paths; `status`: where it is not the error's own."""
+    # Clients that shorten conversations by themselves know these words.
+    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message
+    status = status or status_of(error)
+    kind = _ANTHROPIC_TYPE.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": printable(message)}}
+
+
+def error_body(error: CharoniaError, path: str) -> dict[str, Any]:
+    """The body of the response to a request to `path` that ended with `error`, in the form of its protocol."""
+    if is_anthropic_path(path):
+        return anthropic_error_body(error)
+    return openai_error_body(error) if is_openai_path(path) else v2_error_body(error)
+
+
 def printable(message: str) -> str:
     """The message as UTF-8 can have it: it may quote lone surrogates of the request."""
     return message.encode(errors="backslashreplace").decode()
@@ -87,10 +111,14 @@ def error_response(error: CharoniaError, path: str) -> Response:
         headers = {"connection": "close"}
     elif isinstance(error, ApiError):
         headers = {"x-should-retry": "false"}  # OpenAI's package would ask again after 409 and 5xx, to no avail
-    body = openai_error_body(error) if is_openai_path(path) else v2_error_body(error)
-    return json_response(body, status_of(error), headers)
+    return json_response(error_body(error, path), status_of(error), headers)
 
 
 def is_openai_path(path: str) -> bool:
-    """Whether errors on `path` have OpenAI's form, and not v2's."""
+    """Whether errors on `path` have OpenAI's form or Anthropic's, and not v2's."""
     return path.startswith(("/v1/", "/tokenize", "/detokenize"))
+
+
+def is_anthropic_path(path: str) -> bool:
+    """Whether `path` is of Anthropic's API, with its form of errors and its header for keys."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")

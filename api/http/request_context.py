@@ -13,7 +13,7 @@ from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.request_context import RequestContext
 from ..api_keys import ANONYMOUS, Tenant
-from .error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path
+from .error_responses import INTERNAL_SERVER_ERROR, error_response, is_anthropic_path, is_openai_path
 from .request_cycle import add_response_header
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ _ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "responses",
     "/v1/responses/input_tokens": "tokenize",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "tokenize",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
     "/tokenize": "tokenize",
@@ -30,6 +32,7 @@ _ENDPOINTS = {
 }
 _CONTEXT = "charonia.context"
 _ID_HEADER = b"x-request-id"
+_ANTHROPIC_ID_HEADER = b"request-id"
 _REQUEST_ID = "charonia.request_id"
 _TENANT = "charonia.tenant"
 WARNING_HEADER = "x-charonia-warning"
@@ -144,6 +147,8 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
             return send
         given = uuid4().hex.encode()
     scope[_REQUEST_ID] = given
+    if is_anthropic_path(scope["path"]):
+        send = add_response_header(scope, send, _ANTHROPIC_ID_HEADER, given)
     return add_response_header(scope, send, _ID_HEADER, given)
 
 

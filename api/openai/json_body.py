@@ -42,6 +42,7 @@ _LONG_TEXT_FIELDS = frozenset(
         "prompt",
         "input",
         "instructions",
+        "system",
         "query",
         "chat_template",
         "guided_decoding_guide",

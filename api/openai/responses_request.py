@@ -13,6 +13,7 @@ from .json_body import IGNORED_FIELDS, NoOpValues, convert_fields, reject_unsupp
 from .request_parsing import CHAT_FIELDS, ParsedCompletion, parse_chat
 from .responses_input import InputMessages, JsonObject, read_input
 from .schemas import StreamOptions
+from .translated_chat import FieldNames
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -89,24 +90,6 @@ _OF_CHAT = CHAT_FIELDS - {
     "include_reasoning",
 }
 """Fields that are a chat's as they are, vLLM's extra parameters among them."""
-
-
-class FieldNames:
-    """Names of a chat body's fields, as the body that it was made of calls them."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        # The longest first: what is in a field may come from another place than the rest of it.
-        self._names = sorted(names.items(), key=lambda pair: -len(pair[0]))
-
-    def rename(self, error: CharoniaError) -> None:
-        """Let an error name the field that the client sent."""
-        path = error.field or ""
-        for name, here in self._names:
-            if path == name or path.startswith((f"{name}.", f"{name}[")):
-                error.field = here + path.removeprefix(name)
-                error.message = error.message.replace(path, error.field).replace(name, here, 1)
-                error.args = (error.message,)
-                return
 
 
 class ParsedResponses(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from contextlib import aclosing
 
 import orjson
@@ -13,9 +13,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, NotFound
-from ...core.gateway import Gateway, ModelHandle, ResponseStream
+from ...core.gateway import Gateway
 from ...core.request import GenerateChunk, TokenizeRequest
-from ...core.request_context import RequestContext
 from ..http.connection import CancelOnDisconnect, EventStreamResponse
 from ..http.error_responses import json_response
 from ..http.request_context import context_of, request_id_of
@@ -23,8 +22,8 @@ from ..metadata import ServerInfo
 from .json_body import model_field, read_members
 from .responses_input import JsonObject
 from .responses_output import ResponseOutput
-from .responses_request import FieldNames, ParsedResponses, parse_responses
-from .tensor_models import generate_from_tensors, read_tensor_request
+from .responses_request import parse_responses
+from .translated_chat import answer_chat
 
 
 class ResponsesRoutes:
@@ -48,7 +47,7 @@ class ResponsesRoutes:
         asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
         with model_field():
             model = self._gateway.acquire(context, asked.chat.response.model)
-        chunks = _named_errors(_answer(model, asked, context), asked.names)
+        chunks = answer_chat(model, asked.chat, asked.names, context)
         echo = asked.echo | {"model": model.config.name}
         output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs)
         for warning in asked.warnings:
@@ -95,26 +94,3 @@ class ResponseEvents:
 
 def _encode(events: Iterable[JsonObject]) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
-
-
-def _answer(model: ModelHandle, asked: ParsedResponses, context: RequestContext) -> ResponseStream[GenerateChunk]:
-    if model.config.openai_api:
-        try:
-            return generate_from_tensors(model, read_tensor_request(model.config, "chat", asked.chat), context)
-        except CharoniaError as error:
-            asked.names.rename(error)
-            raise
-    return model.generate(asked.chat.requests[0])
-
-
-async def _named_errors(
-    chunks: ResponseStream[GenerateChunk], names: FieldNames
-) -> AsyncGenerator[GenerateChunk, None]:
-    """The chunks of an answer, whose errors name the fields that the client sent."""
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                yield chunk
-        except CharoniaError as error:
-            names.rename(error)
-            raise

@@ -135,7 +135,9 @@ def prompt_tokens_to_keep(asked: SamplingParams, length: int) -> int | None:
 
 def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     asked = request.sampling.max_tokens
-    new = max(1, length - prompt) if asked is None else asked
+    fitting = max(1, length - prompt)
+    new = fitting if asked is None else asked
+    new = min(new, fitting) if request.cut_max_tokens else new
     if prompt + new > length:
         prompt_field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
         field = "max_tokens" if prompt < length else prompt_field

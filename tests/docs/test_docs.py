@@ -16,6 +16,7 @@ from google.protobuf import text_format
 from prometheus_client import CollectorRegistry
 from tritonclient.grpc import model_config_pb2
 
+from charonia.api.anthropic import messages_request
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.openai import chat_messages, json_body, responses_request, schemas
@@ -36,6 +37,7 @@ PAGES = (
     "batches.md",
     "clients.md",
     "responses.md",
+    "messages.md",
     "pipelines.md",
     "repositories.md",
     "tools-and-reasoning.md",
@@ -284,6 +286,15 @@ def test_every_field_of_a_response_stands_there(page: Any, codes: Any) -> None:
     fields = {*responses_request.ResponsesBody.__struct_fields__, *responses_request.IGNORED}
     assert sorted(fields - told) == [], "say in docs/responses.md, 'The body', what they do"
     assert {*responses_request.NO_OP_VALUES} - {"n"} <= told
+
+
+def test_every_field_of_a_message_stands_there(page: Any, codes: Any) -> None:
+    told = set(codes(page("messages.md").section("The body")))
+    fields = {*messages_request.MessagesBody.__struct_fields__, *messages_request.MessageTool.__struct_fields__} - {
+        "type"
+    }
+    known = fields | messages_request.IGNORED | messages_request.NO_OP_VALUES.keys()
+    assert sorted(known - told) == [], "say in docs/messages.md, 'The body', what they do"
 
 
 def test_every_output_stands_there(page: Any) -> None:

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -45,11 +46,27 @@ def test_keys_over_tls(serve: Any, tokenizer_only: Path, certificate: Path, tmp_
             _a_page_may_ask(client)
             cached = [_cached(client, key) for key in ("k-alpha", "k-alpha", "k-beta")]
             _the_sdk_understands(server.url, client)
+            _anthropics_sdk_understands(server.url, trusting)
         assert _half_a_body(server.address, trusting).startswith(b"HTTP/1.1 408 ")
         assert cached == [0, 32, 0], "a tenant's cache is his own"
         assert "k-alpha" not in server.said
         scrape = httpx.get(server.metrics_url).text
         assert 'charonia_prompt_tokens_total{model="m",tenant="alpha",version="1"}' in scrape
+
+
+def _anthropics_sdk_understands(url: str, trusting: ssl.SSLContext) -> None:
+    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+    def count(key: str, **headers: str) -> int:
+        http = anthropic.DefaultHttpxClient(verify=trusting)
+        with anthropic.Anthropic(base_url=url, api_key=key, http_client=http, max_retries=0) as client:
+            return client.messages.count_tokens(**asked, extra_headers=headers).input_tokens
+
+    assert count("k-alpha") == count("k-alpha", **{"x-api-key": "k-alpha"}) > 0
+    with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
+        count("k-gamma")
+    with pytest.raises(anthropic.BadRequestError, match="different keys"):
+        count("k-beta", **{"x-api-key": "k-alpha"})
 
 
 def _half_a_body(address: tuple[str, int], trusting: ssl.SSLContext) -> bytes:

@@ -80,10 +80,12 @@ async def served(model: LlmModel) -> AsyncIterator[int]:
 
 
 PROMPT = {"input_ids": list(range(1, 40)), "max_tokens": 2000}
+HELLO = [{"role": "user", "content": "hello"}]
 DOORS = [
     ("/v2/models/m/generate_stream", PROMPT),
     ("/v2/models/m/generate", PROMPT),
     ("/v1/completions", {"model": "m", "prompt": PROMPT["input_ids"], "max_tokens": 2000}),
+    ("/v1/messages", {"model": "m", "messages": HELLO, "max_tokens": 2000, "stream": True}),
 ]
 
 

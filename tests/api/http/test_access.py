@@ -7,6 +7,7 @@ import pytest
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
+from charonia.api.header_rules import RequiredHeader
 from charonia.api.http.access import HttpRules, parse_allowed_origins
 from charonia.api.http.request_context import RequestContextMiddleware
 from charonia.api.metadata import ServerInfo
@@ -74,3 +75,43 @@ async def test_without_the_flag_nothing_stands_in_the_way(gateway: Any) -> None:
     async with client(gateway) as browser:
         assert (await browser.options("/v2", headers=asking(PAGE))).status_code == 401
         assert "access-control-allow-origin" not in (await browser.get("/v2/health/live", headers=asking(PAGE))).headers
+
+
+MESSAGE = {"model": "llm", "max_tokens": 5, "messages": CHAT["messages"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/messages", [("x-api-key", "secret")], 200),
+        ("/v1/messages/count_tokens", [("x-api-key", "secret")], 200),
+        ("/v1/messages", [("authorization", "Bearer secret")], 200),
+        ("/v1/messages", [("x-api-key", "secret"), ("authorization", "bearer  secret")], 200),
+        ("/v1/messages", [("x-api-key", "secret"), ("authorization", "Bearer other")], 400),
+        ("/v1/messages", [("x-api-key", "other"), ("authorization", "Bearer secret")], 400),
+        ("/v1/messages", [("x-api-key", "secret"), ("x-api-key", "secret")], 400),
+        ("/v1/messages", [("x-api-key", "other")], 401),
+        ("/v1/messages", [("x-api-key", "")], 401),
+        ("/v1/messages", [], 401),
+        ("/v1/chat/completions", [("x-api-key", "secret")], 401),
+    ],
+)
+async def test_anthropic_s_header_is_a_key_on_its_paths(
+    gateway: Any, path: str, headers: list[tuple[str, str]], status: int
+) -> None:
+    async with client(gateway) as asking:
+        answer = await asking.post(path, json=MESSAGE, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert gateway.contexts[0].tenant == ("alpha" if status == 200 else "")
+    kind = {200: None, 400: "invalid_request_error", 401: "authentication_error"}[status]
+    if path.startswith("/v1/messages") and kind:
+        assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
+
+
+async def test_a_restricted_endpoint_answers_in_anthropic_s_form(gateway: Any) -> None:
+    rules = HttpRules(required_headers={"inference": RequiredHeader("x-pass", "v")})
+    transport = httpx.ASGITransport(build_app(gateway, INFO, rules=rules))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as asking:
+        refused = await asking.post("/v1/messages", json=MESSAGE)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        assert (await asking.post("/v1/messages", json=MESSAGE, headers={"x-pass": "v"})).status_code == 200

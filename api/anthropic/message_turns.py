@@ -1,0 +1,207 @@
+"""The turns of a body of /v1/messages become the messages of a chat body.
+
+https://docs.anthropic.com/en/api/messages. Knows nothing of models and templates.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from ...core.errors import InvalidArgument
+from ...core.structured_outputs import json_text
+from ..openai.json_body import convert_fields, reject_unsupported, shortened
+
+JsonObject: TypeAlias = dict[str, Any]
+
+_BILLING = "x-anthropic-billing-header:"
+"""How a block of the system's begins that Claude Code changes with every request: it is not for the model, and would
+part every prompt from the prefix cache."""
+
+_FAILED = "Error: "
+"""Stands before the result of a call that has failed: chat templates have no other word for it."""
+
+
+class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: str
+    cache_control: Any = None
+
+
+class TextBlock(_Block, frozen=True, kw_only=True):
+    text: str
+    citations: Any = None
+
+
+class ThinkingBlock(_Block, frozen=True, kw_only=True):
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(_Block, frozen=True, kw_only=True):
+    data: str
+
+
+class ToolUseBlock(_Block, frozen=True, kw_only=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(_Block, frozen=True, kw_only=True):
+    tool_use_id: str
+    content: str | list[Any] | None = None
+    is_error: bool | None = None
+    toolset_name: None = None
+
+
+BlockKinds: TypeAlias = Mapping[str, type[_Block]]
+
+_TEXTS: BlockKinds = {"text": TextBlock}
+_BLOCKS: Mapping[str, BlockKinds] = {
+    "user": {**_TEXTS, "tool_result": ToolResultBlock},
+    "assistant": {
+        **_TEXTS,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+        "tool_use": ToolUseBlock,
+    },
+    "system": _TEXTS,
+}
+"""By the role of a turn: the blocks that it may have."""
+
+
+class _Turn:
+    """A message that is put together. `answers`: the call that it is the result of."""
+
+    def __init__(self, role: str, answers: str = "") -> None:
+        self.role = role
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[JsonObject] = []
+        self.answers = answers
+
+    def message(self) -> JsonObject:
+        """The message of a chat, without what it has not."""
+        made = {"role": self.role, "content": "\n".join(filter(None, self.texts)), "tool_calls": self.calls}
+        made |= {"reasoning": "\n".join(self.thoughts), "tool_call_id": self.answers}
+        return {name: value for name, value in made.items() if value or name == "content"}
+
+
+class ChatTurns:
+    """The messages that turns become, in order. Turns of one role that follow each other are one message, results of
+    calls are one each.
+
+    `origins`: by the path of a message, or of a part of it: the path of what it was made of. `warnings`: what was left
+    out.
+    """
+
+    def __init__(self) -> None:
+        self.origins: dict[str, str] = {}
+        self.warnings: list[str] = []
+        self._turns: list[_Turn] = []
+        self._called: set[str] = set()
+
+    def messages(self) -> list[JsonObject]:
+        return [turn.message() for turn in self._turns]
+
+    @property
+    def answerable(self) -> bool:
+        """Whether anybody but the system has said something."""
+        return any(turn.role != "system" for turn in self._turns)
+
+    def add_system(self, given: str | list[Any]) -> None:
+        """Add what the body's `system` says. Raises `InvalidArgument` for a block that is no text."""
+        texts = [given] if isinstance(given, str) else [block.text for block in _text_blocks(given, "system")]
+        said = [text for text in texts if text and not text.startswith(_BILLING)]
+        if said:
+            self._turn("system", "system").texts += said
+
+    def add_turn(self, members: Mapping[str, Any], where: str) -> None:
+        """Add one of the body's messages, which lies at `where`. Raises `InvalidArgument` for one that cannot be read;
+        `field` is its path."""
+        reject_unsupported(members, frozenset(("role", "content")), {}, f"{where}.")
+        role, content = members.get("role"), members.get("content")
+        if not isinstance(role, str) or role not in _BLOCKS:
+            raise InvalidArgument(f"{where}.role must be one of {', '.join(_BLOCKS)}", field=f"{where}.role")
+        if not isinstance(content, str | list):
+            message = f"{where}.content must be a string or a list of content blocks"
+            raise InvalidArgument(message, field=f"{where}.content")
+        if isinstance(content, str):
+            self._turn(role, where).texts.append(content)
+            return
+        for index, part in enumerate(content):
+            place = f"{where}.content[{index}]"
+            self._add_block(role, _block(part, _BLOCKS[role], place), where, place)
+
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message. Raises `InvalidArgument` if that can't be."""
+        last, origin = self._turns[-1], self.origins[f"messages[{len(self._turns) - 1}]"]
+        if last.role != "assistant":
+            return False
+        if last.calls:
+            raise InvalidArgument(f"{origin}: there is no tool_result after its tool_use", field=origin)
+        if not any(map(str.strip, last.texts)):
+            message = f"{origin}.content: there is no text for the answer to go on with"
+            raise InvalidArgument(message, field=f"{origin}.content")
+        return True
+
+    def _add_block(self, role: str, block: _Block, where: str, place: str) -> None:
+        """`where` and `place`: the paths of the turn and of the block."""
+        match block:
+            case TextBlock():
+                self._turn(role, where).texts.append(block.text)
+            case ThinkingBlock():
+                self._turn(role, where).thoughts.append(block.thinking)
+            case RedactedThinkingBlock():
+                self.warnings.append(f"{place}: redacted thinking cannot be read here, and is left out")
+            case ToolUseBlock():
+                self._add_call(block, where, place)
+            case ToolResultBlock():
+                self._add_result(block, place)
+
+    def _add_call(self, block: ToolUseBlock, where: str, place: str) -> None:
+        calls = self._turn("assistant", where).calls
+        path = f"messages[{len(self._turns) - 1}].tool_calls[{len(calls)}]"
+        self.origins |= {path: place, f"{path}.function": place}
+        arguments = json_text(block.input, f"{place}.input")
+        calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}})
+        self._called.add(block.id)
+
+    def _add_result(self, block: ToolResultBlock, place: str) -> None:
+        if block.tool_use_id not in self._called:
+            field = f"{place}.tool_use_id"
+            message = f"{field}: no message of the assistant before it has a tool_use {shortened(block.tool_use_id)}"
+            raise InvalidArgument(message, field=field)
+        content = block.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in _text_blocks(content, f"{place}.content"))
+        turn = _Turn("tool", block.tool_use_id)
+        turn.texts.append(_FAILED + content if block.is_error else content)
+        self._add(turn, place)
+
+    def _turn(self, role: str, where: str) -> _Turn:
+        """The message of the role that goes on, or a new one."""
+        if not self._turns or self._turns[-1].role != role:
+            self._add(_Turn(role), where)
+        return self._turns[-1]
+
+    def _add(self, turn: _Turn, origin: str) -> None:
+        self.origins[f"messages[{len(self._turns)}]"] = origin
+        self._turns.append(turn)
+
+
+def _text_blocks(given: list[Any], where: str) -> list[TextBlock]:
+    blocks = [_block(part, _TEXTS, f"{where}[{index}]") for index, part in enumerate(given)]
+    return [block for block in blocks if isinstance(block, TextBlock)]
+
+
+def _block(part: Any, kinds: BlockKinds, where: str) -> _Block:
+    if not isinstance(part, dict):
+        raise InvalidArgument(f"{where} must be a content block", field=where)
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        message = f"{where}.type: {shortened(kind)} is not supported here, only {', '.join(kinds)}"
+        raise InvalidArgument(message, field=f"{where}.type")
+    return convert_fields(part, kinds[kind], where)

@@ -1,0 +1,193 @@
+"""Answers of /v1/messages, as one JSON body or as typed events: https://docs.anthropic.com/en/api/messages-streaming.
+
+Both come from the same content blocks. Knows nothing of where the chunks come from.
+"""
+
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import orjson
+
+from ...core.errors import CharoniaError
+from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
+from ..http.error_responses import anthropic_error_body
+from .message_turns import JsonObject
+from .messages_request import ParsedMessages
+
+BlockKind: TypeAlias = Literal["thinking", "text", "tool_use"]
+
+_STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TIMEOUT: "pause_turn",
+}
+_DELTAS: dict[BlockKind, tuple[str, str]] = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""By the kind of a block: the type of its deltas, and their member that has the text."""
+
+
+class BlockPiece(NamedTuple):
+    """What a chunk adds to a content block; the block begins with it if it `opens` one. `call`: of a tool_use."""
+
+    kind: BlockKind
+    text: str
+    opens: bool
+    call: ToolCallDelta | None = None
+
+
+class BlockSplitter:
+    """Parts the chunks of an answer into pieces of content blocks, one after the other."""
+
+    def __init__(self) -> None:
+        self._open: tuple[BlockKind, int] | None = None
+
+    def split(self, chunk: GenerateChunk) -> Iterator[BlockPiece]:
+        if chunk.reasoning:
+            yield self._piece("thinking", chunk.reasoning)
+        if chunk.text:
+            yield self._piece("text", chunk.text)
+        for call in chunk.tool_calls:
+            yield self._piece("tool_use", call.arguments, call)
+
+    def _piece(self, kind: BlockKind, text: str, call: ToolCallDelta | None = None) -> BlockPiece:
+        block = kind, -1 if call is None else call.index
+        opens, self._open = block != self._open, block
+        return BlockPiece(kind, text, opens, call)
+
+
+class AnthropicMessageWriter:
+    """Writes the answer to one request. Either `message` is called once, or, as an encoder of events, `encode_item` for
+    each chunk and then one of the others."""
+
+    def __init__(self, asked: ParsedMessages, model: str) -> None:
+        self._asked = asked
+        self._model = model
+        self._splitter = BlockSplitter()
+        self._last: GenerateChunk | None = None
+        self._index = -1
+        self._open: BlockKind | None = None
+        self._called = False
+        self._signature = sha256()
+        self._before = b""
+
+    def message(self, chunks: Sequence[GenerateChunk]) -> JsonObject:
+        """The body of an answer that is not streamed."""
+        blocks: list[tuple[BlockPiece, list[str]]] = []
+        for piece in (piece for chunk in chunks for piece in self._splitter.split(chunk)):
+            if piece.opens:
+                blocks.append((piece, []))
+            blocks[-1][1].append(piece.text)
+        self._last, self._called = chunks[-1], any(chunk.tool_calls for chunk in chunks)
+        content = [self._block(piece, "".join(texts)) for piece, texts in blocks]
+        return self._head(content) | self._end() | {"usage": _usage(chunks[-1].usage)}
+
+    def encode_item(self, chunk: GenerateChunk) -> bytes:
+        events = []
+        if self._last is None:
+            message = self._head([]) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(chunk.usage)}
+            events.append(_event("message_start", message=message))
+        self._last, self._called = chunk, self._called or bool(chunk.tool_calls)
+        for piece in self._splitter.split(chunk):
+            if piece.opens:
+                events += [self._close(), self._begin(piece)]
+            if piece.text:
+                events.append(self._delta(piece))
+        return b"".join(events)
+
+    def encode_end(self) -> bytes:
+        usage = _usage(Usage(0, 0) if self._last is None else self._last.usage)
+        return self._close() + _event("message_delta", delta=self._end(), usage=usage) + _event("message_stop")
+
+    def encode_error(self, error: CharoniaError) -> bytes:
+        body = anthropic_error_body(error)
+        return b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"
+
+    def _head(self, content: list[JsonObject]) -> JsonObject:
+        name = self._asked.chat.requests[0].id
+        return {"id": name, "type": "message", "role": "assistant", "model": self._model, "content": content}
+
+    def _block(self, piece: BlockPiece, text: str) -> JsonObject:
+        """A whole content block."""
+        if piece.call is not None:
+            return _tool_use(piece.call, _input_of(text))
+        if piece.kind == "text":
+            return {"type": "text", "text": text, "citations": None}
+        signature = sha256(text.encode(errors="replace")).hexdigest()
+        return {"type": "thinking", "thinking": text if self._asked.shows_thinking else "", "signature": signature}
+
+    def _begin(self, piece: BlockPiece) -> bytes:
+        self._index, self._open = self._index + 1, piece.kind
+        kind, member = _DELTAS[piece.kind]
+        delta = {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, member: None}}
+        # The JSON around the text of a block's deltas is encoded once for all of them.
+        self._before = b"event: content_block_delta\ndata: " + orjson.dumps(delta).removesuffix(b"null}}")
+        block: JsonObject = {"type": piece.kind, piece.kind: ""}
+        if piece.call is not None:
+            block = _tool_use(piece.call, {})
+        elif piece.kind == "thinking":
+            block["signature"], self._signature = "", sha256()
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, piece: BlockPiece) -> bytes:
+        if piece.kind == "thinking":
+            self._signature.update(piece.text.encode(errors="replace"))
+            if not self._asked.shows_thinking:
+                return b""
+        return self._before + orjson.dumps(piece.text) + b"}}\n\n"
+
+    def _close(self) -> bytes:
+        """The end of the block that is open."""
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open == "thinking":
+            delta = {"type": "signature_delta", "signature": self._signature.hexdigest()}
+            signed = _event("content_block_delta", index=self._index, delta=delta)
+        self._open = None
+        return signed + _event("content_block_stop", index=self._index)
+
+    def _end(self) -> JsonObject:
+        """Why the answer ended."""
+        last = self._last
+        if last is None or last.finish_reason is None:
+            return {"stop_reason": "end_turn", "stop_sequence": None}
+        if last.finish_reason is FinishReason.STOP and self._called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if last.finish_reason is FinishReason.STOP and isinstance(last.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+        full = last.finish_reason is FinishReason.LENGTH and last.usage.completion_tokens < self._asked.max_tokens
+        reason = "model_context_window_exceeded" if full else _STOP_REASONS.get(last.finish_reason, "end_turn")
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _tool_use(call: ToolCallDelta, given: Any) -> JsonObject:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _input_of(arguments: str) -> JsonObject:
+    """The arguments of a call. What is no JSON object, such as one that a limit cut, is told as Anthropic's docs want a
+    model to be told of it."""
+    try:
+        given = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        given = None
+    return given if isinstance(given, dict) else {"INVALID_JSON": arguments}
+
+
+def _usage(usage: Usage) -> JsonObject:
+    """Tokens as Anthropic counts them: those out of the prefix cache are apart from the others of the prompt."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def _event(kind: str, **members: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **members}))

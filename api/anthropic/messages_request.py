@@ -1,0 +1,283 @@
+"""Bodies of /v1/messages become the body of a chat, which is parsed as one. Knows nothing of HTTP.
+
+What a chat has under another name or in another form is translated here, and so are the fields that errors name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from ...core.errors import CharoniaError, InvalidArgument
+from ...core.request import Conversation
+from ..openai.json_body import NoOpValues, convert_fields, reject_unsupported, shortened
+from ..openai.request_parsing import CHAT_FIELDS, ParsedCompletion, parse_chat
+from ..openai.schemas import thinking_variables
+from ..openai.translated_chat import FieldNames
+from .message_turns import ChatTurns, JsonObject
+
+NO_OP_VALUES: NoOpValues = {"container": (), "mcp_servers": ([],), "compaction": (), "fallbacks": ([],), "thread": ()}
+IGNORED = frozenset(
+    (
+        "metadata",
+        "service_tier",
+        "cache_control",
+        "context_management",
+        "inference_geo",
+        "speed",
+        "diagnostics",
+        "billing_policy",
+        "fallback_credit_token",
+        "anthropic_version",
+        "anthropic_beta",
+    )
+)
+"""Fields that change nothing about the answer, with any value."""
+
+
+class ThinkingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutputFormat | None = None
+
+
+class MessageToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessageTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function. Where nothing but the model calls tools, and all of them are in the prompt, the last five change
+    nothing."""
+
+    name: str
+    input_schema: dict[str, Any]
+    type: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+    input_examples: list[Any] | None = None
+
+
+class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that a chat has not, or differently."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    system: str | list[Any] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutputFormat | None = None
+
+
+OWN_FIELDS = frozenset(MessagesBody.__struct_fields__)
+_OF_CHAT = (
+    CHAT_FIELDS
+    - OWN_FIELDS
+    - {
+        "max_completion_tokens",
+        "stop",
+        "stream_options",
+        "n",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "thinking_token_budget",
+        "include_reasoning",
+        "separate_reasoning",
+        "response_format",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "return_token_ids",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
+"""Fields that are a chat's as they are, vLLM's extra parameters among them."""
+
+
+class ParsedMessages(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed body. `max_tokens`: as the client gave it; `shows_thinking`: the text of reasoning is shown; `names`: of
+    fields, for errors of the chat; `warnings`: what was left out."""
+
+    chat: ParsedCompletion
+    max_tokens: int
+    shows_thinking: bool
+    names: FieldNames
+    warnings: tuple[str, ...]
+
+
+def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool = False) -> ParsedMessages:
+    """Parse a body of /v1/messages, or one that only `counts` its tokens; the answer's id is `msg_` and `request_id`.
+
+    Raises `InvalidArgument` for a field that is unknown, unsupported or wrong; `field` names it.
+    """
+    reject_unsupported(body, OWN_FIELDS | _OF_CHAT | IGNORED, NO_OP_VALUES, "")
+    fields = convert_fields({name: value for name, value in body.items() if name in OWN_FIELDS}, MessagesBody)
+    _check(fields, counts)
+    turns, tools = read_turns(fields), MessageTools(fields)
+    names = FieldNames(_names(fields, turns, tools))
+    own = body.get("chat_template_kwargs")
+    chat = {name: value for name, value in body.items() if name in _OF_CHAT} | _chat_members(fields, turns, tools, own)
+    try:
+        parsed = parse_chat({name: value for name, value in chat.items() if value is not None}, request_id)
+    except CharoniaError as error:
+        names.rename(error)
+        raise
+    [request] = parsed.requests
+    assert isinstance(request.prompt, Conversation)
+    # Who does not ask for thinking gets none: models that think unless told otherwise are told.
+    variables = {**_variables(fields), **request.prompt.variables}
+    prompt = msgspec.structs.replace(request.prompt, variables=variables)
+    request = msgspec.structs.replace(request, id=f"msg_{request_id}", prompt=prompt, cut_max_tokens=True)
+    return ParsedMessages(
+        chat=msgspec.structs.replace(parsed, requests=(request,)),
+        max_tokens=fields.max_tokens or 0,
+        shows_thinking=fields.thinking is None or fields.thinking.display != "omitted",
+        names=names,
+        warnings=(*turns.warnings, *tools.warnings),
+    )
+
+
+def _check(fields: MessagesBody, counts: bool) -> None:
+    """Raises `InvalidArgument` for what a chat would take, and this body must not have."""
+    if fields.max_tokens is None and not counts:
+        raise InvalidArgument("max_tokens is missing", field="max_tokens")
+    if fields.max_tokens is not None and fields.max_tokens < 1:
+        raise InvalidArgument(f"max_tokens must be at least 1, got {fields.max_tokens}", field="max_tokens")
+    thinking = fields.thinking or ThinkingConfig(type="disabled")
+    budget = thinking.budget_tokens
+    if budget is None:
+        return
+    field = "thinking.budget_tokens"
+    if thinking.type != "enabled":
+        raise InvalidArgument(f"{field} needs thinking.type to be enabled", field=field)
+    if budget < 1 or (fields.max_tokens is not None and budget >= fields.max_tokens):
+        raise InvalidArgument(f"{field} must be at least 1 and less than max_tokens, got {budget}", field=field)
+
+
+def read_turns(fields: MessagesBody) -> ChatTurns:
+    """The messages of a body's `system` and `messages`. Raises `InvalidArgument` as `ChatTurns` does, or if there are
+    none."""
+    turns = ChatTurns()
+    turns.add_system(fields.system or "")
+    for index, members in enumerate(fields.messages):
+        turns.add_turn(members, f"messages[{index}]")
+    if not turns.answerable:
+        raise InvalidArgument("messages has nothing that could be answered", field="messages")
+    return turns
+
+
+class MessageTools:
+    """The tools of a body in the form of a chat. `positions[i]`: the place in the body of tool i; `warnings`: those
+    that are left out, for Anthropic's own servers run them, or its models alone know them."""
+
+    def __init__(self, fields: MessagesBody) -> None:
+        self.tools: list[JsonObject] = []
+        self.positions: list[int] = []
+        self.warnings: list[str] = []
+        for index, members in enumerate(fields.tools or ()):
+            self._add(members, f"tools[{index}]", index)
+        self.choice, self.parallel = _read_choice(fields.tool_choice)
+
+    def _add(self, members: JsonObject, where: str, index: int) -> None:
+        kind = members.get("type")
+        if kind not in (None, "custom"):
+            self.warnings.append(f"{where}: tools of type {shortened(kind)} are not served, and it is left out")
+            return
+        tool = convert_fields(members, MessageTool, where)
+        if tool.input_examples:
+            self.warnings.append(f"{where}.input_examples changes nothing here")
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        self.tools.append({"type": "function", "function": function | {"strict": tool.strict}})
+        self.positions.append(index)
+
+
+def _read_choice(choice: MessageToolChoice | None) -> tuple[str | JsonObject | None, bool | None]:
+    """A chat's `tool_choice` and `parallel_tool_calls`."""
+    if choice is None:
+        return None, None
+    if (choice.type == "tool") != (choice.name is not None):
+        goes = "is missing" if choice.type == "tool" else f"does not go with the type '{choice.type}'"
+        raise InvalidArgument(f"tool_choice.name {goes}", field="tool_choice.name")
+    parallel = False if choice.disable_parallel_tool_use else None
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}, parallel
+    return "required" if choice.type == "any" else choice.type, parallel
+
+
+def _chat_members(fields: MessagesBody, turns: ChatTurns, tools: MessageTools, own: Any) -> JsonObject:
+    """What a chat body has in another form; None stands for nothing."""
+    output, thinking = fields.output_config or OutputConfig(), fields.thinking
+    asks = output.effort is not None or (thinking is not None and thinking.type != "disabled")
+    if asks and isinstance(own, dict | None):
+        own = _variables(fields) | (own or {})
+    wanted = _only_format(output.format, fields.output_format)
+    return {
+        "model": fields.model,
+        "messages": turns.messages(),
+        "max_tokens": fields.max_tokens,
+        "stop": fields.stop_sequences,
+        "tools": tools.tools or None,
+        "tool_choice": tools.choice,
+        "parallel_tool_calls": tools.parallel,
+        "thinking_token_budget": thinking.budget_tokens if thinking else None,
+        "response_format": wanted and _response_format(wanted),
+        "chat_template_kwargs": own,
+        "continue_final_message": turns.continues() or None,
+    }
+
+
+def _only_format(one: JsonOutputFormat | None, older: JsonOutputFormat | None) -> JsonOutputFormat | None:
+    if one is not None and older is not None:
+        raise InvalidArgument(
+            "output_config.format and output_format are the same field: give one", field="output_format"
+        )
+    return one or older
+
+
+def _response_format(wanted: JsonOutputFormat) -> JsonObject:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema, "strict": True}}
+
+
+def _variables(fields: MessagesBody) -> JsonObject:
+    """The variables of chat templates for thinking and effort."""
+    thinks = fields.thinking is not None and fields.thinking.type != "disabled"
+    effort = fields.output_config.effort if fields.output_config else None
+    return thinking_variables(thinks) | ({} if effort is None else {"reasoning_effort": effort})
+
+
+def _names(fields: MessagesBody, turns: ChatTurns, tools: MessageTools) -> dict[str, str]:
+    """The fields of the chat that are called otherwise in the body."""
+    wanted = "output_config.format" if fields.output_format is None else "output_format"
+    return {
+        **turns.origins,
+        **{
+            f"tools[{index}].function.parameters": f"tools[{at}].input_schema"
+            for index, at in enumerate(tools.positions)
+        },
+        **{f"tools[{index}].function": f"tools[{at}]" for index, at in enumerate(tools.positions)},
+        "tool_choice.function": "tool_choice",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "response_format.json_schema": wanted,
+        "response_format": wanted,
+        "stop": "stop_sequences",
+    }
