@@ -216,11 +216,13 @@ class BlockReader:
         self._memory = None
 
     def take_released(self) -> list[int]:
-        """The blocks released since the last call."""
+        """The blocks released since the last call; for any thread."""
         released = []
-        while self._released:
-            released.append(self._released.popleft())
-        return released
+        try:
+            while True:  # not asked first whether there is one: another thread may take it in between
+                released.append(self._released.popleft())
+        except IndexError:
+            return released
 
     @property
     def released_count(self) -> int:

@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,20 @@ def test_tensors_arrive_as_they_were_written(written: list[tuple[str, NDArray[An
     assert writer.used_bytes == 0
     writer.check_integrity()
     os.close(file)
+
+
+class _TakenMeanwhile(deque[int]):
+    """Seems to have an element, which another thread takes before one can."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_blocks_may_be_taken_by_several_threads(memory: tuple[BlockWriter, BlockReader]) -> None:
+    _, reader = memory
+    reader._released = _TakenMeanwhile([3])
+    assert reader.take_released() == [3]
+    assert reader.take_released() == []
 
 
 def test_a_block_is_released_with_the_last_array_over_it(memory: tuple[BlockWriter, BlockReader]) -> None:
