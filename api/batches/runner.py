@@ -171,20 +171,21 @@ class BatchRunner:
 
     async def _feed(self, batch: RunningBatch) -> None:
         """Begin one request after another; return when all are done. Raises why the batch cannot go on, if so."""
-        loop = asyncio.get_running_loop()
+        loop, tenant = asyncio.get_running_loop(), batch.record.tenant
         while True:
             if batch.failure is not None:
                 raise batch.failure
             if len(batch.running) < batch.window:
-                await asyncio.sleep(max(0.0, batch.resume_at - loop.time()))
-                await self._slots.acquire(batch.record.tenant)
+                if (pause := batch.resume_at - loop.time()) > 0:
+                    await asyncio.sleep(pause)
+                await self._slots.acquire(tenant)
                 if (index := batch.take_next()) is not None:
                     task = loop.create_task(self._ask(batch, index))
                     batch.running.add(task)
                     task.add_done_callback(batch.running.discard)
-                    task.add_done_callback(lambda _: self._slots.release())
+                    task.add_done_callback(lambda _: self._slots.release(tenant))
                     continue
-                self._slots.release()
+                self._slots.release(tenant)
                 if not batch.running:
                     return
             await asyncio.wait(batch.running, return_when=asyncio.FIRST_COMPLETED)

@@ -14,7 +14,7 @@ from .store import FileStore
 _FILL_LINES = 256
 """Requests that are told as not executed at a time."""
 
-_RETRY_SECONDS = (0.1, 15.0)
+_RETRY_SECONDS = (0.1, 5.0)
 
 _NOT_EXECUTED = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was executed."),

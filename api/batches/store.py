@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -249,7 +250,7 @@ def write_aside(path: Path, content: bytes) -> None:
     Raises:
         StorageFull: the disk refuses it.
     """
-    aside = path.with_name(path.name + _PART)
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PART}")
     try:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
