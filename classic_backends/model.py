@@ -218,7 +218,7 @@ class ClassicModel:
             size,
             self._signature.batch_key(request) if self._batching.combine_requests else None,
             timeout_ns=_read_count(request, "timeout") * NS_PER_US,
-            priority=_read_count(request, "priority"),
+            priority=self._batching.priority_levels if context.background else _read_count(request, "priority"),
             parameters=request.parameters,
         )
         try:

@@ -15,6 +15,8 @@ from ...tokenization.tokenizer import TokenLimit
 from ..core.messages import AddRequest, CoreReady
 
 _LEAST_URGENT = 2**16
+"""The class of requests that no client waits for, too: waiting lets none of them catch up with others."""
+
 _FLAT = 1e6
 """A temperature at which every token is as likely as the next; more overflows single precision."""
 _ONE_TOKEN = 1e-6
@@ -60,7 +62,7 @@ def build_add_request(
             prompt_logprobs=asked.prompt_logprobs,
         ),
         stop_token_ids=list(stops),
-        priority=min(request.priority, _LEAST_URGENT),
+        priority=_LEAST_URGENT if context.background else min(request.priority, _LEAST_URGENT),
         tenant=_unicode(context.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
         adapter=_unicode(request.adapter, "lora_name"),

@@ -3,13 +3,18 @@
 Knows nothing of engines.
 """
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 from ...core.errors import InvalidArgument, QueueFull
+
+_BACKGROUND_SHARE = 0.75
+"""Of rows and of the cache's blocks: more than that requests in the background do not begin to take."""
 
 _RETRY_SECONDS = (1.0, 60.0)
 """Shortest and longest wait advised to a request that found the queue full."""
@@ -133,3 +138,39 @@ class QueueTicket:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def most_in_background(rows: int, limits: QueueLimits) -> int:
+    """The sequences in the background that an engine of so many rows takes: the others find rows free, and room in the
+    queue, whatever runs behind them."""
+    return max(1, min(int(rows * _BACKGROUND_SHARE), limits.requests // 2))
+
+
+class BackgroundLimit:
+    """Admits the sequences of requests whose answers no client waits for, each from its beginning to its end: `count`
+    of them now, of which there may be `most`. They do not count among those that wait, so no client is refused for
+    them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0
+        self._admission = AdmissionControl(QueueLimits(sys.maxsize, sys.maxsize))
+
+    @contextmanager
+    def admit(self, tenant: str, is_first: bool, cache: tuple[int, int]) -> Iterator[QueueTicket]:
+        """Admit one sequence for the block; further ones of a request that `is_first` began always are. `cache`: tokens
+        in the engine's cache, and how many fit.
+
+        Raises:
+            QueueFull: there are too many, or they would crowd the cache.
+        """
+        used, capacity = cache
+        crowded = used > capacity * _BACKGROUND_SHARE
+        if is_first and self.count and (self.count >= self.most or crowded):
+            raise QueueFull("the engine has all the background work that it takes at a time", retry_after=1.0)
+        self.count += 1
+        try:
+            with self._admission.admit(tenant) as ticket:
+                yield ticket
+        finally:
+            self.count -= 1

@@ -254,7 +254,7 @@ class EngineClient:
         """See `Engine.open_stream`. A sequence that has no `ticket` yet is admitted here."""
         stats = stats or SequenceStats(self._metrics)
         with ticket or self.admission.admit(add.tenant) as ticket:
-            self.admission.add_prompt(ticket, len(add.prompt))
+            ticket.admission.add_prompt(ticket, len(add.prompt))
             timeout = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1
             add = msgspec.structs.replace(add, key=self._last_key, timeout=timeout)

@@ -86,7 +86,8 @@ class EngineSpec:
     that tokenizer and generation defaults are read from. `capabilities`: the fields of `GenerateRequest` that it can
     satisfy and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's.
     `tokenizer`: another directory or hub id to read the tokenizer from. `parsers`: how the model writes calls
-    of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them."""
+    of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them. `most_in_background`:
+    sequences at a time of requests that no client waits for."""
 
     backend: str
     checkpoint: str
@@ -96,6 +97,7 @@ class EngineSpec:
     tokenizer: str = ""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
     checks_guides: bool = False
+    most_in_background: int = 32
 
     def check_request(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy; `field` names it."""

@@ -6,7 +6,7 @@ Knows nothing of protocols, and of the engine only `Engine`. Imports no torch.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -26,6 +26,7 @@ from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
+from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_background
 from .answer_plan import plan_answer
 from .chunk_builder import TextEnds
 from .client import EngineClient
@@ -72,7 +73,10 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
     connect = partial(EngineClient, config)
     parsers = AnswerParsers(config.tool_call_parser, config.reasoning_parser)
     texts = config.chat_template, config.tokenizer
-    return EngineSpec("charonia", config.model, connect, capabilities, *texts, parsers, checks_guides=True)
+    limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
+    most = most_in_background(rows * config.data_parallel_size, limits)
+    spec = partial(EngineSpec, checks_guides=True, most_in_background=most)
+    return spec("charonia", config.model, connect, capabilities, *texts, parsers)
 
 
 class LlmModel:
@@ -111,6 +115,7 @@ class LlmModel:
         self._info = CoreReady(0, 0, 0, 0)
         self._open: dict[str, set[TokenStream]] = {}
         self._guides: GuideChecker | None = None
+        self._background = BackgroundLimit(spec.most_in_background)
 
     @property
     def config(self) -> ModelConfig:
@@ -190,7 +195,7 @@ class LlmModel:
             bundle, info = self._bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
             self._spec.check_request(request)
-            with self._client.admit(request, context.tenant) as ticket:
+            with self._admit(request, context) as ticket:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(info.max_model_len), kept=kept)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
@@ -212,6 +217,13 @@ class LlmModel:
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
             yield chunk
+
+    def _admit(self, request: GenerateRequest, context: RequestContext) -> AbstractContextManager[QueueTicket]:
+        ticket = self._client.admit(request, context.tenant)
+        if not context.background:
+            return ticket
+        ticket.release()  # what refuses clients refuses this too, but it takes no place of theirs
+        return self._background.admit(context.tenant, len(context.sequences) == 1, self._client.kv_tokens)
 
     def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         return self._layout.infer(request, context, self)

@@ -110,7 +110,7 @@ class TrtllmClient:
             raise Unavailable(self._why_not)
         stats = stats or SequenceStats(self._metrics)
         with ticket or self._admission.admit(add.tenant) as ticket:
-            self._admission.add_prompt(ticket, len(add.prompt))
+            ticket.admission.add_prompt(ticket, len(add.prompt))
             arguments = self._runtime.translate(add)  # a request that can never be satisfied does not wait to hear so
             left = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1

@@ -50,7 +50,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, token
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[Server]:
     """One server over `repository` for all tests that leave it as it was."""
-    flags = ("--model-repository", str(repository), "--exit-on-error=false")
+    files = str(tmp_path_factory.mktemp("files"))
+    flags = ["--model-repository", str(repository), "--exit-on-error=false"]
+    flags += ["--files-dir", files, "--files-max-bytes", "500000"]
     with serving(tmp_path_factory.mktemp("s") / "t", *flags) as running:
         yield running
         assert running.stop() == 0, running.said

@@ -1,9 +1,9 @@
-"""Batches by the real openai client, on a server that loses its engine and is then killed in the middle."""
+"""Files and batches by the real openai client. What becomes of them when something dies: test_proofs.py."""
 
 import json
-import os
-import signal
+import re
 import socket
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,14 @@ import httpx
 import openai
 import pytest
 
-from .models import FAKE, write_model
-from .serving import TIMEOUT, Server, serving
+from .serving import Server
 
-CHAT, COUNT = "/v1/chat/completions", 300
+CHAT = "/v1/chat/completions"
 
 
-def content(count: int, endpoint: str = CHAT, **body: Any) -> bytes:
-    asked = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | body
-    requests = [{"custom_id": f"r{n}", "method": "POST", "url": endpoint, "body": asked} for n in range(count)]
+def content(model: str, count: int) -> bytes:
+    asked = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    requests = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": asked} for n in range(count)]
     requests[3]["body"] = asked | {"temperature": -1}
     return b"".join(json.dumps(each).encode() + b"\n" for each in requests)
 
@@ -42,92 +41,65 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-@pytest.fixture
-def flags(tmp_path: Path, tokenizer_only: Path) -> list[str]:
-    repository = tmp_path / "models"
-    repository.mkdir()
-    write_model(repository, "fake", tokenizer_only, **FAKE, fake_step_seconds=0.01, max_num_seqs=16)
-    return [
-        "--model-repository",
-        str(repository),
-        "--files-dir",
-        str(tmp_path / "files"),
-        "--files-max-bytes",
-        "500000",
-    ]
+def wait(client: openai.OpenAI, batch: Any, *states: str) -> Any:
+    while (shown := client.batches.retrieve(batch.id)).status not in states:
+        time.sleep(0.01)
+    return shown
 
 
-def test_a_batch_outlives_its_engine_and_its_server(flags: list[str], tmp_path: Path) -> None:
-    with serving(tmp_path / "a", *flags) as server, connect(server) as client:
-        file = client.files.create(file=("in.jsonl", content(COUNT)), purpose="batch")
+def test_a_batch_from_upload_to_download(server: Server) -> None:
+    with connect(server) as client:
+        file = client.files.create(file=("../in.jsonl", content("fake", 40)), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"night": "1"}
+        )
+        ended = wait(client, batch, "completed", "failed")
+        assert (file.filename, ended.metadata) == ("in.jsonl", {"night": "1"})
+        assert ended.request_counts.to_dict() == {"total": 40, "completed": 39, "failed": 1}
+        assert answers(client, ended) == {f"r{n}": 400 if n == 3 else 200 for n in range(40)}
+        assert client.files.content(file.id).read() == content("fake", 40)
+        embeddings = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        failed = wait(client, embeddings, "failed")
+        assert {each.code for each in failed.errors.data} == {"mismatched_url"}
+        assert [each.id for each in client.batches.list(limit=1)][:2] == [embeddings.id, batch.id]  # by pages
+        assert client.files.delete(file.id).deleted
+        with pytest.raises(openai.NotFoundError, match="No such File"):
+            client.files.retrieve(file.id)
+    # What a request of a batch leaves in the log is what any request does.
+    assert "door=chat model=fake" in server.said
+
+
+def test_a_batch_that_is_cancelled(server: Server) -> None:
+    """Its model takes one request at a time, and lets one wait: clients are let in all the same."""
+    with connect(server) as client:
+        file = client.files.create(file=("x", content("slow", 50)), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-
-        def done() -> int:
-            counts = client.batches.retrieve(batch.id).request_counts
-            assert counts
-            return counts.completed
-
-        server.until(lambda: done() > 20)
-        [core] = server.cores()
-        os.kill(core, signal.SIGKILL)
-        before = done()
-        server.until(lambda: done() > before + 20)
-        assert metric(server, 'charonia_batch_requests_total{outcome="repeated"}') > 0
-        server.process.kill()
-        server.process.wait(TIMEOUT)
-    with serving(tmp_path / "b", *flags) as server, connect(server) as client:
-        again = client.batches.retrieve(batch.id)
-        assert again.status in ("in_progress", "finalizing", "completed")
-        assert again.request_counts
-        assert again.request_counts.completed < COUNT - 1
-        server.until(lambda: client.batches.retrieve(batch.id).status == "completed")
-        ended = client.batches.retrieve(batch.id)
-        assert answers(client, ended) == {f"r{n}": 400 if n == 3 else 200 for n in range(COUNT)}
-        assert ended.request_counts
-        assert tuple(ended.request_counts.to_dict().values()).count(COUNT) == 1
-        life_of_files(client)
-        uploads_that_break_off(server, tmp_path / "files")
-        assert server.stop() == 0
-        assert "Traceback" not in server.said
+        while not client.batches.retrieve(batch.id).request_counts.completed:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        asked = client.completions.create(model="slow", prompt="abc", max_tokens=2)
+        assert asked.choices[0].text
+        with pytest.raises(openai.ConflictError, match="cancel the batch"):
+            client.files.delete(file.id)
+        client.batches.cancel(batch.id)
+        ended = wait(client, batch, "cancelled")
+        assert Counter(answers(client, ended).values())[200] == ended.request_counts.completed > 0
+        client.files.delete(file.id)
+    server.until(lambda: metric(server, 'charonia_requests_running{model="slow"') == 0)
 
 
-def life_of_files(client: openai.OpenAI) -> None:
-    """Errors, a cancelled batch, and lists."""
-    with pytest.raises(openai.BadRequestError, match="purpose"):
-        client.files.create(file=("x", b"{}"), purpose="fine-tune")
-    with pytest.raises(openai.APIStatusError, match="files-max-bytes"):
+def test_uploads_that_break_off_leave_nothing(server: Server) -> None:
+    """A client that sends less than it said, and leaves; and others that send more than there may be."""
+    with connect(server) as client, pytest.raises(openai.APIStatusError, match="files-max-bytes"):
         client.files.create(file=("x", b"x" * 600_000), purpose="batch")
-    wrong = client.files.create(file=("x", b"{}\n" + content(4)), purpose="batch")
-    failed = client.batches.create(input_file_id=wrong.id, endpoint=CHAT, completion_window="24h")
-    long = client.files.create(file=("x", content(1000, max_tokens=100)), purpose="batch")
-    batch = client.batches.create(input_file_id=long.id, endpoint=CHAT, completion_window="24h")
-    with pytest.raises(openai.ConflictError, match="cancel the batch"):
-        client.files.delete(long.id)
-    while client.batches.retrieve(batch.id).status == "validating":
-        pass
-    client.batches.cancel(batch.id)
-    while (ended := client.batches.retrieve(batch.id)).status != "cancelled":
-        pass
-    assert len(answers(client, ended)) == 1000
-    failed = client.batches.retrieve(failed.id)
-    assert failed.errors
-    assert failed.errors.data
-    assert (failed.status, failed.errors.data[0].line) == ("failed", 1)
-    assert {each.id for each in client.batches.list(limit=1)} >= {batch.id, failed.id}  # by pages
-    client.files.delete(long.id)
-    with pytest.raises(openai.NotFoundError):
-        client.files.retrieve(long.id)
-
-
-def uploads_that_break_off(server: Server, directory: Path) -> None:
-    """A client that sends less than it said, and leaves; and one that asks to be read without end."""
-    before = {path.name for path in (directory / "files").iterdir()}
+    [directory] = re.findall(r"--files-dir\0([^\0]+)", Path(f"/proc/{server.process.pid}/cmdline").read_text())
+    folder = Path(directory) / "files"
+    before = {path.name for path in folder.iterdir()}
     head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n%b\r\n\r\n"
     part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 300_000
     with socket.create_connection(server.address) as client:
         client.sendall(head % b"Content-Length: 400000" + part)
-        server.until(lambda: len(list((directory / "files").iterdir())) > len(before))
-    server.until(lambda: {path.name for path in (directory / "files").iterdir()} == before)
+        server.until(lambda: len(list(folder.iterdir())) > len(before))
+    server.until(lambda: {path.name for path in folder.iterdir()} == before)
     with socket.create_connection(server.address) as client:
         client.sendall(head % b"Content-Length: 99999999999")
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
@@ -142,4 +114,4 @@ def uploads_that_break_off(server: Server, directory: Path) -> None:
                     break
             status = answer.readline()
         assert b" 413 " in status
-    server.until(lambda: {path.name for path in (directory / "files").iterdir()} == before)
+    server.until(lambda: {path.name for path in folder.iterdir()} == before)

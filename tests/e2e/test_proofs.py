@@ -7,6 +7,7 @@ import pytest
 
 from charonia.bench.load.endpoints import OK
 from charonia.bench.proofs import (
+    batches,
     bodies,
     disconnects,
     fairness,
@@ -69,6 +70,12 @@ def test_nobody_is_lost_with_a_core() -> None:
     assert len(aftermath.away) == aftermath.restarts == 1
     assert aftermath.answered
     assert aftermath.told
+
+
+def test_a_batch_outlives_its_engine_and_its_server() -> None:
+    result = batches.run_batches(240, [batches.BatchKill(30, server=False), batches.BatchKill(30, server=True)])
+    assert result.faults == []
+    assert result.waits
 
 
 def test_models_come_and_go_while_their_processes_are_killed() -> None:

@@ -3,7 +3,13 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull
-from charonia.engine.frontend.admission import AdmissionControl, QueueLimits, QueueTicket
+from charonia.engine.frontend.admission import (
+    AdmissionControl,
+    BackgroundLimit,
+    QueueLimits,
+    QueueTicket,
+    most_in_background,
+)
 
 
 class Clock:
@@ -100,3 +106,23 @@ def test_come_back_when_everything_has_started_at_the_recent_pace() -> None:
     for _ in range(900):
         admission.admit()
     assert admission.retry_after() == 60
+
+
+@pytest.mark.parametrize(("rows", "requests", "most"), [(64, 512, 48), (64, 10, 5), (1, 512, 1), (1, 1, 1)])
+def test_background_work_leaves_rows_and_places_in_the_queue(rows: int, requests: int, most: int) -> None:
+    assert most_in_background(rows, QueueLimits(requests, 1000)) == most
+
+
+def test_background_work_is_limited_by_requests() -> None:
+    limit, cache = BackgroundLimit(2), (0, 100)
+    with limit.admit("a", True, (100, 100)):  # alone, whatever the cache holds
+        with pytest.raises(QueueFull), limit.admit("a", True, (76, 100)):
+            pass
+        with limit.admit("a", True, cache):
+            with pytest.raises(QueueFull), limit.admit("b", True, cache):
+                pass
+            with limit.admit("a", False, cache) as ticket:  # another answer of a request that was taken
+                ticket.admission.add_prompt(ticket, 10**9)
+                ticket.release(started=True)
+                assert limit.count == 3
+    assert limit.count == 0
