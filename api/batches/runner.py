@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from ...core.errors import NotFound, RequestTimeout
+from ...core.errors import NotFound, NotReady, RequestTimeout
 from ...core.gateway import Gateway
 from ...core.metrics import Measurement, Reading
 from ..api_keys import Tenant
 from ..http.internal_request import EndpointFunction, InternalAnswer, ask_endpoint
 from .fair_slots import FairSlots
-from .input_lines import asks_for_stream, check_input
+from .input_lines import check_input
 from .journal import LineOutcome, encode_outcome
 from .records import BatchError, BatchRecord, BatchStatus, FilePurpose, StoredFile
 from .running_batch import RunningBatch
@@ -115,7 +115,10 @@ class BatchRunner:
         except Exception as error:
             log.exception("batch %s cannot go on", record.id)
             self._fail(record, BatchError("server_error", f"the server could not go on with the batch: {error}"))
-        await self._finish(batch)
+        try:
+            await self._finish(batch)
+        except Exception:
+            log.exception("batch %s cannot be ended before the server starts anew", record.id)
         del self._batches[record.id]
 
     def _fail(self, record: BatchRecord, *errors: BatchError) -> None:
@@ -126,11 +129,12 @@ class BatchRunner:
         record = batch.record
         if record.total:
             self.store.unpublish(record)
-            try:
-                await asyncio.to_thread(batch.recover)
-            finally:
-                batch.charged = batch.output.size + batch.errors.size
-                self.store.used += batch.charged
+            async with self._checking:
+                try:
+                    await asyncio.to_thread(batch.recover)
+                finally:
+                    batch.charged = batch.output.size + batch.errors.size
+                    self.store.used += batch.charged
             return
         async with self._checking:
             most = self.store.limits.lines
@@ -193,15 +197,18 @@ class BatchRunner:
     async def _ask(self, batch: RunningBatch, index: int) -> None:
         """Ask one request, and keep the answer; or put it back, to be asked again."""
         try:
-            line = await asyncio.to_thread(batch.read, index)
-            if asks_for_stream(line):
+            line, streams = await asyncio.to_thread(batch.read, index)
+            if streams:
                 body = msgspec.json.encode({"error": {**_STREAM_ERROR, "code": None}})
                 outcome = LineOutcome(400, batch.record.id, body)
             else:
                 suspect = batch.losses.get(index, 0) >= _SUSPECT_LOSSES
                 async with self._alone if suspect else nullcontext():
+                    ready = self._gateway.is_model_ready(batch.record.model or "")
                     answer = await self._ask_model(batch.record, bytes(line.body))
-                if self._is_passing(batch, index, answer):
+                if answer.status == 503 and (answer.begun or (ready and isinstance(answer.error, NotReady))):
+                    batch.losses[index] = batch.losses.get(index, 0) + 1  # what computed it ended
+                if _is_passing(answer, batch.losses.get(index, 0)):
                     self._answers["repeated"] += 1
                     busy = answer.status == 429
                     return batch.put_back(index, asyncio.get_running_loop().time(), wait=not busy)
@@ -220,18 +227,6 @@ class BatchRunner:
         tenant = Tenant(record.tenant, record.tenant_weight)
         return await ask_endpoint(self._gateway, self.endpoints[record.endpoint], record.endpoint, body, tenant)
 
-    def _is_passing(self, batch: RunningBatch, index: int, answer: InternalAnswer) -> bool:
-        """Whether another try may be answered: the queue is full, the model is loaded, or its engine was lost."""
-        error = answer.error
-        if isinstance(error, RequestTimeout):  # the time that the request itself gave
-            return False
-        if isinstance(error, NotFound):  # the model was there when the batch was checked
-            return error.field == "model"
-        if answer.status == 503 and answer.begun:
-            batch.losses[index] = batch.losses.get(index, 0) + 1
-            return batch.losses[index] < _MAX_LOSSES
-        return answer.status in (429, 503)
-
     async def _finish(self, batch: RunningBatch) -> None:
         """Make the files whole, let them be seen, and end the batch as it is to end."""
         record, store = batch.record, self.store
@@ -240,7 +235,7 @@ class BatchRunner:
             await self._enter(record, BatchStatus.FINALIZING)
         if record.total:
             if record.ends_as in (BatchStatus.CANCELLED, BatchStatus.EXPIRED):
-                with suppress(StorageFull):  # then they are told of nowhere, but for the counts
+                with suppress(StorageFull, OSError):  # then they are told of nowhere, but for the counts
                     await asyncio.to_thread(batch.fill, record.ends_as)
             record.has_output = await self._publish(batch, record.output_id, "output")
             record.has_errors = await self._publish(batch, record.error_id, "error")
@@ -310,3 +305,13 @@ async def _remove(remove: Callable[[], None]) -> None:
         await asyncio.to_thread(remove)
     except OSError as error:
         log.warning("what has expired could not be removed: %s", error)
+
+
+def _is_passing(answer: InternalAnswer, losses: int) -> bool:
+    """Whether another try may be answered: the queue is full, the model is loaded, or its engine was lost."""
+    error = answer.error
+    if isinstance(error, RequestTimeout):  # the time that the request itself gave
+        return False
+    if isinstance(error, NotFound):  # the model was there when the batch was checked
+        return error.field == "model"
+    return answer.status in (429, 503) and losses < _MAX_LOSSES

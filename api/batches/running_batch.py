@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from threading import Lock
 
-from .input_lines import BatchLine, CheckedInput, find_lines, read_line
+from .input_lines import BatchLine, CheckedInput, asks_for_stream, find_lines, read_line
 from .journal import Journal, LineOutcome, encode_outcome
 from .records import BatchRecord, BatchStatus
 from .store import FileStore
@@ -105,9 +105,10 @@ class RunningBatch:
 
     # Files
 
-    def read(self, index: int) -> BatchLine:
-        """Blocks. Raises `OSError`."""
-        return read_line(self.input, self._offsets, index)
+    def read(self, index: int) -> tuple[BatchLine, bool]:
+        """A request, and whether it asks for a stream; blocks. Raises `OSError`."""
+        line = read_line(self.input, self._offsets, index)
+        return line, asks_for_stream(line)
 
     def write(self, index: int, line: bytes, succeeded: bool) -> None:
         """Keep how a request ended, unless that is told already; blocks, and takes turns with `fill`.
@@ -132,7 +133,7 @@ class RunningBatch:
             left = [index for index, done in enumerate(self.done) if not done]
             for start in range(0, len(left), _FILL_LINES):
                 part = left[start : start + _FILL_LINES]
-                ids = [self.read(index).custom_id for index in part]
+                ids = [self.read(index)[0].custom_id for index in part]
                 lines = [encode_outcome(self.record.id, *each, outcome) for each in zip(part, ids, strict=True)]
                 self.errors.append(b"".join(lines), answers=0)
                 for index in part:

@@ -157,7 +157,7 @@ def _follow(
     killed."""
     deadline, since, killed = time.monotonic() + _LONGEST, -1, set[int]()
     while time.monotonic() < deadline:
-        shown = ask(place, f"/v1/batches/{batch}")
+        shown: dict[str, Any] = ask(place, f"/v1/batches/{batch}")
         counts: dict[str, int] = shown["request_counts"]
         done = counts["completed"] + counts["failed"]
         tell(done)

@@ -17,6 +17,9 @@ from ..core.messages import AddRequest, CoreReady
 _LEAST_URGENT = 2**16
 """The class of requests that no client waits for, too: waiting lets none of them catch up with others."""
 
+_NO_TIMEOUT = 1e9
+"""Seconds that a request may take that no client waits for, whatever others may by default."""
+
 _FLAT = 1e6
 """A temperature at which every token is as likely as the next; more overflows single precision."""
 _ONE_TOKEN = 1e-6
@@ -68,7 +71,7 @@ def build_add_request(
         adapter=_unicode(request.adapter, "lora_name"),
         guide=request.guided_decoding,
         weight=context.tenant_weight,
-        timeout=request.timeout,
+        timeout=request.timeout or (_NO_TIMEOUT if context.background else 0.0),
     )
 
 

@@ -33,12 +33,17 @@ def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None
     assert (asked.stop_token_ids, asked.priority) == ([7], 2**16)
 
 
-def test_requests_that_no_client_waits_for_are_of_the_lowest_class() -> None:
+def test_requests_that_no_client_waits_for_are_of_the_lowest_class_and_have_time() -> None:
     ready = CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
     request = GenerateRequest(id="", prompt="", priority=3, sampling=SamplingParams(max_tokens=1))
     context = RequestContext("test", background=True)
-    for each, priority in ((context, 2**16), (context.child("test"), 2**16), (RequestContext("test"), 3)):
-        assert build_add_request(request, each, [1], GenerationDefaults(()), ready).priority == priority
+    for each, wanted in (
+        (context, (2**16, 1e9)),
+        (context.child("test"), (2**16, 1e9)),
+        (RequestContext("test"), (3, 0)),
+    ):
+        made = build_add_request(request, each, [1], GenerationDefaults(()), ready)
+        assert (made.priority, made.timeout) == wanted
 
 
 def test_an_unseeded_request_draws_its_own_seed() -> None:
