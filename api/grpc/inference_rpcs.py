@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc
+import msgspec
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
 from ...core.request import InferResponse
+from ...core.request_context import RequestContext
 from ...core.task_group import RequestTaskGroup
 from ...telemetry.shared_state import ServerGateway
 from ..http.error_responses import INTERNAL_SERVER_ERROR
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _STREAM = "ModelStreamInfer"
+_WARNING = "charonia_warning"
 _MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
 
@@ -56,7 +59,7 @@ async def model_infer(
             responses = await read_up_to_two(stream)
         if len(responses) != 1:
             raise Unsupported(_DECOUPLED)
-        return await write_response_off_loop(config, call, responses[0])
+        return await write_response_off_loop(config, call, _with_warnings(responses[0], context))
 
 
 async def model_stream_infer(
@@ -140,7 +143,7 @@ class StreamInferCall:
                     before, self._last_in_order = self._last_in_order, asyncio.current_task()
                 if model is None:
                     raise ServerExiting(SHUTTING_DOWN)
-                async with aclosing(self._responses(model, message)) as responses:
+                async with aclosing(self._responses(model, message, context)) as responses:
                     async for response in responses:
                         await self._send(pb.ModelStreamInferResponse(infer_response=response), before)
         except CharoniaError as error:
@@ -151,14 +154,18 @@ class StreamInferCall:
             log.exception("a request of a stream failed")
             await self._send(write_stream_error(message, INTERNAL_SERVER_ERROR), before)
 
-    async def _responses(self, model: ModelHandle, message: ProtoMessage) -> AsyncGenerator[ProtoMessage, None]:
+    async def _responses(
+        self, model: ModelHandle, message: ProtoMessage, context: RequestContext
+    ) -> AsyncGenerator[ProtoMessage, None]:
         """The responses to one request, each marked whether it is the last."""
-        config, final = model.config, False
+        config, final, begun = model.config, False, False
         call = await _read_call(self._gateway, model, message, self._caller)
         async with aclosing(model.infer(call.request)) as responses:
             async for response in responses:
                 final = response.final or not config.decoupled
-                yield await write_response_off_loop(config, call, response, final)
+                told = response if begun else _with_warnings(response, context)
+                begun = True
+                yield await write_response_off_loop(config, call, told, final)
         if not final and wants_empty_final(message):
             yield await write_response_off_loop(config, call, InferResponse(()), True)
 
@@ -171,6 +178,14 @@ class StreamInferCall:
             except grpc.aio.BaseError:
                 # The client left, and the cancellation of this call is on its way.
                 raise asyncio.CancelledError from None
+
+
+def _with_warnings(response: InferResponse, context: RequestContext) -> InferResponse:
+    """The first response to a request, with what HTTP tells in a header."""
+    if not context.warnings:
+        return response
+    parameters = {**response.parameters, _WARNING: "; ".join(context.warnings)}
+    return msgspec.structs.replace(response, parameters=parameters)
 
 
 def _first(error: Exception) -> Exception:

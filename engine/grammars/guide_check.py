@@ -46,6 +46,8 @@ def check_guide(guide: GuidedDecoding, backend: GrammarBackend) -> CheckedGuide:
         return CheckedGuide(error=str(error))
     except RecursionError:
         return CheckedGuide(error="it is nested too deeply")
+    except Exception as error:  # of a schema that is none: its parts have any type
+        return CheckedGuide(error=f"it is not understood: {error}")
     return CheckedGuide(text, (*left_out, *grammar.warnings))
 
 

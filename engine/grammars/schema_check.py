@@ -194,7 +194,7 @@ def _move_bounds(node: dict[str, Any]) -> None:
 def _excluded(node: dict[str, Any], bound: str) -> float | None:
     """The whole number that values must not reach."""
     key = bound.lower() if node.get(f"exclusive{bound}") is True else f"exclusive{bound}"  # a boolean in draft 4
-    return next((value for value in _numbers(node, key) if value == int(value)), None)
+    return next((value for value in _numbers(node, key) if type(value) is int or value.is_integer()), None)
 
 
 def _numbers(node: dict[str, Any], *keys: str) -> list[float]:
