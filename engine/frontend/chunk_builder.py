@@ -84,6 +84,7 @@ class ChunkBuilder:
         self._includes_stop = asked.include_stop_str_in_output
         own = () if asked.ignore_eos else ends.eos
         self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
+        self._end_tokens = self._stop_tokens.union(own)
         self._text = make_detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
         self._words = StopWords(ends.words, asked.min_tokens)
@@ -123,8 +124,10 @@ class ChunkBuilder:
             return "", 0  # nor does what the prompt left incomplete belong to it
         if delta.finish_reason is None and not (self._stops or self._words):
             return self._text.push(delta.token_ids), len(delta.token_ids)
-        # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there.
-        cut = delta.finish_reason is FinishReason.STOP and not self._includes_stop
+        # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there. A grammar
+        # ends a text without one.
+        stopped = delta.finish_reason is FinishReason.STOP and not self._end_tokens.isdisjoint(delta.token_ids[-1:])
+        cut = stopped and not self._includes_stop
         written = delta.token_ids[:-1] if cut else delta.token_ids
         text, taken = self._show_all(written)
         if self._stops.found is None and (self._words.found or delta.finish_reason is not None):

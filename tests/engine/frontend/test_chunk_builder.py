@@ -90,8 +90,14 @@ def test_the_models_own_end_is_no_stop_reason() -> None:
 
 def test_a_text_that_ends_shows_what_was_held_back() -> None:
     assert [chunk.text for chunk in write(["xab", "ab"], stop=("abc",))] == ["x", "abab"]
-    ended = join(write(["xab", "e"], STOP, stop=("abc",)))
+    ended = join(write(["xab", "e"], STOP, stop=("abc",), stop_token_ids=ids("e")))
     assert (ended.text, ended.finish_reason, ended.usage.completion_tokens) == ("xab", STOP, 4)
+
+
+def test_a_text_that_a_grammar_ends_has_its_last_token() -> None:
+    for pieces in (["xab"], ["x", "ab"], ["xab", ""]):
+        ended = join(write(pieces, STOP, stop_token_ids=ids("e")))
+        assert (ended.text, ended.finish_reason, ended.stop_reason) == ("xab", STOP, None)
 
 
 def test_a_stop_string_waits_for_the_minimum() -> None:
