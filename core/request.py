@@ -260,10 +260,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's name, empty for
     the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the answer begins with the prompt's
     text. `return_prompt_ids`: its first chunk has the prompt's token ids. `reads_answer`: reasoning and tool calls are
-    told apart from the text, which has neither. `cut_max_tokens`: where `max_tokens` don't fit into the model's length
-    beside the prompt, they are as many as do. `tools`: which of them may be called. `thinking_budget`: tokens of
-    reasoning after which the model is made to end it; None is no limit. `bad_word_ids`, `stop_word_ids`: words as
-    sequences of token ids; the first ones are never written, the others end the text and stay in it.
+    told apart from the text, which has neither. `lenient_limits`: those that the model can't have are no errors:
+    `max_tokens` that don't fit beside the prompt are as many as do, reasoning that there is none of has no budget.
+    `tools`: which of them may be called. `thinking_budget`: tokens of reasoning after which the model is made to end
+    it; None is no limit. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the first ones are never
+    written, the others end the text and stay in it.
 
     Raises:
         InvalidArgument: `priority` is negative, or the request asks for nothing at all.
@@ -283,7 +284,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     return_prompt_ids: bool = False
     reads_answer: bool = False
-    cut_max_tokens: bool = False
+    lenient_limits: bool = False
     tools: ToolUse | None = None
     thinking_budget: int | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()

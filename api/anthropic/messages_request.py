@@ -147,7 +147,7 @@ def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool =
     # Who does not ask for thinking gets none: models that think unless told otherwise are told.
     variables = {**_variables(fields), **request.prompt.variables}
     prompt = msgspec.structs.replace(request.prompt, variables=variables)
-    request = msgspec.structs.replace(request, id=f"msg_{request_id}", prompt=prompt, cut_max_tokens=True)
+    request = msgspec.structs.replace(request, id=f"msg_{request_id}", prompt=prompt, lenient_limits=True)
     return ParsedMessages(
         chat=msgspec.structs.replace(parsed, requests=(request,)),
         max_tokens=fields.max_tokens or 0,

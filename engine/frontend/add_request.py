@@ -142,7 +142,7 @@ def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     asked = request.sampling.max_tokens
     fitting = max(1, length - prompt)
     new = fitting if asked is None else asked
-    new = min(new, fitting) if request.cut_max_tokens else new
+    new = min(new, fitting) if request.lenient_limits else new
     if prompt + new > length:
         prompt_field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
         field = "max_tokens" if prompt < length else prompt_field

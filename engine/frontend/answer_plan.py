@@ -71,9 +71,9 @@ def plan_answer(
     shown = tokenizer.showing(form.markers)
     guide, reasoning, budget = request.guided_decoding, form.reasoning, request.thinking_budget
     if reasoning is None:
-        if budget is not None:
-            message = "thinking_budget: this model's chat template has no reasoning that it could limit"
-            raise InvalidArgument(message, field="thinking_budget")
+        if budget is not None and not request.lenient_limits:
+            field = "thinking_token_budget"
+            raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
         return AnswerPlan(prompt, shown, form.reader(request.tools), guide)
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)

@@ -81,7 +81,7 @@ async def test_a_message(client: httpx.AsyncClient, gateway: Any) -> None:
         | {"output_tokens_details": {"thinking_tokens": 0}},
     }
     [request] = gateway.asked
-    assert (request.id, request.sampling.max_tokens, request.cut_max_tokens) == ("msg_q7", 20, True)
+    assert (request.id, request.sampling.max_tokens, request.lenient_limits) == ("msg_q7", 20, True)
     assert request.reads_answer
     assert request.prompt == Conversation((ChatMessage("user", "hi"),), SILENT)
     assert gateway.contexts[0].endpoint == "messages"

@@ -111,6 +111,14 @@ def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: 
     assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected
 
 
+@pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(60, 100, 4), (60, 3, 3), (63, 2**70, 1)])
+def test_lenient_limits_are_cut_to_what_fits(tokens: int, max_tokens: int, expected: int) -> None:
+    asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), lenient_limits=True)
+    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected
+    with pytest.raises(ContextLengthExceeded):
+        build_add_request(asked, RequestContext("test"), [1] * 64, MODEL, READY)
+
+
 def test_stop_tokens_join_eos_unless_it_is_ignored() -> None:
     model = GenerationDefaults((1, 2))
     assert add(model, stop_token_ids=(9, 2, 100)).stop_token_ids == [1, 2, 9]

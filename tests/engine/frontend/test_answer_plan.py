@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -216,7 +217,9 @@ async def test_a_budget_is_refused_where_nothing_is_reasoned(model: LlmModel) ->
     request = GenerateRequest(id="", prompt=chat, reads_answer=True, thinking_budget=1)
     with pytest.raises(InvalidArgument, match="no reasoning") as caught:
         await answer(model, request)
-    assert caught.value.field == "thinking_budget"
+    assert caught.value.field == "thinking_token_budget"
+    whole = join_chunks(await answer(model, msgspec.structs.replace(request, lenient_limits=True)))
+    assert whole.finish_reason is not None
 
 
 async def test_an_echoed_prompt_is_not_read(model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
