@@ -134,7 +134,7 @@ def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool =
     fields = convert_fields({name: value for name, value in body.items() if name in OWN_FIELDS}, MessagesBody)
     _check(fields, counts)
     turns, tools = read_turns(fields), MessageTools(fields)
-    names = FieldNames(_names(fields, turns, tools))
+    names = FieldNames(lambda: _names(fields, turns, tools))
     own = body.get("chat_template_kwargs")
     chat = {name: value for name, value in body.items() if name in _OF_CHAT} | _chat_members(fields, turns, tools, own)
     try:

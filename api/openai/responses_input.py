@@ -32,6 +32,9 @@ _TEXT_PARTS = {
 }
 """By the type of a content part that is text: the field that has it."""
 
+MAX_ITEMS = 16384
+"""Items that an input may have."""
+
 _ROLES = ("user", "assistant", "system", "developer")
 _KEEPS_NO_STATE = "this server keeps no state: send the item itself"
 
@@ -40,21 +43,30 @@ class InputMessages:
     """The messages that input items become, in order.
 
     `origins[i]`: the path of what message i was made of. The assistant's reasoning, text and calls that follow each
-    other are one message; what the system says before anybody else is one, too. `warnings`: what was left out.
+    other are one message; what the system says before anybody else is one, too, once the input has ended. `unread`: the
+    path of the first reasoning that was left out, for it is encrypted.
     """
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
         self.origins: list[str] = []
-        self.warnings: list[str] = []
+        self.unread = ""
+        self._opening: list[tuple[str, str]] = []
         self._calls: set[str] = set()
 
     def add_instructions(self, text: str, origin: str) -> None:
-        """A text of the system's, joined to those before it if nobody else has spoken."""
-        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += f"\n\n{text}"
-        else:
+        """A text of the system's, which goes with those before it if nobody else has spoken."""
+        if self.messages:
             self._add(origin, {"role": "system", "content": text})
+        else:
+            self._opening.append((text, origin))
+
+    def end(self) -> None:
+        """No item follows."""
+        if self._opening:
+            texts = "\n\n".join(text for text, _ in self._opening)
+            self.messages.insert(0, {"role": "system", "content": texts})
+            self.origins.insert(0, self._opening[0][1])
 
     def add_item(self, members: Mapping[str, Any], where: str) -> None:
         """Raises `InvalidArgument` for an item that cannot be read; `field` is its path, which begins with `where`."""
@@ -104,7 +116,7 @@ class InputMessages:
         if text:
             self._turn(where, new_after=("reasoning", "content", "tool_calls"))["reasoning"] = text
         elif members.get("encrypted_content"):
-            self.warnings.append(f"{where}: encrypted reasoning cannot be read here, and is left out")
+            self.unread = self.unread or where
 
     def _turn(self, where: str, new_after: tuple[str, ...] = ()) -> JsonObject:
         """The assistant's message that goes on: the last one, unless it has one of the fields `new_after`."""
@@ -133,8 +145,11 @@ def read_input(given: str | list[JsonObject], instructions: str | None) -> Input
     if not given:
         raise InvalidArgument("input must not be empty", field="input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if len(items) > MAX_ITEMS:
+        raise InvalidArgument(f"input: {len(items)} items are more than the {MAX_ITEMS} there may be", field="input")
     for index, item in enumerate(items):
         read.add_item(item, "input" if isinstance(given, str) else f"input[{index}]")
+    read.end()
     if not read.messages:
         raise InvalidArgument("input has nothing that could be answered", field="input")
     return read

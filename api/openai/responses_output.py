@@ -21,9 +21,10 @@ _STATUS = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "incomplete",
     FinishReason.TIMEOUT: "incomplete",
-    FinishReason.ABORT: "cancelled",
+    FinishReason.ABORT: "failed",
     FinishReason.ERROR: "failed",
 }
+_ENDED = "the answer was ended before it was complete"
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.TIMEOUT: "timeout"}
 
 
@@ -222,7 +223,7 @@ class ResponseOutput:
         return self._head | {
             "status": status,
             "completed_at": self._ended_at if status == "completed" else None,
-            "error": None,
+            "error": {"code": "server_error", "message": _ENDED} if status == "failed" else None,
             "incomplete_details": {"reason": reason} if reason else None,
             "output": [*self._done],
             "usage": _usage(self._usage) if ended and self._usage is not None else None,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...core.errors import CharoniaError, InvalidArgument
+from ...core.request import GenerateRequest
 from .json_body import IGNORED_FIELDS, NoOpValues, convert_fields, reject_unsupported, shortened
 from .request_parsing import CHAT_FIELDS, ParsedCompletion, parse_chat
 from .responses_input import InputMessages, JsonObject, read_input
@@ -39,6 +40,9 @@ NO_OP_VALUES: NoOpValues = {
 }
 IGNORED = IGNORED_FIELDS | {"prompt_cache_options", "client_metadata", "max_tool_calls"}
 """Fields that change nothing about the answer; `max_tool_calls` counts calls of OpenAI's own tools."""
+
+_MAX_LISTED_TOOLS = 1024
+"""Tools of all types; of functions there may be fewer."""
 
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 
@@ -114,22 +118,29 @@ def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses
     _check(fields)
     read = read_input(fields.input, fields.instructions)
     tools = ToolList(fields)
-    names = FieldNames(_names(read, tools))
+    names = FieldNames(lambda: _names(read, tools))
     chat = {name: value for name, value in body.items() if name in _OF_CHAT - _OWN} | _chat_members(fields, read, tools)
     try:
         parsed = parse_chat({name: value for name, value in chat.items() if value is not None}, request_id)
     except CharoniaError as error:
         names.rename(error)
         raise
-    # The log calls the request as its client does.
-    named = tuple(msgspec.structs.replace(each, id=f"resp_{request_id}") for each in parsed.requests)
+    named = tuple(_named(each, f"resp_{request_id}") for each in parsed.requests)
     return ParsedResponses(
         chat=msgspec.structs.replace(parsed, requests=named),
         echo=_echo(body, fields, tools),
         logprobs=_wants_logprobs(fields),
         names=names,
-        warnings=(*read.warnings, *tools.warnings, *_without_effect(fields)),
+        warnings=(*tools.warnings, *_without_effect(fields, read)),
     )
+
+
+def _named(request: GenerateRequest, request_id: str) -> GenerateRequest:
+    """The request under the id of its answer, which the log has too, and its constraint under its name here."""
+    guide = request.guided_decoding
+    if guide is not None and guide.parameter == "response_format":
+        guide = guide._replace(parameter="text.format")
+    return msgspec.structs.replace(request, id=request_id, guided_decoding=guide)
 
 
 def _refuse_state(body: Mapping[str, Any]) -> None:
@@ -157,22 +168,32 @@ def _check(fields: ResponsesBody) -> None:
 
 class ToolList:
     """The tools of a body in the form of a chat. `positions[i]`: the place in the body of tool i; `echo`: the tools as
-    the answer repeats them; `warnings`: the types that were left out, for only functions are called."""
+    the answer repeats them; `skipped`: the types that were left out, for only functions are called, with the first
+    place of each."""
 
     def __init__(self, fields: ResponsesBody) -> None:
         self.tools: list[JsonObject] = []
         self.echo: list[JsonObject] = []
         self.positions: list[int] = []
-        self.warnings: list[str] = []
-        for index, tool in enumerate(fields.tools or ()):
+        self.skipped: dict[str, int] = {}
+        given = fields.tools or ()
+        if len(given) > _MAX_LISTED_TOOLS:
+            raise InvalidArgument(
+                f"tools: {len(given)} are more than the {_MAX_LISTED_TOOLS} there may be", field="tools"
+            )
+        for index, tool in enumerate(given):
             self._add(tool, index)
         self.choice = self._read_choice(fields.tool_choice)
         self.parallel = fields.parallel_tool_calls if self.tools else None
 
+    @property
+    def warnings(self) -> list[str]:
+        return [f"tools[{at}]: tools of type {kind} are not served, and left out" for kind, at in self.skipped.items()]
+
     def _add(self, tool: JsonObject, index: int) -> None:
         kind = tool.get("type", "function")
         if kind != "function":
-            self.warnings.append(f"tools[{index}]: tools of type {shortened(kind)} are not served, and it is left out")
+            self.skipped.setdefault(shortened(kind), index)
             return
         unread = ("type", "allowed_callers", "defer_loading", "output_schema", "async")
         function = {name: value for name, value in tool.items() if name not in unread and value is not None}
@@ -245,10 +266,10 @@ def _names(read: InputMessages, tools: ToolList) -> dict[str, str]:
     }
 
 
-def _without_effect(fields: ResponsesBody) -> Sequence[str]:
-    """Warnings of values that are accepted and change nothing."""
+def _without_effect(fields: ResponsesBody, read: InputMessages) -> Sequence[str]:
+    """Warnings of what is accepted and changes nothing."""
     text = fields.text or TextConfig()
-    warnings = []
+    warnings = [f"{read.unread}: encrypted reasoning cannot be read here, and is left out"] if read.unread else []
     if text.verbosity not in (None, "medium"):
         warnings.append("text.verbosity changes nothing here")
     if fields.truncation == "auto":

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...core.errors import CharoniaError, NotFound
+from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.request import GenerateChunk, TokenizeRequest
 from ..http.connection import CancelOnDisconnect, EventStreamResponse
-from ..http.error_responses import json_response
+from ..http.error_responses import ApiError, json_response
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
 from .json_body import model_field, read_members
@@ -70,7 +70,7 @@ class ResponsesRoutes:
 
     async def find(self, request: Request) -> Response:
         found = request.path_params["response"]
-        raise NotFound(f"there is no response '{found}': this server keeps no state", field="response_id")
+        raise ApiError(f"there is no response '{found}': this server keeps no state", 404, field="response_id")
 
 
 class ResponseEvents:

@@ -1,6 +1,6 @@
 """Answers to a chat that was made of another body: errors name the fields of the one that the client sent."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from ...core.errors import CharoniaError
@@ -12,16 +12,16 @@ from .tensor_models import generate_from_tensors, read_tensor_request
 
 
 class FieldNames:
-    """Names of a chat body's fields, as the body that it was made of calls them."""
+    """`names` of a chat body's fields, as the body that it was made of calls them; asked for when there is an error."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        # The longest first: what is in a field may come from another place than the rest of it.
-        self._names = sorted(names.items(), key=lambda pair: -len(pair[0]))
+    def __init__(self, names: Callable[[], Mapping[str, str]]) -> None:
+        self._names = names
 
     def rename(self, error: CharoniaError) -> None:
         """Let an error name the field that the client sent."""
         path = error.field or ""
-        for name, here in self._names:
+        # The longest first: what is in a field may come from another place than the rest of it.
+        for name, here in sorted(self._names().items(), key=lambda pair: -len(pair[0])):
             if path == name or path.startswith((f"{name}.", f"{name}[")):
                 error.field = here + path.removeprefix(name)
                 error.message = error.message.replace(path, error.field).replace(name, here, 1)

@@ -86,6 +86,7 @@ DOORS = [
     ("/v2/models/m/generate", PROMPT),
     ("/v1/completions", {"model": "m", "prompt": PROMPT["input_ids"], "max_tokens": 2000}),
     ("/v1/messages", {"model": "m", "messages": HELLO, "max_tokens": 2000, "stream": True}),
+    ("/v1/responses", {"model": "m", "input": "hi", "max_output_tokens": 2000, "ignore_eos": True}),
 ]
 
 

@@ -8,7 +8,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from charonia.core.errors import ContextLengthExceeded, Internal, QueueFull
+from charonia.api.openai.responses_request import parse_responses
+from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
 from charonia.core.request import (
     ChatMessage,
     Conversation,
@@ -156,6 +157,7 @@ async def test_a_schema_is_the_constraint_of_a_chat(client: httpx.AsyncClient, g
     body = (await client.post(PATH, json=HI | {"text": {"format": form}})).json()
     guided = gateway.asked[0].guided_decoding
     assert (guided.kind, json.loads(guided.text)) == ("json_schema", schema)
+    assert guided.parameter == "text.format"
     assert body["text"] == {"format": form, "verbosity": "medium"}
     gateway.asked.clear()
     await client.post(PATH, json=HI | {"text": {"format": {"type": "text"}}})
@@ -333,12 +335,31 @@ async def test_refusals_name_the_field(
     assert not gateway.asked
 
 
+@pytest.mark.parametrize(
+    ("field", "items"), [("input", [{"role": "user", "content": ""}] * 16385), ("tools", [{"type": "mcp"}] * 1025)]
+)
+def test_lists_have_limits(field: str, items: list[Any]) -> None:
+    with pytest.raises(
+        InvalidArgument, match=f"^{field}: {len(items)} .* are more than the|^{field}: .* are more"
+    ) as refused:
+        parse_responses(HI | {field: items}, "1")
+    assert refused.value.field == field
+
+
+def test_warnings_do_not_grow_with_what_they_tell_of() -> None:
+    encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    given = [encrypted] * 1000 + [{"role": "user", "content": "hi"}]
+    parsed = parse_responses(HI | {"input": given, "tools": [{"type": "mcp"}, {"type": "custom"}] * 500}, "1")
+    assert [each.partition(":")[0] for each in parsed.warnings] == ["tools[0]", "tools[1]", "input[0]"]
+
+
 async def test_who_counts_on_state_is_told_what_to_send(client: httpx.AsyncClient) -> None:
     refused = (await client.post(PATH, json=HI | {"previous_response_id": "resp_1"})).json()["error"]["message"]
     assert "keeps no state: send the whole input" in refused
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
         answer = await client.request(method, f"{PATH}/resp_1{path}")
         error = answer.json()["error"]
+        assert error["code"] is None
         assert (answer.status_code, error["message"]) == (
             404,
             "there is no response 'resp_1': this server keeps no state",
