@@ -105,7 +105,7 @@ def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "charonia: nothing to serve: name a checkpoint or give --model-repository"),
+        ([], "charonia: nothing to serve: name a checkpoint, or give --model-repository"),
         (["/no/where"], "charonia: there is no directory '/no/where'"),
         (["/" + "x" * 300], "charonia: cannot read '/xxx"),
         (["--model-repository", "/no/where"], "charonia: model repository '/no/where' is not a directory"),

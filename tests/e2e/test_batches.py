@@ -69,6 +69,32 @@ def test_a_batch_from_upload_to_download(server: Server) -> None:
     assert "door=chat model=fake" in server.said
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body", "kind"),
+    [
+        ("/v1/completions", {"prompt": "hi"}, "text_completion"),
+        ("/v1/responses", {"input": "hi"}, "response"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}]}, "message"),
+    ],
+)
+def test_every_endpoint_answers_a_batch_in_its_own_form(
+    server: Server, endpoint: str, body: dict[str, Any], kind: str
+) -> None:
+    limit = {"max_output_tokens" if endpoint == "/v1/responses" else "max_tokens": 4}
+    bodies = [{"model": "fake", **limit, **body}, {"model": "fake", **limit, **body, "top_p": 7}]
+    lines = [{"custom_id": str(n), "method": "POST", "url": endpoint, "body": each} for n, each in enumerate(bodies)]
+    with connect(server) as client:
+        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        file = client.files.create(file=("x", content), purpose="batch")
+        made: Any = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h"}
+        ended = wait(client, client.batches.create(**made), "completed", "failed")
+        answer = json.loads(client.files.content(ended.output_file_id).text)["response"]["body"]
+        refused = json.loads(client.files.content(ended.error_file_id).text)["response"]
+    assert kind in (answer.get("object"), answer.get("type"))
+    assert refused["status_code"] == 400
+    assert "top_p" in refused["body"]["error"]["message"]
+
+
 def test_a_batch_that_is_cancelled(server: Server) -> None:
     """Its model takes one request at a time, and lets one wait: clients are let in all the same."""
     with connect(server) as client:
