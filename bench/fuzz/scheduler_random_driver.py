@@ -30,4 +30,7 @@ def _arrive(trial: SchedulerTrial, random: Random, longest: int) -> None:
     scored = random.random() < 0.2
     family, priority = random.randrange(3), random.choice((0, 0, 1, 2))
     tenant = random.randrange(trial.world.tenants)
-    trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant, scored=scored)
+    guided = random.random() < 0.2
+    trial.arrive(
+        family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant, scored=scored, guided=guided
+    )

@@ -13,7 +13,7 @@ import numpy as np
 from ...engine.worker.executor import Capacity
 from ...engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.plan import SamplerParams, StepPlan, StepResult, StepUpdates
+from ...scheduler.plan import Continuation, SamplerParams, StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
@@ -89,9 +89,11 @@ class SchedulerTrial:
         tenant: int = 0,
         scored: bool = False,
         max_in_flight: int = 0,
+        guided: bool = False,
     ) -> int:
         """Add a sequence with `prompt` tokens of a family. `stop`: which of its new tokens is a stop token, from 1;
-        `scored`: it asks for the log-probabilities of its prompt."""
+        `scored`: it asks for the log-probabilities of its prompt; `guided`: what follows its tokens may come of the
+        host."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
         tokens = np.arange(first, first + prompt, dtype=np.int32)
@@ -119,7 +121,8 @@ class SchedulerTrial:
                 priority=priority,
                 tenant=f"tenant {tenant}",
                 weight=float(1 << tenant),
-                max_in_flight=max_in_flight,
+                max_in_flight=1 if guided else max_in_flight,
+                guided=guided,
             )
         )
         self._check()
@@ -192,7 +195,7 @@ class SchedulerTrial:
         if not self._flights:
             return None
         plan, result = self._flights.popleft()
-        updates = self.scheduler.apply(result, self._seconds(plan))
+        updates = self.scheduler.apply(result, self._seconds(plan), self._continuations(result))
         self._take_started(updates)
         self._take_scores(updates)
         self._take_tokens(updates)
@@ -202,6 +205,21 @@ class SchedulerTrial:
             assert (reason, len(expected.tokens)) == (expected.reason, 0), f"{key} ended early or for another reason"
         self._check()
         return updates
+
+    def _continuations(self, result: StepResult) -> dict[int, Continuation]:
+        """For some guided rows some tokens that follow; where those are the last, the host may say that they are."""
+        found: dict[int, Continuation] = {}
+        tokens, at = result.tokens.tolist(), 0
+        for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
+            at += count
+            key = self.scheduler.guided_rows.get(row)
+            if count and key in self.expected and self._random.random() < 0.4:
+                more = self._random.randint(0, 3)
+                left = len(self.expected[key].tokens) - count
+                ends = left == more and self.expected[key].reason == "stop"
+                follows = [(tokens[at - 1] + step) % VOCABULARY for step in range(1, more + 1)]
+                found[row] = Continuation(follows, ends)
+        return found
 
     def _seconds(self, plan: StepPlan) -> float | None:
         """The measured time of a step, of which any part may be noise."""

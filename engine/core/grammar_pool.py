@@ -42,7 +42,7 @@ class GrammarTotals:
 
 
 class GrammarPool:
-    """`make_backend` is called once, when the first grammar is wanted: it may take seconds. For any thread."""
+    """`make_backend` is called once: it may take seconds. For any thread."""
 
     def __init__(self, make_backend: Callable[[], GrammarBackend], limits: GrammarCacheLimits = CACHE_LIMITS) -> None:
         self._make_backend, self._limits = make_backend, limits
@@ -53,6 +53,16 @@ class GrammarPool:
         self._lock = threading.Lock()
         self.totals = GrammarTotals()
 
+    def prepare(self) -> None:
+        """Make the backend now, and not when the first grammar is wanted."""
+        with self._lock:
+            self._prepared()
+
+    def _prepared(self) -> Future[GrammarBackend]:
+        if self._backend is None:
+            self._backend = self._threads.submit(self._make_backend)
+        return self._backend
+
     def compile(self, guide: GuidedDecoding) -> Future[CompiledGrammar]:
         """The grammar to come. Its exception is `InvalidArgument` with the constraint's parameter as its `field`: that
         of a grammar that was refused is kept, too."""
@@ -62,9 +72,7 @@ class GrammarPool:
                 self._known.move_to_end(guide)
                 self.totals.hits += 1
                 return found
-            if self._backend is None:
-                self._backend = self._threads.submit(self._make_backend)
-            made = self._known[guide] = self._threads.submit(self._compile, self._backend, guide)
+            made = self._known[guide] = self._threads.submit(self._compile, self._prepared(), guide)
         made.add_done_callback(self._trim)
         return made
 

@@ -84,6 +84,16 @@ class EngineCore:
         self._integrity_checked = True
         self._stopping = False
 
+    def prepare_grammars(self) -> None:
+        """Begin to read what compiling grammars takes, beside the loop."""
+        if self._grammars is not None:
+            self._grammars.prepare()
+
+    def close(self) -> None:
+        """Compile no more grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     def warm_up(self) -> None:
         """Generate one token the way every request does; then some more, to learn what prompts and decoding cost.
 

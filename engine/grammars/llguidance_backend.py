@@ -4,6 +4,7 @@ https://github.com/guidance-ai/llguidance
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
@@ -38,48 +39,47 @@ def check_grammar(guide: GuidedDecoding, limits: GrammarLimits = LIMITS) -> tupl
 
 
 class LLGuidanceBackend:
-    """A `GrammarBackend` for one vocabulary."""
+    """A `GrammarBackend` for one vocabulary. Without `jumps` its matchers force no tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits = LIMITS) -> None:
-        self._vocabulary, self._limits = vocabulary, limits
-        self._tokenizer = vocabulary.tokenizer.with_slices(vocabulary.tokenizer.json_slices())
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits = LIMITS, jumps: bool = True) -> None:
+        self._vocabulary, self._limits, self._jumps = vocabulary, limits, jumps
 
     def compile(self, guide: GuidedDecoding) -> CompiledGrammar:
         """See `GrammarBackend.compile`. The first mask is computed, too: what costs too much shows there."""
         marker = guide.after if self._vocabulary.ends_in_special(guide.after) else ""
         grammar = _checked(guide._replace(after="") if marker else guide, self._limits, self._vocabulary)
-        first = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits(self._limits))
+        first = LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=_limits(self._limits))
         if not first.is_error():
             LLGuidanceMatcher(first).fill_mask(np.zeros(-(-self._vocabulary.size // 32), np.int32))
         if first.is_error():
             raise _refused(guide, first.get_error())
-        return LLGuidanceGrammar(first, _GRAMMAR_BYTES + _BYTES_EACH * len(guide.text), self._free_until(marker))
+        return LLGuidanceGrammar(first, _GRAMMAR_BYTES + _BYTES_EACH * len(guide.text), self._matcher_maker(marker))
 
-    def _free_until(self, marker: str) -> Callable[[GrammarMatcher], GrammarMatcher] | None:
+    def _matcher_maker(self, marker: str) -> Callable[[LLMatcher], GrammarMatcher]:
+        begin = partial(LLGuidanceMatcher, jumps=self._jumps)
         if not marker:
-            return None
+            return begin
         mask, tokens = free_text_mask(self._vocabulary.tokens, self._vocabulary.ends), self._vocabulary.tokens
-        return lambda matcher: FreeTextMatcher(matcher, marker.encode(), tokens, mask)
+        return lambda matcher: FreeTextMatcher(begin(matcher), marker.encode(), tokens, mask)
 
 
 class LLGuidanceGrammar:
-    """A `CompiledGrammar`: matchers are copies of the first, with which they share what was computed so far. `begin`:
-    makes a matcher for what comes before the grammar, too."""
+    """A `CompiledGrammar`: each matcher is made of a copy of the first, with which it shares what was computed so
+    far."""
 
-    def __init__(self, first: LLMatcher, size: int, begin: Callable[[GrammarMatcher], GrammarMatcher] | None) -> None:
-        self._first, self.size, self._begin = first, size, begin
+    def __init__(self, first: LLMatcher, size: int, make: Callable[[LLMatcher], GrammarMatcher]) -> None:
+        self._first, self.size, self._make = first, size, make
         self.warnings = tuple(first.get_grammar_warnings())
 
     def matcher(self) -> GrammarMatcher:
-        matcher = LLGuidanceMatcher(self._first.deep_copy())
-        return matcher if self._begin is None else self._begin(matcher)
+        return self._make(self._first.deep_copy())
 
 
 class LLGuidanceMatcher:
     """A `GrammarMatcher`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, jumps: bool = True) -> None:
+        self._matcher, self._jumps = matcher, jumps
 
     @property
     def error(self) -> str:
@@ -106,7 +106,7 @@ class LLGuidanceMatcher:
         return self._matcher.validate_tokens(list(tokens))
 
     def forced_tokens(self) -> list[int]:
-        return self._matcher.compute_ff_tokens()
+        return self._matcher.compute_ff_tokens() if self._jumps else []
 
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)

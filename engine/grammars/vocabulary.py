@@ -46,7 +46,8 @@ def build_vocabulary(backend: tokenizers.Tokenizer, size: int, ends: tuple[int, 
     added = backend.get_added_tokens_decoder()
     special = {token.content: number for number, token in added.items() if number < size}
     tokens = _Tokens(backend, special, ends or (size - 1,), size)
-    tokenizer = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(tokens.ends))
+    wrapped = TokenizerWrapper(tokens)
+    tokenizer = LLTokenizer(wrapped, eos_token=list(tokens.ends), slices=LLTokenizer.json_slices())
     return Vocabulary(tokenizer, tokens.tokens, special, tokens.ends, size)
 
 
@@ -73,7 +74,7 @@ def _token_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
     """The bytes that each token adds to a text; none for those beyond the tokenizer's."""
     known = min(size, backend.get_vocab_size())
     try:
-        decode = LLTokenizer(backend.to_str()).decode_bytes
+        decode = LLTokenizer(backend.to_str(), slices=[]).decode_bytes
         tokens = [decode([token]) for token in range(known)]
     except (ValueError, RuntimeError):  # a kind of tokenizer that the library does not know
         tokens = [read_token_piece(backend, token).data for token in range(known)]

@@ -44,16 +44,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.none() | st.integers(1, 12),
         tenant=st.integers(0, 3),
         scored=st.booleans(),
+        guided=st.booleans(),
     )
     def arrive(
-        self, data: st.DataObject, family: int, priority: int, stop: int | None, tenant: int, scored: bool
+        self,
+        data: st.DataObject,
+        family: int,
+        priority: int,
+        stop: int | None,
+        tenant: int,
+        scored: bool,
+        guided: bool,
     ) -> None:
         longest = self.trial.longest()
         prompt = data.draw(st.integers(1, min(longest - 1, 24)))
         new = data.draw(st.integers(0, min(longest - prompt, 12)))
         tenant %= self.trial.world.tenants
         self.trial.arrive(
-            family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant, scored=scored
+            family=family,
+            prompt=prompt,
+            new=new,
+            priority=priority,
+            stop=stop,
+            tenant=tenant,
+            scored=scored,
+            guided=guided,
         )
 
     @precondition(lambda self: self.trial.expected)

@@ -11,7 +11,7 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import SampledTokens, StepBatch
 from charonia.engine.worker.model_runner import ModelRunner
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import IntArray, LogitsParams, NewSequence, SamplerParams, StepPlan
+from charonia.scheduler.plan import IntArray, LogitsParams, MaskArray, NewSequence, SamplerParams, StepPlan
 
 CPU = torch.device("cpu")
 GREEDY = SamplerParams()
@@ -139,3 +139,67 @@ def test_the_other_rows_of_a_step_are_sampled_by_kernels() -> None:
     assert inputs.scored is not None
     assert inputs.scored.among is not None
     assert (inputs.scored.among.tolist(), inputs.scored.tokens.tolist()) == ([2], [2])
+
+
+class Waiting(Alone):
+    """One whose steps wait for masks."""
+
+    def provide_masks(self, masks: MaskArray | None) -> None:
+        self.said.append("masks" if masks is not None else "no masks")
+
+
+def masked(step: int, start: int, *, new: bool = False) -> StepPlan:
+    return plan(step, start, new=new)._replace(masked=ints(0))
+
+
+def test_masks_are_made_when_the_step_has_begun_and_before_it_is_waited_for() -> None:
+    model = Waiting()
+    steps = runner(model)
+
+    def make() -> MaskArray:
+        model.said.append("making")
+        return np.zeros((1, 4), np.int32)
+
+    steps.run_step(masked(0, 0, new=True), make)
+    assert model.said == ["begun", "making", "masks", "finished"]
+
+
+def test_a_step_does_not_begin_behind_one_that_waits_for_masks() -> None:
+    model = Waiting()
+    steps = runner(model)
+    steps.begin_step(masked(0, 0, new=True), lambda: np.zeros((1, 4), np.int32))
+    steps.begin_step(plan(1, 3))
+    assert model.said == ["begun", "masks", "begun"]
+    steps.finish_step()
+    steps.finish_step()
+    assert model.said == ["begun", "masks", "begun", "finished", "finished"]
+
+
+def test_kernels_are_let_go_when_masks_fail_or_the_runner_closes() -> None:
+    def fail() -> MaskArray:
+        raise RuntimeError("no mask")
+
+    model = Waiting()
+    steps = runner(model)
+    with pytest.raises(RuntimeError, match="no mask"):
+        steps.run_step(masked(0, 0, new=True), fail)
+    assert model.said == ["begun", "no masks"]
+    steps.begin_step(masked(1, 3), fail)
+    steps.close()
+    assert model.said == ["begun", "no masks", "begun", "no masks"]
+
+
+def test_masked_rows_without_masks_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs masks"):
+        runner(Waiting()).begin_step(masked(0, 0, new=True))
+
+
+def test_tokens_that_were_given_are_computed_on() -> None:
+    model = Waiting()
+    steps = runner(model)
+    steps.run_step(plan(0, 0, new=True))
+    given = plan(1, 3)._replace(counts=ints(2), given=ints(0, 4, 77).reshape(1, 3))
+    steps.begin_step(given)
+    (step,) = steps._steps
+    assert step.inputs is not None
+    assert step.inputs.batch.tokens.tolist()[1:] == [77]
