@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
@@ -126,6 +127,8 @@ class ThreadedExecutor:
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         told = list(self._told())
+        made = None if masks is None else masks()
+        masks = None if made is None else partial(np.asarray, made)
         futures = [
             worker.submit(self._step, engine, plan, told, masks)
             for worker, engine in zip(self._workers, self.engines, strict=True)

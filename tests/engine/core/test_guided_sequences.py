@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -51,9 +52,16 @@ class Answer:
 class Served:
     """A core that computes in this thread, and the tokenizer of its model."""
 
-    def __init__(self, model: Path, ahead: int = 0, blocks: int = 64, **scheduling: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        ahead: int = 0,
+        blocks: int = 64,
+        make: Callable[[EngineConfig], Any] = InlineExecutor,
+        **scheduling: Any,
+    ) -> None:
         config = EngineConfig(model=str(model), device="cpu", cache=CacheConfig(block_size=BLOCK_SIZE))
-        self.executor = InlineExecutor(config)
+        self.executor = make(config)
         capacity = self.executor.load(lambda *_: None)
         self.executor.allocate(blocks)
         self.cache = KVCacheManager(blocks, BLOCK_SIZE)
@@ -218,7 +226,7 @@ def test_a_minimum_of_tokens_holds_where_the_grammar_can_go_on(plain: Served) ->
 
 def test_what_max_tokens_cuts_is_a_valid_beginning(plain: Served) -> None:
     whole = plain.run(ask(1))[1]
-    for most in range(1, len(whole.tokens)):
+    for most in range(1, len(whole.tokens), 5):
         cut = plain.run(ask(1, max_tokens=most))[1]
         assert cut.tokens == whole.tokens[:most]
         assert cut.reason == "length"
@@ -244,6 +252,29 @@ def test_preempted_sequences_go_on_where_they_were(model: Path, ahead: int) -> N
     finally:
         roomy.close()
         tight.close()
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_ranks_choose_under_masks_where_they_choose(
+    plain: Served, model: Path, sibling: Callable[[str], ModuleType], tensor: int, stages: int
+) -> None:
+    threads = sibling("engine/threads.py")
+    split = Served(
+        model,
+        stages - 1,
+        make=lambda config: threads.ThreadedExecutor(config, threads.Layout(tensor, stages)),
+        in_flight_per_sequence=1 if stages > 1 else None,
+    )
+    greedy = SamplerParams()
+    requests = [ask(1, sampling=greedy), ask(2, None, greedy, max_tokens=20), ask(3, sampling=greedy)]
+    try:
+        answers = split.run(*requests)
+    finally:
+        split.close()
+    assert {key: each.tokens for key, each in answers.items()} == {
+        key: each.tokens for key, each in plain.run(*requests).items()
+    }
+    assert max(answers[1].runs) > 1
 
 
 def test_a_grammar_that_is_wrong_refuses_its_own_request(plain: Served) -> None:
