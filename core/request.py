@@ -158,6 +158,13 @@ class ToolUse(msgspec.Struct, frozen=True):
     named: str = ""
     parallel: bool = True
 
+    @property
+    def constrained(self) -> bool:
+        """Whether what is written of calls is held to the tools' parameters."""
+        return bool(self.named or self.choice == "required") or (
+            self.choice == "auto" and any(tool.strict for tool in self.tools)
+        )
+
 
 class ToolCall(msgspec.Struct, frozen=True):
     """A call of a tool; `arguments` is JSON text."""

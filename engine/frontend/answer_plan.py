@@ -4,6 +4,7 @@ to them.
 Made when the prompt is known, as that says whether the answer begins within the reasoning.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,9 +20,10 @@ from ...core.request import (
     SamplingParams,
     join_chunks,
 )
-from ...tokenization.answers.answer_formats import AnswerParsers, choose_format
+from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
 from ...tokenization.answers.answer_reader import AnswerReader
 from ...tokenization.answers.marked_answer import ReasoningFormat
+from ...tokenization.answers.tool_grammars import tool_guide
 from ...tokenization.tokenizer import Tokenizer
 from ..core.messages import AddRequest
 from .chunk_builder import ChunkBuilder, TextEnds
@@ -62,30 +64,40 @@ def plan_answer(
     """The plan for a request with this prompt.
 
     Raises:
-        InvalidArgument: it limits the reasoning of a model that has none.
+        InvalidArgument: it limits the reasoning of a model that has none, or nothing can hold it to what it asks for.
     """
     if not request.reads_answer:
         return AnswerPlan(prompt, tokenizer, guide=request.guided_decoding)
     template = request.prompt.chat_template if isinstance(request.prompt, Conversation) else ""
-    form = choose_format(template or tokenizer.chat_template, parsers)
-    shown = tokenizer.showing(form.markers)
-    guide, reasoning, budget = request.guided_decoding, form.reasoning, request.thinking_budget
+    form, use = choose_format(template or tokenizer.chat_template, parsers), request.tools
+    if use is not None and form.tools is None and use.constrained:
+        form = dataclasses.replace(form, tools=HERMES)  # a model that was not trained for any
+    guide = request.guided_decoding
+    if use is not None and form.tools is not None:
+        guide = tool_guide(form.tools, use, guide)
+        use = replace(use, parallel=False) if use.named else use
+    shown, reasoning, budget = tokenizer.showing(form.markers), form.reasoning, request.thinking_budget
     if reasoning is None:
         if budget is not None and not request.lenient_limits:
             field = "thinking_token_budget"
             raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
-        return AnswerPlan(prompt, shown, form.reader(request.tools), guide)
+        return AnswerPlan(prompt, shown, form.reader(use), guide)
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
     # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
     limited = guide is not None or budget is not None
-    if limited and (form.reasons or budget) and not (inside or tail.endswith(reasoning.end)):
-        prompt, inside = prompt + tokenizer.encode(f"{reasoning.start}\n", special=False), True
+    if limited and not (inside or tail.endswith(reasoning.end)) and (form.reasons or budget or _asks(request)):
+        prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
     if inside and guide is not None and not guide.after:
-        guide = guide._replace(after=reasoning.end)
-    return AnswerPlan(
-        prompt, shown, form.reader(request.tools, inside), guide, budget if inside else None, reasoning.end
-    )
+        with_tools = guide is not request.guided_decoding
+        guide = guide._replace(after=reasoning.end if with_tools else reasoning.content or reasoning.end)
+    return AnswerPlan(prompt, shown, form.reader(use, inside), guide, budget if inside else None, reasoning.end)
+
+
+def _asks(request: GenerateRequest) -> bool:
+    """Whether it asks the chat template for reasoning, by either of the customary names."""
+    variables = request.prompt.variables if isinstance(request.prompt, Conversation) else {}
+    return bool(variables.get("thinking") or variables.get("enable_thinking"))
 
 
 def _continues(request: GenerateRequest, reasoning: ReasoningFormat) -> bool:

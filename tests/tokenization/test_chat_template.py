@@ -1,10 +1,12 @@
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import ChatMessage, Conversation
+from charonia.core.request import ChatMessage, Conversation, Tool, ToolCall
 from charonia.tokenization.chat_template import ChatTemplate, find_template
 
 HELLO = Conversation((ChatMessage("user", "<héllo>"),))
@@ -91,3 +93,49 @@ def test_whatever_a_template_does_is_the_requests_fault(source: str) -> None:
 def test_a_template_that_does_not_compile_fails_the_load() -> None:
     with pytest.raises(InvalidArgument, match="does not compile"):
         ChatTemplate("{% if %}", {})
+
+
+TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}
+{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}{{ m.thinking }}{{ m.tool_call_id }}
+{% for call in m.tool_calls or [] %}{{ call.id }} {{ call.type }} {{ call.function.name }}
+{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}{% endfor %}
+{% endfor %}"""
+
+
+def test_tools_calls_and_their_results_are_given_as_templates_expect_them() -> None:
+    calls = ToolCall("c1", "weather", '{"city": "Zürich"}'), ToolCall("c2", "weather", "oops")
+    messages = (
+        ChatMessage("assistant", "", reasoning="hm", tool_calls=calls),
+        ChatMessage("tool", "rain", tool_call_id="c1"),
+    )
+    tool = Tool("weather", "Looks out.", '{"type": "object"}')
+    text = ChatTemplate(TOOLS, {}).render(Conversation(messages, tools=(tool, Tool("now", parameters="[1"))))
+    assert text == (
+        '{"type": "function", "function": {"name": "weather", "description": "Looks out.", '
+        '"parameters": {"type": "object"}}}'
+        '{"type": "function", "function": {"name": "now", "description": "", "parameters": {}}}'
+        'assistant:hmhm\nc1 function weather\n{"city": "Zürich"}c2 function weather\noopstool:rainc1\n'
+    )
+
+
+def test_what_a_request_declares_counts_as_what_a_template_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("charonia.tokenization.chat_template.MAX_WORK", 3000)
+    long = "x" * 1500
+    call = ToolCall("c", "f", json.dumps({"a": long}))
+    for message, tools, read in (
+        (HELLO.messages[0], (Tool("large", long),), "tools[0].function.description"),
+        (ChatMessage("assistant", "", reasoning=long), (), "messages[0].thinking"),
+        (ChatMessage("assistant", "", tool_calls=(call,)), (), "messages[0].tool_calls[0].function.arguments.a"),
+    ):
+        for times, may in ((5, True), (9, False)):
+            template = ChatTemplate(f"{{{{ {read} }}}}" * times, {})
+            with nullcontext() if may else pytest.raises(InvalidArgument, match="does more than it may"):
+                assert len(template.render(Conversation((message,), tools=tools))) == times * len(long)
+
+
+@pytest.mark.parametrize("levels", [200, 5000])
+def test_parameters_that_are_nested_too_deeply_end_no_server(levels: int) -> None:
+    deep = Tool("deep", parameters='{"a":' * levels + "1" + "}" * levels)
+    template = ChatTemplate("{{ tools | tojson }}", {})
+    with nullcontext() if levels > 1000 else pytest.raises(InvalidArgument, match="nests lists more than 100 deep"):
+        template.render(Conversation(HELLO.messages, tools=(deep,)))

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ from ...core.errors import InvalidArgument, did_you_mean
 from ...core.request import ToolUse
 from .answer_reader import AnswerReader
 from .gemma_calls import GemmaCalls
+from .grammar_parts import CallLayout, CallSection
 from .harmony import ANALYSIS, END, FINAL, HarmonyCalls, read_harmony
 from .json_calls import JsonCalls
 from .marked_answer import ReasoningFormat, ToolFormat, random_id, read_marked
@@ -28,17 +29,76 @@ def short_id() -> str:
     return secrets.token_hex(5)[:9]
 
 
-HERMES = JsonCalls(("<tool_call>",), end="</tool_call>")
+HERMES = JsonCalls(
+    ("<tool_call>",),
+    end="</tool_call>",
+    layout=CallLayout((CallSection("<tool_call>\n", "\n</tool_call>", "<tool_call>"),), "\n"),
+)
 QWEN_3_CODER = TaggedCalls()
-LLAMA_3 = JsonCalls(("<|python_tag|>",), ("{",), separator=";")
-LLAMA_4 = PythonCalls(("<|python_start|>",), ("[",), "<|python_end|>")
-PYTHONIC = PythonCalls((), ("[",))
-TOOL_CODE = PythonCalls(("```tool_code",), (), "```", bare=True)
-MISTRAL = NamedCalls("[TOOL_CALLS]", before_id="[CALL_ID]", before_arguments="[ARGS]", lists=True, new_id=short_id)
+LLAMA_3 = JsonCalls(
+    ("<|python_tag|>",),
+    ("{",),
+    separator=";",
+    layout=CallLayout((CallSection(""), CallSection("<|python_tag|>", "", "<|python_tag|>")), "; "),
+    arguments="parameters",
+)
+PYTHONIC = PythonCalls((), ("[",), layout=CallLayout((CallSection("[", "]"),), ", ", several=True))
+LLAMA_4 = PythonCalls(
+    ("<|python_start|>",),
+    ("[",),
+    "<|python_end|>",
+    layout=CallLayout(
+        (CallSection("[", "]"), CallSection("<|python_start|>[", "]<|python_end|>", "<|python_start|>")),
+        ", ",
+        several=True,
+    ),
+)
+TOOL_CODE = PythonCalls(
+    ("```tool_code",),
+    end="```",
+    bare=True,
+    layout=CallLayout((CallSection("```tool_code\n", "\n```", "```tool_code"),), "\n", several=True),
+)
+MISTRAL = NamedCalls(
+    "[TOOL_CALLS]",
+    before_id="[CALL_ID]",
+    before_arguments="[ARGS]",
+    lists=JsonCalls(),
+    layout=CallLayout((CallSection("[TOOL_CALLS]", "", "[TOOL_CALLS]"),)),
+    new_id=short_id,
+)
+MISTRAL_LISTS = replace(
+    MISTRAL,
+    writes_lists=True,
+    layout=CallLayout((CallSection("[TOOL_CALLS] [", "]", "[TOOL_CALLS]"),), ", ", several=True),
+)
 FUNCTION_GEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
 GEMMA_4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
-PHI_4_MINI = JsonCalls(("functools", "<|tool_call|>"), end="<|/tool_call|>")
-GRANITE = JsonCalls(("<|tool_call|>", "<tool_call>"))
+_FUNCTOOLS = CallSection("functools[", "]", "functools")
+_PHI_4_TAGS = CallSection("<|tool_call|>[", "]<|/tool_call|>", "<|tool_call|>")
+PHI_4_MINI = JsonCalls(
+    ("functools", "<|tool_call|>"),
+    end="<|/tool_call|>",
+    layout=CallLayout((_FUNCTOOLS, _PHI_4_TAGS), ", ", several=True),
+)
+PHI_4_TAGS = replace(PHI_4_MINI, layout=PHI_4_MINI.layout._replace(sections=(_PHI_4_TAGS, _FUNCTOOLS)))
+GRANITE = JsonCalls(
+    ("<|tool_call|>", "<tool_call>"),
+    layout=CallLayout(
+        (CallSection("<|tool_call|>[", "]", "<|tool_call|>"), CallSection("<tool_call>[", "]", "<tool_call>")),
+        ", ",
+        several=True,
+    ),
+)
+GRANITE_20B = JsonCalls(
+    ("<function_call>",), layout=CallLayout((CallSection("<function_call> ", "", "<function_call>"),), "\n")
+)
+JAMBA = JsonCalls(
+    ("<tool_calls>",),
+    end="</tool_calls>",
+    layout=CallLayout((CallSection("<tool_calls>[", "]</tool_calls>", "<tool_calls>"),), ", ", several=True),
+)
+_DEEPSEEK = CallSection("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁calls▁begin｜>")
 DEEPSEEK_V3 = NamedCalls(
     "<｜tool▁calls▁begin｜>",
     begin="<｜tool▁call▁begin｜>",
@@ -47,6 +107,7 @@ DEEPSEEK_V3 = NamedCalls(
     fence="\n```",
     end="<｜tool▁call▁end｜>",
     close="<｜tool▁calls▁end｜>",
+    layout=CallLayout((_DEEPSEEK,), "\n", several=True),
 )
 DEEPSEEK_V31 = NamedCalls(
     "<｜tool▁calls▁begin｜>",
@@ -54,6 +115,7 @@ DEEPSEEK_V31 = NamedCalls(
     before_arguments="<｜tool▁sep｜>",
     end="<｜tool▁call▁end｜>",
     close="<｜tool▁calls▁end｜>",
+    layout=CallLayout((_DEEPSEEK,), several=True),
 )
 HARMONY = HarmonyCalls()
 
@@ -74,8 +136,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v31": DEEPSEEK_V31,
     "granite": GRANITE,
     "granite4": HERMES,
-    "granite-20b-fc": JsonCalls(("<function_call>",)),
-    "jamba": JsonCalls(("<tool_calls>",), end="</tool_calls>"),
+    "granite-20b-fc": GRANITE_20B,
+    "jamba": JAMBA,
     "openai": HARMONY,
 }
 """By the name for --tool-call-parser."""
@@ -164,14 +226,15 @@ def _written(template: str, marks: Sequence[tuple[tuple[str, ...], F]]) -> F | N
 
 _TOOL_MARKS: Sequence[tuple[tuple[str, ...], ToolFormat]] = (
     (("<|channel|>", "<|message|>"), HARMONY),
-    (("[TOOL_CALLS]",), MISTRAL),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
+    (("[TOOL_CALLS]",), MISTRAL_LISTS),
     (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
     (("<start_function_call>",), FUNCTION_GEMMA),
     (("<|tool_call>",), GEMMA_4),
     (("<function=", "<parameter="), QWEN_3_CODER),
     (("functools",), PHI_4_MINI),
-    (("<|tool_call|>", "<|/tool_call|>"), PHI_4_MINI),
+    (("<|tool_call|>", "<|/tool_call|>"), PHI_4_TAGS),
     (("<|tool_call|>",), GRANITE),
     (("<tool_call>",), HERMES),
     (("<|python_start|>",), LLAMA_4),

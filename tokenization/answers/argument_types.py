@@ -15,9 +15,24 @@ def argument_types(parameters: str) -> Mapping[str, frozenset[str]]:
     """JSON's types that each argument may have, by a schema as JSON text; none for one that says nothing of it."""
     try:
         schema = json.loads(parameters)
-        return {key: frozenset(_types(value, schema)) for key, value in schema["properties"].items()}
+        return {key: schema_types(value, schema) for key, value in schema["properties"].items()}
     except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
         return {}
+
+
+def schema_types(schema: Any, root: Any) -> frozenset[str]:
+    """JSON's types that a schema allows. `root`: what it refers to. Raises LookupError and TypeError for nonsense."""
+    return frozenset(_types(schema, root))
+
+
+def resolve_reference(schema: Any, root: Any) -> Any:
+    """What a schema refers to within `root`, or itself. Raises LookupError and TypeError for nonsense."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    for step in reference[2:].split("/"):
+        root = root[step.replace("~1", "/").replace("~0", "~")]
+    return root
 
 
 def _types(schema: Any, root: Any) -> Iterator[str]:
@@ -32,10 +47,7 @@ def _types(schema: Any, root: Any) -> Iterator[str]:
             yield from [named] if isinstance(named, str) else named
         elif "enum" in part or "const" in part:
             yield from (_NAMES[type(value)] for value in part.get("enum", [part.get("const")]))
-        elif isinstance(reference := part.get("$ref"), str) and reference.startswith("#/"):
-            target = root
-            for step in reference[2:].split("/"):
-                target = target[step.replace("~1", "/").replace("~0", "~")]
+        elif (target := resolve_reference(part, root)) is not part:
             waiting.append(target)
         for several in ("anyOf", "oneOf", "allOf"):
             waiting += part.get(several, ())

@@ -4,9 +4,12 @@ The channel analysis is reasoning; a message to a function is a call; what else 
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from .answer_reader import AnswerReader, CallWriter
 from .answer_text import AnswerText, MalformedCall, Markers, Reading, ShortText
+from .grammar_parts import CallLayout, CallSection, Part, any_text, const, either, json_value, sequence, tag
 from .literals import read_value
 from .marked_answer import random_id
 
@@ -25,14 +28,44 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
+_NEXT = f"{START}assistant"
+_PREAMBLE = sequence(
+    [
+        const(_NEXT),
+        {
+            "type": "tags_with_separator",
+            "tags": [
+                tag(f"{CHANNEL}{channel}{MESSAGE}", any_text(), f"{END}{_NEXT}")
+                for channel in ("analysis", "commentary")
+            ],
+            "separator": "",
+        },
+    ]
+)
+
+
 class HarmonyCalls:
     """Messages to functions, as a `ToolFormat`; `read_harmony` reads them with all else."""
 
     starts = openings = ()
     markers = MARKERS
+    layout = CallLayout(
+        (
+            CallSection(f"{CHANNEL}commentary{_TO}{FUNCTIONS}", CALL, CHANNEL),
+            CallSection(f"{_TO}{FUNCTIONS}", CALL, _TO),
+        ),
+        single=True,
+        preamble=_PREAMBLE,
+        content=FINAL,
+    )
 
     def new_id(self) -> str:
         return random_id()
+
+    def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
+        headers = (f" {_CONSTRAIN}json", f"{CHANNEL}commentary {_CONSTRAIN}json", f"{CHANNEL}commentary json")
+        header = either([const(f"{each}{MESSAGE}") for each in headers])
+        return sequence([const(name), header, json_value(parameters)])
 
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
         raise MalformedCall

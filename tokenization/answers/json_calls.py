@@ -1,10 +1,13 @@
 """Calls as JSON objects: Hermes and Qwen, Llama 3, older Mistral, Phi 4, Granite."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Reading
+from .grammar_parts import NO_LAYOUT, CallLayout, Part, const, json_value, sequence
 from .literals import read_short, read_value
 from .marked_answer import random_id
 
@@ -17,17 +20,24 @@ _BEFORE_NAME = ("name", "type", "id")
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
     """Calls as objects with a name and arguments, each alone or several in a list, behind one of `starts` or
-    `openings`, with an `end` that may be missing. `separator`: between objects that are in no list."""
+    `openings`, with an `end` that may be missing. `separator`: between objects that are in no list. `arguments`: their
+    key where a grammar writes it."""
 
     starts: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
     end: str = ""
     separator: str = ""
+    layout: CallLayout = NO_LAYOUT
+    arguments: str = "arguments"
     new_id: Callable[[], str] = field(default=random_id)
 
     @property
     def markers(self) -> tuple[str, ...]:
         return tuple(filter(None, (*self.starts, self.end)))
+
+    def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
+        begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments}": '
+        return sequence([const(begin), json_value(parameters), const("}")])
 
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
         if start in ("{", "["):

@@ -1,10 +1,12 @@
 """Answers whose reasoning and calls stand between markers, in a text that is content for the rest."""
 
 import secrets
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 from .answer_reader import AnswerReader, CallWriter
 from .answer_text import AnswerText, MalformedCall, Markers, Reading
+from .grammar_parts import CallLayout, Part
 
 _MOST_SPACES = 8
 """White space that may stand before what begins an answer."""
@@ -18,6 +20,11 @@ class ReasoningFormat(NamedTuple):
     end: str
     optional: bool = False
     content: str = ""
+
+    @property
+    def opening(self) -> str:
+        """What begins the reasoning where the prompt does."""
+        return self.start if self.content else f"{self.start}\n"
 
 
 class ToolFormat(Protocol):
@@ -33,8 +40,14 @@ class ToolFormat(Protocol):
     @property
     def markers(self) -> tuple[str, ...]: ...
 
+    @property
+    def layout(self) -> CallLayout: ...
+
     def new_id(self) -> str:
         """The id of a new call."""
+
+    def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
+        """The grammar of one call, its section apart, with arguments of the schema `parameters`."""
 
     def read(self, text: AnswerText, calls: "CallWriter", start: str) -> Reading[None]:
         """Read calls, `start` of which was read already.

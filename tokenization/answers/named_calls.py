@@ -1,11 +1,13 @@
 """Calls as a name and JSON behind it: newer Mistral, DeepSeek, Kimi."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Reading
+from .grammar_parts import NO_LAYOUT, CallLayout, Part, const, json_value, sequence
 from .json_calls import JsonCalls
 from .literals import read_value
 from .marked_answer import random_id
@@ -31,7 +33,7 @@ class NamedCalls:
     """Calls behind `start`, each between `begin` and `end` if it has these, all of them before `close`.
 
     A call is `prefix`, the name, an id behind `before_id` that is left out, `before_arguments`, the arguments, `fence`.
-    `lists`: calls may also be JSON objects, in a list or alone. `separator`: between two calls.
+    `lists`: calls may also be JSON objects, in a list or alone; `writes_lists`: and are where a grammar writes them.
     """
 
     start: str
@@ -42,8 +44,9 @@ class NamedCalls:
     fence: str = ""
     end: str = ""
     close: str = ""
-    separator: str = ""
-    lists: bool = False
+    lists: JsonCalls | None = None
+    writes_lists: bool = False
+    layout: CallLayout = NO_LAYOUT
     new_id: Callable[[], str] = field(default=random_id)
 
     @property
@@ -59,10 +62,16 @@ class NamedCalls:
         words = self.start, self.begin, self.prefix, self.before_id, self.before_arguments, self.end, self.close
         return tuple(part for word in words for part in _MARKER.findall(word))
 
+    def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
+        if self.lists and self.writes_lists:
+            return self.lists.call_part(name, parameters)
+        begin = f"{self.begin}{self.prefix}{name}{self.before_arguments}"
+        return sequence([const(begin), json_value(parameters), const(f"{self.fence}{self.end}")])
+
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
         yield from text.spaces()
         if self.lists and (yield from text.peek()) in ("[", "{"):
-            yield from JsonCalls().read(text, calls, start)
+            yield from self.lists.read(text, calls, start)
             return
         while True:
             if self.begin and not (yield from text.accept(self.begin)):

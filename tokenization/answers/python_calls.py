@@ -2,10 +2,15 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Reading
+from .argument_types import schema_types
+from .grammar_parts import NO_LAYOUT, CallLayout, Part, argument_list, const, either, json_value, sequence
 from .literals import PYTHON, read_value
 from .marked_answer import random_id
 from .named_calls import read_name
@@ -23,6 +28,7 @@ class PythonCalls:
     openings: tuple[str, ...] = ()
     end: str = ""
     bare: bool = False
+    layout: CallLayout = NO_LAYOUT
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -30,6 +36,10 @@ class PythonCalls:
 
     def new_id(self) -> str:
         return random_id()
+
+    def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
+        arguments = argument_list(parameters, partial(_argument, parameters), ", ")
+        return sequence([const(f"{name}("), arguments, const(")")])
 
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
         yield from text.spaces()
@@ -50,6 +60,12 @@ class PythonCalls:
         if self.end:
             yield from text.spaces()
             yield from text.accept(self.end)
+
+
+def _argument(parameters: Mapping[str, Any], key: str, schema: Any) -> Part:
+    """The grammar of an argument; JSON within lists and objects is close enough to Python to be read."""
+    boolean = schema_types(schema, parameters) == {"boolean"} and not schema.keys() & {"enum", "const"}
+    return sequence([const(f"{key}="), either([const("True"), const("False")]) if boolean else json_value(schema)])
 
 
 def _read_call(text: AnswerText, calls: CallWriter) -> Reading[None]:

@@ -7,10 +7,24 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Markers, Reading, Sink
-from .argument_types import typed_argument
+from .argument_types import schema_types, typed_argument
+from .grammar_parts import (
+    CallLayout,
+    CallSection,
+    Part,
+    any_text,
+    argument_list,
+    const,
+    either,
+    json_value,
+    sequence,
+    tag,
+)
 from .literals import quoted
 from .marked_answer import random_id
 from .named_calls import read_name
@@ -45,6 +59,14 @@ class TaggedCalls:
     def new_id(self) -> str:
         return random_id()
 
+    @property
+    def layout(self) -> CallLayout:
+        whole = CallSection(f"{self.start}\n{_FUNCTION}", f"{_FUNCTION_END}\n{self.end}", self.start)
+        return CallLayout((whole, CallSection(_FUNCTION, _FUNCTION_END, _FUNCTION)), "\n")
+
+    def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
+        return sequence([const(f"{name}>\n"), argument_list(parameters, partial(_argument, parameters))])
+
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
         yield from text.spaces()
         if start != _FUNCTION and not (yield from text.accept(_FUNCTION)):
@@ -77,6 +99,18 @@ class TaggedCalls:
                 raise MalformedCall
         calls.write("}")
         calls.end()
+
+
+def _argument(parameters: Mapping[str, Any], key: str, schema: Any) -> Part:
+    """The grammar of an argument. What is not text is JSON; text that is not one of a few is free."""
+    types, values = schema_types(schema, parameters), schema.get("enum")
+    if types == {"string"} and isinstance(values, list):
+        value = either([const(str(each)) for each in values])
+    elif types and "string" not in types:
+        value = json_value(schema)
+    else:
+        value = any_text()
+    return tag(f"{_PARAMETER}{key}>\n", value, f"\n{_VALUE_END}\n")
 
 
 def _read_parameter(text: AnswerText, sink: Sink, types: Mapping[str, frozenset[str]]) -> Reading[None]:

@@ -1,5 +1,6 @@
 """Answers that are read, through a whole language model: the engine is a script of tokens, all else is real."""
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -233,3 +234,49 @@ async def test_a_stop_string_ends_reasoning_too(model: LlmModel, engine: Scripte
     engine.answer, engine.pace = tokenizer.encode("<think>one two three</think>four<|im_end|>").ids, 100
     whole = join_chunks(await answer(model, ask(sampling=SamplingParams(max_tokens=1000, stop=("two",)))))
     assert (whole.reasoning, whole.text, whole.stop_reason) == ("one ", "", "two")
+
+
+async def test_required_calls_are_held_to_the_tools_behind_the_reasoning(
+    model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    engine.answer = tokenizer.encode(f"hm</think>{CALL}<|im_end|>").ids
+    whole = join_chunks(await answer(model, ask(use=ToolUse(TOOLS.tools, "required"))))
+    assert (whole.reasoning, whole.text, len(whole.tool_calls)) == ("hm", "", 1)
+    guide = engine.added[-1].guide
+    assert guide is not None
+    assert (guide.kind, guide.parameter, guide.after) == ("structural_tag", "tool_choice", "</think>")
+    await answer(model, ask(use=ToolUse(TOOLS.tools, named="time"), variables={"enable_thinking": False}))
+    guide = engine.added[-1].guide
+    assert guide is not None
+    assert guide.after == ""
+    assert "weather" not in guide.text
+
+
+async def test_tools_that_nobody_requires_cost_no_grammar(
+    model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    engine.answer = tokenizer.encode("ok<|im_end|>").ids
+    await answer(model, ask())
+    assert engine.added[-1].guide is None
+    await answer(model, ask(use=ToolUse((Tool("time", strict=True),))))
+    guide = engine.added[-1].guide
+    assert guide is not None
+    assert (guide.parameter, guide.strict) == ("strict", True)
+
+
+async def test_a_template_that_knows_no_tools_gets_required_calls_as_hermes_writes_them(
+    model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    engine.answer = tokenizer.encode(f"{CALL}<|im_end|>").ids
+    chat = Conversation((ChatMessage("user", "hi"),), chat_template="{{ messages[0].content }}")
+    for use, calls in ((ToolUse(TOOLS.tools, "required"), 1), (TOOLS, 0)):
+        request = GenerateRequest(
+            id="", prompt=chat, sampling=SamplingParams(max_tokens=1000), tools=use, reads_answer=True
+        )
+        assert len(join_chunks(await answer(model, request)).tool_calls) == calls
+
+
+async def test_an_engine_without_grammars_refuses_what_needs_one(model: LlmModel) -> None:
+    model._spec = dataclasses.replace(model._spec, capabilities=frozenset())
+    with pytest.raises(InvalidArgument, match="'tool_choice' is not supported"):
+        await answer(model, ask(use=ToolUse(TOOLS.tools, "required")))

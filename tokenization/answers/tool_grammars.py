@@ -1,0 +1,135 @@
+"""Constraints that hold a model to calls of the declared tools, in the format that it writes.
+
+They are structural tags: which of their texts are special tokens is for the engine's grammars to find.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.errors import InvalidArgument
+from ...core.request import GuidedDecoding, Tool, ToolUse
+from .grammar_parts import Part, any_text, const, either, json_value, regex, sequence, tag
+from .marked_answer import ToolFormat
+
+_MOST_CHARACTERS = 1 << 18
+"""Characters of all parameters together: the engine's grammars take no more."""
+
+
+def tool_guide(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None = None) -> GuidedDecoding | None:
+    """What an answer with these tools is held to, None if to nothing: calls where they are required; where they are
+    not, either calls or what the `user` wants of the content, or else text in which the calls of strict tools are held
+    to their parameters.
+
+    Raises:
+        InvalidArgument: the format, or the kind of the user's constraint, leaves no way to say so.
+    """
+    tools = [tool for tool in use.tools if use.named in ("", tool.name)]
+    parallel = use.parallel and not use.named
+    strict = all(tool.strict for tool in tools)
+    if use.named or use.choice == "required":
+        return _guide(form, _calls(form, tools, parallel), "tool_choice", strict)
+    if use.choice == "none" or not tools:
+        return user
+    if user is not None:
+        content = sequence([const(form.layout.content), _content(user)])
+        either_way = either([_calls(form, tools, parallel), content])
+        return _guide(form, either_way, user.parameter, user.strict and strict)
+    if not any(tool.strict for tool in tools):
+        return None
+    return _guide(form, _text_with_calls(form, tools, parallel), "strict", True)
+
+
+def _guide(form: ToolFormat, part: Part, parameter: str, strict: bool) -> GuidedDecoding:
+    if form.layout.preamble is not None:
+        part = sequence([form.layout.preamble, part])
+    text = json.dumps({"format": part}, ensure_ascii=False, separators=(",", ":"))
+    return GuidedDecoding("structural_tag", text, parameter, strict=strict)
+
+
+def _calls(form: ToolFormat, tools: Sequence[Tool], parallel: bool) -> Part:
+    """Calls alone, one at least."""
+    return _section(form, _call_parts(form, tools), parallel)
+
+
+def _call_parts(form: ToolFormat, tools: Sequence[Tool], strict_only: bool = False) -> list[Part]:
+    """The grammar of a call of each tool. With `strict_only` the arguments of others are any object."""
+    size = sum(len(tool.parameters) for tool in tools)
+    if size > _MOST_CHARACTERS:
+        message = (
+            f"tools: their parameters have {size} characters; to hold calls to them they may have {_MOST_CHARACTERS}"
+        )
+        raise InvalidArgument(message, field="tools")
+    parts = []
+    for tool in tools:
+        try:
+            schema = json.loads("{}" if strict_only and not tool.strict else tool.parameters)
+            parts.append(form.call_part(tool.name, {"type": "object", **schema}))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            message = f"tools: the parameters of '{tool.name}' are no schema that calls can be held to: {error}"
+            raise InvalidArgument(message, field="tools") from None
+    return parts
+
+
+def _section(form: ToolFormat, calls: Sequence[Part], parallel: bool, trigger: str = "") -> Part:
+    """A section with all calls, or sections with one each."""
+    layout = form.layout
+    section = next(each for each in layout.sections if each.trigger == trigger or not trigger)
+    begin, end = ("", "") if layout.several else section[:2]
+    part: Part = {
+        "type": "tags_with_separator",
+        "tags": [tag(begin, call, end) for call in calls],
+        "separator": layout.separator,
+        "at_least_one": True,
+        "stop_after_first": layout.single or not parallel,
+    }
+    return tag(section.begin, part, section.end) if layout.several else part
+
+
+def _text_with_calls(form: ToolFormat, tools: Sequence[Tool], parallel: bool) -> Part:
+    """Text in which calls may begin. Those of tools that are not strict have any arguments."""
+    calls = _call_parts(form, tools, strict_only=True)
+    layout, free, tags = form.layout, any_text(), list[Part]()
+    if layout.preamble is not None:
+        sections = [_section(form, calls, parallel, section.trigger) for section in layout.sections]
+        return either([*sections, sequence([const(layout.content), free])])
+    for section in layout.sections:
+        if section.trigger and layout.several:
+            tags.append(_section(form, calls, parallel, section.trigger))
+        elif section.trigger:
+            tags += [tag(section.begin, call, section.end) for call in calls]
+    if tags:
+        triggers = [section.trigger for section in layout.sections if section.trigger]
+        free = {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": not parallel}
+    if not form.openings:
+        return free
+    # Text that begins as bare calls do would be read as one.
+    first = "".join(f"\\{opening}" for opening in form.openings)
+    return either([_section(form, calls, parallel), sequence([regex(rf"[^{first}\s]"), free]), const("")])
+
+
+def _content(user: GuidedDecoding) -> Part:
+    """A user's constraint as a part of one with tools."""
+    match user.kind:
+        case "json":
+            return json_value({"type": "object"})
+        case "json_schema":
+            return json_value(_parsed(user))
+        case "regex":
+            return regex(user.text)
+        case "choice":
+            return either([const(text) for text in _parsed(user)])
+        case "ebnf_grammar":
+            return {"type": "grammar", "grammar": user.text}
+        case "structural_tag" if "format" in (parsed := _parsed(user)):
+            part: Part = parsed["format"]
+            return part
+    message = f"{user.parameter}: a constraint of kind {user.kind} can't be combined with tools that may be called"
+    raise InvalidArgument(message, field=user.parameter)
+
+
+def _parsed(user: GuidedDecoding) -> Any:
+    try:
+        return json.loads(user.text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{user.parameter}: it is not JSON: {error}", field=user.parameter) from None
