@@ -42,7 +42,8 @@ TEMPLATES = {
     + "{{ c.function.arguments | tojson }}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     + _END,
     "deepseek_v31": _EACH
-    + "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}"
+    + "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
+    + "{{ c.function.arguments | tojson }}"
     + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     + _END,
     "openai": _EACH
