@@ -104,6 +104,8 @@ class EngineSpec:
         for name, parameter in {"adapter": "lora_name", "wants_prompt_logprobs": "prompt_logprobs"}.items():
             if getattr(request, name):
                 self._check(name, parameter)
+        if request.thinking_budget is not None and not request.lenient_limits:
+            self._check("thinking_budget", "thinking_token_budget")
         self.check_guide(request.guided_decoding)
 
     def check_guide(self, guide: GuidedDecoding | None) -> None:

@@ -69,7 +69,7 @@ class TokenizerBundle:
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
-    capabilities = frozenset({"guided_decoding", "wants_prompt_logprobs"})
+    capabilities = frozenset({"guided_decoding", "thinking_budget", "wants_prompt_logprobs"})
     connect = partial(EngineClient, config)
     parsers = AnswerParsers(config.tool_call_parser, config.reasoning_parser)
     texts = config.chat_template, config.tokenizer

@@ -108,6 +108,9 @@ class SamplingTranslator:
 def _guided_decoding(guided: GuidedDecoding) -> "GuidedDecodingParams":
     from tensorrt_llm.llmapi import GuidedDecodingParams
 
+    if guided.after:
+        message = f"{guided.parameter}: TensorRT-LLM takes no constraints behind reasoning, which would have to be off"
+        raise InvalidArgument(message, field=guided.parameter)
     match guided.kind:
         case "json":
             return GuidedDecodingParams(json_object=True)

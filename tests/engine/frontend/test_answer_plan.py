@@ -112,7 +112,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 async def model(checkpoint: Path, engine: ScriptedEngine) -> AsyncIterator[LlmModel]:
-    guided = frozenset({"guided_decoding"})
+    guided = frozenset({"guided_decoding", "thinking_budget"})
     spec = EngineSpec("test", str(checkpoint), lambda *_: engine, guided, parsers=AnswerParsers())  # type: ignore[arg-type,return-value]
     model = LlmModel("qwen", "1", spec)
     await model.load()
