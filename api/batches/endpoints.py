@@ -4,7 +4,6 @@ https://platform.openai.com/docs/api-reference/files and .../batch. Without `--f
 refused with a message that says so.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -107,7 +106,7 @@ class BatchRoutes:
             text = f"file {file.id} is the input of a batch that has not ended: cancel the batch first"
             raise ApiError(text, 409, "file_in_use", field="id")
         runner.store.forget_file(file)
-        await asyncio.to_thread(runner.store.write_file_away, file.id)
+        await runner.store.in_thread(runner.store.write_file_away, file.id)
         return json_response({"id": file.id, "object": "file", "deleted": True})
 
     async def content(self, request: Request, runner: BatchRunner) -> Response:
@@ -146,7 +145,7 @@ class BatchRoutes:
         )
         store.add_batch(record)  # from here on its input stays
         try:
-            await asyncio.to_thread(store.write_batch, record.id, msgspec.json.encode(record))
+            await store.in_thread(store.write_batch, record.id, msgspec.json.encode(record))
         except BaseException:
             store.forget_batch(record)
             raise

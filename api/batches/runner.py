@@ -131,14 +131,14 @@ class BatchRunner:
             self.store.unpublish(record)
             async with self._checking:
                 try:
-                    await asyncio.to_thread(batch.recover)
+                    await self.store.in_thread(batch.recover)
                 finally:
                     batch.charged = batch.output.size + batch.errors.size
                     self.store.used += batch.charged
             return
         async with self._checking:
             most = self.store.limits.lines
-            checked = await asyncio.to_thread(check_input, batch.input, record.endpoint, most)
+            checked = await self.store.in_thread(check_input, batch.input, record.endpoint, most)
         errors = checked.errors
         if not errors:
             try:
@@ -197,7 +197,7 @@ class BatchRunner:
     async def _ask(self, batch: RunningBatch, index: int) -> None:
         """Ask one request, and keep the answer; or put it back, to be asked again."""
         try:
-            line, streams = await asyncio.to_thread(batch.read, index)
+            line, streams = await self.store.in_thread(batch.read, index)
             if streams:
                 body = msgspec.json.encode({"error": {**_STREAM_ERROR, "code": None}})
                 outcome = LineOutcome(400, batch.record.id, body)
@@ -217,7 +217,7 @@ class BatchRunner:
             text = encode_outcome(batch.record.id, index, line.custom_id, outcome)
             self.store.charge(len(text))
             batch.charged += len(text)
-            await asyncio.to_thread(batch.write, index, text, outcome.succeeded)
+            await self.store.in_thread(batch.write, index, text, outcome.succeeded)
             self._answers["completed" if outcome.succeeded else "failed"] += 1
             batch.count_answers()
         except Exception as error:
@@ -236,7 +236,7 @@ class BatchRunner:
         if record.total:
             if record.ends_as in (BatchStatus.CANCELLED, BatchStatus.EXPIRED):
                 with suppress(StorageFull, OSError):  # then they are told of nowhere, but for the counts
-                    await asyncio.to_thread(batch.fill, record.ends_as)
+                    await store.in_thread(batch.fill, record.ends_as)
             record.has_output = await self._publish(batch, record.output_id, "output")
             record.has_errors = await self._publish(batch, record.error_id, "error")
             batch.count_answers()
@@ -279,7 +279,7 @@ class BatchRunner:
         """Write what the state of a batch depends on, as often as it takes."""
         while True:
             try:
-                await asyncio.to_thread(write)
+                await self.store.in_thread(write)
                 return
             except StorageFull as error:
                 log.warning("a batch waits for the disk: %s", error.message)
@@ -293,18 +293,17 @@ class BatchRunner:
             files, batches = store.expired()
             for file in files:
                 store.forget_file(file)
-                await _remove(partial(store.write_file_away, file.id))
+                await self._remove(partial(store.write_file_away, file.id))
             for batch in batches:
                 store.forget_batch(batch)
-                await _remove(partial(store.write_batch_away, batch.id))
+                await self._remove(partial(store.write_batch_away, batch.id))
             await asyncio.sleep(_SWEEP_SECONDS)
 
-
-async def _remove(remove: Callable[[], None]) -> None:
-    try:
-        await asyncio.to_thread(remove)
-    except OSError as error:
-        log.warning("what has expired could not be removed: %s", error)
+    async def _remove(self, remove: Callable[[], None]) -> None:
+        try:
+            await self.store.in_thread(remove)
+        except OSError as error:
+            log.warning("what has expired could not be removed: %s", error)
 
 
 def _is_passing(answer: InternalAnswer, losses: int) -> bool:

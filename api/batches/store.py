@@ -6,6 +6,7 @@ opens the directory. Names of files are ids that were made here. The index lives
 with `write_`, and `open_store`, block, and belong into a thread.
 """
 
+import asyncio
 import errno
 import fcntl
 import logging
@@ -14,9 +15,11 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -33,6 +36,10 @@ FILE_CHARGE = 64 << 10
 _LOCK, _FILES, _BATCHES = ".lock", "files", "batches"
 _PART, _RECORD = ".part", ".json"
 
+_THREADS = 4
+
+P = ParamSpec("P")
+T = TypeVar("T")
 Record = TypeVar("Record", StoredFile, BatchRecord)
 
 
@@ -64,9 +71,19 @@ class FileStore:
         self._batches: defaultdict[str, dict[str, BatchRecord]] = defaultdict(dict)
         self._last = 0
         self._lock = lock
+        self._threads = ThreadPoolExecutor(_THREADS, "charonia-files")
 
     def close(self) -> None:
+        self._threads.shutdown()
         os.close(self._lock)
+
+    async def in_thread(self, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """The result of what blocks. The threads are the store's own: a disk that is slow holds up nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *given, **named))
+
+    def in_thread_later(self, work: Callable[[], object]) -> None:
+        """Let `work` run, whatever becomes of the task that asks for it."""
+        asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def path(self, file_id: str) -> Path:
         """Where the content of a file lies. The id is one of ours, never a client's word."""

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from ...core.errors import InvalidArgument
 from ..http.connection import ClientDisconnected
-from ..http.error_responses import ApiError, BodyTimeout
+from ..http.error_responses import ApiError
 from .records import FilePurpose, StoredFile, lifetime_of, new_id
 from .store import FILE_CHARGE, FileStore, charged, sync_directory, write_failed
 
@@ -44,7 +44,7 @@ async def receive_file(request: Request, store: FileStore, tenant: str) -> Store
 
     Raises:
         InvalidArgument: the form is none, or asks for what is not served.
-        ApiError: the file is too long (413), or there is no room for it (413, 507).
+        ApiError: the file is too long (413), or there is no room for it (413, 507), or it took too long (408).
         BodyTimeout, ClientDisconnected: the client stopped sending.
     """
     limit = store.limits.file_bytes + _OVERHEAD
@@ -69,13 +69,13 @@ async def receive_file(request: Request, store: FileStore, tenant: str) -> Store
             made=now,
             expires_at=now // 10**9 + lifetime,
         )
-        await asyncio.to_thread(upload.write_record, file)
+        await store.in_thread(upload.write_record, file)
     except BaseException as error:
         # Not awaited: this task may be cancelled. The upload's lock keeps it after what another thread writes now.
-        asyncio.get_running_loop().run_in_executor(None, upload.discard)
+        store.in_thread_later(upload.discard)
         store.used -= upload.charged
         if isinstance(error, TimeoutError):
-            raise BodyTimeout(MAX_UPLOAD_SECONDS) from None
+            raise ApiError(f"the upload took more than {MAX_UPLOAD_SECONDS:g} s", 408, field="file") from None
         raise
     store.used += charged(file.size) - upload.charged
     store.add_file(file)
@@ -97,9 +97,9 @@ async def _receive(request: Request, upload: "Upload", limit: int) -> None:
         waiting += part
         if len(waiting) >= PIECE_BYTES or not more:
             upload.charge(len(waiting))
-            await asyncio.to_thread(upload.feed, bytes(waiting))
+            await upload.store.in_thread(upload.feed, bytes(waiting))
             waiting.clear()
-    await asyncio.to_thread(upload.check_complete)
+    await upload.store.in_thread(upload.check_complete)
 
 
 class Upload:

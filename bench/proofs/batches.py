@@ -1,9 +1,9 @@
 """A batch runs while its engines and its servers are killed: `python -m charonia.bench.proofs.batches`.
 
 A file of requests is uploaded and run. Again and again, at random moments, the engine core gets SIGKILL, or all
-processes of the server do and another server goes on over the same directory. In the end every request must stand in
-the output file or the error file once, and the counts must be right. Clients ask all the while: each must be answered,
-unless its server or engine was killed.
+processes of the server do, or the server is asked to stop, and another one goes on over the same directory. In the end
+every request must stand in the output file or the error file once, and the counts must be right. Clients ask all the
+while: each must be answered, unless its server or engine was killed.
 """
 
 import json
@@ -20,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.request import ProxyHandler, Request, build_opener
 
 from cyclopts import App
@@ -45,10 +45,11 @@ app = App(name="python -m charonia.bench.proofs.batches", help=__doc__)
 
 
 class BatchKill(NamedTuple):
-    """`after`: requests answered since the kill before; `server`: all processes are killed, else the engine core."""
+    """`after`: requests answered since the one before; `what`: the engine core is killed, all processes of the server
+    are, or the server is asked to stop."""
 
     after: int
-    server: bool
+    what: Literal["engine", "server", "stop"]
 
 
 class BatchesResult(NamedTuple):
@@ -84,7 +85,7 @@ class BatchesResult(NamedTuple):
 def random_kills(count: int, seed: int, most: int) -> list[BatchKill]:
     """Kills of engines and servers, up to `most` requests apart."""
     chosen = random.Random(seed)
-    return [BatchKill(chosen.randrange(most), chosen.random() < 0.5) for _ in range(count)]
+    return [BatchKill(chosen.randrange(most), chosen.choice(("engine", "server", "stop"))) for _ in range(count)]
 
 
 def run_batches(
@@ -166,10 +167,11 @@ def _follow(
         since = done if since < 0 else since
         if kills and counts["total"] and done >= since + kills[0].after:
             since = done
-            if kills.pop(0).server:
-                _kill_server(place, clients)
-                return None
             clients.killing.set()
+            what = kills.pop(0).what
+            if what != "engine":
+                _kill_server(place) if what == "server" else clients.stopped.set()
+                return None
             killed = _cores(place)
             for pid in killed:
                 with suppress(ProcessLookupError):
@@ -184,10 +186,9 @@ def _cores(place: ServerAddress) -> set[int]:
     return {core.pid for core in read_server_stats(place).cores}
 
 
-def _kill_server(place: ServerAddress, clients: BatchClients) -> None:
+def _kill_server(place: ServerAddress) -> None:
     """SIGKILL for the server, and for its engine cores, as when a machine loses power."""
     assert place.pid is not None
-    clients.killing.set()
     for pid in (place.pid, *children(place.pid)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -239,10 +240,11 @@ def main(requests: int = 20_000, kills: int = 30, seed: int = 0) -> None:
         result = run_batches(requests, chosen, lambda done: progress.update(task, completed=done))
     for fault in result.faults[:20]:
         print(fault)
-    servers, waited = sum(each.server for each in chosen), statistics.median(result.waits)
+    counts, waited = Counter(each.what for each in chosen), statistics.median(result.waits)
     print(
-        f"{requests:,} requests through {kills - servers} kills of the engine and {servers} of the server in "
-        f"{time.monotonic() - began:.0f} s; {len(result.waits):,} clients answered beside them, in {waited:.2f} s"
+        f"{requests:,} requests through {counts['engine']} kills of the engine, {counts['server']} of the server and "
+        f"{counts['stop']} stops in {time.monotonic() - began:.0f} s; {len(result.waits):,} clients answered beside "
+        f"them, the median in {waited:.2f} s"
     )
     sys.exit(bool(result.faults))
 

@@ -73,7 +73,7 @@ def test_nobody_is_lost_with_a_core() -> None:
 
 
 def test_a_batch_outlives_its_engine_and_its_server() -> None:
-    result = batches.run_batches(240, [batches.BatchKill(30, server=False), batches.BatchKill(30, server=True)])
+    result = batches.run_batches(240, [batches.BatchKill(30, "engine"), batches.BatchKill(30, "server")])
     assert result.faults == []
     assert result.waits
 
