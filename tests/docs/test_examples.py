@@ -48,6 +48,25 @@ def test_an_example(language: str, code: str, answer: tuple[str, str], demo: Any
         compare(kind, told, run.stdout)
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("extract.py", r"(\d+ x '.*'\n){1,3}to (Oslo|Rome|Lima), (express|by the usual way)\n"),
+        (
+            "call_tools.py",
+            r'find_price\({"item": ?"\w+"}\) gives {"item": .*}\n'
+            r'convert\({"amount": ?[\d.]+, ?"currency": ?"[A-Z]{3}"}\) gives .*\n'
+            r"answer: [\s\S]+",
+        ),
+    ],
+)
+def test_a_program_of_the_examples(program: str, said: str, demo: Any, root: Path) -> None:
+    command = [sys.executable, "-W", "error", str(root / "examples" / program), "--url", f"{demo.url}/v1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(said, run.stdout), run.stdout
+
+
 def compare(kind: str, told: str, said: str) -> None:
     """Whether an answer has the form of the documented one."""
     if kind == "json":

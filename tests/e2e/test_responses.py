@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from .serving import Server, serving
 
@@ -80,6 +81,84 @@ def test_logprobs_add_up_to_the_text(client: openai.OpenAI) -> None:
     [part] = message.content
     assert "".join(each.token for each in part.logprobs) == whole.output_text
     assert {len(each.top_logprobs) for each in part.logprobs} == {2}
+
+
+class Order(BaseModel):
+    """What is to be sent where."""
+
+    city: Literal["Rome", "Oslo"]
+    count: int = Field(ge=1, le=9)
+
+
+SEND: Any = openai.pydantic_function_tool(Order, name="send")
+SEND_FUNCTION: Any = {"type": "function", **SEND["function"]}
+STATUS: Any = {"type": "function", "name": "status", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_answers_are_parsed_into_models(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "own", "input": "Send three to Rome.", "temperature": 0, "max_output_tokens": 200}
+    parsed = client.responses.parse(**asked, text_format=Order).output_parsed
+    assert parsed
+    assert parsed.count in range(1, 10)
+    with client.responses.stream(**asked, text_format=Order) as stream:
+        assert stream.get_final_response().output_parsed == parsed
+    message: Any = {"role": "user", "content": "Send three to Rome."}
+    chat = client.chat.completions.parse(model="own", messages=[message], temperature=0, response_format=Order)
+    assert chat.choices[0].message.parsed == parsed
+
+
+def test_an_agents_loop_over_responses(client: openai.OpenAI) -> None:
+    history: list[Any] = [{"role": "user", "content": "Send three to Rome, and tell me when they are there."}]
+    called: list[str] = []
+    choices: list[Any] = [{"type": "function", "name": "send"}, {"type": "function", "name": "status"}, "none"]
+    for choice in choices:
+        asked: dict[str, Any] = {"model": "own", "input": history, "temperature": 0, "max_output_tokens": 80}
+        asked |= {"tools": [SEND_FUNCTION, STATUS, {"type": "web_search"}], "tool_choice": choice}
+        answer = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            last: Any = list(stream)[-1]
+        assert said(last.response) == said(answer)
+        history += answer.output
+        for call in [each for each in answer.output if each.type == "function_call"]:
+            called.append(call.name)
+            if call.name == "send":
+                Order.model_validate_json(call.arguments)
+            history.append({"type": "function_call_output", "call_id": call.call_id, "output": "done"})
+    assert called == ["send", "status"]
+    assert answer.output_text
+
+
+def said(response: Any) -> list[tuple[str, str]]:
+    """The types of an answer's items, and what stands in them."""
+    return [
+        (each.type, each.arguments if each.type == "function_call" else response.output_text)
+        for each in response.output
+    ]
+
+
+def test_an_agents_loop_over_chat(client: openai.OpenAI) -> None:
+    history: list[Any] = [{"role": "user", "content": "Send three to Rome."}]
+    status = {"type": "function", "function": {each: STATUS[each] for each in ("name", "parameters")}}
+    called = []
+    for choice in ("required", "required", "none"):
+        answer = client.chat.completions.create(
+            model="own",
+            messages=history,
+            tools=[SEND, status],
+            tool_choice=choice,  # type: ignore[arg-type]
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=80,
+        )
+        message = answer.choices[0].message
+        history.append(message)
+        for call in message.tool_calls or ():
+            assert call.type == "function"
+            called.append(call.function.name)
+            history.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
+        assert answer.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "length")
+    assert len(called) == 2
+    assert set(called) <= {"send", "status"}
 
 
 def test_refusals_name_the_field(client: openai.OpenAI) -> None:
