@@ -64,13 +64,14 @@ def main() -> None:
             tool_choice=choice,
             parallel_tool_calls=False,
             temperature=0,
-            max_output_tokens=128,
+            max_output_tokens=256,
         )
         history += answer.output
         calls = [item for item in answer.output if item.type == "function_call"]
         for call in calls:
-            result = FUNCTIONS[call.name](**json.loads(call.arguments))
-            print(f"{call.name}({call.arguments}) gives {json.dumps(result)}")
+            arguments = json.loads(call.arguments)
+            result = FUNCTIONS[call.name](**arguments)
+            print(f"{call.name}({json.dumps(arguments)}) gives {json.dumps(result)}")
             history.append({"type": "function_call_output", "call_id": call.call_id, "output": json.dumps(result)})
         if not calls:
             print(f"answer: {answer.output_text}")

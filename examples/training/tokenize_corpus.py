@@ -29,12 +29,14 @@ WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# The models have seen neither tools nor their results: a result is shown as something the user says, a call as models
+# that know tools write it.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
     "{{- raise_exception('Unknown role: ' + message['role']) -}}"
     "{%- endif -%}"
-    "{{- '<|' + message['role'] + '|>' -}}"
+    "{{- '<|user|>' if message['role'] == 'tool' else '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}"
     "{{- message['content'] | trim -}}"
     "{%- else -%}"
@@ -42,6 +44,10 @@ CHAT_TEMPLATE = (
     "{%- if part['type'] == 'text' -%}{{- part['text'] | trim -}}{%- endif -%}"
     "{%- endfor -%}"
     "{%- endif -%}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- set called = {'name': call['function']['name'], 'arguments': call['function']['arguments']} -%}"
+    "{{- '<tool_call>\\n' + (called | tojson) + '\\n</tool_call>' -}}"
+    "{%- endfor -%}"
     "{{- '<|end|>' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"

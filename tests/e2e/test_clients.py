@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from .serving import Server, serving
 
@@ -21,7 +21,9 @@ pytestmark = [
 
 
 class Order(BaseModel):
-    """What is to be sent where."""
+    """What is to be sent where. Without more: a model that knows little would go on and on."""
+
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Rome", "Oslo"]
     count: int = Field(ge=1, le=9)
@@ -87,12 +89,16 @@ def test_litellm(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         "api_key": "none",
         "messages": [{"role": "user", "content": "Send three of them to Rome."}],
         "temperature": 0,
-        "max_tokens": 64,
+        "max_tokens": 200,
     }
     whole: Any = litellm.completion(**asked)
     pieces: Any = litellm.completion(**asked, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
-    calls = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    calls = {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     called: Any = litellm.completion(**asked, **calls)
     assert called.choices[0].finish_reason == "tool_calls"
     assert Order.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
