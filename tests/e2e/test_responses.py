@@ -92,7 +92,8 @@ class Order(BaseModel):
 
 SEND: Any = openai.pydantic_function_tool(Order, name="send")
 SEND_FUNCTION: Any = {"type": "function", **SEND["function"]}
-STATUS: Any = {"type": "function", "name": "status", "parameters": {"type": "object", "properties": {}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+STATUS: Any = {"type": "function", "name": "status", "parameters": NOTHING}
 
 
 def test_answers_are_parsed_into_models(client: openai.OpenAI) -> None:
