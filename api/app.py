@@ -58,6 +58,7 @@ _LONGEST_CACHED = 256
 _EXPOSED_HEADERS = (
     "endpoint-load-metrics",
     "inference-header-content-length",
+    "request-id",
     "retry-after",
     "x-request-id",
     WARNING_HEADER,

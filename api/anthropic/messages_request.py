@@ -270,6 +270,7 @@ def _names(fields: MessagesBody, turns: ChatTurns, tools: MessageTools) -> dict[
     wanted = "output_config.format" if fields.output_format is None else "output_format"
     return {
         **turns.origins,
+        "continue_final_message": f"messages[{len(fields.messages) - 1}].content",
         **{
             f"tools[{index}].function.parameters": f"tools[{at}].input_schema"
             for index, at in enumerate(tools.positions)

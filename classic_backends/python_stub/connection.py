@@ -107,13 +107,12 @@ class ServerConnection:
 
     def _read(self) -> None:
         frames = messages.FrameReader()
-        received = memoryview(bytearray(1 << 16))  # one for all: made anew each time they would tear the heap
         try:
             while True:
-                length = self._socket.recv_into(received)
-                if not length:
+                data = self._socket.recv(1 << 16)
+                if not data:
                     break
-                for payload in frames.feed(received[:length]):
+                for payload in frames.feed(data):
                     kind, body, released = json.loads(payload)
                     self.writer.release(released)
                     self.handlers[kind](*body)

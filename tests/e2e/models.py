@@ -6,6 +6,14 @@ from pathlib import Path
 FAKE = {"executor": "fake", "fake_vocab_size": 384}
 """Parameters of a language model that counts: it needs a tokenizer alone."""
 
+HERMES = """{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}
+{% endfor %}assistant:"""
+"""A chat template short enough for the tiny model, by which it knows of tools."""
+
 LABELLED = """
 name: "{name}"
 backend: "identity"

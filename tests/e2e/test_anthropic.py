@@ -1,10 +1,13 @@
 """The anthropic client, sync and async, drives a real server."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
+
+from .models import HERMES
 
 PLAIN: dict[str, Any] = {
     "model": "tiny",
@@ -77,3 +80,44 @@ def test_errors_are_the_client_s(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(**PLAIN | {"messages": [{"role": "user", "content": "word " * 9000}]})
     assert unknown.value.request_id
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+CLOSED: Any = CITY | {"additionalProperties": False}
+
+
+def test_a_schema_of_the_answer_holds(client: anthropic.Anthropic) -> None:
+    wanted: Any = {"format": {"type": "json_schema", "schema": CLOSED}}
+    asked = PLAIN | {"max_tokens": 60, "extra_body": {}, "output_config": wanted}
+    with client.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+    assert json.loads(text)["city"] in ("Oslo", "Rome")
+
+
+WEATHER: Any = {"name": "get_weather", "description": "The weather", "input_schema": CLOSED}
+
+
+def test_a_loop_of_tools(client: anthropic.Anthropic) -> None:
+    extra = {"temperature": 0, "chat_template": HERMES}
+    asked = PLAIN | {"max_tokens": 120, "extra_body": extra, "tools": [WEATHER]}
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    with client.messages.stream(**asked, tool_choice=choice) as stream:
+        streamed = stream.get_final_message()
+    answer = client.messages.create(**asked, tool_choice=choice)
+    for each in (answer, streamed):
+        assert (each.stop_reason, [block.type for block in each.content]) == ("tool_use", ["tool_use"])
+    [call] = answer.content
+    assert call.type == "tool_use"
+    assert call.name == "get_weather"
+    assert call.input["city"] in ("Oslo", "Rome")
+    assert streamed.content[0].type == "tool_use"
+    assert streamed.content[0].input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+    turns = [
+        *PLAIN["messages"],
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    last = client.messages.create(**asked | {"messages": turns, "max_tokens": 8}, tool_choice={"type": "none"})
+    assert last.stop_reason == "max_tokens"
+    assert last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0) > answer.usage.input_tokens

@@ -242,6 +242,9 @@ async def test_an_answer_goes_on_with_the_last_message(client: httpx.AsyncClient
     assert (await client.post(MESSAGES, json=HI | {"messages": begun})).status_code == 200
     prompt = gateway.asked[0].prompt
     assert (prompt.add_generation_prompt, prompt.continue_final_message) == (False, True)
+    gateway.texts, gateway.error = (), InvalidArgument("continue_final_message: no", field="continue_final_message")
+    refused = await client.post(MESSAGES, json=HI | {"messages": begun})
+    assert refused.json()["error"]["message"] == "messages[1].content: no"
 
 
 @pytest.mark.parametrize(
