@@ -20,6 +20,8 @@ from .checkpoint_files import read_json
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TemplateLimitExceeded, WorkMeter
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+_FILES = {DEFAULT: "chat_template.jinja", TOOL_USE: "additional_chat_templates/tool_use.jinja"}
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
 """Names that mean something else to transformers or jinja2, besides those that a template is given."""
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
@@ -145,17 +147,21 @@ def read_template(given: str) -> str:
         raise InvalidArgument(message, field=field) from None
 
 
-def find_template(directory: Path) -> str | None:
-    """The source of a checkpoint's default chat template: the .jinja file's, else tokenizer_config.json's, else
-    chat_template.json's, which models that take images have."""
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def find_templates(directory: Path) -> dict[str, str]:
+    """The sources of a checkpoint's chat templates by name: "default", and "tool_use" where conversations with tools
+    have one of their own. Files of templates come first, then tokenizer_config.json, then chat_template.json, which
+    models that take images have."""
     files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
     configured = next(filter(None, (file.get("chat_template") for file in files)), None)
+    found: dict[str, str] = {}
     if isinstance(configured, list):
-        return {entry["name"]: str(entry["template"]) for entry in configured}.get("default")
-    return configured if isinstance(configured, str) else None
+        found = {entry["name"]: str(entry["template"]) for entry in configured}
+    elif isinstance(configured, str):
+        found = {DEFAULT: configured}
+    for name, file in _FILES.items():
+        if (directory / file).is_file():
+            found[name] = (directory / file).read_text(encoding="utf-8")
+    return {name: found[name] for name in _FILES if name in found}
 
 
 class _Generation(Extension):

@@ -3,7 +3,7 @@
 Knows nothing of requests or engines; never imports transformers or torch. Thread-safe once loaded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from tokenizers import decoders
 
 from ..core.errors import ContextLengthExceeded, InvalidArgument
 from ..core.request import Conversation, Prompt
-from .chat_template import ChatTemplate, find_template, read_template
+from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
 from .token_pieces import TokenBytes, TokenPiece, read_token_piece
 from .tokenizer_json import read_tokenizer_json
 
@@ -47,12 +47,12 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         named: dict[str, str],
-        chat: ChatTemplate | None,
+        templates: Mapping[str, ChatTemplate],
         shown: frozenset[str] = frozenset(),
     ) -> None:
         self._backend = backend
         self._named = named
-        self._chat = chat
+        self._templates = templates
         self._shown = shown
         added = backend.get_added_tokens_decoder().items()
         self._hidden = frozenset(token for token, each in added if each.special and each.content not in shown)
@@ -73,8 +73,8 @@ class Tokenizer:
         backend, named = read_tokenizer_json(directory)
         backend.no_truncation()
         backend.no_padding()
-        source = read_template(chat_template) if chat_template else find_template(directory)
-        return cls(backend, named, None if source is None else ChatTemplate(source, named))
+        sources = {DEFAULT: read_template(chat_template)} if chat_template else find_templates(directory)
+        return cls(backend, named, {name: ChatTemplate(source, named) for name, source in sources.items()})
 
     def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
@@ -139,12 +139,12 @@ class Tokenizer:
         """This tokenizer, but with those of the `texts` that are special tokens in any text."""
         added = self._backend.get_added_tokens_decoder().values()
         shown = frozenset(each.content for each in added if each.special) & frozenset(texts)
-        return Tokenizer(self._backend, self._named, self._chat, shown) if shown else self
+        return Tokenizer(self._backend, self._named, self._templates, shown) if shown else self
 
-    @property
-    def chat_template(self) -> str:
-        """The source of its chat template; empty if it has none."""
-        return "" if self._chat is None else self._chat.source
+    def template_source(self, prompt: Prompt) -> str:
+        """The source of the chat template that renders a prompt; empty if none does."""
+        chat = self._template(prompt) if isinstance(prompt, Conversation) else None
+        return "" if chat is None else chat.source
 
     def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """The text of a prompt with these ids: itself, or the decoded ids."""
@@ -179,9 +179,15 @@ class Tokenizer:
         return list(dict.fromkeys(word for word in ids if word))
 
     def _render(self, conversation: Conversation) -> str:
-        chat = self._given(conversation.chat_template) if conversation.chat_template else self._chat
+        chat = self._template(conversation)
         if chat is None:
             raise InvalidArgument("this model has no chat template; send a plain prompt instead", field="messages")
         if not conversation.messages:
             raise InvalidArgument("messages must not be empty", field="messages")
         return chat.render(conversation)
+
+    def _template(self, conversation: Conversation) -> ChatTemplate | None:
+        if conversation.chat_template:
+            return self._given(conversation.chat_template)
+        default = self._templates.get(DEFAULT)
+        return self._templates.get(TOOL_USE, default) if conversation.tools else default

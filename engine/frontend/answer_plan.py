@@ -29,6 +29,7 @@ from ..core.messages import AddRequest
 from .chunk_builder import ChunkBuilder, TextEnds
 from .token_stream import TokenDelta
 
+_UNKNOWN_TOOLS = "tools: this model's chat template does not know them; only required calls can be made"
 _TAIL = 32
 """The prompt's last tokens: enough for the marker that opens the reasoning there."""
 
@@ -36,7 +37,8 @@ _TAIL = 32
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
     """The plan of one answer. `prompt`: the request's, and what opens the answer. `tokenizer`: by it the text has the
-    format's markers. `reader`: None if all of the text is content. The others are as in `AddRequest`."""
+    format's markers. `reader`: None if all of the text is content. `warning`: for the client. The others are as in
+    `AddRequest`."""
 
     prompt: list[int]
     tokenizer: Tokenizer
@@ -44,6 +46,7 @@ class AnswerPlan:
     guide: GuidedDecoding | None = None
     thinking: int | None = None
     thinking_end: str = ""
+    warning: str = ""
 
     def complete(self, add: AddRequest) -> AddRequest:
         end = [] if self.thinking is None else self.tokenizer.encode(self.thinking_end, special=False)
@@ -68,10 +71,10 @@ def plan_answer(
     """
     if not request.reads_answer:
         return AnswerPlan(prompt, tokenizer, guide=request.guided_decoding)
-    template = request.prompt.chat_template if isinstance(request.prompt, Conversation) else ""
-    form, use = choose_format(template or tokenizer.chat_template, parsers), request.tools
+    form, use = choose_format(tokenizer.template_source(request.prompt), parsers), request.tools
     if use is not None and form.tools is None and use.constrained:
         form = dataclasses.replace(form, tools=HERMES)  # a model that was not trained for any
+    warning = _UNKNOWN_TOOLS if use is not None and form.tools is None and use.choice != "none" else ""
     guide = request.guided_decoding
     if use is not None and form.tools is not None:
         guide = tool_guide(form.tools, use, guide)
@@ -81,7 +84,7 @@ def plan_answer(
         if budget is not None and not request.lenient_limits:
             field = "thinking_token_budget"
             raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
-        return AnswerPlan(prompt, shown, form.reader(use), guide)
+        return AnswerPlan(prompt, shown, form.reader(use), guide, warning=warning)
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
     # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
@@ -91,7 +94,9 @@ def plan_answer(
     if inside and guide is not None and not guide.after:
         with_tools = guide is not request.guided_decoding
         guide = guide._replace(after=reasoning.end if with_tools else reasoning.content or reasoning.end)
-    return AnswerPlan(prompt, shown, form.reader(use, inside), guide, budget if inside else None, reasoning.end)
+    return AnswerPlan(
+        prompt, shown, form.reader(use, inside), guide, budget if inside else None, reasoning.end, warning
+    )
 
 
 def _asks(request: GenerateRequest) -> bool:

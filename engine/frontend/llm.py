@@ -202,6 +202,8 @@ class LlmModel:
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
                 plan = plan_answer(request, prompt, bundle.tokenizer, self._spec.parsers)
+                if plan.warning:
+                    context.warn(plan.warning)
                 self._spec.check_guide(plan.guide)
                 if plan.guide is not None:
                     plan = replace(plan, guide=await self._enforce(plan.guide, context))

@@ -34,7 +34,7 @@ def read_vocabulary(model: str, tokenizer_of: str, size: int) -> Vocabulary:
     and `read_generation_defaults` do."""
     directory = locate_checkpoint(model)
     backend, named = read_tokenizer_json(locate_checkpoint(tokenizer_of) if tokenizer_of else directory)
-    ends = read_generation_defaults(directory, Tokenizer(backend, named, None)).eos
+    ends = read_generation_defaults(directory, Tokenizer(backend, named, {})).eos
     return build_vocabulary(backend, size, tuple(token for token in ends if 0 <= token < size))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import ChatMessage, Conversation, Tool, ToolCall
-from charonia.tokenization.chat_template import ChatTemplate, find_template
+from charonia.tokenization.chat_template import ChatTemplate, find_templates
 
 HELLO = Conversation((ChatMessage("user", "<héllo>"),))
 
@@ -18,16 +18,20 @@ def render(source: str, **tokens: str) -> str:
 
 def test_the_jinja_file_wins_over_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "configured"}')
-    assert find_template(tmp_path) == "configured"
+    assert find_templates(tmp_path) == {"default": "configured"}
     (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert find_template(tmp_path) == "from the file"
+    assert find_templates(tmp_path) == {"default": "from the file"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("with tools")
+    assert find_templates(tmp_path) == {"default": "from the file", "tool_use": "with tools"}
 
 
-def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
-    several = '[{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]'
+def test_of_several_templates_the_default_and_the_one_for_tools_are_taken(tmp_path: Path) -> None:
+    names = ("tool_use", "tools"), ("rag", "documents"), ("default", "plain")
+    several = json.dumps([{"name": name, "template": template} for name, template in names])
     (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": {several}}}')
-    assert find_template(tmp_path) == "plain"
-    assert find_template(tmp_path / "nowhere") is None
+    assert find_templates(tmp_path) == {"default": "plain", "tool_use": "tools"}
+    assert find_templates(tmp_path / "nowhere") == {}
 
 
 def test_what_templates_of_the_field_lean_on() -> None:

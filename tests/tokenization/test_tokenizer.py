@@ -2,14 +2,17 @@ import json
 import subprocess
 import sys
 import threading
+from copy import copy
 from pathlib import Path
 
+import msgspec
 import pytest
 import transformers
 
 from charonia.core.errors import ContextLengthExceeded, InvalidArgument, NotFound
-from charonia.core.request import ChatMessage, Conversation
+from charonia.core.request import ChatMessage, Conversation, Tool
 from charonia.tokenization.checkpoint_files import locate_checkpoint
+from charonia.tokenization.detokenizer import make_detokenizer
 from charonia.tokenization.tokenizer import Tokenizer, TokenLimit
 
 TEXTS = [
@@ -227,3 +230,28 @@ def test_leaves_torch_alone() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers"} & set(loaded)
+
+
+def test_conversations_with_tools_have_a_template_of_their_own_if_the_checkpoint_does(checkpoint: Path) -> None:
+    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    configure(checkpoint, chat_template=several)
+    tokenizer, plain = Tokenizer.load(checkpoint), Conversation((ChatMessage("user", "x"),))
+    tools = msgspec.structs.replace(plain, tools=(Tool("now"),))
+    assert [tokenizer.template_source(prompt) for prompt in (plain, tools, "x")] == ["plain", "tools", ""]
+    assert tokenizer.decode(tokenizer.prompt_ids(tools)) == "tools"
+
+
+def test_special_tokens_that_are_to_be_shown_are_in_any_text_and_others_in_none(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    shown = tokenizer.showing(("<|user|>", "nowhere"))
+    ids = tokenizer.encode("<|user|>a<|end|>", special=False)
+    for detokenizing in (shown, without_bytes(shown)):
+        assert make_detokenizer(detokenizing).push(ids) == shown.decode(ids) == "<|user|>a"
+    assert make_detokenizer(shown, special=True).push(ids) == shown.decode(ids, special=True) == "<|user|>a<|end|>"
+    assert tokenizer.showing(("nowhere",)) is tokenizer
+
+
+def without_bytes(tokenizer: Tokenizer) -> Tokenizer:
+    other = copy(tokenizer)
+    other.bytes = None
+    return other

@@ -53,10 +53,19 @@ class Markers:
     def pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
 
+    @cached_property
+    def _first_letters(self) -> re.Pattern[str]:
+        return re.compile("|".join({re.escape(text[0]) for text in self._texts}) or "(?!)")
+
     def begun(self, text: str, start: int) -> int:
         """Where the end of a text, from `start` on, may be the beginning of a marker; its length if nowhere."""
-        places = range(max(start, len(text) - self._longest + 1), len(text))
-        return next((at for at in places if any(each.startswith(text[at:]) for each in self._texts)), len(text))
+        at = max(start, len(text) - self._longest + 1)
+        while (found := self._first_letters.search(text, at)) is not None:
+            at = found.start()
+            if any(each.startswith(text[at:]) for each in self._texts):
+                return at
+            at += 1
+        return len(text)
 
 
 class AnswerText:

@@ -78,6 +78,8 @@ def read_marked(
 def _read_reasoning(answer: AnswerReader, reasoning: ReasoningFormat, tools: ToolFormat | None) -> Reading[None]:
     answer.thinking = True
     yield from answer.text.spaces()
+    if (yield from answer.text.accept(reasoning.start)):  # though the prompt has it
+        yield from answer.text.spaces()
     markers = Markers((reasoning.end, *(tools.starts if tools else ())))
     while marker := (yield from answer.text.find(markers, answer.think)):
         if marker == reasoning.end or (yield from _read_calls(answer, tools, marker)):

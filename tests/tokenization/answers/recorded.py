@@ -146,6 +146,7 @@ OTHERS = (
     Answer("hermes", 'why<tool_call>{"name": "now"}</tool_call>so', "so", (NOW,), "why", "qwen3", True),
     Answer("hermes", "why <tool_call> not</think>ok", "ok", (), "why <tool_call> not", "qwen3", True),
     Answer("hermes", "\n\n<think>a</think>b<think>c</think>", "b<think>c</think>", (), "a", "qwen3"),
+    Answer("hermes", "\n<think>\nwhy</think>so", "so", (), "why", "qwen3", True),
     Answer("hermes", "a </thin", "", (), "a </thin", "deepseek_r1", True),
     Answer("none", "\n\nplain <think> text", "\n\nplain <think> text", (), "", "qwen3"),
     # What is no call is content.
