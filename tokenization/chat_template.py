@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from ..core.errors import InvalidArgument
-from ..core.request import ChatMessage, Conversation, Tool
+from ..core.request import ChatMessage, Conversation, Tool, ToolCall
 from .checkpoint_files import read_json
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TemplateLimitExceeded, WorkMeter
@@ -57,11 +57,8 @@ class ChatTemplate:
         variable has a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
         continued.
         """
-        turns = [_turn(message) for message in conversation.messages]
-        if conversation.continue_final_message:
-            turns[-1]["content"] += _END
         given = self._tokens | {
-            "messages": turns,
+            "messages": [],
             "tools": [_declaration(tool) for tool in conversation.tools] or None,
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
@@ -70,15 +67,25 @@ class ChatTemplate:
             if name in _RESERVED or name in given:
                 field = f"chat_template_kwargs.{name}"
                 raise InvalidArgument(f"{field}: the name is reserved", field=field)
-        size = sum(map(_message_size, conversation.messages)) + sum(map(_tool_size, conversation.tools))
         try:
-            with metered(WorkMeter(MAX_WORK + _EACH * size)):
-                text = self._template.render({**conversation.variables, **given})
+            text = self._render_turns(conversation, {**conversation.variables, **given})
         except TemplateLimitExceeded as error:
             raise InvalidArgument(f"{self._name} does more than it may: {error}", field=self._field) from error
         except _FAULTS as error:
             raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
+
+    def _render_turns(self, conversation: Conversation, given: Mapping[str, Any]) -> str:
+        messages = conversation.messages
+        size = sum(map(_message_size, messages)) + sum(map(_tool_size, conversation.tools))
+        with metered(WorkMeter(MAX_WORK + _EACH * size)):
+            try:
+                return self._template.render(given, messages=_turns(conversation, dict))
+            except TypeError:
+                if not any(message.tool_calls for message in messages):
+                    raise
+                # DeepSeek's templates put the arguments of calls together with texts.
+                return self._template.render(given, messages=_turns(conversation, str))
 
     def _unfinished(self, text: str, last: ChatMessage) -> str:
         """The text up to the end of its last message; without the space there, if the template leaves that out."""
@@ -89,8 +96,15 @@ class ChatTemplate:
         return begun if text.startswith(_END, len(begun)) else begun.rstrip()
 
 
-def _turn(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it: calls as OpenAI has them, but with their arguments as a mapping."""
+def _turns(conversation: Conversation, arguments: type[dict[str, Any]] | type[str]) -> list[dict[str, Any]]:
+    """The messages as templates expect them. `arguments`: what those of calls are."""
+    turns = [_turn(message, arguments) for message in conversation.messages]
+    if conversation.continue_final_message:
+        turns[-1]["content"] += _END
+    return turns
+
+
+def _turn(message: ChatMessage, arguments: type[dict[str, Any]] | type[str]) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         turn["name"] = message.name
@@ -101,11 +115,15 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _parsed(call.arguments, call.arguments)},
+                "function": {"name": call.name, "arguments": _arguments(call, arguments)},
             }
             for call in message.tool_calls
         ]
     return turn | {"tool_call_id": message.tool_call_id} if message.tool_call_id else turn
+
+
+def _arguments(call: ToolCall, kind: type[dict[str, Any]] | type[str]) -> Any:
+    return call.arguments if kind is str else _parsed(call.arguments, call.arguments)
 
 
 def _declaration(tool: Tool) -> dict[str, Any]:

@@ -88,8 +88,9 @@ def plan_answer(
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
     # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
-    limited = guide is not None or budget is not None
-    if limited and not (inside or tail.endswith(reasoning.end)) and (form.reasons or budget or _asks(request)):
+    limited, asked = guide is not None or budget is not None, _asks_for_reasoning(request)
+    reasons = asked if asked is not None else form.reasons or bool(budget)
+    if limited and reasons and not (inside or tail.endswith(reasoning.end)):
         prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
     if inside and guide is not None and not guide.after:
         with_tools = guide is not request.guided_decoding
@@ -99,10 +100,11 @@ def plan_answer(
     )
 
 
-def _asks(request: GenerateRequest) -> bool:
-    """Whether it asks the chat template for reasoning, by either of the customary names."""
+def _asks_for_reasoning(request: GenerateRequest) -> bool | None:
+    """Whether it asks the chat template for reasoning or against it, by either of the customary names."""
     variables = request.prompt.variables if isinstance(request.prompt, Conversation) else {}
-    return bool(variables.get("thinking") or variables.get("enable_thinking"))
+    asked = variables.get("enable_thinking", variables.get("thinking"))
+    return None if asked is None else bool(asked)
 
 
 def _continues(request: GenerateRequest, reasoning: ReasoningFormat) -> bool:

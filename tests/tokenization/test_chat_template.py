@@ -122,6 +122,14 @@ def test_tools_calls_and_their_results_are_given_as_templates_expect_them() -> N
     )
 
 
+def test_a_template_that_wants_arguments_as_text_gets_them_so() -> None:
+    adding = ChatTemplate("{{ '<' + messages[0].tool_calls[0].function.arguments + '>' }}", {})
+    calls = (ToolCall("c", "weather", '{"city": "Zürich"}'),)
+    assert adding.render(Conversation((ChatMessage("assistant", "", tool_calls=calls),))) == '<{"city": "Zürich"}>'
+    with pytest.raises(InvalidArgument, match="do not fit"):
+        ChatTemplate("{{ '<' + messages[0].role + 1 }}", {}).render(HELLO)
+
+
 def test_what_a_request_declares_counts_as_what_a_template_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("charonia.tokenization.chat_template.MAX_WORK", 3000)
     long = "x" * 1500

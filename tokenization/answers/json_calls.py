@@ -12,6 +12,8 @@ from .literals import read_short, read_value
 from .marked_answer import random_id
 
 _LONGEST_KEY = 64
+_ESCAPED = 6
+"""Characters of an escaped one."""
 _ARGUMENTS = ("arguments", "parameters")
 _BEFORE_NAME = ("name", "type", "id")
 """The keys that may come first in an object that no marker calls a call: all others make it content at once."""
@@ -88,7 +90,7 @@ def _read_call(text: AnswerText, calls: CallWriter, marked: bool) -> Reading[Non
         if not (marked or name or key in _BEFORE_NAME):
             raise MalformedCall
         if key == "name" and not name:
-            name = calls.declared((yield from read_short(text, calls.longest_name)))
+            name = calls.declared((yield from read_short(text, _ESCAPED * calls.longest_name)))
         elif key in _ARGUMENTS and not begun and not waiting:
             if (yield from text.peek()) != "{":
                 yield from _read_null(text)

@@ -193,6 +193,7 @@ OTHERS = (
     Answer(
         "hermes", '<tool_call>[{"name": "now"}, {"name": "rm"}]</tool_call>', ', {"name": "rm"}]</tool_call>', (NOW,)
     ),
+    Answer("hermes", '<tool_call>{"name": "\\u006eow"}</tool_call>', "", (NOW,)),
     # Values without types, by the tool's schema.
     Answer(
         "qwen3_coder",
