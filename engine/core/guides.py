@@ -84,14 +84,13 @@ class SequenceGuide:
         del self._due[:1]  # it was the only one allowed
         self._accept([token])
         forced: list[int] = []
-        while self._jumps and not self.error and (following := self._due or self._forced()):
-            forced += following
+        if self._jumps and (forced := self._due or self._forced()):
             self._due = []
-            self._accept(following)
-        return Continuation(forced, self._matcher is not None and not self.error and self._matcher.finished)
+            self._accept(forced)
+        return Continuation(forced, self._matcher is not None and self._matcher.finished)
 
     def _forced(self) -> list[int]:
-        return self._matcher.forced_tokens() if self._matcher is not None and not self._matcher.finished else []
+        return [] if self._matcher is None else self._matcher.forced_tokens()
 
     def _accept(self, tokens: list[int]) -> None:
         if self._matcher is not None:

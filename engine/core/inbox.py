@@ -66,7 +66,7 @@ class Inbox:
         deadline = self._clock() + message.timeout if message.timeout > 0 else None
         prompt = np.array(message.prompt, dtype=np.int32)
         extras = (message.adapter, message.tenant, message.salt)
-        guided = message.max_tokens > 0 and (message.guide is not None or message.thinking is not None)
+        guided = message.max_tokens > 0 and (message.guide is not None or _thinking(message) is not None)
         request = SequenceRequest(
             key=message.key,
             prompt=prompt,
@@ -124,13 +124,15 @@ class Inbox:
         return found
 
 
+def _thinking(message: AddRequest) -> ThinkingLimit | None:
+    limited = message.thinking is not None and message.thinking_end
+    return ThinkingLimit(message.thinking or 0, message.thinking_end) if limited else None
+
+
 def _guide(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceGuide:
-    thinking = None
-    if message.thinking is not None and message.thinking_end:
-        thinking = ThinkingLimit(message.thinking, message.thinking_end)
     parameter = "" if message.guide is None else message.guide.parameter
     matcher = None if grammar is None else grammar.matcher()
-    return SequenceGuide(matcher, thinking, parameter, jumps=message.sampling.logprobs is None)
+    return SequenceGuide(matcher, _thinking(message), parameter, jumps=message.sampling.logprobs is None)
 
 
 class Deadlines:

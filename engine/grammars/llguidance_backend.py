@@ -19,7 +19,7 @@ from .vocabulary import Vocabulary
 _GRAMMAR_BYTES = 1 << 16
 """What a compiled grammar takes at least; and for each byte of its text, so many more."""
 _BYTES_EACH = 64
-_NO_TOKEN = "none of this model's tokens can come next"
+_NO_TEXT = "no text can satisfy it"
 _MESSAGE = 500
 """Characters of the library's messages that are passed on."""
 
@@ -128,7 +128,7 @@ def _first_lines(message: str) -> str:
     for rest in ("\n<state>", "<non-verbose/>", "<backtrace>"):
         message = message.split(rest)[0]
     message = message.removeprefix("panic: ").strip()[:_MESSAGE]
-    return _NO_TOKEN if message == "NoExtensionBias" else message
+    return _NO_TEXT if message in ("NoExtension", "NoExtensionBias") else message
 
 
 def _limits(limits: GrammarLimits) -> LLParserLimits:

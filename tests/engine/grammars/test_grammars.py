@@ -1,10 +1,13 @@
 """Constraints of every kind, compiled for a vocabulary and followed token by token."""
 
 import json
+import re
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from charonia.core.errors import InvalidArgument
@@ -224,5 +227,26 @@ def test_a_text_that_no_token_can_begin_is_refused() -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend = LLGuidanceBackend(build_vocabulary(words, 100, (90,)))
     assert backend.compile(GuidedDecoding("choice", '[" w7"]')).matcher().accept([7])
-    with pytest.raises(InvalidArgument, match="none of this model's tokens"):
+    with pytest.raises(InvalidArgument, match="no text can satisfy it"):
         backend.compile(GuidedDecoding("json"))
+
+
+PIECES = st.sampled_from(["a", "[a-e]", "(ab|c)", "[0-9]", "é", r"\.", "東?", "(x|yz)*", "[^a]", "b{1,3}", "( w)+"])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pattern=st.lists(PIECES, min_size=1, max_size=6).map("".join), seed=st.integers(0, 2**16))
+def test_whatever_is_allowed_leads_to_a_text_that_fits(
+    backend: LLGuidanceBackend, tokenizer: Tokenizer, pattern: str, seed: int
+) -> None:
+    matcher, random, taken = backend.compile(GuidedDecoding("regex", pattern)).matcher(), Random(seed), list[int]()
+    for _ in range(60):
+        allowed = sorted(allowed_tokens(matcher) - {0, 1})
+        forced = matcher.forced_tokens()
+        assert not forced or forced[0] in allowed
+        if matcher.finished or (matcher.complete and random.random() < 0.2):
+            break
+        taken.append(random.choice(allowed))
+        assert matcher.accept(taken[-1:]), matcher.error
+    if matcher.complete:
+        assert re.fullmatch(pattern, tokenizer.decode(taken), re.DOTALL)
