@@ -338,7 +338,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
     has a `finish_reason`; `stop_reason` is the stop string or stop token id of the request that ended the text, if one
     did. `reasoning` and `tool_calls`: of requests whose answer is read. `logprobs`: one for each of `token_ids`, if
-    asked for. In the first chunk, if asked for: `prompt_logprobs`, all tokens of the prompt, and `prompt_ids`.
+    asked for. `end_token`: the last token ended the text and is no part of it. In the first chunk, if asked for:
+    `prompt_logprobs`, all tokens of the prompt, and `prompt_ids`.
     """
 
     text: str
@@ -351,6 +352,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    end_token: bool = False
 
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:

@@ -105,7 +105,12 @@ class ChunkBuilder:
             logprobs=tuple(map(self._logprob, token_ids, delta.logprobs)),
             prompt_logprobs=self._scored(delta.scores) if self._unscored else (),
             prompt_ids=prompt_ids,
+            end_token=self._ended_by_token(delta) and not self._stopped,
         )
+
+    def _ended_by_token(self, delta: TokenDelta) -> bool:
+        """Whether an end or stop token did; a grammar ends a text without one."""
+        return delta.finish_reason is FinishReason.STOP and not self._end_tokens.isdisjoint(delta.token_ids[-1:])
 
     @property
     def _stopped(self) -> bool:
@@ -124,10 +129,8 @@ class ChunkBuilder:
             return "", 0  # nor does what the prompt left incomplete belong to it
         if delta.finish_reason is None and not (self._stops or self._words):
             return self._text.push(delta.token_ids), len(delta.token_ids)
-        # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there. A grammar
-        # ends a text without one.
-        stopped = delta.finish_reason is FinishReason.STOP and not self._end_tokens.isdisjoint(delta.token_ids[-1:])
-        cut = stopped and not self._includes_stop
+        # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there.
+        cut = self._ended_by_token(delta) and not self._includes_stop
         written = delta.token_ids[:-1] if cut else delta.token_ids
         text, taken = self._show_all(written)
         if self._stops.found is None and (self._words.found or delta.finish_reason is not None):

@@ -21,7 +21,7 @@ from .vocabulary import Vocabulary
 _PREFIX = "it"
 """The parameter that messages begin with: the same constraint may come by several."""
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
-_NOTHING_FITS = ("NoExtension", "NoExtensionBias")
+_NOTHING_FITS = ("NoExtension", "NoExtensionBias", "none of this model's tokens can come next")
 
 
 class CheckedGuide(msgspec.Struct, frozen=True, array_like=True):

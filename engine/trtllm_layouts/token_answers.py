@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.request import FinishReason, GenerateChunk, GenerateRequest
+from ...core.request import GenerateChunk
 from ...core.request_context import SequenceRecord
 from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from .token_fields import OUTPUTS
@@ -44,26 +44,16 @@ class TokenAnswer(NamedTuple):
 class TokenReader:
     """Takes the chunks of one generation. The token by which the model ended it is not shown; stop words are."""
 
-    def __init__(
-        self, request: GenerateRequest, record: SequenceRecord, block_size: int, row: int = 0, sequence: int = 0
-    ) -> None:
-        self._words = request.stop_word_ids
+    def __init__(self, record: SequenceRecord, block_size: int, row: int = 0, sequence: int = 0) -> None:
         self._of = record, block_size, row, sequence
-        self._tokens: list[int] = []
         self._log_prob = 0.0
 
     def read(self, chunk: GenerateChunk, prompt: tuple[int, ...] = ()) -> TokenAnswer:
         """The part of the answer that is in a chunk; `prompt` is shown before it."""
-        tokens = chunk.token_ids
-        self._tokens += tokens
-        if chunk.finish_reason is FinishReason.STOP and not self._ends_with_word():
-            tokens = tokens[:-1]
+        tokens = chunk.token_ids[:-1] if chunk.end_token else chunk.token_ids
         log_probs = [each.logprob for each in chunk.logprobs[: len(tokens)]] or [0.0] * len(tokens)
         self._log_prob += sum(log_probs)
         return TokenAnswer(prompt + tokens, log_probs, self._log_prob, chunk, *self._of)
-
-    def _ends_with_word(self) -> bool:
-        return any(tuple(self._tokens[-len(word) :]) == word for word in self._words)
 
 
 def _time(seconds: float | None) -> list[int]:

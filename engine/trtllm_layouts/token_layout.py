@@ -84,7 +84,7 @@ class TokenLayout:
                 empty, ended = always or number not in readers, chunk.finish_reason is not None
                 if number not in readers:
                     record, place = context.sequences[first + number], divmod(number, len(question.rows[0]))
-                    readers[number] = TokenReader(asked[number], record, model.info.block_size, *place)
+                    readers[number] = TokenReader(record, model.info.block_size, *place)
                 answer = readers[number].read(chunk)
                 open_answers -= ended
                 if answer.tokens or (ended and empty):
@@ -99,7 +99,7 @@ class TokenLayout:
         answers, count = [], len(question.rows[0])
         for number, (each, whole) in enumerate(zip(asked, wholes, strict=True)):
             record, place = context.sequences[first + number], divmod(number, count)
-            reader = TokenReader(each, record, model.info.block_size, *place)
+            reader = TokenReader(record, model.info.block_size, *place)
             answers.append(reader.read(whole, () if excluded else cast(tuple[int, ...], each.prompt)))
         return self._response(outputs, [answers[at : at + count] for at in range(0, len(answers), count)])
 

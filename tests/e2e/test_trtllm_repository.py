@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,13 @@ def test_several_answers_stream_side_by_side(server: Server, own_text: str) -> N
     assert first == own_text[: own_text.index(own_text[3:5]) + 2]
 
 
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_a_guide_is_held_to(server: Server, model: str) -> None:
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no){2}"}
+    answer = ask(server, model, text_input=PROMPT, max_tokens=20, **guide)
+    assert re.fullmatch("(yes|no){2}", str(answer["text_output"]).strip())
+
+
 def test_leaving_bls_frees_the_sequence(server: Server) -> None:
     body = {"text_input": PROMPT, "max_tokens": 200, "stream": True, "end_id": -1}
     url = f"{server.url}/v2/models/slow_bls/generate_stream"
@@ -139,7 +147,7 @@ def test_what_is_not_there_is_refused_by_name(server: Server) -> None:
         ("lora_task_id", 3),
         ("prompt_vocab_size", 9),
         ("return_context_logits", True),
-        ("guided_decoding_guide_type", "json"),
+        ("guided_decoding_guide_type", "yaml"),
         ("IMAGE", 1),
     ):
         refused = ask(server, "ensemble", 400, **body, **{field: value})

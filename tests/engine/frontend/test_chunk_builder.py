@@ -97,7 +97,9 @@ def test_a_text_that_ends_shows_what_was_held_back() -> None:
 def test_a_text_that_a_grammar_ends_has_its_last_token() -> None:
     for pieces in (["xab"], ["x", "ab"], ["xab", ""]):
         ended = join(write(pieces, STOP, stop_token_ids=ids("e")))
-        assert (ended.text, ended.finish_reason, ended.stop_reason) == ("xab", STOP, None)
+        assert (ended.text, ended.finish_reason, ended.end_token) == ("xab", STOP, False)
+    assert join(write(["xab", "e"], STOP, stop_token_ids=ids("e"))).end_token
+    assert not join(write(["xab", "e"], STOP, stop_token_ids=ids("e"), stop=("ab",))).end_token
 
 
 def test_a_stop_string_waits_for_the_minimum() -> None:

@@ -120,7 +120,8 @@ class Counting:
             length = FinishReason.LENGTH if count == request.sampling.max_tokens else None
             usage = Usage(len(request.prompt), count, 2)
             reason = FinishReason.STOP if last else length
-            yield GenerateChunk(text="", token_ids=(token,), usage=usage, finish_reason=reason)
+            ended = last and (token,) not in request.stop_word_ids
+            yield GenerateChunk(text="", token_ids=(token,), usage=usage, finish_reason=reason, end_token=ended)
             if last:
                 return
 
