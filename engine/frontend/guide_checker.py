@@ -20,9 +20,9 @@ from .guide_process import CHECK_LIMITS, CheckLimits, GuideProcess
 _PROCESSES = 2
 """Constraints that are checked at a time; the second process starts when the first one is busy."""
 _MAX_WAITING = 32
-_IDLE_SECONDS = 60.0
-_TOO_LONG_SECONDS = 60.0
-"""How long a constraint that took too long is refused without another try: the machine may have been busy."""
+_IDLE_SECONDS = 300.0
+_RETRY_SECONDS = 60.0
+"""How long a constraint that cost a process is refused without another try: the machine may have been busy."""
 _CACHE_BYTES = 8 << 20
 _ENTRY_BYTES = 512
 _ANY_OBJECT = '{"type":"object"}'
@@ -132,7 +132,7 @@ class GuideChecker:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
         try:
-            verdict = await loop.run_in_executor(self._threads, self._check_in_process, guide)
+            verdict, lasting = await loop.run_in_executor(self._threads, self._check_in_process, guide)
         except CharoniaError as error:
             return error
         except Exception as error:
@@ -141,17 +141,14 @@ class GuideChecker:
             del self._checks[key]
             if not self._closed and not self._checks:
                 self._timer = loop.call_later(_IDLE_SECONDS, self.end_idle)
-        if verdict is None:
-            verdict = CheckedGuide(error=f"compiling it takes more than {self._limits.seconds:g} s")
-            self._refused.put(key, verdict, _TOO_LONG_SECONDS)
-        elif self._closed:
+        if self._closed:
             return Unavailable("the model is being unloaded")
-        else:
-            (self._refused if verdict.error else self._good).put(key, verdict)
+        (self._refused if verdict.error else self._good).put(key, verdict, float("inf") if lasting else _RETRY_SECONDS)
         return verdict
 
-    def _check_in_process(self, guide: GuidedDecoding) -> CheckedGuide | None:
-        """In a thread of the pool, which are no more than processes may be."""
+    def _check_in_process(self, guide: GuidedDecoding) -> tuple[CheckedGuide, bool]:
+        """The verdict, and whether another try would be vain. In a thread of the pool, which are no more than processes
+        may be."""
         if self._closed:
             raise Unavailable("the model is being unloaded")
         process = self._idle.pop() if self._idle else self._start()
@@ -160,11 +157,13 @@ class GuideChecker:
             self._idle.append(process)
         else:
             self._processes.discard(process)
-        return verdict
+        return verdict, process.alive
 
     def _start(self) -> GuideProcess:
         process = GuideProcess(self._special, self._limits)
         self._processes.add(process)
+        if self._closed:  # meanwhile
+            process.kill()
         return process
 
     def end_idle(self) -> None:

@@ -51,24 +51,29 @@ class GuideProcess:
             self._connection.close()
             raise Unavailable(f"constraints cannot be checked: {error}") from error
         self.alive = True
-        if self._receive(_START_SECONDS) is None:
+        if not self._receive(_START_SECONDS):
             raise Unavailable(f"the process that checks constraints did not start: {describe_exit(self.close())}")
 
-    def check(self, guide: GuidedDecoding) -> CheckedGuide | None:
-        """The verdict on a constraint; None if it took too long. Unless `alive` afterwards, the process has ended."""
+    def check(self, guide: GuidedDecoding) -> CheckedGuide:
+        """The verdict on a constraint. Unless `alive` afterwards, it cost the process its life."""
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(guide))
             answer = self._receive(self._limits.seconds)
-        except (EOFError, OSError):
-            ended = describe_exit(self.close(1.0))
-            return CheckedGuide(error=f"compiling it takes too much memory: {ended}, the process that tried")
-        if answer is not None:
+        except OSError:
+            answer = b""
+        if answer:
             return msgspec.msgpack.decode(answer, type=CheckedGuide)
-        self.close()
-        return None
+        ended = describe_exit(self.close(0.0 if answer is None else 1.0))
+        if answer is None:
+            return CheckedGuide(error=f"compiling it takes more than {self._limits.seconds:g} s")
+        return CheckedGuide(error=f"compiling it takes too much memory, or breaks the library ({ended})")
 
     def _receive(self, seconds: float) -> bytes | None:
-        return self._connection.recv_bytes() if self._connection.poll(seconds) else None
+        """The next message; None if there was none in time, empty if the process has ended."""
+        try:
+            return self._connection.recv_bytes() if self._connection.poll(seconds) else None
+        except EOFError:
+            return b""
 
     def kill(self) -> None:
         """End the process; whoever waits for it finds that it has ended."""

@@ -37,6 +37,7 @@ PAGES = (
     "batches.md",
     "clients.md",
     "responses.md",
+    "structured-outputs.md",
     "messages.md",
     "pipelines.md",
     "repositories.md",

@@ -47,9 +47,9 @@ def asked(checker: GuideChecker, monkeypatch: pytest.MonkeyPatch) -> list[Guided
     """The constraints that the checker asks of its processes, in whose place none answers."""
     seen: list[GuidedDecoding] = []
 
-    def answer(guide: GuidedDecoding) -> CheckedGuide:
+    def answer(guide: GuidedDecoding) -> tuple[CheckedGuide, bool]:
         seen.append(guide)
-        return CheckedGuide(error="it is wrong") if guide.strict else CheckedGuide(guide.text.upper(), ("a",))
+        return CheckedGuide(error="it is wrong") if guide.strict else CheckedGuide(guide.text.upper(), ("a",)), True
 
     monkeypatch.setattr(checker, "_check_in_process", answer)
     return seen
