@@ -107,12 +107,13 @@ class ServerConnection:
 
     def _read(self) -> None:
         frames = messages.FrameReader()
+        received = memoryview(bytearray(1 << 16))  # one for all: made anew each time they would tear the heap
         try:
             while True:
-                data = self._socket.recv(1 << 16)
-                if not data:
+                length = self._socket.recv_into(received)
+                if not length:
                     break
-                for payload in frames.feed(data):
+                for payload in frames.feed(received[:length]):
                     kind, body, released = json.loads(payload)
                     self.writer.release(released)
                     self.handlers[kind](*body)
