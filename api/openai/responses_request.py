@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from ...core.errors import CharoniaError, InvalidArgument
 from ...core.request import GenerateRequest
@@ -278,9 +279,10 @@ def _without_effect(fields: ResponsesBody, read: InputMessages) -> Sequence[str]
 
 
 def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> JsonObject:
-    """The members of the answer that repeat the request, with what holds where it says nothing."""
+    """The members of the answer that repeat the request, with what holds where it says nothing. Raises
+    `InvalidArgument` for what cannot be written."""
     text, reasoning = fields.text or TextConfig(), fields.reasoning or ReasoningConfig()
-    return {
+    echo = {
         "background": False,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
@@ -302,3 +304,8 @@ def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> Js
         "truncation": "disabled",
         "user": body.get("user"),
     }
+    try:
+        orjson.dumps({"response": echo})
+    except orjson.JSONEncodeError:  # orjson reads deeper nesting than it writes
+        raise InvalidArgument("the body is nested too deeply for an answer that repeats it") from None
+    return echo

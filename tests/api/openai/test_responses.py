@@ -346,6 +346,13 @@ def test_lists_have_limits(field: str, items: list[Any]) -> None:
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize("field", ["user", "max_tool_calls", "prompt_cache_key"])
+async def test_what_is_repeated_is_not_nested_too_deeply(client: httpx.AsyncClient, field: str) -> None:
+    deep = b'{"model": "llm", "input": "hi", "' + field.encode() + b'": ' + b"[" * 300 + b"]" * 300 + b"}"
+    answer = await client.post(PATH, content=deep)
+    assert (answer.status_code, "nested too deeply" in answer.json()["error"]["message"]) == (400, True)
+
+
 def test_warnings_do_not_grow_with_what_they_tell_of() -> None:
     encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     given = [encrypted] * 1000 + [{"role": "user", "content": "hi"}]
