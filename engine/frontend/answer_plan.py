@@ -89,7 +89,7 @@ def plan_answer(
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
     # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
     limited, asked = guide is not None or budget is not None, _asks_for_reasoning(request)
-    reasons = asked if asked is not None else form.reasons or bool(budget)
+    reasons = form.reasons or bool(budget) if asked is None or reasoning.content else asked
     if limited and reasons and not (inside or tail.endswith(reasoning.end)):
         prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
     if inside and guide is not None and not guide.after:

@@ -194,10 +194,10 @@ class AnswerFormat:
     def reader(self, use: ToolUse | None, inside: bool = False) -> AnswerReader | None:
         """The reader of an answer, in which those tools may be called; None if all of it is content. `inside`: it
         begins within the reasoning."""
-        callable_ = None if use is None or use.choice == "none" else use
+        callable_ = None if use is None or use.choice == "none" or self.tools is None else use
         tools = None if callable_ is None else self.tools
         new_id = random_id if tools is None else tools.new_id
-        if HARMONY is self.tools or HARMONY_ANALYSIS is self.reasoning:
+        if self.reasoning is HARMONY_ANALYSIS:
             return AnswerReader(partial(read_harmony, inside=inside), callable_, new_id)
         if tools is None and self.reasoning is None:
             return None
@@ -211,11 +211,13 @@ def choose_format(template: str, parsers: AnswerParsers) -> AnswerFormat:
     tools = TOOL_FORMATS.get(parsers.tools)
     if parsers.tools == AUTO and "tools" in template:
         tools = _written(template, _TOOL_MARKS)
-    if parsers.reasoning != AUTO:
-        reasoning = REASONING_FORMATS.get(parsers.reasoning)
-        return AnswerFormat(tools, reasoning, reasoning is not None and not reasoning.optional)
-    reasoning = _written(template, _REASONING_MARKS)
-    reasons = reasoning is HARMONY_ANALYSIS or (reasoning is THINK and "enable_thinking" in template)
+    reasoning = REASONING_FORMATS.get(parsers.reasoning)
+    reasons = reasoning is not None and not reasoning.optional
+    if parsers.reasoning == AUTO:
+        reasoning = _written(template, _REASONING_MARKS)
+        reasons = reasoning is THINK and "enable_thinking" in template
+    if tools is HARMONY or reasoning is HARMONY_ANALYSIS:  # one format, whichever of the two was found
+        return AnswerFormat(None if parsers.tools == NONE else HARMONY, HARMONY_ANALYSIS, True)
     return AnswerFormat(tools, reasoning, reasons)
 
 

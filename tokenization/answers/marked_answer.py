@@ -14,7 +14,7 @@ _MOST_SPACES = 8
 
 class ReasoningFormat(NamedTuple):
     """How a model writes its reasoning: between two texts. `optional`: unless it is asked to, the model does not.
-    `content`: what the content begins with, if `end` alone does not begin it."""
+    `content`: what the content begins with, if `end` alone does not begin it; reasoning can't be left out then."""
 
     start: str
     end: str

@@ -32,6 +32,7 @@ from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.frontend.sequence_stats import SequenceStats
 from charonia.engine.frontend.token_stream import TokenStream
 from charonia.tokenization.answers.answer_formats import AnswerParsers
+from charonia.tokenization.answers.harmony import FINAL
 
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}<tools>{{ tool | tojson }}</tools>{% endfor %}{% endif %}"
@@ -280,3 +281,25 @@ async def test_an_engine_without_grammars_refuses_what_needs_one(model: LlmModel
     model._spec = dataclasses.replace(model._spec, capabilities=frozenset())
     with pytest.raises(InvalidArgument, match="'tool_choice' is not supported"):
         await answer(model, ask(use=ToolUse(TOOLS.tools, "required")))
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+async def test_constraints_on_gpt_oss_begin_behind_an_analysis_that_the_prompt_opens(
+    model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer, variables: dict[str, object]
+) -> None:
+    template = "{{ tools }}{{ messages[0].content }}<|start|>assistant{# <|channel|>analysis<|message|> #}"
+    chat = Conversation((ChatMessage("user", "hi"),), variables, template)
+    asked = GenerateRequest(id="", prompt=chat, sampling=SamplingParams(max_tokens=1000), reads_answer=True)
+    call = "<|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}<|call|>"
+    for changes, after, written in (
+        ({"tools": ToolUse(TOOLS.tools, "required")}, "<|end|>", call),
+        ({"guided_decoding": GuidedDecoding("json")}, FINAL, f"<|start|>assistant{FINAL}{{}}"),
+    ):
+        engine.answer = tokenizer.encode(f"hm<|end|>{written}<|im_end|>").ids
+        whole = join_chunks(await answer(model, msgspec.structs.replace(asked, **changes)))
+        guide = engine.added[-1].guide
+        assert guide is not None
+        assert guide.after == after
+        assert tokenizer.decode(engine.added[-1].prompt).endswith("<|start|>assistant<|channel|>analysis<|message|>")
+        assert whole.reasoning == "hm"
+        assert (whole.text, len(whole.tool_calls)) == (("", 1) if "tools" in changes else ("{}", 0))

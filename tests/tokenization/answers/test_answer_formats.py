@@ -86,6 +86,16 @@ def test_a_model_reasons_by_default_if_its_template_can_switch_that_off_or_a_fla
     assert choose_format("<|channel|> analysis", AUTO).reasons
 
 
+def test_gpt_oss_has_one_format_for_both() -> None:
+    both = formats.AnswerFormat(formats.HARMONY, formats.HARMONY_ANALYSIS, True)
+    for parsers in (AnswerParsers("openai"), AnswerParsers("openai", "none"), AnswerParsers(reasoning="openai_gptoss")):
+        assert choose_format("", parsers) == both
+    deaf = choose_format("", AnswerParsers("none", "openai_gptoss")).reader(USE)
+    assert deaf is not None
+    call = "<|channel|>commentary to=functions.weather<|message|>{}<|call|>"
+    assert deaf.push(call, last=True).text == "{}"
+
+
 def test_a_name_decides_and_an_unknown_one_is_refused() -> None:
     chosen = choose_format("tools <tool_call> </think>", AnswerParsers("mistral", "none"))
     assert (chosen.tools, chosen.reasoning) == (formats.MISTRAL, None)
