@@ -20,6 +20,10 @@ from .waiting_queue import Fairness, queue_order
 MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: the cost of a step itself would be paid twice."""
 
+ROWS_PER_FORCED_TOKEN = 16
+"""Of so many decoding rows one may compute a token more than others, of those that no step had to sample: they make a
+step longer, for the free rows too."""
+
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
 
@@ -119,6 +123,8 @@ class StepPacker:
                 decoding = counts.nonzero()[0]
         # Few numbers are summed sooner as Python's: cold, one sum of numpy's takes 20 microseconds.
         given = counts[decoding].tolist()
+        if rows.guided and sum(given) > len(given):
+            given = self._limit_forced_tokens(decoding)
         if sum(given) > self._budget_left:  # never with one token each: the senior rows go first
             decoding = np.array(rows.by_seniority(decoding))
             wanted = counts[decoding]
@@ -129,6 +135,17 @@ class StepPacker:
         self._work = StepWork(tokens, sum(map(mul, given, rows.scheduled[decoding].tolist())))
         for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
             self._grow(row)
+
+    def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
+        """Let rows compute only a few tokens more than one each where free rows wait for the same step; the others
+        follow in the next steps. Returns what each row computes."""
+        rows, counts, free = self._rows, self._counts, max(len(decoding) // ROWS_PER_FORCED_TOKEN, 1)
+        if any(row not in rows.guided for row in decoding.tolist()):
+            senior = np.array(rows.by_seniority(decoding))
+            more = counts[senior] - 1
+            counts[senior] = 1 + np.clip(free - np.cumsum(more) + more, 0, more)
+        given: list[int] = counts[decoding].tolist()
+        return given
 
     def _full_rows(self) -> BoolArray | None:
         """[rows] whether a row is in as many plans in flight as it may be in; None where none can be."""
