@@ -20,7 +20,7 @@ from ...processes.child_process import describe_exit, python_child
 from ..grammars.guide_check import CheckedGuide, check_guide, checking_backend
 
 _START_SECONDS = 60.0
-_NICE = 5
+_NICE = 15
 """How far the process stands back behind what computes tokens."""
 
 

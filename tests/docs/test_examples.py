@@ -32,7 +32,7 @@ def examples(name: str) -> list[Any]:
     return found
 
 
-PAGES = ("clients.md", "responses.md", "messages.md", "metrics.md", "../README.md")
+PAGES = ("clients.md", "responses.md", "messages.md", "structured-outputs.md", "metrics.md", "../README.md")
 
 
 @pytest.mark.parametrize(("language", "code", "answer"), [each for name in PAGES for each in examples(name)])
