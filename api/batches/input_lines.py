@@ -19,6 +19,9 @@ _READ_BYTES = 1 << 20
 _MAX_ID = 512
 """Characters of a custom id."""
 
+_BLANK_LINES = 10
+"""Lines of a file for each request that a batch may have: a file of nothing but line breaks is not read to its end."""
+
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -56,7 +59,9 @@ def check_input(path: Path, endpoint: str, most: int) -> CheckedInput:
     offsets, errors, model = array("Q"), list[BatchError](), ""
     numbers: dict[str, int] = {}
     for number, offset, text in split_lines(path):
-        if len(offsets) == most:
+        if not text and number < _BLANK_LINES * most:
+            continue
+        if len(offsets) == most or not text:
             message = f"the file has more than {most} requests, the most that a batch may have"
             errors.append(BatchError("too_many_requests", message, None, number))
             break
@@ -75,7 +80,7 @@ def check_input(path: Path, endpoint: str, most: int) -> CheckedInput:
             errors.append(msgspec.structs.replace(error, line=number))
             if len(errors) == MAX_LISTED_ERRORS:
                 break
-    if not offsets:
+    if not offsets and not errors:
         errors.append(BatchError("empty_file", "the file has no request in it"))
     offsets.append(path.stat().st_size)
     return CheckedInput(offsets, model, errors)
@@ -83,7 +88,7 @@ def check_input(path: Path, endpoint: str, most: int) -> CheckedInput:
 
 def find_lines(path: Path) -> "array[int]":
     """The offsets of the lines of a file that was checked before, with its end behind them."""
-    offsets = array("Q", (offset for _, offset, _ in split_lines(path)))
+    offsets = array("Q", (offset for _, offset, text in split_lines(path) if text))
     offsets.append(path.stat().st_size)
     return offsets
 
@@ -94,7 +99,7 @@ def read_line(path: Path, offsets: "array[int]", index: int) -> BatchLine:
     Raises:
         OSError: the file cannot be read, or is not the one that was checked.
     """
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(offsets[index])
         text = file.read(min(offsets[index + 1] - offsets[index], MAX_LINE_BYTES))
     line = parse_line(text.partition(b"\n")[0])
@@ -109,8 +114,8 @@ def asks_for_stream(line: BatchLine) -> bool:
 
 
 def split_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number (from 1 on), offset and text of each line that is not blank. Of one that is too long only the beginning is
-    there, one byte more than a line may have."""
+    """Number (from 1 on), offset and text of each line; a blank one has none. Of one that is too long only the
+    beginning is there, one byte more than a line may have."""
     number, offset = 0, 0
     with path.open("rb", buffering=_READ_BYTES) as file:
         while text := file.readline(MAX_LINE_BYTES + 1):
@@ -121,8 +126,7 @@ def split_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                     offset += len(rest)
                     if rest.endswith(b"\n"):
                         break
-            if text.strip() not in (b"", _BOM):
-                yield number, start, text
+            yield number, start, b"" if text.strip() in (b"", _BOM) else text
 
 
 def parse_line(text: bytes) -> BatchLine | BatchError:

@@ -53,7 +53,7 @@ def encode_outcome(batch_id: str, index: int, custom_id: str, outcome: LineOutco
     if not outcome.status:
         error = orjson.dumps({"code": outcome.code, "message": outcome.message})
         return head + b',"response":null,"error":' + error + b"}\n"
-    body = outcome.body.replace(b"\r", b" ").replace(b"\n", b" ")  # within strings JSON has them escaped
+    body = (outcome.body or b"null").replace(b"\r", b" ").replace(b"\n", b" ")  # within strings JSON has them escaped
     response = orjson.dumps({"status_code": outcome.status, "request_id": outcome.request_id})[:-1]
     return head + b',"response":' + response + b',"body":' + body + b'},"error":null}\n'
 

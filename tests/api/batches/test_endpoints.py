@@ -1,7 +1,9 @@
 """/v1/files and /v1/batches over HTTP, without a model."""
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -197,6 +199,33 @@ async def test_files_have_a_size_and_all_files_too(client: httpx.AsyncClient, st
     assert (last.status_code, last.json()["error"]["code"]) == (413, "storage_quota_exceeded")
     assert last.headers["x-should-retry"] == "false"
     assert store.used == most + FILE_CHARGE * (len(store.list_files("alpha")) - 1) <= store.limits.total_bytes
+
+
+async def test_a_full_disk_is_told_and_leaves_nothing(
+    client: httpx.AsyncClient, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", full)
+    response = await upload(client)
+    assert (response.status_code, response.json()["error"]["code"]) == (507, "storage_full")
+    monkeypatch.undo()
+    await clean(store)
+
+
+async def test_an_upload_that_drips_is_given_up(
+    client: httpx.AsyncClient, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        yield FILE
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(uploads, "MAX_UPLOAD_SECONDS", 0.01)
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    response = await client.post("/v1/files", content=drip(), headers=headers)
+    assert response.status_code == 408
+    await clean(store)
 
 
 async def test_who_leaves_in_the_middle_leaves_nothing(client: httpx.AsyncClient, store: Any) -> None:

@@ -84,6 +84,8 @@ def test_a_file_may_have_as_many_lines_as_a_batch_and_no_more(check: Any, line: 
 
 def test_an_empty_file_and_endless_errors_are_told(check: Any) -> None:
     assert [each.code for each in check(b"\n \n").errors] == ["empty_file"]
+    assert [(each.code, each.line) for each in check(b"\n" * 1000).errors] == [("too_many_requests", 500)]
+    assert check(b"\n" * 498 + b"{}\n").errors[0].line == 499
     assert len(check(b"x\n" * 1000, most=5000).errors) == input_lines.MAX_LISTED_ERRORS
 
 
@@ -108,7 +110,7 @@ def test_streams_are_seen(line: Any) -> None:
 def test_any_bytes_are_checked_and_every_line_has_its_number(tmp_path_factory: Any, texts: list[bytes]) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(b"\n".join(texts))
-    numbers = [number for number, _, _ in input_lines.split_lines(path)]
+    numbers = [number for number, _, text in input_lines.split_lines(path) if text]
     told = [number for number, text in enumerate(texts, 1) if text.strip() not in (b"", b"\xef\xbb\xbf")]
     assert numbers == told
     assert [each.line for each in check_input(path, PATH, 50).errors if each.line] == told
