@@ -60,6 +60,7 @@ format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 proof: $(VENV)/dev.stamp  ## the long proofs, with progress
+	@$(BIN)/python -m pytest -q -m proof
 	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m charonia.bench.proofs.$$proof || exit 1; done
 
 gpu:  ## on a machine with a CUDA torch: the engine on the device

@@ -43,7 +43,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than cores, for many tests wait for a server; none where only some tests are asked for, which begin
     sooner without."""
     asked = config.option
-    if asked.file_or_dir or asked.keyword or asked.markexpr or asked.lf:
+    if asked.file_or_dir or asked.keyword or asked.lf or asked.markexpr != "not proof":
         return 0
     return min(WORKERS, usable_cores().logical + 1)
 

@@ -159,6 +159,7 @@ async def serving(config: EngineConfig, machines: Machines) -> AsyncIterator[Eng
     await until(lambda: not machines.ranks() and not machines.groups())
 
 
+@pytest.mark.proof
 async def test_ranks_that_share_layers(
     config: Callable[..., EngineConfig], machines: Machines, split: Any, expected: dict[int, list[int]]
 ) -> None:
@@ -182,6 +183,7 @@ async def test_replicas(
         assert all(replica.totals.prefix_queries for replica in client.replicas)
 
 
+@pytest.mark.proof
 def test_stages(
     config: Callable[..., EngineConfig], machines: Machines, split: Any, expected: dict[int, list[int]]
 ) -> None:
