@@ -22,26 +22,26 @@ _FAILED = "Error: "
 """Stands before the result of a call that has failed: chat templates have no other word for it."""
 
 
-class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ContentBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
     cache_control: Any = None
 
 
-class TextBlock(_Block, frozen=True, kw_only=True):
+class TextBlock(_ContentBlock, frozen=True, kw_only=True):
     text: str
     citations: Any = None
 
 
-class ThinkingBlock(_Block, frozen=True, kw_only=True):
+class ThinkingBlock(_ContentBlock, frozen=True, kw_only=True):
     thinking: str
     signature: str | None = None
 
 
-class RedactedThinkingBlock(_Block, frozen=True, kw_only=True):
+class RedactedThinkingBlock(_ContentBlock, frozen=True, kw_only=True):
     data: str
 
 
-class ToolUseBlock(_Block, frozen=True, kw_only=True):
+class ToolUseBlock(_ContentBlock, frozen=True, kw_only=True):
     id: str
     name: str
     input: dict[str, Any]
@@ -49,14 +49,14 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True):
     toolset_name: None = None
 
 
-class ToolResultBlock(_Block, frozen=True, kw_only=True):
+class ToolResultBlock(_ContentBlock, frozen=True, kw_only=True):
     tool_use_id: str
     content: str | list[Any] | None = None
     is_error: bool | None = None
     toolset_name: None = None
 
 
-BlockKinds: TypeAlias = Mapping[str, type[_Block]]
+BlockKinds: TypeAlias = Mapping[str, type[_ContentBlock]]
 
 _TEXTS: BlockKinds = {"text": TextBlock}
 _BLOCKS: Mapping[str, BlockKinds] = {
@@ -147,7 +147,7 @@ class ChatTurns:
             raise InvalidArgument(message, field=f"{origin}.content")
         return True
 
-    def _add_block(self, role: str, block: _Block, where: str, place: str) -> None:
+    def _add_block(self, role: str, block: _ContentBlock, where: str, place: str) -> None:
         """`where` and `place`: the paths of the turn and of the block."""
         match block:
             case TextBlock():
@@ -197,7 +197,7 @@ def _text_blocks(given: list[Any], where: str) -> list[TextBlock]:
     return [block for block in blocks if isinstance(block, TextBlock)]
 
 
-def _block(part: Any, kinds: BlockKinds, where: str) -> _Block:
+def _block(part: Any, kinds: BlockKinds, where: str) -> _ContentBlock:
     if not isinstance(part, dict):
         raise InvalidArgument(f"{where} must be a content block", field=where)
     kind = part.get("type")

@@ -151,13 +151,19 @@ class GuideChecker:
         may be."""
         if self._closed:
             raise Unavailable("the model is being unloaded")
-        process = self._idle.pop() if self._idle else self._start()
+        process = self._take_idle() or self._start()
         verdict = process.check(guide)
         if process.alive:
             self._idle.append(process)
         else:
             self._processes.discard(process)
         return verdict, process.alive
+
+    def _take_idle(self) -> GuideProcess | None:
+        try:
+            return self._idle.pop()  # not asked first: another thread may take the last one in between
+        except IndexError:
+            return None
 
     def _start(self) -> GuideProcess:
         process = GuideProcess(self._special, self._limits)
@@ -168,8 +174,7 @@ class GuideChecker:
 
     def end_idle(self) -> None:
         """Let processes that have nothing to do end."""
-        while self._idle:
-            process = self._idle.pop()
+        while (process := self._take_idle()) is not None:
             self._processes.discard(process)
             self._threads.submit(process.close, 1.0)
 

@@ -71,12 +71,18 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
     capabilities = frozenset({"guided_decoding", "thinking_budget", "wants_prompt_logprobs"})
     connect = partial(EngineClient, config)
-    parsers = AnswerParsers(config.tool_call_parser, config.reasoning_parser)
-    texts = config.chat_template, config.tokenizer
     limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
-    most = most_in_background(rows * config.data_parallel_size, limits)
-    spec = partial(EngineSpec, checks_guides=True, most_in_background=most)
-    return spec("charonia", config.model, connect, capabilities, *texts, parsers)
+    return EngineSpec(
+        "charonia",
+        config.model,
+        connect,
+        capabilities,
+        config.chat_template,
+        config.tokenizer,
+        AnswerParsers(config.tool_call_parser, config.reasoning_parser),
+        checks_guides=True,
+        most_in_background=most_in_background(rows * config.data_parallel_size, limits),
+    )
 
 
 class LlmModel:
@@ -210,10 +216,7 @@ class LlmModel:
                 add = plan.complete(build_add_request(request, context, plan.prompt, bundle.defaults, info, banned))
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
-                with (
-                    self._client.open_stream(add, stats, ticket) as stream,
-                    self._cancellable(request.id, stream),
-                ):
+                with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
                     while (chunk := builder.build_chunk(await stream.read())).finish_reason is None:
                         yield chunk
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.

@@ -12,7 +12,7 @@ from charonia.core.errors import InvalidArgument, QueueFull, Unavailable
 from charonia.core.request import GuidedDecoding
 from charonia.engine.frontend import guide_checker
 from charonia.engine.frontend.guide_checker import GuideChecker, VerdictCache
-from charonia.engine.frontend.guide_process import CheckLimits
+from charonia.engine.frontend.guide_process import CheckLimits, GuideProcess
 from charonia.engine.grammars.guide_check import CheckedGuide
 
 SLOW = GuidedDecoding("json_schema", '{"type":"integer","multipleOf":1000003}', "response_format")
@@ -37,6 +37,21 @@ async def test_a_process_starts_with_the_first_constraint_and_ends_when_idle(che
     assert enforced.left_out == ("not (#/not)",)
     assert enforced.guide == schema('{"type":"string"}')
     assert (await checker.check(GuidedDecoding("lark", 'start: "a" <|im_end|>'))).left_out == ()
+    assert checker.processes == 1
+    checker.end_idle()
+    assert checker.processes == 0
+
+
+class _TakenMeanwhile(list[GuideProcess]):
+    """Seems to have an element, which another thread takes before one can."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+async def test_the_last_idle_process_may_be_taken_by_another_thread(checker: GuideChecker) -> None:
+    checker._idle = _TakenMeanwhile()
+    assert (await checker.check(schema('{"type": "string"}'))).left_out == ()
     assert checker.processes == 1
     checker.end_idle()
     assert checker.processes == 0
