@@ -38,21 +38,16 @@ class GemmaCalls:
     start: str
     end: str
     quote: str
+    openings = ()
+    new_id = staticmethod(random_id)
 
     @property
     def starts(self) -> tuple[str, ...]:
         return (self.start,)
 
     @property
-    def openings(self) -> tuple[str, ...]:
-        return ()
-
-    @property
     def markers(self) -> tuple[str, ...]:
         return (self.start, self.end, self.quote)
-
-    def new_id(self) -> str:
-        return random_id()
 
     @property
     def layout(self) -> CallLayout:

@@ -58,9 +58,7 @@ class HarmonyCalls:
         preamble=_PREAMBLE,
         content=FINAL,
     )
-
-    def new_id(self) -> str:
-        return random_id()
+    new_id = staticmethod(random_id)
 
     def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
         headers = (f" {_CONSTRAIN}json", f"{CHANNEL}commentary {_CONSTRAIN}json", f"{CHANNEL}commentary json")

@@ -48,14 +48,11 @@ class NamedCalls:
     writes_lists: bool = False
     layout: CallLayout = NO_LAYOUT
     new_id: Callable[[], str] = field(default=random_id)
+    openings = ()
 
     @property
     def starts(self) -> tuple[str, ...]:
         return (self.start,)
-
-    @property
-    def openings(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def markers(self) -> tuple[str, ...]:

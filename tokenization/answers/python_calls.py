@@ -29,13 +29,11 @@ class PythonCalls:
     end: str = ""
     bare: bool = False
     layout: CallLayout = NO_LAYOUT
+    new_id = staticmethod(random_id)
 
     @property
     def markers(self) -> tuple[str, ...]:
         return tuple(filter(None, (*self.starts, self.end)))
-
-    def new_id(self) -> str:
-        return random_id()
 
     def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
         arguments = argument_list(parameters, partial(_argument, parameters), ", ")

@@ -43,21 +43,16 @@ class TaggedCalls:
 
     start: str = "<tool_call>"
     end: str = "</tool_call>"
+    openings = ()
+    new_id = staticmethod(random_id)
 
     @property
     def starts(self) -> tuple[str, ...]:
         return (self.start, _FUNCTION)
 
     @property
-    def openings(self) -> tuple[str, ...]:
-        return ()
-
-    @property
     def markers(self) -> tuple[str, ...]:
         return (self.start, self.end)
-
-    def new_id(self) -> str:
-        return random_id()
 
     @property
     def layout(self) -> CallLayout:
