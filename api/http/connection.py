@@ -191,15 +191,20 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
                     await send(_part(body))
             return self._encoder.encode_end()
         except (Exception, asyncio.CancelledError) as error:
-            return self._error_events(scope, error)
+            events = self._error_events(scope, error)
+            if events is None:
+                raise
+            return events
 
-    def _error_events(self, scope: Scope, error: BaseException) -> bytes:
-        """The events that tell of what ended the stream; called where it is handled. Raises it if the client left."""
+    def _error_events(self, scope: Scope, error: BaseException) -> bytes | None:
+        """The events that tell of what ended the stream; called where it is handled. None if the client left: then it
+        is to be raised again, there. Raised from here its traceback would hold this call and the call it, a cycle that
+        would keep the stream's last item, and the memory under its tensors, for the collector."""
         if isinstance(error, CharoniaError):
             return self._encoder.encode_error(error)
         if isinstance(error, asyncio.CancelledError):
             if (exiting := shutdown_error(error)) is None:
-                raise error
+                return None
             record_error(scope, exiting)
             return self._encoder.encode_error(exiting)
         log.exception("a stream broke off", exc_info=error)

@@ -96,4 +96,6 @@ class KeepAliveStreamResponse(EventStreamResponse[T]):
                 if isinstance(error, CharoniaError):
                     record_error(scope, error)
                 events = self._error_events(scope, error)
+                if events is None:
+                    raise
                 await sender({"type": "http.response.body", "body": events, "more_body": False})

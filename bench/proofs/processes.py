@@ -6,6 +6,7 @@ must be answered; in the end each model must load and be ready; and when all are
 descriptor may be left, and no traceback in the log.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -31,7 +32,7 @@ from ..load.tiny_model import NAME as SPLIT
 from ..load.tiny_model import write_repository as write_split
 from ..server_process import ServerAddress, children, own_server
 from .bodies import tracebacks
-from .process_stats import ServerStats, read_server_stats
+from .process_stats import ServerStats, read_server_stats, settled
 
 ISOLATED = "isolated"
 MODELS = (COUNTING, SPLIT, ISOLATED)
@@ -98,7 +99,8 @@ def load_and_unload(place: ServerAddress, models: Sequence[str], rounds: int, se
         _until(lambda name=name: _ask(place, f"/v2/models/{name}/ready") == 200, f"{name} is ready")  # type: ignore[misc]
         _expect(place, f"{name}/unload", 200)
     broken = [line for line in tracebacks(place) if not line.startswith(_ORPHANS)]
-    left = [*_peace(place).beyond(before), *broken]
+    _peace(place)
+    left = [*asyncio.run(settled(place, before)).beyond(before), *broken]
     return ProcessesResult(killing.result(), statuses.count(200), len(statuses) - statuses.count(200), left)
 
 

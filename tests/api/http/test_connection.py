@@ -1,13 +1,19 @@
 """What happens when the client leaves."""
 
 import asyncio
+import gc
+import weakref
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
 from charonia.api.app import build_app
+from charonia.api.http.connection import EventStreamResponse
+from charonia.api.http.keep_alive import KeepAlive, KeepAliveStreamResponse
 from charonia.api.metadata import ServerInfo
+from charonia.core.errors import CharoniaError
 
 PATHS = [
     ("/v2/models/llm/generate", b'{"text_input": "x"}'),
@@ -93,3 +99,50 @@ async def test_cancelling_a_request_is_not_taken_for_a_disconnect(gateway: Any) 
     with pytest.raises(asyncio.CancelledError):
         await request
     assert gateway.open_streams == 0
+
+
+class Item:
+    """What a stream yields; its memory is to be given back with it."""
+
+
+class Encoder:
+    def encode_item(self, item: Item) -> bytes:
+        return b"item"
+
+    def encode_end(self) -> bytes:
+        return b"end"
+
+    def encode_error(self, error: CharoniaError) -> bytes:
+        return b"error"
+
+
+@pytest.mark.parametrize("alive", [False, True])
+async def test_nothing_is_left_to_the_collector_when_a_client_leaves(alive: bool) -> None:
+    visitor, items = Visitor(b""), []
+
+    async def stream() -> AsyncGenerator[Item, None]:
+        item = Item()
+        items.append(weakref.ref(item))
+        yield item
+        await asyncio.Event().wait()
+
+    def response() -> EventStreamResponse[Item]:
+        if alive:
+            return KeepAliveStreamResponse(stream(), Encoder(), KeepAlive(b"ping", 60))
+        return EventStreamResponse(stream(), Encoder())
+
+    async def leave() -> None:
+        request = asyncio.create_task(response()({"type": "http"}, visitor.receive, visitor.send))
+        while not items:
+            await asyncio.sleep(0.01)
+        visitor.leave.set()
+        await request
+
+    await visitor.receive()
+    gc.disable()
+    try:
+        await leave()
+        await asyncio.sleep(0)
+        assert items[0]() is None
+    finally:
+        gc.enable()
