@@ -15,7 +15,9 @@ typedef struct {
     const Kernel *kernel;
     const Plan *plan;
     const char *rows;
-    int64_t row_stride, steps, chunks;
+    int64_t row_stride, step_bytes; /* of the rows as the tiles read them */
+    int64_t steps, line_bytes;      /* of a group; bytes of a step */
+    int64_t chunks;
     const float *row_scales;
     char *out;
     int64_t out_stride;
@@ -32,6 +34,8 @@ const Kernel *kernel_of(int kind)
 {
 #ifdef CHARONIA_X86
     const int level = charonia_level();
+    if (kind == INT4)
+        return &matmul_portable[kind];
     if (level == AVX512BF16 || (level == AVX512 && kind != BFLOAT16))
         return &matmul_avx512[kind];
     if (level >= AVX2)
@@ -54,7 +58,7 @@ static int64_t first_step(const Product *p, int64_t chunk) { return p->steps * c
 
 static const char *lines_at(const Product *p, int64_t group, int64_t chunk)
 {
-    return p->matrix->lines + (group * p->steps + first_step(p, chunk)) * LINE;
+    return p->matrix->lines + (group * p->steps + first_step(p, chunk)) * p->line_bytes;
 }
 
 /* The lines that the tiles after these will read; null if they are not known. */
@@ -67,7 +71,7 @@ static const char *lines_after(const Product *p, const Block *b, int64_t group, 
 
 /* The tiles of a panel share the fetching: which streams fall to tile `index` of `count`, or which part of a single one.
    With nothing left to fetch a tile asks for its own lines, which costs nothing. */
-static void fetch_ahead(Tile *t, const char *after, int64_t wide, int64_t index, int64_t count)
+static void fetch_ahead(Tile *t, const char *after, int64_t bytes, int64_t wide, int64_t index, int64_t count)
 {
     const int64_t each = count >= wide || count == 3 ? 1 : wide / count;
     t->next = t->lines;
@@ -76,7 +80,7 @@ static void fetch_ahead(Tile *t, const char *after, int64_t wide, int64_t index,
         while (t->slower < 3 && 2 << t->slower <= count)
             t->slower++;
         if (index < 1 << t->slower)
-            t->next = after + ((t->steps * index >> t->slower) * LINE);
+            t->next = after + (bytes / LINE * index >> t->slower) * LINE;
         return;
     }
     if (!after || index * each >= wide)
@@ -96,10 +100,10 @@ static void panel(const Product *p, const Block *b, int64_t group, int64_t chunk
         const int64_t row = b->row + first, width = p->matrix->out_kind == FLOAT32 ? 4 : 2;
         Tile t = {
             .matrix = p->matrix,
-            .rows = p->rows + row * p->row_stride + from * p->kernel->step_bytes,
+            .rows = p->rows + row * p->row_stride + from * p->step_bytes,
             .row_stride = p->row_stride,
             .lines = lines_at(p, group, chunk),
-            .group_stride = p->steps * LINE,
+            .group_stride = p->steps * p->line_bytes,
             .steps = first_step(p, chunk + 1) - from,
             .sums = b->sums + ((group - b->group) * b->rows + first * plan->groups) * p->kernel->sum_bytes,
             .first = chunk == 0,
@@ -110,7 +114,7 @@ static void panel(const Product *p, const Block *b, int64_t group, int64_t chunk
             .out = p->out + (row * p->out_stride + group * LANES) * width,
             .out_stride = p->out_stride,
         };
-        fetch_ahead(&t, after, plan->groups, tile, tiles);
+        fetch_ahead(&t, after, t.steps * p->line_bytes, plan->groups, tile, tiles);
         plan->tiles[rows - 1](&t);
     }
 }
@@ -155,7 +159,8 @@ static Product product(const MatmulCall *a)
 {
     const Matrix *m = a->matrix;
     const Kernel *kernel = kernel_of(m->kind);
-    const int64_t steps = steps_of(m->kind, m->inputs), x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
+    const int64_t steps = matrix_steps(m), lines = lines_a_step(m), bytes = step_bytes(kernel, m);
+    const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
     const int direct = kernel->direct && m->inputs % inputs_a_step(m->kind) == 0 && (x_bytes % 1024 || a->rows == 1);
     const Plan *plan = plan_for(kernel, a->rows);
     return (Product){
@@ -163,9 +168,11 @@ static Product product(const MatmulCall *a)
         .kernel = kernel,
         .plan = plan,
         .rows = direct ? a->x : 0,
-        .row_stride = direct ? x_bytes : spread_out(steps * kernel->step_bytes),
+        .row_stride = direct ? x_bytes : spread_out(steps * bytes),
+        .step_bytes = bytes,
         .steps = steps,
-        .chunks = (steps + plan->chunk - 1) / plan->chunk,
+        .line_bytes = lines * LINE,
+        .chunks = (steps * lines + plan->chunk - 1) / plan->chunk,
         .out = a->out,
         .out_stride = a->out_stride,
     };
@@ -195,7 +202,7 @@ static void prepare(Product *p, const MatmulCall *a, int64_t from, int64_t to, c
     float *scales = (float *)memory;
     char *rows = memory + scales_bytes(a->rows);
     for (int64_t r = from; r < to; r++)
-        scales[r] = p->kernel->row((const char *)a->x + r * x_bytes, m->x_kind, m->inputs, p->steps, rows + r * p->row_stride);
+        scales[r] = p->kernel->row(m, (const char *)a->x + r * x_bytes, p->steps, rows + r * p->row_stride);
     p->row_scales = scales;
     p->rows = rows;
 }
@@ -204,7 +211,7 @@ static int64_t groups_of(const Matrix *m) { return (m->outputs + LANES - 1) / LA
 
 static const char *first_lines(const Matrix *m, const Team *t)
 {
-    return m->lines + share_begin(groups_of(m), t, t->me) * steps_of(m->kind, m->inputs) * LINE;
+    return m->lines + share_begin(groups_of(m), t, t->me) * matrix_steps(m) * lines_a_step(m) * LINE;
 }
 
 /* This thread's part, and what is left of its neighbours'. */

@@ -4,7 +4,14 @@
  * fp32, two bf16 or four int8 inputs. So one step of a group is one 64-byte line, a group is one stream of lines, and what
  * is missing to whole groups and steps is zero. A level that wants another order of int8 within a line (`halved`)
  * multiplies only what it packed itself. Every sum runs over the inputs in ascending order, one accumulator an output,
- * whatever else is computed with it: a row's result does not depend on the number of rows. */
+ * whatever else is computed with it: a row's result does not depend on the number of rows.
+ *
+ * int4 has a scale for each span of 32, 64 or 128 inputs of an output. Weights are unsigned, with a zero point: 8, or one
+ * for each span. A line is eight inputs of each output: in its four bytes the low halves are the first four inputs, the
+ * high halves the others. A step is a line of scales (fp16), and then the lines of the two spans that they belong to;
+ * with zero points it is scales, zero points (int16), and the lines of one span. Activations are int8, with a scale for
+ * each span. Sums within a span are exact; spans are added in fp32, one fused multiplication and addition each, so results
+ * are the same bits at every level. */
 #ifndef CHARONIA_MATMUL_H
 #define CHARONIA_MATMUL_H
 
@@ -17,19 +24,22 @@
 #define TILE(rows, groups) \
     TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
 
-enum { FLOAT32, BFLOAT16, INT8, KINDS };
+enum { FLOAT32, BFLOAT16, INT8, INT4, KINDS };
 enum { LANES = 16, LINE = 64, MOST_ROWS = 6 };
 
 /* Packed weights, and the types around them. `scales`, `offsets` and `bias` are [outputs], filled up to whole groups. */
 typedef struct {
     const char *lines;
-    const float *scales;    /* int8: of each output, else null */
+    const float *scales;    /* int8: of each output; int4: what its scales are multiplied with, a power of two; else null */
     const int32_t *offsets; /* int8: 128 times the sum of each output's weights, else null */
     const float *bias;      /* or null */
     int64_t outputs, inputs;
     int32_t kind;           /* of the weights */
     int32_t x_kind;         /* of the activations: fp32 or bf16 */
     int32_t out_kind;       /* of the results: fp32 or bf16 */
+    int32_t span;           /* int4: inputs with one scale */
+    int32_t zeros;          /* int4: whether each span has its zero point */
+    const int32_t *order;   /* int4: which activation each input is, or null: as they come */
 } Matrix;
 
 /* A few rows times a few groups, over one chunk of the inputs. */
@@ -57,18 +67,18 @@ typedef void (*TileFunction)(const Tile *);
 /* Tiles of `groups` groups and up to `rows` rows, for products of at most `upto` rows. */
 typedef struct {
     int64_t upto, rows, groups;
-    int64_t chunk;  /* steps of the inputs at a time */
+    int64_t chunk;  /* lines of a group at a time */
     int64_t block;  /* rows at a time: so many of a chunk stay in the second cache */
     TileFunction tiles[MOST_ROWS]; /* by rows - 1 */
 } Plan;
 
 /* One row of activations as the tiles read it, filled with zeros to whole steps. Returns the row's scale (int8), else 1. */
-typedef float (*RowFunction)(const void *x, int32_t x_kind, int64_t inputs, int64_t steps, void *row);
+typedef float (*RowFunction)(const Matrix *, const void *x, int64_t steps, void *row);
 
 typedef struct {
     const Plan *plans;
     RowFunction row;
-    int32_t step_bytes; /* of a row as the tiles read it */
+    int32_t step_bytes; /* of a row as the tiles read it; int4: step_bytes() */
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
     int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
@@ -93,12 +103,32 @@ void multiply_in_team(Team *, const MatmulCall *, char *memory);
 /* The kernel of the level in use. */
 const Kernel *kernel_of(int kind);
 
+/* int4: what a row has for each span before its int8 numbers: their scale, and minus their sum (times 8 without zero
+   points: what the sum of products begins with). */
+typedef struct {
+    float scale;
+    int32_t start;
+} SpanHead;
+
 extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
 
 ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind == BFLOAT16 ? 2 : 4; }
 
+ALWAYS_INLINE int spans_a_step(const Matrix *m) { return m->zeros ? 1 : 2; }
+
+ALWAYS_INLINE int64_t lines_a_step(const Matrix *m) { return m->kind == INT4 ? 1 + spans_a_step(m) * m->span / 8 : 1; }
+
+ALWAYS_INLINE int64_t step_bytes(const Kernel *k, const Matrix *m) {
+    return m->kind == INT4 ? spans_a_step(m) * ((int64_t)sizeof(SpanHead) + m->span) : k->step_bytes;
+}
+
 ALWAYS_INLINE int64_t steps_of(int kind, int64_t inputs) {
     return (inputs + inputs_a_step(kind) - 1) / inputs_a_step(kind);
+}
+
+ALWAYS_INLINE int64_t matrix_steps(const Matrix *m) {
+    const int64_t step = m->kind == INT4 ? spans_a_step(m) * m->span : inputs_a_step(m->kind);
+    return (m->inputs + step - 1) / step;
 }
 
 #endif

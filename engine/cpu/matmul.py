@@ -37,14 +37,42 @@ class MatmulFormat(NamedTuple):
     out: torch.dtype
 
 
-class _MatrixStruct(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """`Matrix` of matmul.h."""
 
-    _fields_ = struct_fields("p lines scales offsets bias", "l outputs inputs", "i kind x_kind out_kind")
+    _fields_ = struct_fields(
+        "p lines scales offsets bias", "l outputs inputs", "i kind x_kind out_kind span zeros", "p order"
+    )
 
 
-class PackedMatmul:
-    """x [N, inputs] -> x W^T + bias [N, outputs]. Weights are zero until they are packed."""
+class MatrixProduct:
+    """x [N, inputs] -> x W^T + bias [N, outputs] in `out`, for a packed matrix."""
+
+    def __init__(self, matrix: MatrixStruct, out: torch.dtype) -> None:
+        """The caller keeps what `matrix` has the addresses of."""
+        self._matrix, self._inputs, self._outputs, self._out = matrix, matrix.inputs, matrix.outputs, out
+        self._at, self._multiply = ctypes.addressof(matrix), library.bind_function("charonia_matmul")
+
+    def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
+        if isinstance(x, SymbolicTensor):
+            operation = OpStruct(kind=PRODUCT, what=self._at, stride=self._inputs, size=self._outputs)
+            return x.trace.add_op(operation, x, self._outputs, dtype=self._out)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows = len(x)
+        out = torch.empty(rows, self._outputs, dtype=self._out)
+        if self._multiply(self._at, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self._outputs):
+            raise MemoryError("no memory for a matrix product")
+        return out
+
+
+def padded_bias(bias: Tensor | None, outputs: int) -> Tensor | None:
+    """`bias` [outputs] of any dtype in float32, zeros behind it up to whole lines."""
+    return None if bias is None else F.pad(bias.float(), (0, -outputs % LANES))
+
+
+class PackedMatmul(MatrixProduct):
+    """A product with weights in fp32, bf16 or int8. They are zero until they are packed."""
 
     def __init__(self, form: MatmulFormat, bias: Tensor | None, memory: HugePageArena) -> None:
         """`bias` [outputs] of any dtype is kept in float32."""
@@ -55,36 +83,21 @@ class PackedMatmul:
         quantised = form.kept == torch.int8
         self._scales = torch.zeros(whole) if quantised else None
         self._offsets = torch.zeros(whole, dtype=torch.int32) if quantised else None
-        self._bias = None if bias is None else F.pad(bias.float(), (0, whole - form.outputs))
-        addresses = [_address(each) for each in (self._lines, self._scales, self._offsets, self._bias)]
+        self._bias = padded_bias(bias, form.outputs)
+        addresses = [address(each) for each in (self._lines, self._scales, self._offsets, self._bias)]
         kinds = [WEIGHT_CODES[each] for each in (form.kept, form.x, form.out)]
-        self._matrix = _MatrixStruct(*addresses, form.outputs, form.inputs, *kinds)
-        self._at, self._multiply = ctypes.addressof(self._matrix), library.bind_function("charonia_matmul")
+        super().__init__(MatrixStruct(*addresses, form.outputs, form.inputs, *kinds), form.out)
 
     def pack(self, first: int, rows: Tensor) -> None:
         """Take `rows` [n, inputs], fp32, bf16 or fp16, as the outputs from `first` on."""
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         source = (rows.data_ptr(), SOURCE_CODES[rows.dtype], rows.stride(0), first, *rows.shape)
-        target = (_address(self._lines), _address(self._scales), _address(self._offsets))
-        _check(library.bind_function("charonia_pack")(*source, WEIGHT_CODES[self.form.kept], *target))
-
-    def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
-        if isinstance(x, SymbolicTensor):
-            operation = OpStruct(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
-            return x.trace.add_op(operation, x, self.form.outputs, dtype=self.form.out)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        rows = len(x)
-        out = torch.empty(rows, self.form.outputs, dtype=self.form.out)
-        _check(self._multiply(self._at, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.form.outputs))
-        return out
+        target = (address(self._lines), address(self._scales), address(self._offsets))
+        if library.bind_function("charonia_pack")(*source, WEIGHT_CODES[self.form.kept], *target):
+            raise MemoryError("no memory to pack a matrix")
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
+    """Its memory's; 0 for None, which is C's null."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError("no memory for a matrix product")

@@ -109,14 +109,65 @@ TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1)
 
 #include "matmul_row.inc"
 
+/* Eight inputs of sixteen outputs, one line at a time. */
+ALWAYS_INLINE void int4_lines(Ints dots[MOST_ROWS][4], const char *x, int64_t row_stride, const char *const line[4],
+                              int64_t at, int rows, int groups) {
+    (void)groups;
+    for (int part = 0; part < 8; part++) {
+        const Ints weights = ints(line[0] + at) >> (8 * (part % 4) + part / 4 * 4) & 15;
+        for (int r = 0; r < rows; r++) dots[r][0] += weights * ((const int8_t *)x + r * row_stride)[part];
+    }
+}
+
+ALWAYS_INLINE Ints zero_points(const char *line) {
+    Ints zeros;
+    for (int i = 0; i < LANES; i++) zeros[i] = ((const int16_t *)(line + LINE / 2))[i];
+    return zeros;
+}
+
+/* fp16 that are numbers. */
+ALWAYS_INLINE Floats half_floats(const char *line) {
+    Ints halves;
+    for (int i = 0; i < LANES; i++) halves[i] = ((const int16_t *)line)[i];
+    const Floats size = (Floats)((halves & 0x7fff) << 13) * 0x1p112f;
+    return (Floats)((Ints)size | (halves & (int32_t)0x80000000));
+}
+
+ALWAYS_INLINE Floats added(Floats sum, Ints dots, Floats scales, float scale) {
+    for (int i = 0; i < LANES; i++) sum[i] = fmaf((float)dots[i], scales[i] * scale, sum[i]);
+    return sum;
+}
+
+ALWAYS_INLINE void store_spans(const Tile *t, const Floats *sums, int row, int group) {
+    Floats values = *sums;
+    for (int i = 0; i < LANES; i++) values[i] *= t->matrix->scales[t->output + group * LANES + i];
+    store(t, &values, row, group);
+}
+
+#undef NAME
+#undef FINISH
+#define NAME(x) int4_##x
+#define SPAN_LINES 1
+#define SPREAD_INT(value) ((Ints){0} + (value))
+#define ZERO_POINTS(line, vector) zero_points(line)
+#define TIMES(zeros, start) ((zeros) * (start))
+#define SCALES(line, vector) half_floats(line)
+#define ADD_SPAN(sum, dots, scales, scale) added(sum, dots, scales, scale)
+#define FINISH(t, sums, row, group) store_spans(t, sums, row, group)
+#include "matmul_span_tile.inc"
+#include "matmul_span_row.inc"
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1)
+
 #define FOUR_ROWS(kind) {kind##_1x1, kind##_2x1, kind##_3x1, kind##_4x1}
 
 static const Plan fp32_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(fp32)};
 static const Plan bf16_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(bf16)};
 static const Plan int8_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(int8)};
+static const Plan int4_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(int4)};
 
 const Kernel matmul_portable[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
     {&bf16_plan, wide_row, 8, LINE, 0},
     {&int8_plan, signed_row, 8, LINE, 0},
+    {&int4_plan, span_row, 0, LINE, 0},
 };

@@ -1,0 +1,94 @@
+"""Matrix products with constant weights of four bits; groups of inputs share a scale (`matmul.h` says how they lie).
+
+Activations are quantised to int8, each group of a row by itself. The sum within a group is exact, groups are added in
+fp32 in ascending order: a row's result does not depend on the rows beside it nor on the threads, and has the same bits
+at every level. So have the packed weights.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import library
+from .matmul import LANES, LINE_BYTES, WEIGHT_CODES, MatrixProduct, MatrixStruct, address, padded_bias
+from .memory import HugePageArena
+
+GROUP_SIZES = (32, 64, 128)
+"""Inputs that may share a scale."""
+
+ZERO_POINT = 8
+"""The weight that stands for zero, where groups have no zero points of their own."""
+
+_INT4_CODE = 3
+"""The kind of weights, as in matmul.h."""
+
+
+class Int4Format(NamedTuple):
+    """A matrix of weights [outputs, inputs] in groups of `group_size` inputs, each with a scale, and a zero point if it
+    has `zero_points`. Activations `x` and results `out` are fp32 or bf16."""
+
+    outputs: int
+    inputs: int
+    group_size: int
+    zero_points: bool
+    x: torch.dtype
+    out: torch.dtype
+
+    @property
+    def groups(self) -> int:
+        """Of an output; the last may be shorter."""
+        return -(-self.inputs // self.group_size)
+
+    @property
+    def line_bytes(self) -> int:
+        """Of all packed weights with their scales and zero points."""
+        together = 1 if self.zero_points else 2  # groups that share a line of scales
+        steps = -(-self.groups // together)
+        return -(-self.outputs // LANES) * steps * (1 + together * self.group_size // 8) * LINE_BYTES
+
+
+class Int4Rows(NamedTuple):
+    """Outputs of a matrix: `weights` uint8 [n, inputs] from 0 to 15, `scales` float32 [n, groups] and `zeros` uint8
+    [n, groups]. A weight stands for (weight - zero) * scale. Scales are kept with eleven bits of precision."""
+
+    weights: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
+class Int4Matmul(MatrixProduct):
+    """x [N, inputs] -> x W^T + bias [N, outputs]. Weights are zero until they are packed."""
+
+    def __init__(
+        self, form: Int4Format, bias: Tensor | None, memory: HugePageArena, order: Tensor | None = None
+    ) -> None:
+        """`bias` [outputs] of any dtype is kept in float32. `order` [inputs]: input i of the packed weights is
+        multiplied with x[order[i]]."""
+        self.form = form
+        self.lines = memory.allocate(form.line_bytes)
+        """With `factors`, all that pack() writes: the same at every level, so it may be kept in a file."""
+        self.factors = memory.allocate(-(-form.outputs // LANES) * LANES * 4).view(torch.float32)
+        self._bias = padded_bias(bias, form.outputs)
+        self._order = None if order is None else order.to(torch.int32).contiguous()
+        super().__init__(
+            MatrixStruct(
+                lines=address(self.lines),
+                scales=address(self.factors),
+                bias=address(self._bias),
+                outputs=form.outputs,
+                inputs=form.inputs,
+                kind=_INT4_CODE,
+                x_kind=WEIGHT_CODES[form.x],
+                out_kind=WEIGHT_CODES[form.out],
+                span=form.group_size,
+                zeros=form.zero_points,
+                order=address(self._order),
+            ),
+            form.out,
+        )
+
+    def pack(self, first: int, rows: Int4Rows) -> None:
+        """Take `rows` as the outputs from `first` on; each output once."""
+        parts = [None if part is None else part.contiguous() for part in rows]
+        library.bind_function("charonia_pack_int4")(self._at, *map(address, parts), first, len(rows.weights))
