@@ -133,7 +133,7 @@ async def test_nothing_is_left_to_the_collector_when_a_client_leaves(alive: bool
 
     async def leave() -> None:
         request = asyncio.create_task(response()({"type": "http"}, visitor.receive, visitor.send))
-        while not items:
+        while not items:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         visitor.leave.set()
         await request
