@@ -50,8 +50,8 @@ class PerplexityScore(NamedTuple):
 class ScoredModel:
     """A checkpoint in one precision, with a cache for one window."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype, quantized: bool) -> None:
-        place = BuildContext(dtype, torch.device("cpu"), WINDOW, quantized=quantized)
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, quantization: str) -> None:
+        place = BuildContext(dtype, torch.device("cpu"), WINDOW, quantization=quantization)
         built = checkpoint_builder(open_checkpoint(str(checkpoint))).build(place)
         self._decoder: Decoder = built.decoder
         heads = built.shape.heads, built.shape.kv_heads, built.shape.head_dim
@@ -107,8 +107,8 @@ def compare(
     checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[PerplexityScore, PerplexityScore]:
     """The perplexities of the same windows: in `dtype`, and in int8 with activations in `dtype`."""
-    plain = score(str(dtype).removeprefix("torch."), ScoredModel(checkpoint, dtype, False), windows)
-    return plain, score("int8", ScoredModel(checkpoint, dtype, True), windows)
+    plain = score(str(dtype).removeprefix("torch."), ScoredModel(checkpoint, dtype, "none"), windows)
+    return plain, score("int8", ScoredModel(checkpoint, dtype, "int8"), windows)
 
 
 @app.default

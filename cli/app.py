@@ -214,6 +214,33 @@ def graph(
 
 
 @app.command
+def cache(
+    directory: Path,
+    /,
+    *,
+    clear: Annotated[bool, Parameter(negative=())] = False,
+    verify: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """List the packed weights that --cache-dir keeps.
+
+    Parameters
+    ----------
+    directory
+        What --cache-dir names.
+    clear
+        Then remove them; engines that use some keep theirs until they end.
+    verify
+        Read them, and say which are not what was written; the status is 1 if any is.
+    """
+    from .packed_weights import print_packed_weights
+
+    try:
+        return print_packed_weights(directory, clear=clear, verify=verify)
+    except CharoniaError as error:
+        return _failed(error)
+
+
+@app.command
 def flags(
     *,
     triton: Annotated[TritonFlags, Parameter("*")] = TritonFlags(),  # noqa: B008

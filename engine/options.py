@@ -35,6 +35,10 @@ class EngineOptions:
     """Where it computes: auto, cpu, cuda, ..."""
     quantization: Literal["none", "int8"] | None = None
     """Make matrices 8-bit integers while they are loaded: half the memory, nearly the same text. CPU only."""
+    cache_dir: str | None = None
+    """Keep packed weights in this directory, so that the next start maps them; unset: keep none."""
+    cache_max_bytes: Bytes | None = None
+    """Bytes that all packed weights in it may have; the oldest make room."""
     attention: str | None = None
     """Attention backend."""
     executor: Literal["auto", "inline", "ranks", "fake"] | None = None

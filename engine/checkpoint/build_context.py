@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .model_spec import DecoderShape
+from .packing_cache import PackingCache
 from .partition import PipelineStage
 
 
@@ -94,13 +95,15 @@ class Shard(NamedTuple):
 
 class BuildContext(NamedTuple):
     """A rank's device and shard, for sequences of at most `max_positions` tokens. `progress` is called with the
-    fraction of the rank's bytes read so far. `quantized`: matrices become int8 while they are loaded. `whole_experts`:
-    the rank has some experts of a mixture whole, instead of a slice of each."""
+    fraction of the rank's bytes read so far. `quantization`: what matrices become while they are loaded, "none" or
+    "int8". `whole_experts`: the rank has some experts of a mixture whole, instead of a slice of each. `cache`: where
+    packed weights are kept."""
 
     dtype: torch.dtype
     device: torch.device
     max_positions: int
     shard: Shard = Shard()
     progress: Callable[[float], None] = lambda _: None
-    quantized: bool = False
+    quantization: str = "none"
     whole_experts: bool = False
+    cache: PackingCache | None = None

@@ -21,6 +21,7 @@ from ..cpu.memory import HugePageArena
 from .build_context import BuildContext, TensorGroup
 from .hf_checkpoint import find_weights
 from .model_spec import CheckpointError
+from .packing_cache import Packing
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The supported dtypes: safetensors' name -> torch's."""
@@ -42,6 +43,12 @@ class TensorSlice(NamedTuple):
     @property
     def row_range(self) -> range:
         return range(*self.rows.indices(self.shape[0]))
+
+    @property
+    def label(self) -> str:
+        """Tells it from any other part of the checkpoint."""
+        rows, columns = self.row_range, range(*self.columns.indices(self.shape[1]))
+        return f"{self.name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
 
     @property
     def width(self) -> int:
@@ -67,6 +74,10 @@ class CheckpointWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self._open)
 
     @property
     def bytes(self) -> int:
@@ -149,9 +160,10 @@ class ReadProgress:
 class WeightLoader:
     """Hands layers this rank's slices of their weights, in the dtype and on the device of the build context."""
 
-    def __init__(self, weights: CheckpointWeights, context: BuildContext) -> None:
-        self.context = context
-        self.dtype, self.device, self.quantized = context.dtype, context.device, context.quantized
+    def __init__(self, weights: CheckpointWeights, context: BuildContext, packing: Packing | None = None) -> None:
+        """`packing`: the matrices that the CPU's kernels compute with, found or to be kept; None: neither."""
+        self.context, self.packing = context, packing or Packing()
+        self.dtype, self.device = context.dtype, context.device
         self.group, self.stage = context.shard.group, context.shard.stage
         self.memory = HugePageArena()
         """The memory of packed matrices."""
@@ -189,6 +201,11 @@ class WeightLoader:
             target.copy_(view)
             self.reading.count(piece.name, view)
         return whole
+
+    def pass_over(self, pieces: Iterable[TensorSlice]) -> None:
+        """Count matrices as read that need not be, because they were packed before. They must be there all the same."""
+        for piece in pieces:
+            self.reading.count(piece.name, self._weights.read(piece))
 
     def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, Tensor]]:
         """The matrices one below the other, a few rows at a time: (index of the first in the whole, mapped view)."""

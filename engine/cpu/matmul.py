@@ -5,7 +5,8 @@ output, activations by row, each scaled so that its largest number is 127; the s
 """
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -74,15 +75,26 @@ def padded_bias(bias: Tensor | None, outputs: int) -> Tensor | None:
 class PackedMatmul(MatrixProduct):
     """A product with weights in fp32, bf16 or int8. They are zero until they are packed."""
 
-    def __init__(self, form: MatmulFormat, bias: Tensor | None, memory: HugePageArena) -> None:
-        """`bias` [outputs] of any dtype is kept in float32."""
+    def __init__(
+        self,
+        form: MatmulFormat,
+        bias: Tensor | None,
+        memory: HugePageArena,
+        packed: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`bias` [outputs] of any dtype is kept in float32. `packed`: the `arrays` of another one of this form.
+
+        Raises:
+            ValueError: `packed` is of another form.
+        """
         self.form = form
-        whole = -(-form.outputs // LANES) * LANES
-        self._steps = -(-form.inputs * form.kept.itemsize // 4)
-        self._lines = memory.allocate(whole // LANES * self._steps * LINE_BYTES)
-        quantised = form.kept == torch.int8
-        self._scales = torch.zeros(whole) if quantised else None
-        self._offsets = torch.zeros(whole, dtype=torch.int32) if quantised else None
+        wanted = array_sizes(form)
+        if packed is None:
+            scales = {name: torch.zeros(size, dtype=dtype) for name, (dtype, size) in wanted.items() if name != "lines"}
+            packed = {"lines": memory.allocate(wanted["lines"][1]), **scales}
+        check_arrays(packed, wanted)
+        self.arrays = packed
+        self._lines, self._scales, self._offsets = map(packed.get, ("lines", "scales", "offsets"))
         self._bias = padded_bias(bias, form.outputs)
         addresses = [address(each) for each in (self._lines, self._scales, self._offsets, self._bias)]
         kinds = [WEIGHT_CODES[each] for each in (form.kept, form.x, form.out)]
@@ -96,6 +108,29 @@ class PackedMatmul(MatrixProduct):
         target = (address(self._lines), address(self._scales), address(self._offsets))
         if library.bind_function("charonia_pack")(*source, WEIGHT_CODES[self.form.kept], *target):
             raise MemoryError("no memory to pack a matrix")
+
+
+ArraySizes: TypeAlias = Mapping[str, tuple[torch.dtype, int]]
+"""The arrays that packed weights consist of: dtype and numbers."""
+
+
+def array_sizes(form: MatmulFormat) -> dict[str, tuple[torch.dtype, int]]:
+    whole, steps = -(-form.outputs // LANES) * LANES, -(-form.inputs * form.kept.itemsize // 4)
+    lines = {"lines": (torch.uint8, whole // LANES * steps * LINE_BYTES)}
+    if form.kept != torch.int8:
+        return lines
+    return lines | {"scales": (torch.float32, whole), "offsets": (torch.int32, whole)}
+
+
+def check_arrays(packed: Mapping[str, Tensor], wanted: ArraySizes) -> None:
+    """C reads as many numbers as the form says.
+
+    Raises:
+        ValueError: the arrays are of another form.
+    """
+    found = {name: (each.dtype, each.numel()) for name, each in packed.items()}
+    if found != wanted:
+        raise ValueError(f"packed arrays are {found}, not {wanted}")
 
 
 def address(tensor: Tensor | None) -> int:

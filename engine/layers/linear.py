@@ -102,14 +102,11 @@ def build_matmul(
     loader: WeightLoader, slices: Iterable[TensorSlice], bias: Tensor | None = None, use: MatmulUse = LAYER
 ) -> Matmul:
     """The product with the matrices `slices`, one below the other, and `bias` [out]."""
-    quantized, slices = loader.quantized and use.quantizable, list(slices)
+    quantized, slices = loader.context.quantization == "int8" and use.quantizable, list(slices)
     outputs, inputs = sum(len(each.row_range) for each in slices), slices[0].width
     if library.supports(loader.dtype, loader.device):
         kept, result = torch.int8 if quantized else loader.dtype, torch.float32 if use.float32 else loader.dtype
-        packed = PackedMatmul(MatmulFormat(outputs, inputs, kept, loader.dtype, result), bias, loader.memory)
-        for first, rows in loader.tiles(slices):
-            packed.pack(first, rows)
-        return packed
+        return _packed_matmul(loader, slices, MatmulFormat(outputs, inputs, kept, loader.dtype, result), bias)
     if quantized:
         weight, scales = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
         for first, rows in loader.tiles(slices):
@@ -120,6 +117,24 @@ def build_matmul(
         [table] = slices
         return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
     return torch_matmul(loader.concatenate(slices), bias)
+
+
+def _packed_matmul(
+    loader: WeightLoader, slices: Sequence[TensorSlice], form: MatmulFormat, bias: Tensor | None
+) -> PackedMatmul:
+    """Mapped, if an earlier load kept it."""
+    name = " ".join(each.label for each in slices)
+    if (found := loader.packing.find(name)) is not None:
+        kept, arrays = found
+        loader.pass_over(slices)
+        tensors = {part: torch.from_numpy(array) for part, array in arrays.items()}
+        return PackedMatmul(form._replace(kept=getattr(torch, kept)), bias, loader.memory, tensors)
+    packed = PackedMatmul(form, bias, loader.memory)
+    for first, rows in loader.tiles(slices):
+        packed.pack(first, rows)
+    kept = str(form.kept).removeprefix("torch.")
+    loader.packing.add(name, kept, {part: tensor.numpy() for part, tensor in packed.arrays.items()})
+    return packed
 
 
 class TorchInt8Matmul:

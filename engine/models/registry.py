@@ -2,16 +2,18 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint, text_tensor_name
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
+from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..checkpoint.weights import CheckpointWeights, WeightLoader
 from ..config import ParallelConfig
+from ..cpu import library
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .gemma import build_gemma2, build_gemma3
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder
@@ -65,7 +67,9 @@ class NativeBuilder:
         weights = CheckpointWeights(directory, text_tensor_name if part else str)
         if part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
-        decoder = ARCHITECTURES[spec.architecture](spec, WeightLoader(weights, context))
+        packing = self._packing(context, weights)
+        decoder = ARCHITECTURES[spec.architecture](spec, WeightLoader(weights, context, packing))
+        packing.keep()
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
         if part and shard.is_whole:
@@ -75,6 +79,31 @@ class NativeBuilder:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
             log.warning(message, directory, len(unread), unread[0])
         return BuiltDecoder(decoder, spec)
+
+    def _packing(self, context: BuildContext, weights: CheckpointWeights) -> Packing:
+        """The matrices that an earlier load of the same rank kept, if there is a cache."""
+        if context.cache is None:
+            return Packing()
+        if not library.supports(context.dtype, context.device):
+            log.info(
+                "cache_dir has no effect: only the C kernels' packed weights are kept, and these do not compute here"
+            )
+            return Packing()
+        shard, dtype = context.shard, str(context.dtype).removeprefix("torch.")
+        facts = {
+            "config": self.checkpoint.config,
+            "dtype": dtype,
+            "level": library.level(),
+            "quantization": context.quantization,
+            "rank": [shard.group.rank, shard.group.size, *astuple(shard.stage)],
+            "whole_experts": context.whole_experts,
+        }
+        kept = dtype if context.quantization == "none" else context.quantization
+        ranks = (
+            "" if shard.is_whole else f", rank {shard.group.rank} of {shard.group.size} in stage {shard.stage.index}"
+        )
+        about = f"{self.checkpoint.directory}: {kept} for {library.level()}{ranks}"
+        return Packing(context.cache, packing_key(weights.files, facts), about)
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
         """Build on torch's meta device, which holds shapes alone: every tensor is looked up and none is read."""

@@ -166,7 +166,7 @@ def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:
 def _check_context(context: BuildContext, ranks: int = 1) -> None:
     if ranks > 1 or not context.shard.is_whole or context.whole_experts:
         raise CheckpointError("its layers can't be split over ranks")
-    if context.quantized:
+    if context.quantization != "none":
         raise CheckpointError("transformers computes it, whose weights we can't quantise; use quantization none")
 
 

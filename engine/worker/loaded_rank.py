@@ -6,6 +6,7 @@ Every executor builds its ranks here. Knows nothing of threads, processes, or ho
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from ..attention.selector import capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DTYPES, DecoderShape, ModelSpec
+from ..checkpoint.packing_cache import open_packing_cache
 from ..config import EngineConfig
 from ..cpu import library
 from ..models.interfaces import CheckpointBuilder
@@ -63,7 +65,7 @@ class LoadedRank:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
         threads = torch.get_num_threads()
         machine = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
-        kept = torch.int8 if self.context.quantized else self.context.dtype
+        kept = torch.int8 if self.context.quantization == "int8" else self.context.dtype
         bound = measure_roofline(self.shape, kept) if self.context.shard.is_whole else None
         return machine if bound is None else f"{machine}; {bound}"
 
@@ -121,8 +123,11 @@ def _build_context(
     if quantization == "int8" and device.type != "cpu":
         raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
     dtype, max_positions = getattr(torch, name), wanted or found.default_length
-    quantized, whole_experts = quantization == "int8", config.parallel.whole_experts
-    return BuildContext(dtype, device, max_positions, shard, progress, quantized, whole_experts)
+    whole_experts = config.parallel.whole_experts
+    cache = (
+        open_packing_cache(Path(config.cache_dir).expanduser(), config.cache_max_bytes) if config.cache_dir else None
+    )
+    return BuildContext(dtype, device, max_positions, shard, progress, quantization, whole_experts, cache)
 
 
 def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:

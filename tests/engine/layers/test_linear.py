@@ -25,7 +25,10 @@ PIECES = [TensorSlice(name, (96, 64), slice(10, 75), slice(3, 64)) for name in N
 
 
 def loader(directory: Path, dtype: torch.dtype, quantized: bool) -> WeightLoader:
-    return WeightLoader(CheckpointWeights(directory), BuildContext(dtype, torch.device("cpu"), 64, quantized=quantized))
+    return WeightLoader(
+        CheckpointWeights(directory),
+        BuildContext(dtype, torch.device("cpu"), 64, quantization="int8" if quantized else "none"),
+    )
 
 
 @pytest.mark.parametrize("quantized", [False, True])

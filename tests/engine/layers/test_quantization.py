@@ -38,9 +38,10 @@ found, seen = checkpoint_builder(open_checkpoint(sys.argv[1])), []
 # What the first product of a process takes once is no part of it.
 torch.zeros(4, 4).bfloat16().float()
 before = anonymous()
-cpu, quantized = torch.device("cpu"), sys.argv[2] == "int8"
+cpu, quantization = torch.device("cpu"), sys.argv[2]
 group = Half() if sys.argv[3] == "2" else SingleRank()
-built = found.build(BuildContext(torch.bfloat16, cpu, 64, Shard(group), lambda _: seen.append(anonymous()), quantized))
+shard, look = Shard(group), lambda _: seen.append(anonymous())
+built = found.build(BuildContext(torch.bfloat16, cpu, 64, shard, look, quantization))
 print(before, max(seen), anonymous())
 """
 
