@@ -1,8 +1,10 @@
 """What every test may need."""
 
+import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +28,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # none behind.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Nothing that thousands of tests are made of is garbage: no round of the collector is to look for it.
+gc.disable()
+
 WORKERS = 4
 """At most: each reads all tests and starts servers of its own."""
 
@@ -48,9 +53,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(WORKERS, usable_cores().logical + 1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        if (rare := item.get_closest_marker("one_in")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % rare.args[0]:
+                item.add_marker("proof")
+            cases[test] += 1
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(LONG_ONES))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -102,6 +102,7 @@ def test_the_kernels_are_in_the_wheel(installed: Path) -> None:
     assert level != "None"
 
 
+@pytest.mark.proof
 def test_without_a_compiler_there_is_a_wheel_all_the_same(root: Path, tmp_path: Path) -> None:
     made = wheel(copy_of_what_ships(root, tmp_path / "source"), tmp_path, CC="false")
     with zipfile.ZipFile(made) as archive:

@@ -119,6 +119,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
         assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.proof
 def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
     path = tmp_path / "frontend.json"
     ran = command("frontend", "--streams", 8, "--requests", 16, "--new", 12, "--repeats", 1, "--json", path)

@@ -6,6 +6,8 @@ from types import ModuleType
 
 import pytest
 
+from charonia.cli.app import app
+
 from .models import FAKE, write_model
 from .serving import Server, serving
 
@@ -15,6 +17,22 @@ def serve(tmp_path: Path) -> Callable[..., object]:
     """`serve(*arguments)` is a context manager that yields a `Server`."""
     # Short: the path of a unix socket has little room.
     return lambda *arguments: serving(tmp_path / "t", *arguments)
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`refused(*arguments)`: what `charonia serve` says of a command that it refuses, in this process."""
+
+    def run(*arguments: str) -> str:
+        ports = [word for flag in ("--http-port", "--grpc-port", "--metrics-port") for word in (flag, "0")]
+        try:
+            status = app(["serve", *arguments, *ports])
+        except SystemExit as end:
+            status = end.code
+        assert status in (1, 2)
+        return capfd.readouterr().err
+
+    return run
 
 
 @pytest.fixture(scope="session")

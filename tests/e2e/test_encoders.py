@@ -78,6 +78,7 @@ def test_documents_are_ranked_by_what_infer_gives(served: Any) -> None:
     assert [each["relevance_score"] for each in results] == pytest.approx(np.sort(scores)[::-1][:2], abs=1e-5)
 
 
+@pytest.mark.proof
 def test_a_single_encoder_is_served_by_its_directory(
     serve: Any, sibling: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:

@@ -316,7 +316,7 @@ def test_tls(serve: Any, tokenizer_only: Path, certificates: Path, mutual: bool)
                 stranger.is_server_live()
 
 
-def test_wrong_tls_flags(serve: Any, tokenizer_only: Path, certificates: Path) -> None:
+def test_wrong_tls_flags(refused: Any, tokenizer_only: Path, certificates: Path) -> None:
     cases = [
         (["--grpc-use-ssl=1"], "charonia: TLS on gRPC needs --grpc-server-cert\n"),
         (["--grpc-use-ssl-mutual=1", *pair(certificates)], "charonia: TLS on gRPC needs --grpc-root-cert\n"),
@@ -334,10 +334,9 @@ def test_wrong_tls_flags(serve: Any, tokenizer_only: Path, certificates: Path) -
         ),
     ]
     for flags, says in cases:
-        with serve(str(tokenizer_only), *FLAGS, *flags) as server:
-            assert server.process.wait(60) == 1
-            assert server.said.startswith(says)
-            assert server.said.count("\n") == 1
+        said = refused(str(tokenizer_only), *FLAGS, *flags)
+        assert said.startswith(says)
+        assert said.count("\n") == 1
 
 
 def test_one_core_that_dies_ends_its_requests_and_not_the_stream(serve: Any, tokenizer_only: Path) -> None:

@@ -152,6 +152,7 @@ def one_rank(threads: ModuleType, config: Callable[..., EngineConfig]) -> Callab
     return ask
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_one_rank(
@@ -178,6 +179,7 @@ def texts(outcome: LoopResult, *left: int) -> dict[int, list[int]]:
     return {key: outcome.tokens[key] for key in range(len(LENGTHS)) if key not in left}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", [(2,), (4,), (2, 2)], ids=["TP 2", "TP 4", "TP 2 x PP 2"])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_whole_experts_say_the_same(

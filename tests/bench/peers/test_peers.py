@@ -128,6 +128,7 @@ def test_a_missing_field_is_named(making: ModuleType, tmp_path: Path) -> None:
     [("transformers", "llama")]
     + [(peer, name) for peer in INSTALLED for name in ("llama", "llama-llama3-tied", "qwen2")],
 )
+@pytest.mark.proof
 def test_a_peer_makes_our_tokens(peer: str, name: str, making: ModuleType, tmp_path: Path) -> None:
     """In fp32, or bf16 where a peer has no fp32: then the first ones, for one near tie changes all that follow."""
     # Wide enough for heads of 32: vLLM has no smaller ones.

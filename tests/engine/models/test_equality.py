@@ -146,6 +146,7 @@ def bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[[str, str], Benc
         each.executor.close()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -172,7 +173,7 @@ OTHERS = ("qwen2-yarn", "qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtra
 FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
 
 
-@pytest.mark.parametrize("setting", ["plain", "everything, ahead 1"])
+@pytest.mark.parametrize("setting", [pytest.param("plain", marks=pytest.mark.proof), "everything, ahead 1"])
 @pytest.mark.parametrize("name", [*OTHERS, *FOREIGN])
 def test_other_architectures_are_transformers(
     name: str,

@@ -46,7 +46,13 @@ def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
     return make
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+RARE = ("llama, pipeline 2", "qwen3-moe, tensor 2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, id=name, marks=[pytest.mark.proof] * (name in RARE)) for name, case in CASES.items()],
+)
 def ranks(request: pytest.FixtureRequest, config: Callable[..., EngineConfig]) -> Iterator[Ranks]:
     name, parallel = request.param
     started: list[LocalRanks] = []

@@ -174,6 +174,7 @@ async def test_ranks_that_share_layers(
         await a_killed_core_takes_its_ranks_along(client, machines)
 
 
+@pytest.mark.proof
 async def test_replicas(
     config: Callable[..., EngineConfig], machines: Machines, split: Any, expected: dict[int, list[int]]
 ) -> None:

@@ -131,6 +131,7 @@ def test_each_wish_is_transformers(
     assert expected != reference(), "a wish that changed nothing proves nothing"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ahead", "tight"), [(0, False), (1, False), (2, True), (0, True), (1, True)])
 def test_wishes_mix_in_one_batch_whatever_happens(
     ahead: int,
