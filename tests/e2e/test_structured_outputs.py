@@ -1,7 +1,9 @@
 """Answers that are held to a form, as clients ask for them: the demo model on the real server, the real packages."""
 
 import json
+import os
 import re
+import signal
 import threading
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ import numpy as np
 import pydantic
 import pytest
 import tritonclient.grpc as triton_grpc
-from openai import BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 
 from charonia.bench.proofs import schemas
 from charonia.bench.server_process import ServerAddress
@@ -230,3 +232,22 @@ def test_hostile_constraints_are_refused_while_a_stream_goes_on(client: OpenAI, 
         left.set()
         reader.join(30)
     assert not reader.is_alive()
+
+
+def test_a_lost_core_ends_a_constrained_stream_and_the_next_one_serves_the_constraint(
+    client: OpenAI, demo: Any
+) -> None:
+    """The last of the tests that share this server: its core dies."""
+    endless = TEXT | {"max_tokens": 1000, "extra_body": {"guided_regex": "[a-z]{2000}"}, "stream": True}
+    with client.completions.create(**endless) as events, pytest.raises(APIError, match="the engine core died"):
+        text = next(events).choices[0].text
+        (core,) = demo.cores()
+        os.kill(core, signal.SIGKILL)
+        for event in events:
+            text += event.choices[0].text
+    assert re.fullmatch("[a-z]+", text)
+    demo.until(lambda: demo.status("/v2/models/demo/ready") == 200 and demo.cores() not in ([], [core]))
+    asked = CHAT | {"response_format": as_format(SCHEMA, strict=True)}
+    check(client.chat.completions.create(**asked).choices[0].message.content or "")
+    again = client.completions.create(**endless | {"stream": False, "max_tokens": 9})
+    assert re.fullmatch("[a-z]+", again.choices[0].text)
