@@ -58,7 +58,8 @@ BEGIN_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512
 #undef LEVEL
 END_TARGET
 
-#define ALL_LEVELS(name) {name##_portable, name##_avx2, name##_avx512, name##_avx512bf16}
+/* Tile registers are used by products alone. */
+#define ALL_LEVELS(name) {name##_portable, name##_avx2, name##_avx512, name##_avx512bf16, name##_avx512bf16}
 #else
-#define ALL_LEVELS(name) {name##_portable, name##_portable, name##_portable, name##_portable}
+#define ALL_LEVELS(name) {name##_portable, name##_portable, name##_portable, name##_portable, name##_portable}
 #endif

@@ -12,7 +12,7 @@ import torch  # before the library is opened: its OpenMP then is torch's, with t
 
 from ..step_batch import SAMPLING_DTYPE
 
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
+LEVELS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 """The levels of instruction sets, lowest first, as `enum charonia_level` in level.h."""
 
 LEVEL_VARIABLE = "CHARONIA_KERNELS"
@@ -26,6 +26,7 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": cty
 SIGNATURES = {
     "charonia_level": "",
     "charonia_limit": "i",
+    "charonia_tiles_refused": "",
     "charonia_threads": "",
     "charonia_norm": "pppplllllfi",
     "charonia_gate": "ppllii",
@@ -64,10 +65,17 @@ def describe() -> str:
     """The way in which the CPU computes, for the log."""
     now = level()
     if now is not None:
-        return f"C kernels at level {now}"
+        return f"C kernels at level {now}{_refusal()}"
     forbidden = os.environ.get(LEVEL_VARIABLE) == "none"
     reason = f"{LEVEL_VARIABLE}=none" if forbidden else "none were built, for want of a compiler"
     return f"no C kernels ({reason}): torch computes, more slowly, and last bits may depend on what shares a batch"
+
+
+def _refusal() -> str:
+    refused = bind_function("charonia_tiles_refused")()
+    if not refused:
+        return ""
+    return f"; the processor has AMX, the system does not let this process use it ({os.strerror(refused)})"
 
 
 def struct_fields(*groups: str) -> list[tuple[str, Any]]:

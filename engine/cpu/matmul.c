@@ -24,19 +24,23 @@ typedef struct {
     const char *after; /* what this thread reads when it has done its part, or null */
 } Product;
 
-/* Rows and groups that are worked on together, chunk after chunk. */
+/* Rows and groups that are worked on together, chunk after chunk: `tiles` tiles of a panel, of at most `most` rows. */
 typedef struct {
-    int64_t row, rows, group, end;
+    int64_t row, rows, tiles, most, group, end;
     char *sums;
 } Block;
 
 const Kernel *kernel_of(int kind)
 {
+#ifdef CHARONIA_AMX
+    if (charonia_level() == AMX && (kind == BFLOAT16 || kind == INT8))
+        return &matmul_amx[kind];
+#endif
 #ifdef CHARONIA_X86
     const int level = charonia_level();
     if (kind == INT4)
         return &matmul_portable[kind];
-    if (level == AVX512BF16 || (level == AVX512 && kind != BFLOAT16))
+    if (level >= AVX512BF16 || (level == AVX512 && kind != BFLOAT16))
         return &matmul_avx512[kind];
     if (level >= AVX2)
         return &matmul_avx2[kind];
@@ -54,7 +58,19 @@ static const Plan *plan_for(const Kernel *kernel, int64_t rows)
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static int64_t first_step(const Product *p, int64_t chunk) { return p->steps * chunk / p->chunks; }
+/* Steps that a tile takes at once, and of which every chunk but the last is made. */
+static int64_t whole_steps(const Kernel *kernel, const Matrix *m)
+{
+    return kernel->shape && m->kind != INT4 ? TILE_STEPS : 1;
+}
+
+static int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+static int64_t first_step(const Product *p, int64_t chunk)
+{
+    const int64_t step = p->steps * chunk / p->chunks;
+    return chunk == p->chunks ? step : step - step % whole_steps(p->kernel, p->matrix);
+}
 
 static const char *lines_at(const Product *p, int64_t group, int64_t chunk)
 {
@@ -89,23 +105,31 @@ static void fetch_ahead(Tile *t, const char *after, int64_t bytes, int64_t wide,
     t->streams = each;
 }
 
+/* The rows of one tile, from the block's first. With a shape all are alike, and some rows computed twice. */
+static int64_t first_row(const Product *p, const Block *b, int64_t tile)
+{
+    return p->kernel->shape ? least(tile * b->most, b->rows - b->most) : b->rows * tile / b->tiles;
+}
+
 /* All rows of the block times the groups of one panel, over one chunk. */
 static void panel(const Product *p, const Block *b, int64_t group, int64_t chunk)
 {
     const Plan *plan = p->plan;
-    const int64_t tiles = (b->rows + plan->rows - 1) / plan->rows, from = first_step(p, chunk);
+    const int64_t from = first_step(p, chunk);
     const char *after = lines_after(p, b, group, chunk);
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        const int64_t first = b->rows * tile / tiles, rows = b->rows * (tile + 1) / tiles - first;
+    for (int64_t tile = 0; tile < b->tiles; tile++) {
+        const int64_t first = first_row(p, b, tile);
+        const int64_t rows = p->kernel->shape ? b->most : first_row(p, b, tile + 1) - first;
         const int64_t row = b->row + first, width = p->matrix->out_kind == FLOAT32 ? 4 : 2;
         Tile t = {
             .matrix = p->matrix,
+            .count = rows,
             .rows = p->rows + row * p->row_stride + from * p->step_bytes,
             .row_stride = p->row_stride,
             .lines = lines_at(p, group, chunk),
             .group_stride = p->steps * p->line_bytes,
             .steps = first_step(p, chunk + 1) - from,
-            .sums = b->sums + ((group - b->group) * b->rows + first * plan->groups) * p->kernel->sum_bytes,
+            .sums = b->sums + ((group - b->group) * b->tiles + tile * plan->groups) * b->most * p->kernel->sum_bytes,
             .first = chunk == 0,
             .last = chunk == p->chunks - 1,
             .output = group * LANES,
@@ -114,22 +138,33 @@ static void panel(const Product *p, const Block *b, int64_t group, int64_t chunk
             .out = p->out + (row * p->out_stride + group * LANES) * width,
             .out_stride = p->out_stride,
         };
-        fetch_ahead(&t, after, t.steps * p->line_bytes, plan->groups, tile, tiles);
-        plan->tiles[rows - 1](&t);
+        fetch_ahead(&t, after, t.steps * p->line_bytes, plan->groups, tile, b->tiles);
+        plan->tiles[p->kernel->shape ? 0 : rows - 1](&t);
     }
 }
 
-/* Groups whose accumulators, for so many rows, stay in the cache between chunks. */
-static int64_t groups_together(const Product *p, int64_t rows, int64_t groups)
+/* The tiles of so many rows. */
+static Block block_of(const Product *p, int64_t rows)
 {
-    const int64_t wide = p->plan->groups, fit = SUMS_BYTES / (rows * p->kernel->sum_bytes) / wide * wide;
+    const int64_t tiles = rows > p->plan->rows ? (rows + p->plan->rows - 1) / p->plan->rows : 1;
+    return (Block){.rows = rows, .tiles = tiles, .most = (rows + tiles - 1) / tiles};
+}
+
+/* Bytes of accumulators of one group. */
+static int64_t group_bytes(const Product *p, const Block *b) { return b->tiles * b->most * p->kernel->sum_bytes; }
+
+/* Groups whose accumulators stay in the cache between chunks. */
+static int64_t groups_together(const Product *p, const Block *b, int64_t groups)
+{
+    const int64_t wide = p->plan->groups, fit = SUMS_BYTES / group_bytes(p, b) / wide * wide;
     return p->chunks == 1 ? groups : fit < wide ? wide : fit;
 }
 
 /* Bytes of accumulators that one thread keeps between chunks, at most: fewer rows (the last ones) take more groups. */
 static int64_t sums_bytes(const Product *p, int64_t rows)
 {
-    const int64_t panel = least(rows, p->plan->block) * p->plan->groups * p->kernel->sum_bytes;
+    const Block most = block_of(p, least(rows, p->plan->block));
+    const int64_t panel = group_bytes(p, &most) * p->plan->groups;
     return p->chunks == 1 ? 0 : panel > SUMS_BYTES ? panel : SUMS_BYTES;
 }
 
@@ -137,11 +172,16 @@ static int64_t sums_bytes(const Product *p, int64_t rows)
 static void multiply(const Product *p, int64_t rows, int64_t from, int64_t to, char *sums)
 {
     for (int64_t row = 0; row < rows; row += p->plan->block) {
-        const int64_t together = least(rows - row, p->plan->block), groups = groups_together(p, together, to - from);
-        for (int64_t group = from; group < to; group += groups) {
-            const Block b = {row, together, group, least(group + groups, to), sums};
+        Block b = block_of(p, least(rows - row, p->plan->block));
+        const int64_t groups = groups_together(p, &b, to - from);
+        if (p->kernel->shape)
+            p->kernel->shape(b.most);
+        b.row = row;
+        b.sums = sums;
+        for (b.group = from; b.group < to; b.group = b.end) {
+            b.end = least(b.group + groups, to);
             for (int64_t chunk = 0; chunk < p->chunks; chunk++)
-                for (int64_t at = group; at < b.end; at += p->plan->groups)
+                for (int64_t at = b.group; at < b.end; at += p->plan->groups)
                     panel(p, &b, at, chunk);
         }
     }
@@ -150,7 +190,7 @@ static void multiply(const Product *p, int64_t rows, int64_t from, int64_t to, c
 /* Bytes between prepared rows: not a multiple of 1 KiB, or they would share a few sets of the first cache. */
 static int64_t spread_out(int64_t bytes)
 {
-    bytes = (bytes + LINE - 1) / LINE * LINE;
+    bytes = rounded_up(bytes, LINE);
     return bytes % 1024 ? bytes : bytes + LINE;
 }
 
@@ -160,15 +200,15 @@ static Product product(const MatmulCall *a)
     const Matrix *m = a->matrix;
     const Kernel *kernel = kernel_of(m->kind);
     const int64_t steps = matrix_steps(m), lines = lines_a_step(m), bytes = step_bytes(kernel, m);
-    const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
-    const int direct = kernel->direct && m->inputs % inputs_a_step(m->kind) == 0 && (x_bytes % 1024 || a->rows == 1);
+    const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride, whole = whole_steps(kernel, m);
+    const int direct = kernel->direct && m->inputs % (whole * inputs_a_step(m->kind)) == 0 && (x_bytes % 1024 || a->rows == 1);
     const Plan *plan = plan_for(kernel, a->rows);
     return (Product){
         .matrix = m,
         .kernel = kernel,
         .plan = plan,
         .rows = direct ? a->x : 0,
-        .row_stride = direct ? x_bytes : spread_out(steps * bytes),
+        .row_stride = direct ? x_bytes : spread_out(rounded_up(steps, whole) * bytes),
         .step_bytes = bytes,
         .steps = steps,
         .line_bytes = lines * LINE,
@@ -178,7 +218,7 @@ static Product product(const MatmulCall *a)
     };
 }
 
-static int64_t scales_bytes(int64_t rows) { return (rows * 4 + LINE - 1) / LINE * LINE; }
+static int64_t scales_bytes(int64_t rows) { return rounded_up(rows * 4, LINE); }
 
 /* Few rows every thread prepares for itself: that takes less time than to wait for each other. */
 static int64_t copies(const MatmulCall *a, int threads) { return a->rows <= FEW_ROWS ? threads : 1; }
@@ -199,10 +239,11 @@ static void prepare(Product *p, const MatmulCall *a, int64_t from, int64_t to, c
 {
     const Matrix *m = p->matrix;
     const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
+    const int64_t steps = rounded_up(p->steps, whole_steps(p->kernel, m));
     float *scales = (float *)memory;
     char *rows = memory + scales_bytes(a->rows);
     for (int64_t r = from; r < to; r++)
-        scales[r] = p->kernel->row(m, (const char *)a->x + r * x_bytes, p->steps, rows + r * p->row_stride);
+        scales[r] = p->kernel->row(m, (const char *)a->x + r * x_bytes, steps, rows + r * p->row_stride);
     p->row_scales = scales;
     p->rows = rows;
 }
@@ -228,6 +269,8 @@ static void multiply_claimed(Team *t, const MatmulCall *a, Product *p, char *sum
             multiply(p, a->rows, first + piece.begin, first + piece.end, sums);
         }
     }
+    if (p->kernel->shape)
+        p->kernel->shape(0);
 }
 
 void multiply_in_team(Team *t, const MatmulCall *a, char *memory)

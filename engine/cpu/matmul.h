@@ -25,7 +25,7 @@
     TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, KINDS };
-enum { LANES = 16, LINE = 64, MOST_ROWS = 6 };
+enum { LANES = 16, LINE = 64, MOST_ROWS = 6, TILE_STEPS = 16 };
 
 /* Packed weights, and the types around them. `scales`, `offsets` and `bias` are [outputs], filled up to whole groups. */
 typedef struct {
@@ -45,6 +45,7 @@ typedef struct {
 /* A few rows times a few groups, over one chunk of the inputs. */
 typedef struct {
     const Matrix *matrix;
+    int64_t count;          /* of its rows */
     const char *rows;       /* the first row, at the chunk's first step */
     int64_t row_stride;     /* bytes */
     const char *lines;      /* the first group, at the chunk's first step */
@@ -69,7 +70,7 @@ typedef struct {
     int64_t upto, rows, groups;
     int64_t chunk;  /* lines of a group at a time */
     int64_t block;  /* rows at a time: so many of a chunk stay in the second cache */
-    TileFunction tiles[MOST_ROWS]; /* by rows - 1 */
+    TileFunction tiles[MOST_ROWS]; /* by rows - 1; of a kernel with a shape the first, for all */
 } Plan;
 
 /* One row of activations as the tiles read it, filled with zeros to whole steps. Returns the row's scale (int8), else 1. */
@@ -82,6 +83,8 @@ typedef struct {
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
     int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
+    void (*shape)(int64_t rows); /* null, or: makes this thread's tile registers ready for tiles of so many rows, over
+                                    TILE_STEPS steps at a time; 0 gives them back */
 } Kernel;
 
 /* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: the matrix that the same threads multiply
@@ -110,7 +113,7 @@ typedef struct {
     int32_t start;
 } SpanHead;
 
-extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
+extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS], matmul_amx[KINDS];
 
 ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind == BFLOAT16 ? 2 : 4; }
 

@@ -1,0 +1,196 @@
+/* Tiles in the registers of AMX (Sapphire Rapids): up to 32 rows times two groups, sixteen steps at a time.
+ *
+ * Sixteen lines of a group, as they lie, fill one register, and the same steps of sixteen rows another. bf16 is summed as
+ * tdpbf16ps does it: of each 32 inputs the even ones in ascending order, each product fused with the addition, likewise the
+ * odd ones, then even plus odd, and that is added to the sum so far. What is too small to be normal counts as zero, in
+ * operands and in every result. */
+#include "matmul.h"
+
+#ifdef CHARONIA_AMX
+#include <string.h>
+
+#include "tile_registers.h"
+
+/* The registers: sums of two blocks of rows times two groups, those rows, and those groups' weights. */
+#define SUMS_00 0
+#define SUMS_01 1
+#define SUMS_10 2
+#define SUMS_11 3
+#define ROWS_0 4
+#define ROWS_1 5
+#define WEIGHTS_0 6
+#define WEIGHTS_1 7
+
+enum { GROUPS = 2, SUMS_STRIDE = GROUPS * LINE };
+
+/* How far ahead the weights that are read but once are fetched. */
+enum { AHEAD = 4096 };
+
+typedef float Floats __attribute__((vector_size(LINE), may_alias));
+typedef int32_t Ints __attribute__((vector_size(LINE), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(LINE / 2)));
+
+ALWAYS_INLINE TARGET Floats floats(const void *from) {
+    Floats all;
+    memcpy(&all, from, LINE);
+    return all;
+}
+
+/* To nearest, halves to even; what is no number stays none. */
+ALWAYS_INLINE TARGET Shorts narrowed(Floats values) {
+    const Ints bits = (Ints)values, none = values != values, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return __builtin_convertvector(((rounded & ~none) | (none & 0x7fc00000)) >> 16, Shorts);
+}
+
+ALWAYS_INLINE TARGET void store(const Tile *t, Floats values, int64_t row, int64_t group) {
+    const int64_t output = t->output + group * LANES, left = t->matrix->outputs - output;
+    const int64_t at = row * t->out_stride + group * LANES, lanes = left < LANES ? left : LANES;
+    if (t->matrix->bias) values += floats(t->matrix->bias + output);
+    if (t->matrix->out_kind == FLOAT32) {
+        memcpy(t->out + at * 4, &values, lanes * 4);
+    } else {
+        const Shorts halves = narrowed(values);
+        memcpy(t->out + at * 2, &halves, lanes * 2);
+    }
+}
+
+ALWAYS_INLINE TARGET void store_scaled(const Tile *t, Floats values, int64_t row, int64_t group) {
+    const Floats scales = floats(t->matrix->scales + t->output + group * LANES) * t->row_scales[row];
+    values = __builtin_convertvector((Ints)values, Floats) * scales;
+    __asm__("" : "+m"(values)); /* not fused with the bias: the other levels round in between */
+    store(t, values, row, group);
+}
+
+ALWAYS_INLINE TARGET void store_rows(const Tile *t, int kind, const char *sums) {
+    for (int64_t row = 0; row < t->count; row++)
+        for (int64_t group = 0; group < t->groups; group++) {
+            const Floats values = floats(sums + row * SUMS_STRIDE + group * LINE);
+            kind == INT8 ? store_scaled(t, values, row, group) : store(t, values, row, group);
+        }
+}
+
+ALWAYS_INLINE TARGET void begin_sums(const char *kept, int first, int blocks) {
+    if (first) {
+        tile_zero(SUMS_00);
+        tile_zero(SUMS_01);
+        if (blocks == 1) return;
+        tile_zero(SUMS_10);
+        tile_zero(SUMS_11);
+    } else {
+        tile_load(SUMS_00, kept, SUMS_STRIDE);
+        tile_load(SUMS_01, kept + LINE, SUMS_STRIDE);
+        if (blocks == 1) return;
+        tile_load(SUMS_10, kept + TILE_ROWS * SUMS_STRIDE, SUMS_STRIDE);
+        tile_load(SUMS_11, kept + TILE_ROWS * SUMS_STRIDE + LINE, SUMS_STRIDE);
+    }
+}
+
+ALWAYS_INLINE TARGET void end_sums(char *to, int blocks) {
+    tile_store(SUMS_00, to, SUMS_STRIDE);
+    tile_store(SUMS_01, to + LINE, SUMS_STRIDE);
+    if (blocks == 1) return;
+    tile_store(SUMS_10, to + TILE_ROWS * SUMS_STRIDE, SUMS_STRIDE);
+    tile_store(SUMS_11, to + TILE_ROWS * SUMS_STRIDE + LINE, SUMS_STRIDE);
+}
+
+#define ADD(sums, rows, weights) \
+    do { \
+        if (kind == INT8) tile_dot_int8(sums, rows, weights); \
+        else tile_dot_bf16(sums, rows, weights); \
+    } while (0)
+
+/* The products of TILE_STEPS steps. `once`: whether the weights are not read again for other rows. */
+ALWAYS_INLINE TARGET void add_products(int kind, int blocks, int once, const char *rows, int64_t row_stride,
+                                       const char *first, const char *second) {
+    tile_load(ROWS_0, rows, row_stride);
+    if (once) tile_load_once(WEIGHTS_0, first, LINE);
+    else tile_load(WEIGHTS_0, first, LINE);
+    ADD(SUMS_00, ROWS_0, WEIGHTS_0);
+    if (once) tile_load_once(WEIGHTS_1, second, LINE);
+    else tile_load(WEIGHTS_1, second, LINE);
+    ADD(SUMS_01, ROWS_0, WEIGHTS_1);
+    if (blocks == 1) return;
+    tile_load(ROWS_1, rows + TILE_ROWS * row_stride, row_stride);
+    ADD(SUMS_10, ROWS_1, WEIGHTS_0);
+    ADD(SUMS_11, ROWS_1, WEIGHTS_1);
+}
+
+ALWAYS_INLINE TARGET void fetch(const char *lines) {
+    for (int64_t at = 0; at < TILE_BYTES; at += LINE) __builtin_prefetch(lines + at, 0, 2);
+}
+
+/* Lines that are read but once are fetched shortly before; of others, those of the panel to come. */
+ALWAYS_INLINE TARGET void fetch_meanwhile(const Tile *t, int64_t at, int64_t apart, int64_t bytes, int once) {
+    if (!once) {
+        if (t->next != t->lines) fetch(t->next + at);
+    } else {
+        const char *from = at + AHEAD < bytes ? t->lines + at + AHEAD : t->next + at + AHEAD - bytes;
+        fetch(from);
+        fetch(from + apart);
+    }
+}
+
+/* A group that does not exist is computed as the one before it. */
+ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int kind, int blocks, int once) {
+    const int64_t apart = t->groups > 1 ? t->group_stride : 0, bytes = t->steps / TILE_STEPS * TILE_BYTES;
+    const char *rows = t->rows;
+    WRITTEN(t);
+    begin_sums(t->sums, t->first, blocks);
+    for (int64_t at = 0; at < bytes; at += TILE_BYTES, rows += LINE) {
+        fetch_meanwhile(t, at, apart, bytes, once);
+        add_products(kind, blocks, once, rows, t->row_stride, t->lines + at, t->lines + apart + at);
+    }
+    if (t->steps % TILE_STEPS) {
+        char rest[GROUPS][TILE_BYTES] __attribute__((aligned(LINE))) = {{0}};
+        for (int64_t g = 0; g < GROUPS; g++)
+            memcpy(rest[g], t->lines + g * apart + bytes, t->steps % TILE_STEPS * LINE);
+        WRITTEN(rest);
+        add_products(kind, blocks, 0, rows, t->row_stride, rest[0], rest[1]);
+        WRITTEN(rest);
+    }
+    if (!t->last) {
+        end_sums(t->sums, blocks);
+        return;
+    }
+    char sums[2 * TILE_ROWS * SUMS_STRIDE] __attribute__((aligned(LINE)));
+    end_sums(sums, blocks);
+    store_rows(t, kind, sums);
+}
+
+#define TILES(name, kind, once)                                       \
+    TARGET static void name(const Tile *t) {                          \
+        if (t->count > TILE_ROWS) multiply_tile(t, kind, 2, once);    \
+        else multiply_tile(t, kind, 1, once);                         \
+    }
+
+TILES(int8_once, INT8, 1)
+TILES(int8_again, INT8, 0)
+TILES(bf16_once, BFLOAT16, 1)
+TILES(bf16_again, BFLOAT16, 0)
+
+static TARGET void shape(int64_t rows) {
+    if (!rows) {
+        tile_release();
+        return;
+    }
+    const uint8_t top = rows < TILE_ROWS ? rows : TILE_ROWS, rest = rows - top;
+    const uint8_t heights[TILE_REGISTERS] = {top, top, rest, rest, top, rest, TILE_ROWS, TILE_ROWS};
+    TileShapes shapes = {.palette = 1};
+    for (int i = 0; i < TILE_REGISTERS; i++) {
+        shapes.rows[i] = heights[i];
+        shapes.row_bytes[i] = heights[i] ? LINE : 0;
+    }
+    WRITTEN(&shapes);
+    tile_configure(&shapes);
+}
+
+#include "matmul_row.inc"
+
+static const Plan int8_plans[] = {{32, 32, 2, 4096, 32, {int8_once}}, {INT64_MAX, 32, 2, 1280, 256, {int8_again}}};
+static const Plan bf16_plans[] = {{32, 32, 2, 4096, 32, {bf16_once}}, {INT64_MAX, 32, 2, 1280, 256, {bf16_again}}};
+
+const Kernel matmul_amx[KINDS] = {
+    [BFLOAT16] = {bf16_plans, copy_row, 4, LINE, 1, 0, shape},
+    [INT8] = {int8_plans, byte_row, 4, LINE, 0, 0, shape},
+};
+#endif
