@@ -118,6 +118,14 @@ TILE(1, 4) TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TIL
 
 #include "matmul_row.inc"
 
+#undef NAME
+#undef VECTORS
+#undef ZERO
+#undef KEEP
+#undef KEPT
+#undef FINISH
+#include "matmul_int4_avx2.inc"
+
 static const Plan fp32_plans[] = {
     {1, 1, 4, 1280, 1, {fp32_1x4}},
     {2, 2, 2, 1280, 2, {fp32_1x2, fp32_2x2}},
@@ -133,10 +141,16 @@ static const Plan int8_plans[] = {
     {6, 6, 1, 1280, 6, {int8_1x1, int8_2x1, int8_3x1, int8_4x1, int8_5x1, int8_6x1}},
     {INT64_MAX, 6, 1, 256, 66, {int8_1x1, int8_2x1, int8_3x1, int8_4x1, int8_5x1, int8_6x1}},
 };
+static const Plan int4_plans[] = {
+    {2, 2, 2, 1280, 2, {int4_1x2, int4_2x2}},
+    {6, 6, 1, 1280, 6, {int4_1x1, int4_2x1, int4_3x1, int4_4x1, int4_5x1, int4_6x1}},
+    {INT64_MAX, 6, 1, 256, 66, {int4_1x1, int4_2x1, int4_3x1, int4_4x1, int4_5x1, int4_6x1}},
+};
 
 const Kernel matmul_avx2[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
     {bf16_plans, wide_row, 8, LINE, 0},
     {int8_plans, signed_row, 8, LINE, 0, 1},
+    {int4_plans, span_row, 0, LINE, 0},
 };
 #endif
