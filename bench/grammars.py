@@ -4,9 +4,9 @@
     python -m charonia.bench.grammars --scratch DIR --quick
 
 One engine core in this process, without sockets. All streams get equally many tokens: free ones ignore ends, and the
-schema is one of a list that is longer than they are. `half` is half of the streams under it; `half, one by one` the
-same, but with every token sampled, also those that have to come. A machine that others use shows their noise: the
-arms take turns, and each figure is a median of its turns.
+schema is one of a list that is longer than they are. `half` is half of the streams under it, `all` all of them; `one by
+one` the same, but with every token sampled, also those that have to come. A machine that others use shows their noise:
+the arms take turns, and each figure is a median of its turns.
 """
 
 import json
@@ -46,8 +46,8 @@ from ..scheduler.scheduler import Scheduler
 from .checkpoint import ShapeName
 from .offline import prepare_checkpoint
 
-Arm: TypeAlias = Literal["free", "half", "half, one by one"]
-ARMS: tuple[Arm, ...] = ("free", "half", "half, one by one")
+Arm: TypeAlias = Literal["free", "half", "half, one by one", "all", "all, one by one"]
+ARMS: tuple[Arm, ...] = ("free", "half", "half, one by one", "all", "all, one by one")
 
 _Positive = Parameter(validator=Number(gt=0))
 _BLOCK = 16
@@ -87,8 +87,9 @@ class GrammarWork:
 
 
 class ArmRun(NamedTuple):
-    """One turn of an arm: tokens a second of all streams, the median of the steps that had every free stream, the
-    share of the guided streams' tokens that was not sampled, and seconds of the step loop for one mask."""
+    """One turn of an arm: tokens a second of all streams, the median of the steps that had every free stream (of all
+    steps where none is free), the share of the guided streams' tokens that was not sampled, and seconds of the step
+    loop for one mask."""
 
     speed: float
     free_step: float
@@ -145,7 +146,7 @@ class GrammarBench:
         """All streams of an arm, submitted at once."""
         cache = KVCacheManager(self._blocks, _BLOCK, prefix_caching=False)
         scheduler = Scheduler(self._limits, cache)
-        pool = self._one_by_one if arm == "half, one by one" else self.pool
+        pool = self._one_by_one if arm.endswith("one by one") else self.pool
         core = EngineCore(scheduler, cache, self.executor, grammars=pool, vocab_size=self._vocab_size)
         self.executor.allocate(self._blocks)
         progress = ArmProgress(set(range(self._work.streams)), partial(core.inbox.accept, Shutdown()))
@@ -173,14 +174,14 @@ class GrammarBench:
         work = self._work
         drawn = np.random.default_rng(seed).integers(0, self._vocab_size, (work.streams, work.prompt)).tolist()
         for key, prompt in enumerate(drawn):
-            guided = arm != "free" and key % 2 == 1
+            guided = _is_guided(arm, key)
             sampling = SamplerParams(temperature=work.temperature, seed=seed, choice=key)
             guide = self.guide if guided else None
             yield AddRequest(key=key, prompt=prompt, max_tokens=work.new, sampling=sampling, guide=guide)
 
     def _measured(self, arm: Arm, progress: ArmProgress) -> ArmRun:
         work, steps = self._work, progress.steps
-        free = {key for key in range(work.streams) if arm == "free" or key % 2 == 0}
+        free = {key for key in range(work.streams) if not _is_guided(arm, key)}
         decoding = [
             now - before for (before, _), (now, message) in pairwise(steps) if free <= set(message.updates.keys)
         ]
@@ -193,6 +194,10 @@ class GrammarBench:
             totals.forced_tokens / guided_tokens if guided_tokens else 0.0,
             totals.mask_seconds / totals.masks if totals.masks else 0.0,
         )
+
+
+def _is_guided(arm: Arm, stream: int) -> bool:
+    return arm != "free" and (stream % 2 == 1 or arm.startswith("all"))
 
 
 @contextmanager
