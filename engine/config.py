@@ -53,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     as the template says. `dtype`: auto, bfloat16, float16 or float32. `quantization`: none, or int8: matrices become
     8-bit while they are loaded. `cache_dir`: directory where packed weights are kept, at most `cache_max_bytes` of
     them; "" keeps none.
+    `cpu_level`: auto, or one of `LEVELS` in cpu/library.py, which the machine must have.
     `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
 
     `max_queued_requests`, `max_queued_tokens`: what may wait, prompt tokens in the latter. `default_request_timeout`:
@@ -78,6 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str = ""
     cache_max_bytes: int = 50_000_000_000
     device: str = "auto"
+    cpu_level: str = "auto"
     attention: str = "auto"
     executor: str = "auto"
     threads: int = 0

@@ -56,6 +56,20 @@ def level() -> str | None:
     return LEVELS[bind_function("charonia_level")()] if _open_library() is not None else None
 
 
+def use_level(name: str) -> None:
+    """Compute at the level of that name from now on, in all of this process.
+
+    Raises:
+        ValueError: there is no library, or the machine has not got that level.
+    """
+    before = level()
+    if before is None:
+        raise ValueError("there are no C kernels here")
+    if LEVELS[bind_function("charonia_limit")(LEVELS.index(name))] != name:
+        bind_function("charonia_limit")(LEVELS.index(before))
+        raise ValueError(f"the best here is {before}{_refusal()}")
+
+
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels compute `dtype` on `device`; layers ask while they are built, not at each step."""
     return device.type == "cpu" and dtype in DTYPE_CODES and level() is not None

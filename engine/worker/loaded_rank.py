@@ -82,6 +82,8 @@ def load_rank(
         CheckpointError: the checkpoint is broken or not supported.
         InvalidArgument: the configuration does not fit it, its split or the machine.
     """
+    if config.cpu_level != "auto":
+        _use_level(config)
     found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
     capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
@@ -128,6 +130,15 @@ def _build_context(
         open_packing_cache(Path(config.cache_dir).expanduser(), config.cache_max_bytes) if config.cache_dir else None
     )
     return BuildContext(dtype, device, max_positions, shard, progress, quantization, whole_experts, cache)
+
+
+def _use_level(config: EngineConfig) -> None:
+    if (device := resolve_device(config.device)).type != "cpu":
+        raise InvalidArgument(f"cpu_level is for the cpu, not for {device}", field="cpu_level")
+    try:
+        library.use_level(config.cpu_level)
+    except ValueError as error:
+        raise InvalidArgument(f"cpu_level {config.cpu_level}: {error}", field="cpu_level") from None
 
 
 def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:

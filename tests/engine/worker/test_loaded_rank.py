@@ -2,14 +2,26 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import ExpertsSpec
-from charonia.engine.worker.loaded_rank import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
+from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.cpu import library
+from charonia.engine.options import EngineOptions
+from charonia.engine.worker.loaded_rank import (
+    CACHED,
+    Roofline,
+    load_rank,
+    measure_roofline,
+    read_bandwidth,
+    token_weights,
+)
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 
@@ -43,6 +55,32 @@ def test_a_larger_model_has_a_bound(kind: torch.dtype, name: str) -> None:
     found = measure_roofline(spec, kind)
     assert found is not None
     assert (found.weights, found.kind) == (token_weights(spec) * kind.itemsize, name)
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_a_rank_computes_at_the_level_that_was_forced() -> None:
+    config = EngineConfig(model=str(DEMO), device="cpu", cpu_level="portable", cache=CacheConfig(blocks=8))
+    before = library.level()
+    assert before is not None
+    try:
+        assert "C kernels at level portable" in load_rank(config).capacity().machine
+    finally:
+        library.use_level(before)
+    assert library.level() == before
+
+
+@pytest.mark.skipif(library.level() in (None, library.LEVELS[-1]), reason="no C extension, or nothing above here")
+def test_a_level_that_the_machine_has_not_got_is_refused() -> None:
+    before = library.level()
+    with pytest.raises(InvalidArgument, match=f"cpu_level amx: the best here is {before}") as refusal:
+        load_rank(EngineConfig(model=str(DEMO), device="cpu", cpu_level="amx"))
+    assert refusal.value.field == "cpu_level"
+    assert library.level() == before
+
+
+def test_every_level_is_an_option() -> None:
+    expected = get_type_hints(EngineOptions)["cpu_level"]
+    assert {name for kind in get_args(expected) for name in get_args(kind)} == {"auto", *library.LEVELS}
 
 
 def test_the_bound_is_said() -> None:
