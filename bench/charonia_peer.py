@@ -6,6 +6,7 @@ import torch
 
 from .. import __version__
 from ..engine.config import CacheConfig, EngineConfig
+from ..engine.cpu import library
 from ..engine.worker.inline_executor import InlineExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
@@ -25,7 +26,8 @@ _FIELDS: dict[str, dict[str, str]] = {
 
 class Peer:
     def __init__(self, setup: PeerSetup) -> None:
-        self.about = f"charonia {__version__}, torch {torch.__version__}"
+        kernels = f", {library.describe()}" if setup.device == "cpu" else ""
+        self.about = f"charonia {__version__}{kernels}, torch {torch.__version__}"
         self.executor = InlineExecutor(_config(setup))
         self.executor.load(lambda phase, fraction: None)
         blocks = setup.sequences * -(-setup.length // BLOCK)

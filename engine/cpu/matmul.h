@@ -20,12 +20,15 @@
 #include "parallel_region.h"
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 #define TILE(rows, groups) \
     TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, KINDS };
-enum { LANES = 16, LINE = 64, MOST_ROWS = 6, TILE_STEPS = 16 };
+enum { LANES = 16, LINE = 64, MOST_ROWS = 12, TILE_STEPS = 16 };
+
+/* Rows of a tile from this one on have an address of their own: registers are too few for twelve multiples of a stride. */
+enum { NEAR_ROWS = 6 };
 
 /* Packed weights, and the types around them. `scales`, `offsets` and `bias` are [outputs], filled up to whole groups. */
 typedef struct {

@@ -49,6 +49,7 @@ ALWAYS_INLINE TARGET void store_scaled(const Tile *t, __m512i sums, int row, int
 #define FINISH(t, sums, row, group) store_scaled(t, *(sums), row, group)
 #include "matmul_tile.inc"
 TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
+TILE(7, 2) TILE(8, 2) TILE(9, 2) TILE(10, 2) TILE(11, 2) TILE(12, 2)
 #undef NAME
 #undef Vector
 #undef ZERO
@@ -81,13 +82,18 @@ TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
 
 #define TILES(kind) {kind##_1x4, kind##_2x4, kind##_3x4, kind##_4x4, kind##_5x4, kind##_6x4}
 
-static const Plan int8_plan = {INT64_MAX, 6, 4, 1280, 252, TILES(int8)};
+/* Up to twelve rows read each line once: two tiles would read it again, where memory is what they wait for. */
+static const Plan int8_plans[] = {
+    {6, 6, 4, 1280, 6, TILES(int8)},
+    {12, 12, 2, 1280, 12, {[6] = int8_7x2, int8_8x2, int8_9x2, int8_10x2, int8_11x2, int8_12x2}},
+    {INT64_MAX, 6, 4, 1280, 252, TILES(int8)},
+};
 static const Plan fp32_plan = {INT64_MAX, 6, 4, 1280, 252, TILES(fp32)};
 static const Plan bf16_plan = {INT64_MAX, 6, 4, 1280, 252, TILES(bf16)};
 
 const Kernel matmul_avx512[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
     {&bf16_plan, copy_row, 4, LINE, 1},
-    {&int8_plan, unsigned_row, 4, LINE, 0},
+    {int8_plans, unsigned_row, 4, LINE, 0},
 };
 #endif

@@ -15,6 +15,7 @@ from charonia.bench.peer_process import PeerProcess, PeerSpec, parse_peer_specs
 from charonia.bench.peer_runner import PeerSetup
 from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.core.errors import InvalidArgument, Unavailable
+from charonia.engine.cpu import library
 
 PYTHON = Path(sys.executable)
 TINY = {
@@ -49,6 +50,7 @@ def test_a_contender_continues_every_prompt(checkpoint: Path) -> None:
             assert [len(made) for made in spent.tokens] == [4] * count
             assert spent.speed == count * 4 / spent.seconds > 0
         assert contender.about.startswith("charonia ")
+        assert library.describe() in contender.about
 
 
 def test_a_contender_that_cannot_start_says_why(tmp_path: Path) -> None:
