@@ -17,6 +17,7 @@ from charonia.bench.load.fake_model import write_repository
 from charonia.bench.load.figures import compute_figures
 from charonia.bench.load.plan import Form, Prompts, uniform_jobs
 from charonia.bench.load.worker import LoadRun, LoadTarget, RequestProgress, run
+from charonia.bench.serve import app
 from charonia.bench.server_process import ServerAddress, first_model, is_loopback, own_server, parse_server_url
 from charonia.core.errors import InvalidArgument, Unavailable
 
@@ -106,17 +107,18 @@ def test_the_command_starts_a_server_and_writes_json(repository: Path, tmp_path:
     assert result["cpu"]["frontend"] >= 0
 
 
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for arguments, names in [
         ((), "give one of a server's URL"),
         (("http://192.0.2.1:8000",), "--allow-remote"),
         (("http://127.0.0.1:1",), "nothing listens on 127.0.0.1:1"),
         (("--model-repository", tmp_path / "none"), "the server ended"),
     ]:
-        ran = command(*arguments, "--concurrency", 1, "--requests", 1)
-        assert ran.returncode == 1
-        assert names in ran.stderr
-        assert "Traceback" not in ran.stderr
+        with pytest.raises(SystemExit) as end:
+            app([*map(str, arguments), "--concurrency", "1", "--requests", "1"])
+        said = str(end.value) + capfd.readouterr().err
+        assert names in said
+        assert "Traceback" not in said
 
 
 @pytest.mark.proof

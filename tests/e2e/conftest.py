@@ -9,7 +9,7 @@ import pytest
 from charonia.cli.app import app
 
 from .models import FAKE, write_model
-from .serving import Server, serving
+from .serving import Server, on_loopback, serving
 
 
 @pytest.fixture
@@ -24,9 +24,8 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`refused(*arguments)`: what `charonia serve` says of a command that it refuses, in this process."""
 
     def run(*arguments: str) -> str:
-        ports = [word for flag in ("--http-port", "--grpc-port", "--metrics-port") for word in (flag, "0")]
         try:
-            status = app(["serve", *arguments, *ports])
+            status = app(["serve", *arguments, *on_loopback(arguments)])
         except SystemExit as end:
             status = end.code
         assert status in (1, 2)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,16 +97,21 @@ def name(pid: int) -> str:
         return ""
 
 
+def on_loopback(arguments: Sequence[str]) -> list[str]:
+    """What is to follow these arguments: all on 127.0.0.1, at ports that are free unless they name one."""
+    flags = ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
+    for flag in ("--http-port", "--grpc-port", "--metrics-port"):
+        if not any(argument.startswith(flag) for argument in arguments):
+            flags += [flag, "0"]
+    return flags
+
+
 @contextmanager
 def serving(scratch: Path, *arguments: str) -> Iterator[Server]:
     """A server with these arguments; killed at the end if it still runs."""
     scratch.mkdir(parents=True, exist_ok=True)
     output = scratch.with_suffix(".log")
-    command = [sys.executable, "-m", "charonia", "serve", *arguments, "--http-address", "127.0.0.1"]
-    command += ["--grpc-address", "127.0.0.1"]
-    for flag in ("--http-port", "--grpc-port", "--metrics-port"):
-        if not any(argument.startswith(flag) for argument in arguments):
-            command += [flag, "0"]
+    command = [sys.executable, "-m", "charonia", "serve", *arguments, *on_loopback(arguments)]
     with output.open("wb") as file:
         environment = os.environ | {"TMPDIR": str(scratch)}
         # A group of its own: a test may signal all of it.

@@ -124,7 +124,7 @@ def test_unready_while_the_core_is_away(serve: Any, tokenizer_only: Path) -> Non
         assert generate(server) == 200
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg])
+@pytest.mark.parametrize("send", [os.kill, pytest.param(os.killpg, marks=pytest.mark.proof)])
 def test_sigterm_lets_running_requests_finish(serve: Any, tokenizer_only: Path, send: Callable[..., None]) -> None:
     """To the frontend alone, as Docker does it, or to the whole group, as service managers do."""
     with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.01") as server:
@@ -230,21 +230,18 @@ def assert_nothing_left(server: Any, cores: list[int]) -> None:
     assert list(server.scratch.iterdir()) == []
 
 
-def test_a_port_in_use(serve: Any, tokenizer_only: Path) -> None:
+def test_a_port_in_use(refused: Any, tokenizer_only: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with serve(str(tokenizer_only), *FLAGS, "--http-port", str(port)) as server:
-            assert server.process.wait(60) == 1
-            expected = f"charonia: cannot open port {port} on 127.0.0.1: Address already in use (--http-port)\n"
-            assert server.said == expected
+        said = refused(str(tokenizer_only), *FLAGS, "--http-port", str(port))
+    assert said == f"charonia: cannot open port {port} on 127.0.0.1: Address already in use (--http-port)\n"
 
 
-def test_two_endpoints_on_one_port(serve: Any, tokenizer_only: Path) -> None:
+def test_two_endpoints_on_one_port(refused: Any, tokenizer_only: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    with serve(str(tokenizer_only), *FLAGS, "--http-port", port, "--metrics-port", port) as server:
-        assert server.process.wait(60) == 1
-        assert server.said == f"charonia: --http-port and --metrics-port are both {port}\n"
+    said = refused(str(tokenizer_only), *FLAGS, "--http-port", port, "--metrics-port", port)
+    assert said == f"charonia: --http-port and --metrics-port are both {port}\n"
 
 
 def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> None:
