@@ -21,6 +21,7 @@ _FIELDS: dict[str, dict[str, str]] = {
     "fp16": {"dtype": "float16"},
     "fp32": {"dtype": "float32"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 
 

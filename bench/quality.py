@@ -1,4 +1,4 @@
-"""The cost of quantisation: perplexity of a checkpoint on unseen text, as it is and in int8.
+"""The cost of quantisation: perplexity of a checkpoint on unseen text, as it is, in int8 and in int4.
 
 `python -m charonia.bench.quality CHECKPOINT [--text FILE ...]`; without files, on the modules of Python's standard
 library that the demo model's training held out. Computed by the engine's own layers and attention, window by window.
@@ -105,10 +105,10 @@ def is_held_out(origin: str) -> bool:
 
 def compare(
     checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16
-) -> tuple[PerplexityScore, PerplexityScore]:
-    """The perplexities of the same windows: in `dtype`, and in int8 with activations in `dtype`."""
-    plain = score(str(dtype).removeprefix("torch."), ScoredModel(checkpoint, dtype, "none"), windows)
-    return plain, score("int8", ScoredModel(checkpoint, dtype, "int8"), windows)
+) -> tuple[PerplexityScore, ...]:
+    """The perplexities of the same windows: in `dtype`, and quantised with activations in `dtype`."""
+    names = {"none": str(dtype).removeprefix("torch."), "int8": "int8", "int4": "int4"}
+    return tuple(score(name, ScoredModel(checkpoint, dtype, how), windows) for how, name in names.items())
 
 
 @app.default
@@ -131,11 +131,11 @@ def main(
         How many to predict at most.
     """
     texts = [path.read_text(encoding="utf-8") for path in text] if text else list(held_out_modules())
-    plain, quantized = compare(checkpoint, windows_of(checkpoint, texts, tokens))
+    plain, *quantized = compare(checkpoint, windows_of(checkpoint, texts, tokens))
     table = Table(title=f"{len(texts)} texts, {plain.tokens} tokens predicted in windows of {WINDOW}")
     for column in ("precision", "perplexity", "nats a token", "ratio"):
         table.add_column(column, justify="right")
-    for each in (plain, quantized):
+    for each in (plain, *quantized):
         ratio = each.perplexity / plain.perplexity
         table.add_row(each.name, f"{each.perplexity:.3f}", f"{each.nats:.4f}", f"{ratio:.4f}")
     Console().print(table)

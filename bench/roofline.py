@@ -10,11 +10,14 @@ from typing import Literal, NamedTuple, TypeAlias
 from ..core.errors import InvalidArgument
 from ..engine.checkpoint.model_spec import ModelSpec
 
-Precision: TypeAlias = Literal["bf16", "fp16", "fp32", "int8"]
+Precision: TypeAlias = Literal["bf16", "fp16", "fp32", "int8", "int4"]
 """What weights are computed with."""
 
-WEIGHT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1}
-_KV_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2}
+WEIGHT_BYTES: dict[Precision, float] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "int4": 0.9 * 0.5625 + 0.1}
+"""Of a weight in the layers: of int4 a tenth stays at 8 bits, and 32 share a scale of two bytes."""
+
+_HEAD_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "int4": 1}
+_KV_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2, "int4": 2}
 """Quantised weights leave the cache as it was."""
 
 
@@ -57,7 +60,7 @@ class ModelDemand:
         return cls(
             layers=layers,
             head=head,
-            weight_bytes=(layers + head) * WEIGHT_BYTES[precision],
+            weight_bytes=int(layers * WEIGHT_BYTES[precision]) + head * _HEAD_BYTES[precision],
             windows=tuple(view.window for view in spec.attention),
             kv_bytes=2 * spec.kv_heads * spec.head_dim * _KV_BYTES[precision],
         )

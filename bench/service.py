@@ -36,6 +36,7 @@ _FLAGS: dict[Precision, list[str]] = {
     "fp16": ["--dtype", "float16"],
     "fp32": ["--dtype", "float32"],
     "int8": ["--dtype", "bfloat16", "--quantization", "int8"],
+    "int4": ["--dtype", "bfloat16", "--quantization", "int4"],
 }
 _CHUNK = 512
 """Most tokens in a step, of the server and of the engine beside it."""

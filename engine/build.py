@@ -19,6 +19,9 @@ from .options import EngineOptions, engine_config, parse_settings
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
 
+_QUANTIZED = ("int8", "int4")
+"""int4 is calibrated in eight bits."""
+
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 
@@ -106,7 +109,7 @@ def _weight_bytes(directory: Path, options: EngineOptions) -> int:
         return 0
     config = read_json(directory / "config.json")
     stored_width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    width = 1 if options.quantization == "int8" else _WIDTHS.get(options.dtype or "auto", stored_width)
+    width = 1 if options.quantization in _QUANTIZED else _WIDTHS.get(options.dtype or "auto", stored_width)
     return int(stored * (width / stored_width))
 
 

@@ -50,11 +50,10 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`model`: checkpoint directory or hub id. `tokenizer`: another, to read the tokenizer from. `chat_template`: a
     file or a template in place of its own. `tool_call_parser`, `reasoning_parser`: how its answers are written, "auto"
-    as the template says. `dtype`: auto, bfloat16, float16 or float32. `quantization`: none, or int8: matrices become
-    8-bit while they are loaded. `cache_dir`: directory where packed weights are kept, at most `cache_max_bytes` of
-    them; "" keeps none.
-    `cpu_level`: auto, or one of `LEVELS` in cpu/library.py, which the machine must have.
-    `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
+    as the template says. `dtype`: auto, bfloat16, float16 or float32. `quantization`: none, int8 or int4: matrices
+    become 8-bit or 4-bit while they are loaded. `cache_dir`: directory where packed weights are kept, at most
+    `cache_max_bytes` of them; "" keeps none. `cpu_level`: auto, or one of `LEVELS` in cpu/library.py, which the machine
+    must have. `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
 
     `max_queued_requests`, `max_queued_tokens`: what may wait, prompt tokens in the latter. `default_request_timeout`:
     seconds a request may take that says nothing else; 0 is no limit.

@@ -33,8 +33,8 @@ class EngineOptions:
     """Type of weights and cache."""
     device: str | None = None
     """Where it computes: auto, cpu, cuda, ..."""
-    quantization: Literal["none", "int8"] | None = None
-    """Make matrices 8-bit integers while they are loaded: half the memory, nearly the same text. CPU only."""
+    quantization: Literal["none", "int8", "int4"] | None = None
+    """Make matrices 8-bit or 4-bit integers while they are loaded: half, or a third, of the memory."""
     cache_dir: str | None = None
     """Keep packed weights in this directory, so that the next start maps them; unset: keep none."""
     cache_max_bytes: Bytes | None = None

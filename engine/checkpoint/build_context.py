@@ -1,6 +1,6 @@
 """The context that a rank's decoder is built in: its share of the model, its device, dtype and longest sequence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -93,11 +93,29 @@ class Shard(NamedTuple):
         )
 
 
+class Int4Plan(NamedTuple):
+    """What a calibration found out about matrices, by the labels of their slices: the mean `squares` of the inputs of
+    each, float32 [inputs], and those that are too sensitive for four bits and stay `higher`."""
+
+    squares: Mapping[str, Tensor]
+    higher: frozenset[str]
+
+
+class ProductObserver(Protocol):
+    """Watches the products of a model while it is calibrated."""
+
+    def watch(
+        self, label: str, product: Callable[[Tensor], Tensor], outputs: int, sample: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """The same `product`, observed. `sample`: some of the `outputs` rows of its weights, float32 [n, inputs]."""
+
+
 class BuildContext(NamedTuple):
     """A rank's device and shard, for sequences of at most `max_positions` tokens. `progress` is called with the
-    fraction of the rank's bytes read so far. `quantization`: what matrices become while they are loaded, "none" or
-    "int8". `whole_experts`: the rank has some experts of a mixture whole, instead of a slice of each. `cache`: where
-    packed weights are kept."""
+    fraction of the rank's bytes read so far. `quantization`: what matrices become while they are loaded, "none", "int8"
+    or "int4", for which a calibration may have made a `plan`; an `observer` watches what could become int4.
+    `whole_experts`: the rank has some experts of a mixture whole, instead of a slice of each. `cache`: where packed
+    weights are kept."""
 
     dtype: torch.dtype
     device: torch.device
@@ -107,3 +125,5 @@ class BuildContext(NamedTuple):
     quantization: str = "none"
     whole_experts: bool = False
     cache: PackingCache | None = None
+    plan: Int4Plan = Int4Plan({}, frozenset())
+    observer: ProductObserver | None = None

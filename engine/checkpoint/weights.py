@@ -32,6 +32,10 @@ TILE_BYTES = 1 << 24
 """Bytes of a matrix that are converted at a time while it is read: the memory needed beside the result."""
 
 
+SAMPLED = 64
+"""Rows of a matrix that are looked at to judge it."""
+
+
 class TensorSlice(NamedTuple):
     """Some rows and, of a matrix, columns of a named tensor, which has `shape` in the checkpoint."""
 
@@ -201,6 +205,11 @@ class WeightLoader:
             target.copy_(view)
             self.reading.count(piece.name, view)
         return whole
+
+    def sample(self, piece: TensorSlice) -> Tensor:
+        """Some rows of a matrix, float32 on the device: no more than SAMPLED, spread over all."""
+        view = self._weights.read(piece)
+        return view[:: -(-len(view) // SAMPLED)].to(self.device).float()
 
     def pass_over(self, pieces: Iterable[TensorSlice]) -> None:
         """Count matrices as read that need not be, because they were packed before. They must be there all the same."""

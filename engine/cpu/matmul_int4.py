@@ -5,13 +5,14 @@ fp32 in ascending order: a row's result does not depend on the rows beside it no
 at every level. So have the packed weights.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import library
-from .matmul import LANES, LINE_BYTES, WEIGHT_CODES, MatrixProduct, MatrixStruct, address, padded_bias
+from .matmul import LANES, LINE_BYTES, WEIGHT_CODES, MatrixProduct, MatrixStruct, address, check_arrays, padded_bias
 from .memory import HugePageArena
 
 GROUP_SIZES = (32, 64, 128)
@@ -61,14 +62,28 @@ class Int4Matmul(MatrixProduct):
     """x [N, inputs] -> x W^T + bias [N, outputs]. Weights are zero until they are packed."""
 
     def __init__(
-        self, form: Int4Format, bias: Tensor | None, memory: HugePageArena, order: Tensor | None = None
+        self,
+        form: Int4Format,
+        bias: Tensor | None,
+        memory: HugePageArena,
+        order: Tensor | None = None,
+        packed: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`bias` [outputs] of any dtype is kept in float32. `order` [inputs]: input i of the packed weights is
-        multiplied with x[order[i]]."""
+        multiplied with x[order[i]]. `packed`: the `arrays` of another one of this form.
+
+        Raises:
+            ValueError: `packed` is of another form.
+        """
         self.form = form
-        self.lines = memory.allocate(form.line_bytes)
-        """With `factors`, all that pack() writes: the same at every level, so it may be kept in a file."""
-        self.factors = memory.allocate(-(-form.outputs // LANES) * LANES * 4).view(torch.float32)
+        whole = -(-form.outputs // LANES) * LANES
+        if packed is None:
+            factors = memory.allocate(whole * 4).view(torch.float32)[:whole]
+            packed = {"lines": memory.allocate(form.line_bytes), "factors": factors}
+        check_arrays(packed, {"lines": (torch.uint8, form.line_bytes), "factors": (torch.float32, whole)})
+        self.arrays = packed
+        """All that pack() writes: the same at every level, so it may be kept in a file."""
+        self.lines, self.factors = packed["lines"], packed["factors"]
         self._bias = padded_bias(bias, form.outputs)
         self._order = None if order is None else order.to(torch.int32).contiguous()
         super().__init__(

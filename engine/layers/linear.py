@@ -17,6 +17,8 @@ from ..checkpoint.build_context import TensorGroup, rank_slice
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.matmul import MatmulFormat, PackedMatmul
+from ..cpu.matmul_int4 import Int4Format, Int4Matmul, Int4Rows
+from .int4 import GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
 
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
@@ -102,39 +104,87 @@ def build_matmul(
     loader: WeightLoader, slices: Iterable[TensorSlice], bias: Tensor | None = None, use: MatmulUse = LAYER
 ) -> Matmul:
     """The product with the matrices `slices`, one below the other, and `bias` [out]."""
-    quantized, slices = loader.context.quantization == "int8" and use.quantizable, list(slices)
-    outputs, inputs = sum(len(each.row_range) for each in slices), slices[0].width
-    if library.supports(loader.dtype, loader.device):
-        kept, result = torch.int8 if quantized else loader.dtype, torch.float32 if use.float32 else loader.dtype
-        return _packed_matmul(loader, slices, MatmulFormat(outputs, inputs, kept, loader.dtype, result), bias)
-    if quantized:
-        weight, scales = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
-        for first, rows in loader.tiles(slices):
-            some = slice(first, first + len(rows))
-            weight[some], scales[some] = quantize_rows(rows)
-        return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
-    if use is LM_HEAD:
-        [table] = slices
-        return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
-    return torch_matmul(loader.concatenate(slices), bias)
+    matrix = _Matrix(loader, list(slices), use)
+    product = matrix.packed(bias) if library.supports(loader.dtype, loader.device) else matrix.in_torch(bias)
+    watch = loader.context.observer
+    return (
+        product
+        if watch is None or use is not LAYER
+        else watch.watch(matrix.label, product, matrix.outputs, matrix.sample())
+    )
 
 
-def _packed_matmul(
-    loader: WeightLoader, slices: Sequence[TensorSlice], form: MatmulFormat, bias: Tensor | None
-) -> PackedMatmul:
-    """Mapped, if an earlier load kept it."""
-    name = " ".join(each.label for each in slices)
-    if (found := loader.packing.find(name)) is not None:
-        kept, arrays = found
-        loader.pass_over(slices)
-        tensors = {part: torch.from_numpy(array) for part, array in arrays.items()}
-        return PackedMatmul(form._replace(kept=getattr(torch, kept)), bias, loader.memory, tensors)
-    packed = PackedMatmul(form, bias, loader.memory)
-    for first, rows in loader.tiles(slices):
-        packed.pack(first, rows)
-    kept = str(form.kept).removeprefix("torch.")
-    loader.packing.add(name, kept, {part: tensor.numpy() for part, tensor in packed.arrays.items()})
-    return packed
+class _Matrix:
+    """The matrices `slices`, one below the other, on their way into a product."""
+
+    def __init__(self, loader: WeightLoader, slices: list[TensorSlice], use: MatmulUse) -> None:
+        self._loader, self._slices, self._use = loader, slices, use
+        self.outputs, self._inputs = sum(len(each.row_range) for each in slices), slices[0].width
+        self.label = " ".join(each.label for each in slices)
+
+    @property
+    def precision(self) -> str:
+        """none, int8 or int4."""
+        wanted = self._loader.context.quantization if self._use.quantizable else "none"
+        if wanted != "int4" or (self._use is LAYER and self.label not in self._loader.context.plan.higher):
+            return wanted
+        return "int8" if self._loader.device.type == "cpu" else "none"
+
+    def packed(self, bias: Tensor | None) -> PackedMatmul | Int4Matmul:
+        """For the C kernels: mapped, if an earlier load kept it."""
+        loader, found = self._loader, self._loader.packing.find(self.label)
+        kept = found[0] if found else {"none": _name(loader.dtype)}.get(self.precision, self.precision)
+        arrays = {name: torch.from_numpy(array) for name, array in found[1].items()} if found else None
+        sizes, result = (self.outputs, self._inputs), torch.float32 if self._use.float32 else loader.dtype
+        product: PackedMatmul | Int4Matmul
+        if kept == "int4":
+            form = Int4Format(*sizes, GROUP_SIZE, zero_points=False, x=loader.dtype, out=result)
+            product = Int4Matmul(form, bias, loader.memory, packed=arrays)
+        else:
+            plain = MatmulFormat(*sizes, getattr(torch, kept), loader.dtype, result)
+            product = PackedMatmul(plain, bias, loader.memory, arrays)
+        if found:
+            loader.pass_over(self._slices)
+            return product
+        for first, rows in loader.tiles(self._slices):
+            if isinstance(product, Int4Matmul):
+                product.pack(first, quantize_int4(rows, self._squares))
+            else:
+                product.pack(first, rows)
+        loader.packing.add(self.label, kept, {name: tensor.numpy() for name, tensor in product.arrays.items()})
+        return product
+
+    def in_torch(self, bias: Tensor | None) -> Matmul:
+        loader, sizes = self._loader, (self.outputs, self._inputs)
+        if self.precision == "int4":
+            tiles = (quantize_int4(rows.to(loader.device), self._squares) for _, rows in loader.tiles(self._slices))
+            weights, scales = (
+                torch.cat(parts) for parts in zip(*((each.weights, each.scales) for each in tiles), strict=True)
+            )
+            kind = TorchInt4Matmul if loader.device.type == "cpu" else DequantizedMatmul
+            return kind(Int4Rows(weights, scales), bias)
+        if self.precision == "int8":
+            weight, scales = torch.empty(sizes, dtype=torch.int8), torch.empty(self.outputs)
+            for first, rows in loader.tiles(self._slices):
+                some = slice(first, first + len(rows))
+                weight[some], scales[some] = quantize_rows(rows)
+            return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
+        if self._use is LM_HEAD:
+            [table] = self._slices
+            return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
+        return torch_matmul(loader.concatenate(self._slices), bias)
+
+    def sample(self) -> Tensor:
+        """Some of its rows, from each of its parts."""
+        return torch.cat([self._loader.sample(each) for each in self._slices])
+
+    @property
+    def _squares(self) -> Tensor | None:
+        return self._loader.context.plan.squares.get(self.label)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class TorchInt8Matmul:

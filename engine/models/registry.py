@@ -1,6 +1,7 @@
 """The architectures that are written here, and the way to all others."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
@@ -15,6 +16,7 @@ from ..checkpoint.weights import CheckpointWeights, WeightLoader
 from ..config import ParallelConfig
 from ..cpu import library
 from ..layers.embed_and_head import HEAD_WEIGHT
+from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder
 from .llama import build_llama, build_mistral, build_phi3, build_qwen2, build_qwen3
@@ -68,10 +70,14 @@ class NativeBuilder:
         if part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
         packing = self._packing(context, weights)
+        if context.quantization == "int4" and shard.is_whole and not packing.found and context.device.type != "meta":
+            context = self._calibrated(context)
         decoder = ARCHITECTURES[spec.architecture](spec, WeightLoader(weights, context, packing))
         packing.keep()
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
+        if context.observer is not None:
+            return BuiltDecoder(decoder, spec)  # the model will be built again, and says it then
         if part and shard.is_whole:
             message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
             log.warning(message, directory, len(unread), next(iter(unread), "none"))
@@ -79,6 +85,15 @@ class NativeBuilder:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
             log.warning(message, directory, len(unread), unread[0])
         return BuiltDecoder(decoder, spec)
+
+    def _calibrated(self, context: BuildContext) -> BuildContext:
+        """With a plan for four bits, which takes the first half of `progress`."""
+        began, told = time.monotonic(), context.progress
+        plan = calibrate(self, context._replace(progress=lambda part: told(part / 2)))
+        message = "%s: calibrated for int4 in %.1f s; %d of %d matrices in its layers stay at 8 bits"
+        seconds = time.monotonic() - began
+        log.info(message, self.checkpoint.directory, seconds, len(plan.higher), len(plan.squares))
+        return context._replace(plan=plan, progress=lambda part: told((1 + part) / 2))
 
     def _packing(self, context: BuildContext, weights: CheckpointWeights) -> Packing:
         """The matrices that an earlier load of the same rank kept, if there is a cache."""

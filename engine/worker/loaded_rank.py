@@ -22,6 +22,8 @@ from ..checkpoint.model_spec import DTYPES, DecoderShape, ModelSpec
 from ..checkpoint.packing_cache import open_packing_cache
 from ..config import EngineConfig
 from ..cpu import library
+from ..layers.calibration import HIGHER_SHARE
+from ..layers.int4 import BYTES
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
 from .device import resolve_device
@@ -65,7 +67,8 @@ class LoadedRank:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
         threads = torch.get_num_threads()
         machine = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
-        kept = torch.int8 if self.context.quantization == "int8" else self.context.dtype
+        quantization = self.context.quantization
+        kept = str(self.context.dtype).removeprefix("torch.") if quantization == "none" else quantization
         bound = measure_roofline(self.shape, kept) if self.context.shard.is_whole else None
         return machine if bound is None else f"{machine}; {bound}"
 
@@ -120,8 +123,8 @@ def _build_context(
     if wanted is not None and not 1 <= wanted <= longest:
         message = f"max_model_len must be between 1 and the checkpoint's {longest}, got {wanted}"
         raise InvalidArgument(message, field="max_model_len")
-    if quantization not in ("none", "int8"):
-        raise InvalidArgument(f"quantization must be none or int8, got {quantization!r}", field="quantization")
+    if quantization not in ("none", "int8", "int4"):
+        raise InvalidArgument(f"quantization must be none, int8 or int4, got {quantization!r}", field="quantization")
     if quantization == "int8" and device.type != "cpu":
         raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
     dtype, max_positions = getattr(torch, name), wanted or found.default_length
@@ -167,13 +170,22 @@ class Roofline(NamedTuple):
         )
 
 
-def measure_roofline(shape: DecoderShape, kind: torch.dtype) -> Roofline | None:
+def measure_roofline(shape: DecoderShape, kind: str) -> Roofline | None:
     """The bound of a model whose matrices are kept as `kind`; measures the memory, for less than 0.2 s. None where no
     model of ours computes, or memory is not what bounds it."""
-    weights = token_weights(shape) * kind.itemsize if isinstance(shape, ModelSpec) else 0
+    weights = token_bytes(shape, kind) if isinstance(shape, ModelSpec) else 0
     if weights < CACHED:
         return None
-    return Roofline(weights, str(kind).removeprefix("torch."), read_bandwidth())
+    return Roofline(weights, kind, read_bandwidth())
+
+
+def token_bytes(spec: ModelSpec, kind: str) -> int:
+    """Bytes of the matrices that one token goes through; int4 has a head, and some layers, in int8."""
+    weights = token_weights(spec)
+    if kind != "int4":
+        return weights * (1 if kind == "int8" else getattr(torch, kind).itemsize)
+    head = spec.vocab_size * spec.hidden_size
+    return head + int((weights - head) * (HIGHER_SHARE + (1 - HIGHER_SHARE) * BYTES))
 
 
 def token_weights(spec: ModelSpec) -> int:

@@ -1,4 +1,4 @@
-"""What int8 costs the demo model, on text that its training held out."""
+"""What int8 and int4 cost the demo model, on text that its training held out."""
 
 import importlib.util
 import json
@@ -13,14 +13,15 @@ from charonia.bench import quality
 TOKENS = 2500
 
 
-def test_int8_predicts_the_held_out_text_as_well(root: Path) -> None:
-    """Perplexity within 0.5 % (0.06 % on 50,000 tokens), and one that this model has on text of this kind."""
+def test_quantised_it_predicts_the_held_out_text_as_well(root: Path) -> None:
+    """Perplexity within 0.5 and 3 % (0.01 and 0.4 % on 20,000 tokens), and one that this model has on such text."""
     demo = root / "examples" / "model_repository" / "demo" / "1"
-    plain, quantized = quality.compare(demo, quality.windows_of(demo, list(quality.held_out_modules()), TOKENS))
+    plain, eight, four = quality.compare(demo, quality.windows_of(demo, list(quality.held_out_modules()), TOKENS))
     assert plain.tokens > TOKENS // 2
     assert 10 < plain.perplexity < 60
-    assert quantized.nats != plain.nats, "nothing was quantised"
-    assert abs(quantized.perplexity / plain.perplexity - 1) < 0.005
+    assert len({plain.nats, eight.nats, four.nats}) == 3, "nothing was quantised"
+    assert abs(eight.perplexity / plain.perplexity - 1) < 0.005
+    assert abs(four.perplexity / plain.perplexity - 1) < 0.03
 
 
 def test_held_out_is_what_the_training_held_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
