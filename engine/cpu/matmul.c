@@ -38,7 +38,7 @@ const Kernel *kernel_of(int kind)
 #endif
 #ifdef CHARONIA_X86
     const int level = charonia_level();
-    if (kind != INT4 && (level >= AVX512BF16 || (level == AVX512 && kind != BFLOAT16)))
+    if (level >= AVX512BF16 || (level == AVX512 && kind != BFLOAT16))
         return &matmul_avx512[kind];
     if (level >= AVX2)
         return &matmul_avx2[kind];

@@ -2,7 +2,11 @@
 #include "matmul.h"
 
 #ifdef CHARONIA_X86
+#ifdef CHARONIA_AVX512_MODEL /* a header of tests, with functions of plain C for the intrinsics */
+#include CHARONIA_AVX512_MODEL
+#else
 #include <immintrin.h>
+#endif
 
 #define TARGET TARGET_AVX512
 #define VECTORS 1
@@ -73,6 +77,13 @@ TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
 
 #include "matmul_row.inc"
 
+#undef NAME
+#undef FINISH
+#include "matmul_int4_avx512.inc"
+#undef NAME
+#undef FINISH
+#define FINISH(t, sums, row, group) store(t, *(sums), row, group)
+
 #undef TARGET
 #define TARGET TARGET_AVX512BF16
 #define NAME(x) bf16_##x
@@ -90,10 +101,15 @@ static const Plan int8_plans[] = {
 };
 static const Plan fp32_plan = {INT64_MAX, 6, 4, 1280, 252, TILES(fp32)};
 static const Plan bf16_plan = {INT64_MAX, 6, 4, 1280, 252, TILES(bf16)};
+static const Plan int4_plans[] = {
+    {3, 3, 4, 1280, 252, {int4_1x4, int4_2x4, int4_3x4}},
+    {INT64_MAX, 6, 2, 1280, 252, {int4_1x2, int4_2x2, int4_3x2, int4_4x2, int4_5x2, int4_6x2}},
+};
 
 const Kernel matmul_avx512[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
     {&bf16_plan, copy_row, 4, LINE, 1},
     {int8_plans, unsigned_row, 4, LINE, 0},
+    {int4_plans, span_row, 0, LINE, 0},
 };
 #endif
