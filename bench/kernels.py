@@ -6,7 +6,7 @@ others say more about those.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Annotated, NamedTuple, TypeAlias
@@ -79,12 +79,21 @@ def numbers(rows: int) -> int:
 
 def stacks(precision: Precision) -> list[ProductStack]:
     """Ours and torch's. Every layer has memory of its own; what is in it is the same."""
-    kept, memory = KEPT[precision], HugePageArena()
-    x = torch.float32 if precision == "fp32" else torch.bfloat16
-    weights = [torch.randn(shape).to(x) for shape in (*SHAPES, (VOCAB, HIDDEN))]
-    ours = [[_ours(weight, kept, memory) for weight in weights[:-1]] for _ in range(LAYERS)]
-    torchs = [[_torchs(weight, kept) for weight in weights[:-1]] for _ in range(LAYERS)]
-    return [ProductStack(ours, _ours(weights[-1], kept, memory)), ProductStack(torchs, _torchs(weights[-1], kept))]
+    weights = _weights(precision)
+    layers = [[_torchs(weight, KEPT[precision]) for weight in weights[:-1]] for _ in range(LAYERS)]
+    return [our_stack(precision), ProductStack(layers, _torchs(weights[-1], KEPT[precision]))]
+
+
+def our_stack(precision: Precision) -> ProductStack:
+    kept, memory, weights = KEPT[precision], HugePageArena(), _weights(precision)
+    layers = [[_ours(weight, kept, memory) for weight in weights[:-1]] for _ in range(LAYERS)]
+    return ProductStack(layers, _ours(weights[-1], kept, memory))
+
+
+def _weights(precision: Precision) -> list[Tensor]:
+    """The same for the same shapes."""
+    drawn = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=drawn).to(_x(precision)) for shape in (*SHAPES, (VOCAB, HIDDEN))]
 
 
 def _ours(weight: Tensor, kept: torch.dtype, memory: HugePageArena) -> Product:
@@ -104,7 +113,7 @@ def measure(precision: Precision, rows: list[int], turns: int) -> Iterator[Produ
     contenders = stacks(precision)
     gauge = PeakMeter([precision], "cpu", torch.get_num_threads())
     for count in rows:
-        inputs = {columns: torch.randn(count, columns).to(_x(precision)) for columns in (HIDDEN, INNER)}
+        inputs = _inputs(precision, count)
         best, limits = [math.inf] * 2, MachinePeaks(0.0, 0.0)
         for _ in range(turns):
             for at in range(len(contenders)):
@@ -113,6 +122,20 @@ def measure(precision: Precision, rows: list[int], turns: int) -> Iterator[Produ
             limits = MachinePeaks(max(limits.read, now.read), max(limits.peak, now.peak))
             contenders = contenders[: 1 if best[1] > HOPELESS else 2]
         yield ProductFigure(count, best[0], best[1], limits)
+
+
+def row_seconds(precision: Precision, rows: Sequence[int], turns: int) -> dict[int, float]:
+    """Seconds of all our products of a step with so many rows, each the best of `turns`: by rows, in turns."""
+    stack, best = our_stack(precision), dict.fromkeys(rows, math.inf)
+    inputs = {count: _inputs(precision, count) for count in rows}
+    for _ in range(turns):
+        for count in rows:
+            best[count] = min(best[count], _seconds(stack, inputs[count]))
+    return best
+
+
+def _inputs(precision: Precision, rows: int) -> dict[int, Tensor]:
+    return {columns: torch.randn(rows, columns).to(_x(precision)) for columns in (HIDDEN, INNER)}
 
 
 def _x(precision: Precision) -> torch.dtype:
@@ -130,7 +153,18 @@ def show(console: Console, precision: Precision, figures: list[ProductFigure]) -
     """Our best product may be the machine's best: then it is the peak."""
     peak = max(chain(*((each.limits.peak, each.operations / each.ours) for each in figures)))
     table = Table(title=f"{precision}, all products of a step")
-    for column in ("rows", "ms", "torch ms", "torch / ours", "GB/s", "of", "GOP/s", "of", "of the limit"):
+    for column in (
+        "rows",
+        "ms",
+        "torch ms",
+        "torch / ours",
+        "over the first",
+        "GB/s",
+        "of",
+        "GOP/s",
+        "of",
+        "of the limit",
+    ):
         table.add_column(column, justify="right")
     for each in figures:
         width, limits = KEPT[precision].itemsize, MachinePeaks(each.limits.read, peak)
@@ -139,6 +173,7 @@ def show(console: Console, precision: Precision, figures: list[ProductFigure]) -
             f"{each.ours * 1e3:.2f}",
             f"{each.torchs * 1e3:.2f}",
             f"{each.torchs / each.ours:.2f}",
+            f"{each.ours / figures[0].ours:.2f}",
             f"{width * numbers(each.rows) / each.ours / 1e9:.1f}",
             f"{limits.read / 1e9:.1f}",
             f"{each.operations / each.ours / 1e9:.0f}",
@@ -174,7 +209,7 @@ def main(
         torch.set_num_threads(threads)
     console.print(f"kernels: {library.level()}, {torch.get_num_threads()} threads")
     for precision in precisions or ["bf16", "int8"]:
-        figures = list(measure(precision, rows or [1, 2, 4, 8, 16, 32, 128, 512], turns))
+        figures = list(measure(precision, rows or [1, 2, 4, 8, 12, 16, 32, 128, 512], turns))
         show(console, precision, figures)
 
 

@@ -78,6 +78,12 @@ class WarmContenders:
     gauge: PeakMeter
     contenders: Sequence[PeerProcess]
 
+    def comparison(self, checkpoint: str, turns: list[OfflineRun]) -> OfflineComparison:
+        about = {each.spec.label: each.about for each in self.contenders}
+        return OfflineComparison(
+            checkpoint=checkpoint, threads=self.gauge.threads, about=about, ways=self.gauge.ways, turns=turns
+        )
+
 
 def compare(checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequence[str], log: Log) -> OfflineComparison:
     """Every contender at every job, in turns.
@@ -85,23 +91,25 @@ def compare(checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequen
     Raises:
         InvalidArgument, Unavailable: a peer is unknown, or a contender cannot run.
     """
-    with _field(checkpoint, scratch, work, peers, log) as field:
+    with warm_contenders(checkpoint, scratch, work, peers, log) as field:
         turns = [
             turn
             for job in work.jobs
             for repeat in range(work.repeats)
-            for turn in _round(field, job, seed=1 + repeat, log=log)
+            for turn in play_round(field, job, seed=1 + repeat, log=log)
         ]
-        about = {each.spec.label: each.about for each in field.contenders}
-        return OfflineComparison(
-            checkpoint=checkpoint.name, threads=field.gauge.threads, about=about, ways=field.gauge.ways, turns=turns
-        )
+        return field.comparison(checkpoint.name, turns)
 
 
 @contextmanager
-def _field(
+def warm_contenders(
     checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequence[str], log: Log
 ) -> Iterator[WarmContenders]:
+    """Every contender that takes part, started and warm.
+
+    Raises:
+        InvalidArgument, Unavailable: a peer is unknown, or a contender cannot run.
+    """
     asked, spec = parse_peer_specs(work.precisions, peers), open_checkpoint(checkpoint).spec
     with ExitStack() as stack:
         contenders = []
@@ -135,7 +143,8 @@ def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int) -> None:
         contender.generate(prompts(OfflineJob(sequences, work.prompt, 2), vocab, seed=0), 2)
 
 
-def _round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> Iterator[OfflineRun]:
+def play_round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> Iterator[OfflineRun]:
+    """One turn of every contender, with the machine's limits measured between them."""
     asked = prompts(job, field.spec.vocab_size, seed)
     before, ours = field.gauge.measure(), GenerationTime((), 0.0)
     for contender in field.contenders:

@@ -22,16 +22,16 @@ from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..processes.host import usable_cores
 from .checkpoint import ShapeName
 from .cli_errors import exit_on_error
-from .load.service_trials import Log, TrialSizes, TrialTarget, TrialVerdict, mixed, prefill, prefix, throughput
+from .load.service_trials import Log, TrialSizes, TrialTarget, TrialVerdict, beside, mixed, prefill, prefix, throughput
 from .offline import prepare_checkpoint
 from .peer_process import OURS, PeerProcess, PeerSpec
 from .peer_runner import PeerSetup
 from .roofline import Precision
 from .server_process import first_model, own_server
 
-TrialName: TypeAlias = Literal["throughput", "prefill", "mixed", "prefix"]
-_TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "mixed", "prefix")
-_FLAGS: dict[Precision, list[str]] = {
+TrialName: TypeAlias = Literal["throughput", "prefill", "beside", "mixed", "prefix"]
+_TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "beside", "mixed", "prefix")
+SERVER_FLAGS: dict[Precision, list[str]] = {
     "bf16": ["--dtype", "bfloat16"],
     "fp16": ["--dtype", "float16"],
     "fp32": ["--dtype", "float32"],
@@ -52,7 +52,7 @@ def run_trials(
     Raises:
         Unavailable: the server or the engine did not start, or requests failed.
     """
-    flags = [*_FLAGS[precision], "--max-num-batched-tokens", str(_CHUNK), *shlex.split(server_args)]
+    flags = [*SERVER_FLAGS[precision], "--max-num-batched-tokens", str(_CHUNK), *shlex.split(server_args)]
     log(f"starting a server with {shlex.join(flags)} ...")
     with own_server(str(checkpoint), *flags) as place:
         asked = TrialTarget(place, first_model(place), open_checkpoint(checkpoint).spec.vocab_size)
@@ -71,7 +71,7 @@ def _run(
             PeerSpec(OURS, precision, Path(sys.executable)), _setup(checkpoint, precision, sizes)
         ) as engine:
             return throughput(asked, engine, sizes, usable_cores().threads, log)
-    return {"prefill": prefill, "mixed": mixed, "prefix": prefix}[trial](asked, sizes, log)
+    return {"prefill": prefill, "beside": beside, "mixed": mixed, "prefix": prefix}[trial](asked, sizes, log)
 
 
 def _setup(checkpoint: Path, precision: Precision, sizes: TrialSizes) -> PeerSetup:

@@ -56,6 +56,8 @@ class TrialSizes:
     """Streams that run while a long prompt is computed."""
     running_new: Annotated[int, _Positive] = 768
     """Their new tokens: enough to outlast the long prompt."""
+    beside: Annotated[int, _Positive] = 4
+    """Streams that run ten times as long as a long prompt takes."""
     longs: Annotated[int, _Positive] = 4
     """Long prompts that short ones queue behind."""
     shorts: Annotated[int, _Positive] = 16
@@ -202,6 +204,30 @@ def _gaps_within(records: Sequence[LoadRecord], begin: float, end: float) -> lis
         for record in records
         for at, gap in zip(record.times, inter_token_times(record), strict=False)
         if at < end and at + gap > begin
+    ]
+
+
+def beside(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
+    """The TTFT of a long prompt beside streams that run ten times as long, over its own alone; and the p99 gap between
+    tokens of those streams over their median without it."""
+    first, gaps = [], []
+    _warm(asked)
+    for _ in range(sizes.repeats):
+        alone = ttft(asked.put([PlannedRequest(0, 0.0, sizes.long, 1)]).records[0])
+        usual = median(steady_gaps(asked.put(uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.new)).records))
+        running = uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.new + int(10 * alone / usual))
+        long = PlannedRequest(sizes.beside, sizes.new * usual, sizes.long, 1)
+        records = asked.put([*running, long]).records
+        (late,) = (record for record in records if record.index == long.index)
+        slow = float(np.percentile(steady_gaps([each for each in records if each is not late]), 99))
+        log(f"TTFT of {sizes.long} tokens: {alone * 1e3:.0f} ms alone, {ttft(late) * 1e3:.0f} ms beside streams")
+        log(f"gaps of {sizes.beside} streams: median {usual * 1e3:.1f} ms alone, p99 {slow * 1e3:.1f} ms with it")
+        first.append(ttft(late) / alone)
+        gaps.append(slow / usual)
+    what = f"a {sizes.long}-token prompt beside {sizes.beside} long streams"
+    return [
+        TrialVerdict(f"TTFT of {what}, of its own alone", median(first), 1.9, False),
+        TrialVerdict(f"{what}: their p99 ITL, of their median without it", median(gaps), 2.5, False),
     ]
 
 

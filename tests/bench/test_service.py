@@ -1,6 +1,7 @@
 """The trials against a server that counts instead of computing, and their figures out of records made by hand."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from charonia.bench.load.service_trials import (
     TrialSizes,
     TrialTarget,
     TrialVerdict,
+    beside,
     gaps_during,
     mixed,
     prefill,
@@ -73,10 +75,13 @@ def test_a_bar_holds_from_its_own_side() -> None:
 
 def test_every_trial_gives_its_ratio_over_a_real_server(asked: TrialTarget) -> None:
     said: list[str] = []
+    first, gaps = beside(asked, replace(SMALL, new=60), said.append)
+    assert first.value > 0 < gaps.value
+    assert len(said) == 2
     for trial in (prefill, mixed, prefix):
         (verdict,) = trial(asked, SMALL, said.append)
         assert verdict.value > 0
-    assert len(said) == 3
+    assert len(said) == 5
 
 
 def test_a_load_whose_requests_fail_is_no_measurement(asked: TrialTarget) -> None:
