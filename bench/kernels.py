@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ..engine.cpu import library
 from ..engine.cpu.matmul import MatmulFormat, PackedMatmul
+from ..engine.cpu.matmul_int4 import Int4Format, Int4Matmul, Int4Rows
 from ..engine.cpu.memory import HugePageArena
+from ..engine.layers.int4 import BYTES, GROUP_SIZE, TorchInt4Matmul, quantize_int4
 from ..engine.layers.linear import TorchInt8Matmul, quantize_rows, torch_matmul
 from .machine_peaks import PeakMeter
 from .roofline import MachinePeaks, Precision
@@ -34,7 +36,9 @@ HOPELESS = 2.0
 HEADED = 64
 """Rows up to which the head takes part: in a prefill few rows sample."""
 
-KEPT = {"bf16": torch.bfloat16, "int8": torch.int8, "fp32": torch.float32}
+KEPT = {"bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.int8, "fp32": torch.float32}
+"""The dtype of weights; of int4 that of the head, whose layers have four bits."""
+
 Product: TypeAlias = Callable[[Tensor], Tensor]
 
 app = App(name="python -m charonia.bench.kernels", help=__doc__)
@@ -62,9 +66,9 @@ class ProductFigure(NamedTuple):
     torchs: float
     limits: MachinePeaks
 
-    def least(self, width: int) -> float:
-        """Seconds the machine needs at least, for weights of `width` bytes."""
-        return max(width * numbers(self.rows) / self.limits.read, self.operations / self.limits.peak)
+    def least(self, precision: Precision) -> float:
+        """Seconds the machine needs at least."""
+        return max(weight_bytes(precision, self.rows) / self.limits.read, self.operations / self.limits.peak)
 
     @property
     def operations(self) -> float:
@@ -77,32 +81,46 @@ def numbers(rows: int) -> int:
     return LAYERS * sum(outputs * columns for outputs, columns in SHAPES) + head
 
 
+def weight_bytes(precision: Precision, rows: int) -> float:
+    """Bytes of those weights."""
+    layers, width = numbers(HEADED + 1), KEPT[precision].itemsize
+    return layers * (BYTES if precision == "int4" else width) + (numbers(rows) - layers) * width
+
+
 def stacks(precision: Precision) -> list[ProductStack]:
     """Ours and torch's. Every layer has memory of its own; what is in it is the same."""
-    weights = _weights(precision)
-    layers = [[_torchs(weight, KEPT[precision]) for weight in weights[:-1]] for _ in range(LAYERS)]
-    return [our_stack(precision), ProductStack(layers, _torchs(weights[-1], KEPT[precision]))]
+    *weights, head = _weights(precision)
+    layers = [[_torchs(weight, KEPT[precision]) for weight in weights] for _ in range(LAYERS)]
+    return [our_stack(precision), ProductStack(layers, _torchs(head, KEPT[precision]))]
 
 
 def our_stack(precision: Precision) -> ProductStack:
-    kept, memory, weights = KEPT[precision], HugePageArena(), _weights(precision)
-    layers = [[_ours(weight, kept, memory) for weight in weights[:-1]] for _ in range(LAYERS)]
-    return ProductStack(layers, _ours(weights[-1], kept, memory))
+    memory, kept, (*weights, head) = HugePageArena(), KEPT[precision], _weights(precision)
+    layers = [[_ours(weight, kept, memory) for weight in weights] for _ in range(LAYERS)]
+    return ProductStack(layers, _ours(head, kept, memory))
 
 
-def _weights(precision: Precision) -> list[Tensor]:
-    """The same for the same shapes."""
+def _weights(precision: Precision) -> list[Tensor | Int4Rows]:
+    """Of one layer, and of the head: the same for the same shapes."""
     drawn = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=drawn).to(_x(precision)) for shape in (*SHAPES, (VOCAB, HIDDEN))]
+    *layer, head = [torch.randn(shape, generator=drawn).to(_x(precision)) for shape in (*SHAPES, (VOCAB, HIDDEN))]
+    return [*map(quantize_int4, layer), head] if precision == "int4" else [*layer, head]
 
 
-def _ours(weight: Tensor, kept: torch.dtype, memory: HugePageArena) -> Product:
+def _ours(weight: Tensor | Int4Rows, kept: torch.dtype, memory: HugePageArena) -> Product:
+    if isinstance(weight, Int4Rows):
+        outputs, inputs = weight.weights.shape
+        small = Int4Matmul(Int4Format(outputs, inputs, GROUP_SIZE, False, torch.bfloat16, torch.bfloat16), None, memory)
+        small.pack(0, weight)
+        return small
     packed = PackedMatmul(MatmulFormat(len(weight), weight.shape[1], kept, weight.dtype, weight.dtype), None, memory)
     packed.pack(0, weight)
     return packed
 
 
-def _torchs(weight: Tensor, kept: torch.dtype) -> Product:
+def _torchs(weight: Tensor | Int4Rows, kept: torch.dtype) -> Product:
+    if isinstance(weight, Int4Rows):
+        return TorchInt4Matmul(weight, None)
     if kept == torch.int8:
         quantized, scales = quantize_rows(weight)
         return TorchInt8Matmul(quantized.t(), scales, None)
@@ -167,18 +185,18 @@ def show(console: Console, precision: Precision, figures: list[ProductFigure]) -
     ):
         table.add_column(column, justify="right")
     for each in figures:
-        width, limits = KEPT[precision].itemsize, MachinePeaks(each.limits.read, peak)
+        limits = MachinePeaks(each.limits.read, peak)
         table.add_row(
             str(each.rows),
             f"{each.ours * 1e3:.2f}",
             f"{each.torchs * 1e3:.2f}",
             f"{each.torchs / each.ours:.2f}",
             f"{each.ours / figures[0].ours:.2f}",
-            f"{width * numbers(each.rows) / each.ours / 1e9:.1f}",
+            f"{weight_bytes(precision, each.rows) / each.ours / 1e9:.1f}",
             f"{limits.read / 1e9:.1f}",
             f"{each.operations / each.ours / 1e9:.0f}",
             f"{peak / 1e9:.0f}",
-            f"{each._replace(limits=limits).least(width) / each.ours:.0%}",
+            f"{each._replace(limits=limits).least(precision) / each.ours:.0%}",
         )
     console.print(table)
 
@@ -196,7 +214,7 @@ def main(
     Parameters
     ----------
     precisions
-        Of the weights: bf16, int8, fp32.
+        Of the weights: bf16, int8, int4, fp32.
     rows
         Of the activations: sequences that decode, or tokens of a prefill.
     turns

@@ -58,7 +58,7 @@ app = App(name="python -m charonia.bench.machine", help=__doc__)
 class MachineOptions:
     """What is measured, and for how long."""
 
-    precisions: Annotated[tuple[Precision, ...], Parameter(consume_multiple=True)] = ("bf16", "int8")
+    precisions: Annotated[tuple[Precision, ...], Parameter(consume_multiple=True)] = ("bf16", "int8", "int4")
     """What to compute with."""
     sequences: Annotated[tuple[int, ...], Parameter(consume_multiple=True, validator=Number(gt=0))] = (1, 4, 16, 32)
     """Submitted at once."""
@@ -165,7 +165,7 @@ class MachineRun:
         with own_server(str(self._checkpoint), *SERVER_FLAGS[precision]) as place:
             (outcome,) = put_load(build_load(place, ServerFlags(), work))
         figures = compute_figures(outcome.records, Slo())
-        return ServedTrace(ttft=figures.ttft, itl=figures.itl, e2e=figures.e2e)
+        return ServedTrace(ttft=figures.ttft, itl=figures.itl, end_to_end=figures.end_to_end)
 
 
 def record_path(scratch: Path) -> Path:

@@ -32,7 +32,7 @@ class ServedTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft: Spread | None
     itl: Spread | None
-    e2e: Spread | None
+    end_to_end: Spread | None
 
 
 class MachineRecord(msgspec.Struct, kw_only=True):
@@ -128,7 +128,7 @@ def _served(record: MachineRecord) -> Iterator[tuple[str, str]]:
         for verdict in verdicts:
             yield f"{verdict.what}, {precision}", f"{verdict.value:.2f}"
     for precision, trace in record.traces.items():
-        for name, spread in (("TTFT", trace.ttft), ("ITL", trace.itl), ("end to end", trace.e2e)):
+        for name, spread in (("TTFT", trace.ttft), ("ITL", trace.itl), ("end to end", trace.end_to_end)):
             told = _each([1e3 * each for each in (spread.p50, spread.p90, spread.p99)], ",.0f") if spread else "none"
             yield f"{record.facts.trace}, {precision}: {name} p50 / p90 / p99, ms", told
 

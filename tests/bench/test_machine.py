@@ -141,7 +141,7 @@ def test_another_machine_begins_anew_and_so_does_a_broken_record(tmp_path: Path)
 def test_the_table_has_every_figure(tmp_path: Path) -> None:
     record, _ = run(tmp_path)
     spread = Spread(9, 0.2, 0.1, 1.25, 2.5, 3.0)
-    record.traces["int8"] = ServedTrace(ttft=spread, itl=None, e2e=spread)
+    record.traces["int8"] = ServedTrace(ttft=spread, itl=None, end_to_end=spread)
     table = as_markdown(record)
     for row in (
         "| 128 + 64 tokens, tokens/s at | 1 / 4 sequences |",
