@@ -128,7 +128,7 @@ class GrammarBench:
         capacity = self.executor.load(lambda *_: None)
         self.executor.allocate(blocks)
         self._vocab_size, self._blocks = capacity.vocab_size, blocks
-        self._limits = SchedulerConfig(max_num_seqs=work.streams, max_model_len=length, target_step_ms=0)
+        self._limits = SchedulerConfig(max_num_seqs=work.streams, max_model_len=length, target_itl_ms=0)
         began = time.perf_counter()
         vocabulary = read_vocabulary(str(checkpoint), "", capacity.vocab_size)
         self.vocabulary_seconds = time.perf_counter() - began

@@ -1,9 +1,10 @@
 """The effect of the scheduler's packing on latency, in a simulated time: `python -m charonia.bench.scheduler_latency`.
 
-Nothing is measured: the fake executor computes, and a simulated clock advances by the time of each step on a machine
+Nothing is measured: no model computes, and a simulated clock advances by the time of each step on a machine
 (`SimulatedMachine`). So figures are exact, the same everywhere, and tests may hold the scheduler to them.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,12 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
-from ..engine.worker.executor import Capacity
-from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import StepPlan
-from ..scheduler.prefill_budget import StepWork
+from ..scheduler.plan import StepPlan, StepResult
+from ..scheduler.prefill_budget import PrefillBudget, StepWork
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 
@@ -33,7 +32,8 @@ app = App(name="python -m charonia.bench.scheduler_latency", help=__doc__)
 class SimulatedMachine(NamedTuple):
     """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest.
 
-    The defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores. `noise`: steps take up to this part longer.
+    The defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores. `products`: measured seconds of all products by
+    rows, ascending, in place of `weights` and `token`. `noise`: steps take up to this part longer.
     """
 
     weights: float = 27.4e-3
@@ -43,23 +43,44 @@ class SimulatedMachine(NamedTuple):
     prompt_context: float = 0.3e-6
     rest: float = 2e-3
     noise: float = 0.0
+    products: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, work: StepWork, samples: int) -> float:
-        computing = self.token * (work.decode_tokens + work.prefill_tokens) + self.head * samples
+        rows = work.decode_tokens + work.prefill_tokens
+        computing = self._measured(rows) if self.products else self.token * rows
         attention = self.decode_context * work.decode_context + self.prompt_context * work.prefill_context
-        return max(self.weights, computing) + attention + self.rest
+        return max(self.weights, computing + self.head * samples) + attention + self.rest
+
+    def _measured(self, rows: int) -> float:
+        """Between measurements, and beyond the last two, on a straight line."""
+        place = min(max(bisect_left(self.products, (rows,)), 1), len(self.products) - 1)
+        (fewer, short), (more, long) = self.products[place - 1 : place + 1]
+        return short + (long - short) * (rows - fewer) / (more - fewer)
 
 
 BF16 = SimulatedMachine()
 INT8 = SimulatedMachine(weights=13.7e-3, token=0.9e-3, head=0.35e-3)
+INT8_VNNI = SimulatedMachine(
+    weights=0.0,
+    head=0.0,
+    decode_context=0.5e-6,
+    products=((1, 18.4e-3), (2, 22.1e-3), (8, 26.0e-3), (16, 30.2e-3), (32, 47.1e-3), (128, 0.105), (512, 0.436)),
+)
+"""The same shape on two cores of an Intel server processor, without its tiles."""
+INT8_TILES = INT8_VNNI._replace(
+    products=((1, 18.4e-3), (16, 19.1e-3), (32, 25.5e-3), (64, 32.3e-3), (128, 45.7e-3), (256, 71.4e-3), (512, 0.124))
+)
+"""The same with tiles (AMX): what a kernel of its own took, by the time of one row; attention is computed as before."""
 
 
 class SimulatedRequest(NamedTuple):
-    """A request of `prompt` tokens that asks for `new` ones at `at` seconds."""
+    """A request of `prompt` tokens that asks for `new` ones at `at` seconds; with targets of its own, in seconds."""
 
     at: float
     prompt: int
     new: int
+    target_ttft: float | None = None
+    target_itl: float | None = None
 
 
 @dataclass(slots=True)
@@ -79,7 +100,7 @@ class SimulatedResult:
 
 
 class Simulation:
-    """Runs arrivals to their ends. `watch` sees every plan and the seconds it takes."""
+    """Runs arrivals to their ends. `watch` sees every plan and the seconds it takes. `busy`: seconds of all steps."""
 
     def __init__(
         self,
@@ -87,34 +108,35 @@ class Simulation:
         config: SchedulerConfig,
         watch: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
         seed: int = 0,
+        make_budget: Callable[[SchedulerConfig], PrefillBudget] = PrefillBudget,
     ) -> None:
         self.now = 0.0
+        self.busy = 0.0
         self.steps = 0
         self._machine, self._watch, self._random = machine, watch, Random(seed)
         blocks = config.max_num_seqs * (config.max_model_len // BLOCK_SIZE + 1)
         self._cache = KVCacheManager(blocks, BLOCK_SIZE, prefix_caching=False)
-        self._scheduler = Scheduler(config, self._cache)
-        capacity = Capacity(32_000, config.max_model_len, 1, blocks)
-        self._executor = FakeExecutor(capacity, block_size=BLOCK_SIZE, threaded=False, check_contents=False)
-        self._executor.allocate(blocks)
+        self._scheduler = Scheduler(config, self._cache, make_budget)
         self._decoding: set[int] = set()
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Run steps as an engine does, from which the scheduler learns their cost."""
         self.run([SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS)])
-        self.now, self.steps = 0.0, 0
+        self.now, self.busy, self.steps = 0.0, 0.0, 0
 
     def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
         """The results in the order of arrival."""
-        heard = [SimulatedResult(arrival) for arrival in sorted(arrivals)]
+        heard = [SimulatedResult(arrival) for arrival in sorted(arrivals, key=lambda each: each.at)]
         coming = list(enumerate(heard))[::-1]
         while coming or self._scheduler.has_work:
             while coming and (coming[-1][1].arrival.at <= self.now or not self._scheduler.has_work):
                 key, who = coming.pop()
                 self.now = max(self.now, who.arrival.at)
                 prompt = np.zeros(who.arrival.prompt, np.int32)
-                self._scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=who.arrival.new))
+                _, _, new, ttft, itl = who.arrival
+                request = SequenceRequest(key=key, prompt=prompt, max_tokens=new, target_ttft=ttft, target_itl=itl)
+                self._scheduler.add(request, self.now - who.arrival.at)
             for key in self._step():
                 heard[key].tokens.append(self.now)
         return heard
@@ -125,9 +147,12 @@ class Simulation:
         assert plan is not None
         seconds = self._machine.seconds(self._work(plan), int(plan.samples.sum()))
         seconds *= 1 + self._machine.noise * self._random.random()
-        updates = self._scheduler.apply(self._executor.execute(plan).result(), seconds)
+        rows, ends = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        result = StepResult(plan.step, rows, ends, np.ones_like(rows), np.zeros_like(rows))
+        updates = self._scheduler.apply(result, seconds)
         self._watch(plan, seconds)
         self.now += seconds
+        self.busy += seconds
         self.steps += 1
         return updates.keys
 
@@ -195,13 +220,13 @@ def _median(values: Iterable[float]) -> float:
 
 
 @app.default
-def main(target_step_ms: float | None = None, max_num_batched_tokens: int = 512) -> None:
+def main(target_itl_ms: float | None = None, max_num_batched_tokens: int = 512) -> None:
     """Print a table."""
     table = Table("machine", "target ms", "case", "alone ms", "then ms", "ratio", "long TTFT ms", "tok/s")
     for machine, name in ((BF16, "bf16"), (INT8, "int8")):
-        for target in (0.0, target_step_ms):
+        for target in (0.0, target_itl_ms):
             config = SchedulerConfig(
-                max_model_len=4096, max_num_batched_tokens=max_num_batched_tokens, target_step_ms=target
+                max_model_len=4096, max_num_batched_tokens=max_num_batched_tokens, target_itl_ms=target
             )
             head = name, "auto" if target is None else f"{target:g}"
             for streams in (1, 8, 32):

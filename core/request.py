@@ -53,6 +53,7 @@ MAX_LISTED_TOKENS = 1024
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_STRING_LENGTH = 256
 _MAX_WORDS = 256
+_LONGEST_TARGET = 3_600_000
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -262,19 +263,20 @@ class GuidedDecoding(NamedTuple):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One text generation. `priority` 0 is the most urgent class; `cache_salt` and the tenant part the prefix cache.
 
-    `timeout`: seconds from the arrival to the last token; 0 leaves it to the model. `choice` numbers the answers to one
-    prompt: with the same seed, each has random numbers of its own. `choice_count` answers to each of `prompt_count`
-    prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's name, empty for
-    the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the answer begins with the prompt's
-    text. `return_prompt_ids`: its first chunk has the prompt's token ids. `reads_answer`: reasoning and tool calls are
-    told apart from the text, which has neither. `lenient_limits`: those that the model can't have are no errors:
-    `max_tokens` that don't fit beside the prompt are as many as do, reasoning that there is none of has no budget.
-    `tools`: which of them may be called. `thinking_budget`: tokens of reasoning after which the model is made to end
-    it; None is no limit. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the first ones are never
-    written, the others end the text and stay in it.
+    `timeout`: seconds from the arrival to the last token; 0 leaves it to the model. `target_ttft_ms`, `target_itl_ms`:
+    milliseconds to the first token and between tokens that are wanted; 0 leaves them to the model. `choice` numbers the
+    answers to one prompt: with the same seed, each has random numbers of its own. `choice_count` answers to each of
+    `prompt_count` prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's
+    name, empty for the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the answer begins with
+    the prompt's text. `return_prompt_ids`: its first chunk has the prompt's token ids. `reads_answer`: reasoning and
+    tool calls are told apart from the text, which has neither. `lenient_limits`: those that the model can't have are no
+    errors: `max_tokens` that don't fit beside the prompt are as many as do, reasoning that there is none of has no
+    budget. `tools`: which of them may be called. `thinking_budget`: tokens of reasoning after which the model is made
+    to end it; None is no limit. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the first ones are
+    never written, the others end the text and stay in it.
 
     Raises:
-        InvalidArgument: `priority` is negative, or the request asks for nothing at all.
+        InvalidArgument: `priority` or a target is negative, or the request asks for nothing at all.
     """
 
     id: str
@@ -283,6 +285,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     timeout: float = 0.0
+    target_ttft_ms: float = 0.0
+    target_itl_ms: float = 0.0
     choice: int = 0
     choice_count: int = 1
     prompt_count: int = 1
@@ -299,6 +303,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)
+        for name in ("target_ttft_ms", "target_itl_ms"):
+            _check(name, getattr(self, name), f"from 0 to {_LONGEST_TARGET:,}", lambda v: 0 <= v <= _LONGEST_TARGET)
         for name in ("bad_word_ids", "stop_word_ids"):
             _check(name, getattr(self, name), f"at most {_MAX_WORDS} words", lambda v: len(v) <= _MAX_WORDS)
         if self.prompt_only and not (self.echo or self.wants_prompt_logprobs or self.choice):

@@ -56,7 +56,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     must have. `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
 
     `max_queued_requests`, `max_queued_tokens`: what may wait, prompt tokens in the latter. `default_request_timeout`:
-    seconds a request may take that says nothing else; 0 is no limit.
+    seconds a request may take that says nothing else; 0 is no limit. `target_tenants`: whose requests may have targets
+    of their own, `*` for all.
 
     `data_parallel_size`: engine cores behind the model's name, each with the cache and sequences that are configured
     here, and with `threads` of its own. `replica` numbers them, and `host_memory` is what one may take of the host's
@@ -90,6 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 512
     max_queued_tokens: int = 1_048_576
     default_request_timeout: float = 0.0
+    target_tenants: tuple[str, ...] = ()
     cache: CacheConfig = CacheConfig()
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

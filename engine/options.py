@@ -21,6 +21,7 @@ Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 ReplicaCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
 RankCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Milliseconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=3_600_000)]
 Layers: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(,[0-9]{1,6})*$")]
 Fraction: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -73,8 +74,12 @@ class EngineOptions:
     """Sequences that run at once."""
     max_num_batched_tokens: AtLeastOne | None = None
     """Tokens computed in one step."""
-    target_step_ms: Annotated[float, msgspec.Meta(ge=0, le=60_000)] | None = None
-    """Milliseconds that prompts may make a step; 0 is no limit. Unset: short of twice what decoding alone takes."""
+    target_ttft_ms: Milliseconds | None = None
+    """Milliseconds to the first token that are wanted. Unset: a few seconds, more for long prompts."""
+    target_itl_ms: Annotated[float, msgspec.Meta(ge=0, le=3_600_000)] | None = None
+    """Milliseconds between tokens that are wanted; 0 is no limit. Unset: about twice what decoding alone takes."""
+    target_tenants: str | None = None
+    """Tenants whose requests may bring targets of their own: names apart by commas, or * for all."""
     ahead: Annotated[int, msgspec.Meta(ge=0, le=8)] | None = None
     """Steps scheduled before the last result is there."""
     admission: Literal["optimistic", "no_evict"] | None = None
@@ -122,7 +127,8 @@ _CACHE_FIELDS = {
     "kv_cache_blocks": "blocks",
 }
 _SCHEDULER_FIELDS = {
-    name: name for name in ("max_num_seqs", "max_num_batched_tokens", "target_step_ms", "ahead", "admission")
+    name: name
+    for name in ("max_num_seqs", "max_num_batched_tokens", "target_ttft_ms", "target_itl_ms", "ahead", "admission")
 }
 _PARALLEL_FIELDS = {
     "tensor_parallel_size": "tensor",
@@ -174,6 +180,8 @@ def engine_config(model: str, options: EngineOptions) -> EngineConfig:
     fake = FakeConfig(**_take(given, _FAKE_FIELDS))
     if options.pipeline_layers is not None:
         given["pipeline_layers"] = tuple(map(int, options.pipeline_layers.split(",")))
+    if options.target_tenants is not None:
+        given["target_tenants"] = tuple(name.strip() for name in options.target_tenants.split(","))
     parallel = ParallelConfig(**_take(given, _PARALLEL_FIELDS))
     return EngineConfig(model=model, cache=cache, scheduler=scheduler, parallel=parallel, fake=fake, **given)
 

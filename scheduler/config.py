@@ -11,8 +11,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`ahead`: plans scheduled beyond the oldest unapplied one. `in_flight_per_sequence` None means ahead + 1.
 
     `admission`: "optimistic" admits what fits now and preempts when it must; "no_evict" admits only what fits
-    to its last token. A waiting sequence gains one priority class every `ageing_steps` steps. `target_step_ms`: how
-    long prompts may make a step, see `PrefillBudget`; None goes by what the step takes without them, 0 is no limit.
+    to its last token. A waiting sequence gains one priority class every `ageing_steps` steps. `target_ttft_ms`,
+    `target_itl_ms`: milliseconds to a first token and between tokens that are wanted, of sequences that say nothing
+    else; None leaves them to `PrefillBudget`'s balance. With a `target_itl_ms` of 0 prompts have no bound at all.
 
     Raises:
         InvalidArgument: more sequences than tokens in a step.
@@ -25,7 +26,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_per_sequence: int | None = None
     admission: Literal["optimistic", "no_evict"] = "optimistic"
     ageing_steps: int = 256
-    target_step_ms: float | None = None
+    target_ttft_ms: float | None = None
+    target_itl_ms: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -43,4 +45,4 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rank_step_tokens(self) -> int:
         """Prompt tokens that count as a step of waiting when prompts are ranked: about what one gets in a step."""
-        return self.max_num_batched_tokens if self.target_step_ms == 0 else min(self.max_num_batched_tokens, 16)
+        return self.max_num_batched_tokens if self.target_itl_ms == 0 else min(self.max_num_batched_tokens, 16)

@@ -1,24 +1,47 @@
-"""How much prompt work a step may take on, so that rows that wait for its end do not wait long.
+"""How much prompt work a step may take on: prompts that wait, and rows that wait for the step's end.
 
 Short prompts and long ones have lanes of their own. Knows tokens, and the seconds that steps took; no rows, no blocks,
 no model, no machine and no clock. The same observations give the same numbers.
 """
 
 import math
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-LONG_PROMPT_SLOWDOWN = 1.6
-"""For the sake of long prompts a step may take so many times as long as without them."""
+from .config import SchedulerConfig
 
-LONG_PROMPT_SECONDS = 0.5
+CALM_SLOWDOWN = 2.3
+"""For the sake of prompts that are in time, a step takes up to so many times as long as without them,"""
+
+CALM_STEP_SECONDS = 0.08
+"""but no longer than this,"""
+
+LEAST_SLOWDOWN = 1.6
+"""unless that leaves less than this for prompts: then so many times as long."""
+
+LONG_PROMPT_SECONDS = 0.6
 """A prompt that takes longer to compute is a long one."""
 
-SHORT_PROMPT_STEP_SECONDS = 0.25
+SHORT_PROMPT_STEP_SECONDS = 0.12
 """For the sake of short prompts a step may take so long."""
 
+LONGEST_STEP_SECONDS, LONGEST_SLOWDOWN = 0.25, 4.0
+"""For the sake of prompts that would be late a step may take so long, or so many times as long as without them; for the
+sake of any where no row decodes, or none that waits for its tokens."""
+
 IDLE_STEP_SECONDS = 0.125
-"""A step in which no row decodes may take so long: a request that arrives meanwhile waits for its end."""
+"""A step in which nothing but a long prompt is computed may take so long: a request that arrives meanwhile waits for
+its end."""
+
+PATIENCE_SECONDS, PATIENCE_SLOWDOWN = 5.0, 3.0
+"""Without a target a prompt is late after so many seconds, and so many times its own computation."""
+
+TARGET_PART = 0.93
+"""A target is aimed at with so much of its time: some steps only decode, and times are not known exactly."""
+
+LINE_LENGTH = 32
+"""So many prompts are looked at to see whether they are in time."""
 
 MIN_CHUNK_TOKENS = 4
 """Tokens that a lane's first prompt gets in a step whatever they cost: every prompt gets on."""
@@ -126,12 +149,56 @@ class PrefillLane:
         return _MANY_TOKENS if self._seconds == inf else self._cost.prompt_tokens_within(self._seconds, context)
 
 
-class PrefillBudget:
-    """Lanes for each step. `target_ms`: how long prompts may make a step, long or short; 0 bounds nothing, None goes by
-    what the step costs without them. Nothing is bounded, and no prompt long, until a step was timed."""
+class WaitingPrompt(NamedTuple):
+    """A prompt without a first token yet: it lacks `tokens` after `context`, and has waited `seconds`. `target`: the
+    seconds to its first token that are wanted; None leaves that to the balance."""
 
-    def __init__(self, target_ms: float | None) -> None:
-        self._target = None if target_ms is None else target_ms / 1e3
+    tokens: int
+    context: int
+    seconds: float
+    target: float | None = None
+
+
+class StepDemand(NamedTuple):
+    """What is weighed in a step: its `decoding` rows, and the first prompts of the `line`, at most LINE_LENGTH of them.
+    `itl_target`: seconds that the step may take at most, by the targets of decoding rows; `balanced`: some of them have
+    none. `mixed`: there are long prompts, and the short ones leave them their part."""
+
+    decoding: StepWork
+    line: Sequence[WaitingPrompt] = ()
+    itl_target: float = inf
+    balanced: bool = True
+    mixed: bool = False
+
+
+class StepPace(NamedTuple):
+    """The lanes of one step: seconds that `long` prompts may add to it, and that `all` may."""
+
+    model: StepTimeModel
+    demand: StepDemand
+    long: float = inf
+    all: float = inf
+
+    def short_prompt_lane(self, tokens: int) -> PrefillLane:
+        """The lane of short prompts, with so many tokens at first."""
+        return PrefillLane(self.model, tokens, self.all - self.long / 2 if self.demand.mixed else self.all)
+
+    def long_prompt_lane(self, work: StepWork, tokens: int) -> PrefillLane:
+        """The lane of long prompts, where decoding rows and short prompts are this `work`."""
+        used = self.model.step_seconds(work) - self.model.step_seconds(self.demand.decoding)
+        return PrefillLane(self.model, tokens, min(self.long, self.all - used))
+
+
+class PrefillBudget:
+    """Lanes for each step. Nothing is bounded, and no prompt long, until a step was timed; nor with a `target_itl_ms`
+    of 0.
+
+    A target of the decoding rows is a bound, and all of it is for prompts. Without one the step goes by the line: a few
+    times what it takes without prompts, more as prompts would be late, up to LONGEST_STEP_SECONDS.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._unbounded = config.target_itl_ms == 0
         self._steps_beside_prompts = 0
         self._model = StepTimeModel()
         self._observed: list[tuple[StepWork, float]] = []
@@ -145,36 +212,51 @@ class PrefillBudget:
         return self._model
 
     @property
-    def _bounded(self) -> bool:
-        return self.time_model.calibrated and self._target != 0
+    def bounded(self) -> bool:
+        return not self._unbounded and self.time_model.calibrated
 
     def is_long_prompt(self, tokens: int, context: int) -> bool:
         """Whether a prompt that lacks `tokens` after `context` goes in the lane of long ones."""
-        slow = self._bounded and self._target is None
-        return slow and self.time_model.prompt_seconds(tokens, context) > LONG_PROMPT_SECONDS
+        return self.bounded and self.time_model.prompt_seconds(tokens, context) > LONG_PROMPT_SECONDS
 
     def is_decode_probe(self, decoding: StepWork) -> bool:
         """Whether this step is to tell what `decoding` alone costs."""
-        return bool(decoding.decode_tokens) and self._bounded and self._steps_beside_prompts >= PROBE_STEPS
+        return bool(decoding.decode_tokens) and self.bounded and self._steps_beside_prompts >= PROBE_STEPS
 
-    def short_prompt_lane(self, decoding: StepWork, tokens: int) -> PrefillLane:
-        """The lane for a step of these decoding rows, with `tokens` of its budget left."""
-        seconds = inf
-        if self._bounded:
-            alone = self.time_model.step_seconds(decoding)
-            seconds = (self._target or SHORT_PROMPT_STEP_SECONDS) - alone
-            if self._target is None and decoding.decode_tokens:
-                seconds = max(seconds, (LONG_PROMPT_SLOWDOWN - 1) * alone)
-        return PrefillLane(self.time_model, tokens, seconds)
+    def pace(self, demand: StepDemand) -> StepPace:
+        """The lanes for a step of this demand."""
+        model = self.time_model
+        if not self.bounded:
+            return StepPace(model, demand._replace(mixed=False))
+        alone = model.step_seconds(demand.decoding)
+        longest = max(LONGEST_STEP_SECONDS, LONGEST_SLOWDOWN * alone)
+        if not demand.decoding.decode_tokens:
+            newcomer = max(IDLE_STEP_SECONDS, LONGEST_SLOWDOWN * alone)
+            return StepPace(model, demand, (longest if len(demand.line) > 1 else newcomer) - alone, longest - alone)
+        bound = (demand.itl_target if demand.itl_target < inf else longest) - alone
+        if not demand.balanced:
+            return StepPace(model, demand, bound, bound)
+        calm = max(min(CALM_SLOWDOWN * alone, CALM_STEP_SECONDS), LEAST_SLOWDOWN * alone) - alone
+        crowded = len(demand.line) > demand.decoding.decode_tokens
+        share = 1.0 if crowded else self._needed_share(demand.line)
+        needed = alone * share / (1 - share) if share < 1 else inf
+        long = min(max(calm, min(needed, longest - alone)), bound)
+        return StepPace(model, demand, long, min(max(long, SHORT_PROMPT_STEP_SECONDS - alone), bound))
 
-    def long_prompt_lane(self, decoding: StepWork, short: StepWork, tokens: int) -> PrefillLane:
-        """The lane for the same step, in which short prompts take what `short` says."""
-        seconds = inf
-        if self._bounded:
-            others = decoding if decoding.decode_tokens else short
-            alone, idle = self.time_model.step_seconds(others), not (others.decode_tokens or others.prefill_tokens)
-            seconds = IDLE_STEP_SECONDS - alone if idle else (LONG_PROMPT_SLOWDOWN - 1) * alone
-        return PrefillLane(self.time_model, tokens, seconds)
+    def _needed_share(self, line: Sequence[WaitingPrompt]) -> float:
+        """The share of all time that prompts need, so that none of the line is late; 1 where one will be anyway."""
+        if len(line) < 2 and all(prompt.target is None for prompt in line):
+            return 0.0  # nothing waits for it
+        model, due = self.time_model, list[tuple[float, float]]()
+        for tokens, context, waited, target in line:
+            patience = PATIENCE_SECONDS + PATIENCE_SLOWDOWN * model.prompt_seconds(context + tokens, 0)
+            wanted = patience if target is None else TARGET_PART * target
+            due.append((wanted - waited, model.prompt_seconds(tokens, context)))
+        work = share = 0.0
+        for left, seconds in sorted(due):
+            work += seconds
+            share = max(share, work / left if left > work else 1.0)
+        return share
 
     def note_launched(self, work: StepWork) -> None:
         self._steps_beside_prompts = self._steps_beside_prompts + 1 if work.decode_tokens and work.prefill_tokens else 0

@@ -60,7 +60,8 @@ class RunningSet:
     result was not what later plans built on; these rows are not scheduled until those plans are back. `releasing`: the
     sequence ended or was preempted; plans in flight still have it. `capped`: rows with a lower `max_in_flight` than the
     others. `scoring`: rows that want log-probabilities of their prompts. `guided`: the key of each row whose tokens the
-    host follows; `given`: (row, position, token) that it went on with and the executor has not been told of. Each is
+    host follows; `given`: (row, position, token) that it went on with and the executor has not been told of.
+    `itl_targets`: seconds between tokens that a row wants, of rows that say so. Each is
     empty in most steps, which then touch none of it. Nor do they look for rows whose last token came while at least
     `min_remaining` tokens are still to come to every running row.
 
@@ -95,6 +96,7 @@ class RunningSet:
         self.capped, self.scoring = set[int](), set[int]()
         self.guided: dict[int, int] = {}
         self.given: list[tuple[int, int, int]] = []
+        self.itl_targets: dict[int, float] = {}
         self.min_remaining = UNLIMITED
         self.blocked: tuple[Sequence | None, int] = None, 0
         self._free = list(range(size))  # a heap
@@ -144,6 +146,8 @@ class RunningSet:
             self.scoring.add(row)
         if request.guided:
             self.guided[row] = request.key
+        if sequence.target_itl is not None:
+            self.itl_targets[row] = sequence.target_itl
         self.min_remaining = min(self.min_remaining, sequence.token_limit - sequence.known)
         if not sequence.admitted:
             sequence.admitted = True
@@ -172,6 +176,7 @@ class RunningSet:
             self.capped.discard(row)
             self.scoring.discard(row)
             self.guided.pop(row, None)
+            self.itl_targets.pop(row, None)
             heappush(self._free, row)
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
@@ -214,6 +219,7 @@ class RunningSet:
         assert sorted([*np.flatnonzero(self.running).tolist(), *self.releasing]) == occupied
         assert self.prefilling <= self.sequences.keys() - self.releasing - self.awaiting_results
         assert self.guided == {row: self.keys[row] for row in occupied if self.sequences[row].request.guided}
+        assert self.itl_targets.keys() <= self.sequences.keys()
         assert {row for row, _, _ in self.given} <= self.guided.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}
         in_flight, pending = self.steps_in_flight(), _counter(self.size)

@@ -2,10 +2,10 @@
 
 A sequence has known tokens and computed tokens. A step computes some of the difference for some sequences; prompt
 chunks, prefix hits, resuming after preemption and speculation are all this one case. Knows nothing of torch, ranks,
-clocks or text: time is counted in steps, and the seconds that a step took are told by the caller.
+clocks or text: time is counted in steps, and in the seconds that steps took, which the caller tells.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 
 import numpy as np
@@ -32,23 +32,31 @@ class Scheduler:
     """Turns sequences into step plans and their results into updates; called by one thread.
 
     `schedule()` may be called again before the last plan's result is applied, up to `ahead` plans beyond the oldest
-    unapplied one; results are applied in the order of the plans.
+    unapplied one; results are applied in the order of the plans. `make_budget`: another policy for prompts, to be
+    compared with.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        make_budget: Callable[[SchedulerConfig], PrefillBudget] = PrefillBudget,
+    ) -> None:
         self.config = config
         self._cache = cache
         self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
-        self._prefill = PrefillBudget(config.target_step_ms)
-        self._waiting = WaitingQueue(self._fairness, self._has_long_prompt)
+        self._make_budget = make_budget
+        self._prefill = make_budget(config)
+        self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
         self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight)
         self._live: dict[int, Sequence] = {}
         self._step = 0
         self._arrivals = 0
+        self._elapsed = 0.0  # seconds of all steps so far
 
-    def _has_long_prompt(self, sequence: Sequence) -> bool:
-        shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
-        return self._prefill.is_long_prompt(sequence.known - shared, shared)
+    def _measure_prompt(self, sequence: Sequence) -> None:
+        sequence.shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
+        sequence.long_prompt = self._prefill.is_long_prompt(sequence.known - sequence.shared, sequence.shared)
 
     @property
     def totals(self) -> SchedulerTotals:
@@ -60,7 +68,7 @@ class Scheduler:
 
     def reset_step_times(self) -> None:
         """Forget the times of steps so far: they say nothing of those to come."""
-        self._prefill = PrefillBudget(self.config.target_step_ms)
+        self._prefill = self._make_budget(self.config)
 
     @property
     def running(self) -> int:
@@ -81,8 +89,8 @@ class Scheduler:
         """Whether a sequence runs or waits, or a plan is in flight. If none is, `schedule()` then returns a plan."""
         return bool(self.running or self.waiting or self.in_flight)
 
-    def add(self, request: SequenceRequest) -> None:
-        """Put a sequence into the waiting queue.
+    def add(self, request: SequenceRequest, waited: float = 0.0) -> None:
+        """Put a sequence into the waiting queue; it has `waited` so many seconds before.
 
         Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its prompt
         may need: a short prompt overtakes a long one, and no sequence is overtaken forever, since ranks stand still
@@ -98,7 +106,18 @@ class Scheduler:
         seniority = self._step + priority * self.config.ageing_steps
         rank = seniority + len(request.prompt) // self.config.rank_step_tokens
         slot = self._fairness.slot_of(request.tenant, request.weight)
-        sequence = Sequence(request, self._arrivals, seniority, rank, list(request.hashes), slot)
+        ttft, itl = request.target_ttft, request.target_itl
+        sequence = Sequence(
+            request,
+            self._arrivals,
+            seniority,
+            rank,
+            list(request.hashes),
+            slot,
+            arrived_at=self._elapsed - waited,
+            target_ttft=_seconds(self.config.target_ttft_ms) if ttft is None else ttft,
+            target_itl=_seconds(self.config.target_itl_ms) if itl is None else itl,
+        )
         self._fairness.sequence_arrived(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
@@ -125,7 +144,7 @@ class Scheduler:
         """Plan the next step. None: nothing can run now, or `ahead` plans are already under way."""
         if self.in_flight > self.config.ahead:
             return None
-        packed = StepPacker(self.config, self._rows, self._fairness, self._prefill, self._step).pack()
+        packed = StepPacker(self.config, self._rows, self._fairness, self._prefill, self._step, self._elapsed).pack()
         if packed is None:
             return None
         plan, flight = packed
@@ -154,6 +173,7 @@ class Scheduler:
         flight = rows.in_flight.popleft()
         if seconds:
             self._prefill.observe_step(flight.work, seconds)
+            self._elapsed += seconds
         ending = frozenset(row for row, each in guided.items() if each.ends)
         updates = _process_result(rows, flight, _continued(result, guided) if guided else result, ending)
         for row, each in guided.items():
@@ -200,6 +220,10 @@ class Scheduler:
         placed = [sequence.request.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
         assert sorted(waiting + placed) == sorted(self._live), "a live sequence neither waits nor has a row, or both"
         assert len(self._waiting) == len(waiting)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _continued(result: StepResult, guided: Mapping[int, Continuation]) -> StepResult:

@@ -19,6 +19,8 @@ class SequenceRequest:
     is the share of `tenant` beside others of a class. `extras` are those the hashes were made with: generated blocks
     need them. `max_in_flight`: steps in flight that may have the sequence at once; 0 is no limit of its own, 1 is for
     a sequence whose next token depends on what the host makes of the last one. `guided`: the host does that.
+    `target_ttft`, `target_itl`: seconds to its first token and between tokens that are wanted, `inf` where nobody
+    waits; None leaves them to the scheduler.
     """
 
     key: int
@@ -33,6 +35,8 @@ class SequenceRequest:
     extras: tuple[str, ...] = ()
     max_in_flight: int = 0
     guided: bool = False
+    target_ttft: float | None = None
+    target_itl: float | None = None
 
     def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
         """Raises `InvalidArgument` where the sequence could never run, whatever else runs: the model's length or the
@@ -57,7 +61,9 @@ class Sequence:
 
     `arrival_number` counts arrivals and breaks ties. `seniority`: the step it arrived in, later by `ageing_steps` for
     each class below the most urgent one. `rank`: its place in the waiting queue, see `Scheduler.add`. `row`: the one it
-    holds, if any. `awaited_hash`: the block it is parked for. `long_prompt`: see `PrefillBudget`.
+    holds, if any. `awaited_hash`: the block it is parked for. `arrived_at`: when, by the scheduler's clock.
+    `target_ttft`, `target_itl`: the request's, or what all have that say nothing. `shared`: tokens that the cache had
+    of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
 
@@ -67,6 +73,10 @@ class Sequence:
     rank: int
     hashes: list[bytes]
     tenant_slot: int = 0
+    arrived_at: float = 0.0
+    target_ttft: float | None = None
+    target_itl: float | None = None
+    shared: int = 0
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
     awaited_hash: bytes | None = None

@@ -4,7 +4,8 @@ Half-computed and waiting prompts are treated alike. Short ones go first, and lo
 short ones cannot take: neither is stuck behind the other. Knows no results, and no time but `PrefillBudget`'s.
 """
 
-from itertools import compress
+from itertools import chain, compress, islice
+from math import inf
 from operator import mul
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from .config import SchedulerConfig
 from .plan import NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
-from .prefill_budget import PrefillBudget, PrefillLane, StepWork
+from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
 from .waiting_queue import Fairness, queue_order
@@ -40,7 +41,7 @@ class PendingPrefill(NamedTuple):
 
 
 class StepPacker:
-    """Step number `step` in the making; admits and preempts as it must.
+    """Step number `step` in the making, at `clock` seconds; admits and preempts as it must.
 
     `counts` [rows]: tokens each row computes in this step, 0 for those outside. `budget_left`: tokens not spent.
     `work`: everything it computes so far. `appended`: (row, block) pairs that the executor has not been told of.
@@ -49,9 +50,16 @@ class StepPacker:
     """
 
     def __init__(
-        self, config: SchedulerConfig, rows: RunningSet, fairness: Fairness, prefill: PrefillBudget, step: int
+        self,
+        config: SchedulerConfig,
+        rows: RunningSet,
+        fairness: Fairness,
+        prefill: PrefillBudget,
+        step: int,
+        clock: float,
     ) -> None:
-        self._config, self._rows, self._fairness, self._prefill, self._step = config, rows, fairness, prefill, step
+        self._config, self._rows, self._fairness, self._prefill = config, rows, fairness, prefill
+        self._step, self._clock = step, clock
         self._cache, self._waiting = rows.cache, rows.waiting
         # Of decoding rows at first. The last token of all is never computed: nothing follows it.
         self._counts = np.maximum(np.minimum(rows.expected, rows.decode_limit), rows.scheduled) - rows.scheduled
@@ -161,15 +169,32 @@ class StepPacker:
         """Spend the rest of the budget on prompts, short ones first; but half of it is for long ones, if there are any
         and they can use it."""
         short, long = self._half_computed()
-        decoding, budget = self._work, self._budget_left
-        if not long and self._waiting.peek(self._step, long=True) is None:
-            self._fill(self._prefill.short_prompt_lane(decoding, budget), short, long=False)
+        budget, mixed = self._budget_left, bool(long) or self._waiting.peek(self._step, long=True) is not None
+        pace = self._prefill.pace(self._demand([*short, *long], mixed))
+        if not mixed:
+            self._fill(pace.short_prompt_lane(budget), short, long=False)
             return
-        lane = self._prefill.short_prompt_lane(decoding, (budget + self._step % 2) // 2)
+        lane = pace.short_prompt_lane((budget + self._step % 2) // 2)
         self._fill(lane, short, long=False)
-        self._fill(self._prefill.long_prompt_lane(decoding, self._work, self._budget_left), long, long=True)
+        self._fill(pace.long_prompt_lane(self._work, self._budget_left), long, long=True)
         lane.tokens = self._budget_left
         self._fill(lane, short, long=False)
+
+    def _demand(self, half_computed: list[PendingPrefill], mixed: bool) -> StepDemand:
+        """The decoding rows of the step and the prompts that wait for their first token."""
+        rows, line = self._rows, list[WaitingPrompt]()
+        pending = ((each.sequence, int(rows.scheduled[each.row])) for each in half_computed)
+        waiting = ((sequence, sequence.shared) for sequence in self._waiting.first(LINE_LENGTH))
+        for sequence, computed in islice(chain(pending, waiting), LINE_LENGTH):
+            target = sequence.target_ttft
+            if target != inf and not sequence.outputs:
+                waited = self._clock - sequence.arrived_at
+                line.append(WaitingPrompt(sequence.known - computed, computed, waited, target))
+        if not rows.itl_targets:
+            return StepDemand(self._work, line, mixed=mixed)
+        targets = [rows.itl_targets.get(row) for row in self._counts.nonzero()[0].tolist()]
+        wanted = [target for target in targets if target is not None]
+        return StepDemand(self._work, line, min(wanted, default=inf), len(wanted) < len(targets), mixed)
 
     def _half_computed(self) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
         """Prefilling rows, those of short prompts and those of long ones; the next one to go on is the last."""

@@ -122,12 +122,12 @@ _Lane: TypeAlias = dict[int, list[Sequence]]
 
 class WaitingQueue:
     """A tenant's sequences by rank, then arrival; `Fairness` knows which tenant is next. Sequences whose prompt is
-    long when they are enqueued, by `is_long`, stand in a lane of their own. Parked ones are left out until the block
-    they wait for is settled."""
+    long when they are enqueued, which `measure` notes in them, stand in a lane of their own. Parked ones are left out
+    until the block they wait for is settled."""
 
-    def __init__(self, fairness: Fairness, is_long: Callable[[Sequence], bool] = lambda _: False) -> None:
+    def __init__(self, fairness: Fairness, measure: Callable[[Sequence], None] = lambda _: None) -> None:
         self._fairness = fairness
-        self._is_long = is_long
+        self._measure = measure
         self._lanes: tuple[_Lane, _Lane] = {}, {}
         self._num_enqueued = 0
         self._num_admitted = 0
@@ -169,8 +169,14 @@ class WaitingQueue:
         heads = [lane[slot][0] for lane in lanes for slot in slots if slot in lane]
         return min(heads, key=queue_order)
 
+    def first(self, most: int) -> list[Sequence]:
+        """The first sequences of every line that is not parked: as many of each, `most` in all."""
+        lines = [line for lane in self._lanes for line in lane.values()][:most]
+        each = -(-most // max(len(lines), 1))
+        return [sequence for line in lines for sequence in line[:each]][:most]
+
     def enqueue(self, sequence: Sequence) -> None:
-        sequence.long_prompt = self._is_long(sequence)
+        self._measure(sequence)
         line = self._lanes[sequence.long_prompt].setdefault(sequence.tenant_slot, [])
         insort(line, sequence, key=queue_order)
         self._num_enqueued += 1

@@ -210,6 +210,8 @@ def _parsed(
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",
             timeout=timeout,
+            target_ttft_ms=fields.target_ttft_ms or 0.0,
+            target_itl_ms=fields.target_itl_ms or 0.0,
             adapter=fields.lora_name or "",
             guided_decoding=guided_decoding,
             choice=choice,

@@ -73,6 +73,8 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
+    target_ttft_ms: float | None = None
+    target_itl_ms: float | None = None
     n: int | None = None
     stop: StringOrList = None
     bad_words: StringOrList = None

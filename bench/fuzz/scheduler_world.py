@@ -50,7 +50,8 @@ class SchedulerWorld:
                 in_flight_per_sequence=random.choice((None, None, 1)),
                 admission=random.choice(("optimistic", "optimistic", "no_evict")),
                 ageing_steps=random.choice((1, 4, 16)),
-                target_step_ms=random.choice((None, None, 0, 50)),
+                target_ttft_ms=random.choice((None, None, 100)),
+                target_itl_ms=random.choice((None, None, 0, 50)),
             ),
         )
 

@@ -27,10 +27,12 @@ IDLE_SECONDS = 1.0
 
 
 class NewRequest(NamedTuple):
-    """A sequence to run, its deadline by the inbox's clock, None for no limit, and its guide, if it has one."""
+    """A sequence to run; its deadline by the inbox's clock, None for no limit, and its arrival by the same; and its
+    guide, if it has one."""
 
     request: SequenceRequest
     deadline: float | None
+    arrived: float
     guide: SequenceGuide | None = None
 
 
@@ -63,7 +65,8 @@ class Inbox:
                     self._compiling.difference_update(message.keys)
             self._queue.put(message)
             return
-        deadline = self._clock() + message.timeout if message.timeout > 0 else None
+        arrived = self._clock()
+        deadline = arrived + message.timeout if message.timeout > 0 else None
         prompt = np.array(message.prompt, dtype=np.int32)
         extras = (message.adapter, message.tenant, message.salt)
         guided = message.max_tokens > 0 and (message.guide is not None or _thinking(message) is not None)
@@ -80,8 +83,10 @@ class Inbox:
             extras=extras,
             max_in_flight=1 if guided else 0,
             guided=guided,
+            target_ttft=message.target_ttft,
+            target_itl=message.target_itl,
         )
-        new = NewRequest(request, deadline)
+        new = NewRequest(request, deadline, arrived)
         if message.guide is None or not guided:
             self._queue.put(new._replace(guide=_guide(message, None)) if guided else new)
         elif self._grammars is None:

@@ -16,10 +16,11 @@ from ...scheduler.sequence import GREEDY
 class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
     """A new sequence. `key` is unique among the live ones and not negative.
 
-    The frontend has checked that the `prompt`'s token ids are in the vocabulary. `stop_token_ids` end the sequence,
-    the model's eos included (unless ignored). Prompt and `max_tokens` together must fit the model's length. `weight`:
-    the tenant's share. `timeout`: seconds left to it; 0 is no limit. `guide` and `adapter`: as in `GenerateRequest`.
-    `thinking`: after this many new tokens, unless they end in it before, the sequence goes on with `thinking_end`.
+    The frontend has checked that the `prompt`'s token ids are in the vocabulary. `stop_token_ids` end the sequence, the
+    model's eos included (unless ignored). Prompt and `max_tokens` together must fit the model's length. `weight`: the
+    tenant's share. `timeout`: seconds left to it; 0 is no limit. `target_ttft`, `target_itl`: as in `SequenceRequest`.
+    `guide` and `adapter`: as in `GenerateRequest`. `thinking`: after this many new tokens, unless they end in it
+    before, the sequence goes on with `thinking_end`.
     """
 
     key: int
@@ -34,6 +35,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     guide: GuidedDecoding | None = None
     weight: float = 1.0
     timeout: float = 0.0
+    target_ttft: float | None = None
+    target_itl: float | None = None
     thinking: int | None = None
     thinking_end: list[int] = []
 

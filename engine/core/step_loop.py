@@ -150,9 +150,9 @@ class EngineCore:
             self._integrity_checked = True
         for item in items:
             match item:
-                case NewRequest(request, deadline, guide):
+                case NewRequest(request, deadline, arrived, guide):
                     try:
-                        self._scheduler.add(request)
+                        self._scheduler.add(request, self._clock() - arrived)
                         if guide is not None:
                             self._guides.add(request.key, guide)
                         if deadline is not None:

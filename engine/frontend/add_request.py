@@ -5,6 +5,7 @@ Knows nothing of sockets and text.
 
 import secrets
 from collections.abc import Sequence
+from math import inf
 
 from ...core.errors import InvalidArgument
 from ...core.request import Conversation, GenerateRequest, SamplingParams
@@ -72,7 +73,14 @@ def build_add_request(
         guide=request.guided_decoding,
         weight=context.tenant_weight,
         timeout=request.timeout or (_NO_TIMEOUT if context.background else 0.0),
+        target_ttft=_target(request.target_ttft_ms, context),
+        target_itl=_target(request.target_itl_ms, context),
     )
+
+
+def _target(milliseconds: float, context: RequestContext) -> float | None:
+    """Seconds; infinitely many where no client waits."""
+    return inf if context.background else milliseconds / 1e3 or None
 
 
 def _logits_params(

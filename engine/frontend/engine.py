@@ -18,6 +18,9 @@ from .admission import QueueTicket
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
+ANY_TENANT = "*"
+"""In place of tenants' names: all of them."""
+
 _LOWEST_CLASS = 9
 """Classes of less urgency count as this one: requests name their class, and every name would be a series forever."""
 
@@ -87,7 +90,8 @@ class EngineSpec:
     satisfy and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's.
     `tokenizer`: another directory or hub id to read the tokenizer from. `parsers`: how the model writes calls
     of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them. `most_in_background`:
-    sequences at a time of requests that no client waits for."""
+    sequences at a time of requests that no client waits for. `target_tenants`: those whose requests may have targets of
+    their own, `*` for all."""
 
     backend: str
     checkpoint: str
@@ -98,14 +102,22 @@ class EngineSpec:
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
     checks_guides: bool = False
     most_in_background: int = 32
+    target_tenants: frozenset[str] = frozenset()
 
-    def check_request(self, request: GenerateRequest) -> None:
-        """Raises `InvalidArgument` for a parameter that this engine cannot satisfy; `field` names it."""
+    def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
+        """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names
+        it."""
         for name, parameter in {"adapter": "lora_name", "wants_prompt_logprobs": "prompt_logprobs"}.items():
             if getattr(request, name):
                 self._check(name, parameter)
         if request.thinking_budget is not None and not request.lenient_limits:
             self._check("thinking_budget", "thinking_token_budget")
+        for name in ("target_ttft_ms", "target_itl_ms"):
+            if getattr(request, name):
+                self._check("targets", name)
+                if not self.target_tenants & {tenant, ANY_TENANT}:
+                    message = f"parameter '{name}' is not for this client; --target-tenants says for which it is"
+                    raise InvalidArgument(message, field=name)
         self.check_guide(request.guided_decoding)
 
     def check_guide(self, guide: GuidedDecoding | None) -> None:

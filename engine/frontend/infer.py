@@ -162,6 +162,8 @@ def parse_infer_request(
         priority=options.priority,
         cache_salt=options.cache_salt,
         timeout=options.timeout / 1e6,
+        target_ttft_ms=options.target_ttft_ms,
+        target_itl_ms=options.target_itl_ms,
         choice_count=options.n,
         adapter=options.lora_name,
         guided_decoding=options.guide,

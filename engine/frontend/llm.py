@@ -69,7 +69,7 @@ class TokenizerBundle:
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
-    capabilities = frozenset({"guided_decoding", "thinking_budget", "wants_prompt_logprobs"})
+    capabilities = frozenset({"guided_decoding", "targets", "thinking_budget", "wants_prompt_logprobs"})
     connect = partial(EngineClient, config)
     limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
     return EngineSpec(
@@ -82,6 +82,7 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         AnswerParsers(config.tool_call_parser, config.reasoning_parser),
         checks_guides=True,
         most_in_background=most_in_background(rows * config.data_parallel_size, limits),
+        target_tenants=frozenset(config.target_tenants),
     )
 
 
@@ -200,7 +201,7 @@ class LlmModel:
         with open_sequence(self._metrics, request, context) as stats:
             bundle, info = self._bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
-            self._spec.check_request(request)
+            self._spec.check_request(request, context.tenant)
             with self._admit(request, context) as ticket:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(info.max_model_len), kept=kept)

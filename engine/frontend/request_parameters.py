@@ -40,6 +40,8 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     timeout: Microseconds = 0
+    target_ttft_ms: float = 0.0
+    target_itl_ms: float = 0.0
     lora_name: str = ""
     guided_decoding_guide_type: GuidedDecodingKind | None = None
     guided_decoding_guide: str = ""

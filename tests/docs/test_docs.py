@@ -100,7 +100,7 @@ def engine_default(option: str) -> Any:
     """What the engine's configuration says at the place that the option changes."""
     plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
     untouched = dict(leaves(engine_config("m", EngineOptions(**plain))))
-    another = cast(Any, "99" if option == "pipeline_layers" else 99)
+    another = cast(Any, "99" if option in {"pipeline_layers", "target_tenants"} else 99)
     touched = dict(leaves(engine_config("m", EngineOptions(**plain | {option: another}))))
     [place] = [place for place in untouched if touched[place] != untouched[place]]
     return untouched[place]

@@ -30,7 +30,9 @@ ALL = {
     "default_request_timeout": "2.5",
     "max_num_seqs": "3",
     "max_num_batched_tokens": "64",
-    "target_step_ms": "40",
+    "target_ttft_ms": "800",
+    "target_itl_ms": "40",
+    "target_tenants": "alpha, beta",
     "ahead": "1",
     "admission": "no_evict",
     "block_size": "8",
@@ -74,11 +76,17 @@ def test_every_name_arrives() -> None:
         max_queued_requests=9,
         max_queued_tokens=5000,
         default_request_timeout=2.5,
+        target_tenants=("alpha", "beta"),
         cache=CacheConfig(
             block_size=8, dtype="int8", memory_fraction=0.25, bytes=1_000_000, blocks=77, prefix_caching=False
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=3, max_num_batched_tokens=64, target_step_ms=40, ahead=1, admission="no_evict"
+            max_num_seqs=3,
+            max_num_batched_tokens=64,
+            target_ttft_ms=800,
+            target_itl_ms=40,
+            ahead=1,
+            admission="no_evict",
         ),
         fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5),
     )

@@ -1,5 +1,6 @@
 """Nobody waits long: running streams for a prompt, a short prompt for long ones. On a clock of the simulation's own."""
 
+from math import inf
 from random import Random
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from charonia.bench.scheduler_latency import (
     BF16,
     INT8,
+    INT8_VNNI,
     SimulatedMachine,
     SimulatedRequest,
     Simulation,
@@ -18,30 +20,33 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.prefill_budget import (
     IDLE_STEP_SECONDS,
+    LONGEST_STEP_SECONDS,
     MIN_CHUNK_TOKENS,
     PrefillBudget,
+    StepDemand,
     StepTimeModel,
     StepWork,
+    WaitingPrompt,
 )
 
 PACED = SchedulerConfig(max_model_len=4096)
-UNBOUNDED = SchedulerConfig(max_model_len=4096, target_step_ms=0)
+UNBOUNDED = SchedulerConfig(max_model_len=4096, target_itl_ms=0)
 MACHINES = pytest.mark.parametrize("machine", [BF16, INT8])
 
 
 @MACHINES
 @pytest.mark.parametrize("streams", [1, 8])
 def test_a_long_prompt_does_not_freeze_running_streams(machine: SimulatedMachine, streams: int) -> None:
-    """At most twice the median without it at the 99th percentile; and it is done within three times as long as if
-    nothing ran beside it."""
+    """At most 2.5 times the median without it at the 99th percentile; and it is done within twice as long as if nothing
+    ran beside it."""
     paced, unbounded = stall(machine, PACED, streams), stall(machine, UNBOUNDED, streams)
-    assert paced.beside <= 2 * paced.alone < unbounded.beside / 5
-    assert paced.ttft <= 3 * unbounded.ttft
+    assert paced.beside <= 2.5 * paced.alone < unbounded.beside / 4
+    assert paced.ttft <= 2 * unbounded.ttft
 
 
 def test_noise_does_not_freeze_them_either() -> None:
     noisy = stall(BF16._replace(noise=0.2), PACED, 4)
-    assert noisy.beside <= 2 * noisy.alone
+    assert noisy.beside <= 2.6 * noisy.alone
 
 
 @MACHINES
@@ -53,7 +58,7 @@ def test_short_prompts_hardly_wait_for_long_ones(machine: SimulatedMachine) -> N
 
 @MACHINES
 def test_many_short_prompts_at_once_are_not_slowed_down(machine: SimulatedMachine) -> None:
-    assert burst(machine, PACED, 16) >= 0.97 * burst(machine, UNBOUNDED, 16)
+    assert burst(machine, PACED, 16) >= 0.94 * burst(machine, UNBOUNDED, 16)
 
 
 def steps(
@@ -67,7 +72,7 @@ def steps(
 
 
 def test_an_absolute_target_bounds_a_step() -> None:
-    config = SchedulerConfig(max_model_len=4096, target_step_ms=80)
+    config = SchedulerConfig(max_model_len=4096, target_itl_ms=80)
     ran = steps(BF16, config, [SimulatedRequest(0.0, 16, 200), SimulatedRequest(1.0, 1500, 1)])
     beside = [seconds for plan, seconds in ran if len(plan.rows) == 2]
     assert max(beside) <= 0.080 * 1.25, "what a warm-up teaches"
@@ -76,7 +81,7 @@ def test_an_absolute_target_bounds_a_step() -> None:
 
 
 def test_a_prompt_gets_on_whatever_it_costs() -> None:
-    config = SchedulerConfig(max_model_len=4096, target_step_ms=1)
+    config = SchedulerConfig(max_model_len=4096, target_itl_ms=1)
     ran = steps(BF16, config, [SimulatedRequest(0.0, 16, 200), SimulatedRequest(1.0, 400, 1)])
     chunks = [int(plan.counts.max()) for plan, _ in ran if len(plan.rows) == 2]
     assert set(chunks) == {MIN_CHUNK_TOKENS}
@@ -106,7 +111,7 @@ def test_now_and_then_a_step_only_decodes_to_tell_the_costs_apart() -> None:
 
 def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
     """However many steps were observed since, and each once, in turn."""
-    together, one_by_one, random = PrefillBudget(None), StepTimeModel(), Random(0)
+    together, one_by_one, random = PrefillBudget(SchedulerConfig()), StepTimeModel(), Random(0)
     for step in range(100):
         work, seconds = StepWork(1 + step % 7, 100 * step, step % 3, step), 0.01 * random.uniform(0.5, 2)
         together.observe_step(work, seconds)
@@ -114,3 +119,69 @@ def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
         if step % 37 == 0:
             assert together.time_model.step_seconds(work) == one_by_one.step_seconds(work)
     assert together.time_model.step_seconds(StepWork(5, 500)) == one_by_one.step_seconds(StepWork(5, 500))
+
+
+def gaps_beside(config: SchedulerConfig, streams: list[SimulatedRequest], late: list[SimulatedRequest]) -> float:
+    """The longest gap of the first stream from the second request on."""
+    heard = Simulation(INT8, config).run([*streams, *late])
+    return max(heard[0].gaps(late[0].at, heard[-1].tokens[0]))
+
+
+STREAMS = [SimulatedRequest(0.0, 64, 400) for _ in range(4)]
+
+
+def test_a_step_is_longer_where_more_prompts_wait_than_streams_run() -> None:
+    alone = gaps_beside(PACED, STREAMS, [SimulatedRequest(2.0, 2048, 1)])
+    crowd = gaps_beside(PACED, STREAMS, [SimulatedRequest(2.0, 2048, 1)] * 5)
+    assert 2 * alone < crowd <= LONGEST_STEP_SECONDS * 1.4, "what a warm-up teaches"
+
+
+def test_a_step_is_longer_when_one_of_several_prompts_would_be_late() -> None:
+    """As many as streams run; the last ones have no time left for the calm pace."""
+    late = [SimulatedRequest(2.0, 2048, 1)] * 8
+    calm, hurried = (gaps_beside(PACED, STREAMS * 2, late[:count]) for count in (2, 8))
+    assert hurried > 2 * calm
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_target_for_the_first_token_is_kept_where_the_balance_would_not(own: bool) -> None:
+    config = PACED if own else SchedulerConfig(max_model_len=4096, target_ttft_ms=2800)
+    late = SimulatedRequest(2.0, 2048, 1)
+    hurried = late._replace(target_ttft=2.8) if own else late
+    *_, balanced = Simulation(INT8_VNNI, PACED).run([*STREAMS, late])
+    *_, kept = Simulation(INT8_VNNI, config).run([*STREAMS, hurried])
+    assert kept.ttft <= 2.8 < balanced.ttft
+
+
+def test_a_streams_own_target_binds_the_steps_that_it_is_in_and_no_others() -> None:
+    exacting = STREAMS[0]._replace(new=60, target_itl=0.03)
+    heard = Simulation(INT8, PACED).run([exacting, *STREAMS[1:], SimulatedRequest(1.0, 2048, 1)])
+    assert max(heard[0].gaps(1.0, 10.0)) <= 0.03 * 1.1
+    assert max(heard[1].gaps(heard[0].tokens[-1], 10.0)) > 0.03 * 1.1
+
+
+def test_a_prompt_that_nobody_waits_for_does_not_hurry_the_line() -> None:
+    waiting = [SimulatedRequest(2.0, 2048, 1)] * 5
+    background = [each._replace(target_ttft=inf, target_itl=inf) for each in waiting]
+    assert gaps_beside(PACED, STREAMS, background) < gaps_beside(PACED, STREAMS, waiting) / 2
+
+
+def test_streams_that_nobody_waits_for_are_not_spared() -> None:
+    background = [each._replace(target_itl=inf) for each in STREAMS]
+    late = [SimulatedRequest(2.0, 2048, 1)]
+    assert gaps_beside(PACED, background, late) > 2 * gaps_beside(PACED, STREAMS, late)
+
+
+def test_time_before_the_scheduler_was_told_counts_as_waiting() -> None:
+    budget = PrefillBudget(PACED)
+    budget.observe_step(StepWork(4, 400), 0.02)
+    fresh, old = WaitingPrompt(200, 0, 0.0), WaitingPrompt(200, 0, 60.0)
+    work = StepWork(4, 400)
+    assert budget.pace(StepDemand(work, [fresh, old])).long > budget.pace(StepDemand(work, [fresh, fresh])).long
+
+
+def test_a_slow_machine_reads_its_weights_for_more_than_a_few_tokens() -> None:
+    """A step that takes half a second by itself has room for prompts all the same."""
+    slow = SimulatedMachine(weights=0.5, token=0.02)
+    ran = steps(slow, PACED, [SimulatedRequest(0.0, 1024, 1)])
+    assert len(ran) <= 1024 // 50

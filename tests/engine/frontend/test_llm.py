@@ -2,17 +2,20 @@
 
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from charonia.core.errors import NotFound, Unavailable
+from charonia.core.errors import InvalidArgument, NotFound, Unavailable
 from charonia.core.request import GenerateRequest, SamplingParams
 from charonia.core.request_context import RequestContext
 from charonia.engine.config import EngineConfig
-from charonia.engine.core.messages import CoreReady
+from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.engine.frontend.add_request import build_add_request
-from charonia.engine.frontend.llm import LlmModel
+from charonia.engine.frontend.engine import EngineSpec
+from charonia.engine.frontend.llm import LlmModel, own_engine_spec
 from charonia.tokenization.generation_defaults import GenerationDefaults
 
 HUGE = SamplingParams(
@@ -44,6 +47,42 @@ def test_requests_that_no_client_waits_for_are_of_the_lowest_class_and_have_time
     ):
         made = build_add_request(request, each, [1], GenerationDefaults(()), ready)
         assert (made.priority, made.timeout) == wanted
+
+
+def test_targets_cross_in_seconds_and_requests_that_no_client_waits_for_have_none_to_keep() -> None:
+    ready = CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+    for context, targets, wanted in (
+        (RequestContext("test"), {"target_ttft_ms": 500.0, "target_itl_ms": 20.0}, (0.5, 0.02)),
+        (RequestContext("test"), {}, (None, None)),
+        (RequestContext("test", background=True), {"target_ttft_ms": 500.0}, (inf, inf)),
+    ):
+        request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1), **targets)
+        made = build_add_request(request, context, [1], GenerationDefaults(()), ready)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=AddRequest) == made
+        assert (made.target_ttft, made.target_itl) == wanted
+
+
+@pytest.mark.parametrize("name", ["target_ttft_ms", "target_itl_ms"])
+def test_targets_are_for_tenants_that_are_named(name: str) -> None:
+    request = GenerateRequest(id="", prompt="", **{name: 100.0})
+    for tenants, allowed in ((("alpha",), {"alpha"}), (("*",), {"alpha", ""}), ((), set[str]())):
+        spec = own_engine_spec(EngineConfig(model="nowhere", target_tenants=tenants))
+        for tenant in ("alpha", ""):
+            if tenant in allowed:
+                spec.check_request(request, tenant)
+                continue
+            with pytest.raises(InvalidArgument, match="--target-tenants") as refusal:
+                spec.check_request(request, tenant)
+            assert refusal.value.field == name
+    with pytest.raises(InvalidArgument, match="not supported"):
+        EngineSpec("other", "nowhere", connect=lambda *_: None).check_request(request, "alpha")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e12])
+def test_a_target_is_a_time(value: float) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        GenerateRequest(id="", prompt="", target_ttft_ms=value)
+    assert refusal.value.field == "target_ttft_ms"
 
 
 def test_an_unseeded_request_draws_its_own_seed() -> None:
