@@ -9,6 +9,9 @@ enum { SUMS_BYTES = 1 << 18, WORTH_MULTIPLYING = 1 << 18, FEW_ROWS = 2 };
    whether they have some left. */
 enum { LEAST_CLAIM = 4, LEAST_STREAM = 16, NEIGHBOURS = 3 };
 
+/* Up to so many rows of int4 cost less without tiles, whose sums leave the registers after each span. */
+enum { FEW_ON_TILES = 8 };
+
 /* One call: the rows as the tiles read them, and where results go. */
 typedef struct {
     const Matrix *matrix;
@@ -30,10 +33,10 @@ typedef struct {
     char *sums;
 } Block;
 
-const Kernel *kernel_of(int kind)
+const Kernel *kernel_of(int kind, int64_t rows)
 {
 #ifdef CHARONIA_AMX
-    if (charonia_level() == AMX && (kind == BFLOAT16 || kind == INT8))
+    if (charonia_level() == AMX && (kind == BFLOAT16 || kind == INT8 || (kind == INT4 && rows > FEW_ON_TILES)))
         return &matmul_amx[kind];
 #endif
 #ifdef CHARONIA_X86
@@ -173,7 +176,7 @@ static void multiply(const Product *p, int64_t rows, int64_t from, int64_t to, c
         Block b = block_of(p, least(rows - row, p->plan->block));
         const int64_t groups = groups_together(p, &b, to - from);
         if (p->kernel->shape)
-            p->kernel->shape(b.most);
+            p->kernel->shape(p->matrix, b.most);
         b.row = row;
         b.sums = sums;
         for (b.group = from; b.group < to; b.group = b.end) {
@@ -196,7 +199,7 @@ static int64_t spread_out(int64_t bytes)
 static Product product(const MatmulCall *a)
 {
     const Matrix *m = a->matrix;
-    const Kernel *kernel = kernel_of(m->kind);
+    const Kernel *kernel = kernel_of(m->kind, a->rows);
     const int64_t steps = matrix_steps(m), lines = lines_a_step(m), bytes = step_bytes(kernel, m);
     const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride, whole = whole_steps(kernel, m);
     const int direct = kernel->direct && m->inputs % (whole * inputs_a_step(m->kind)) == 0 && (x_bytes % 1024 || a->rows == 1);
@@ -268,7 +271,7 @@ static void multiply_claimed(Team *t, const MatmulCall *a, Product *p, char *sum
         }
     }
     if (p->kernel->shape)
-        p->kernel->shape(0);
+        p->kernel->shape(p->matrix, 0);
 }
 
 void multiply_in_team(Team *t, const MatmulCall *a, char *memory)

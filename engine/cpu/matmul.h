@@ -86,8 +86,9 @@ typedef struct {
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
     int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
-    void (*shape)(int64_t rows); /* null, or: makes this thread's tile registers ready for tiles of so many rows, over
-                                    TILE_STEPS steps at a time; 0 gives them back */
+    void (*shape)(const Matrix *, int64_t rows); /* null, or: makes this thread's tile registers ready for tiles of so many
+                                                    rows, of bf16 and int8 over TILE_STEPS steps at a time; 0: gives them
+                                                    back */
 } Kernel;
 
 /* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: the matrix that the same threads multiply
@@ -106,8 +107,8 @@ int64_t product_bytes(const MatmulCall *, int threads);
 /* With product_bytes() of memory, at the beginning of a line. */
 void multiply_in_team(Team *, const MatmulCall *, char *memory);
 
-/* The kernel of the level in use. */
-const Kernel *kernel_of(int kind);
+/* The kernel of the level in use, for products of so many rows. */
+const Kernel *kernel_of(int kind, int64_t rows);
 
 /* int4: what a row has for each span before its int8 numbers: their scale, and minus their sum (times 8 without zero
    points: what the sum of products begins with). */

@@ -1,12 +1,14 @@
-/* Tiles in the registers of AMX (Sapphire Rapids): up to 32 rows times two groups, sixteen steps at a time.
+/* Tiles in the registers of AMX (Sapphire Rapids): up to 32 rows times two groups.
  *
- * Sixteen lines of a group, as they lie, fill one register, and the same steps of sixteen rows another. bf16 is summed as
+ * Sixteen lines of a group, as they lie, fill one register, and the same steps of sixteen rows another. int4 is written out
+ * as int8, span by span, and each span's sums leave the registers to be scaled. bf16 is summed as
  * tdpbf16ps does it: of each 32 inputs the even ones in ascending order, each product fused with the addition, likewise the
  * odd ones, then even plus odd, and that is added to the sum so far. What is too small to be normal counts as zero, in
  * operands and in every result. */
 #include "matmul.h"
 
 #ifdef CHARONIA_AMX
+#include <math.h>
 #include <string.h>
 
 #include "tile_registers.h"
@@ -21,7 +23,7 @@
 #define WEIGHTS_0 6
 #define WEIGHTS_1 7
 
-enum { GROUPS = 2, SUMS_STRIDE = GROUPS * LINE };
+enum { GROUPS = 2, SUMS_STRIDE = GROUPS * LINE, SUMS_BYTES = 2 * TILE_ROWS * SUMS_STRIDE };
 
 /* How far ahead the weights that are read but once are fetched. */
 enum { AHEAD = 4096 };
@@ -61,11 +63,17 @@ ALWAYS_INLINE TARGET void store_scaled(const Tile *t, Floats values, int64_t row
     store(t, values, row, group);
 }
 
+ALWAYS_INLINE TARGET void store_spans(const Tile *t, Floats values, int64_t row, int64_t group) {
+    store(t, values * floats(t->matrix->scales + t->output + group * LANES), row, group);
+}
+
 ALWAYS_INLINE TARGET void store_rows(const Tile *t, int kind, const char *sums) {
     for (int64_t row = 0; row < t->count; row++)
         for (int64_t group = 0; group < t->groups; group++) {
             const Floats values = floats(sums + row * SUMS_STRIDE + group * LINE);
-            kind == INT8 ? store_scaled(t, values, row, group) : store(t, values, row, group);
+            if (kind == INT8) store_scaled(t, values, row, group);
+            else if (kind == INT4) store_spans(t, values, row, group);
+            else store(t, values, row, group);
         }
 }
 
@@ -96,6 +104,7 @@ ALWAYS_INLINE TARGET void end_sums(char *to, int blocks) {
 #define ADD(sums, rows, weights) \
     do { \
         if (kind == INT8) tile_dot_int8(sums, rows, weights); \
+        else if (kind == INT4) tile_dot_int4(sums, rows, weights); \
         else tile_dot_bf16(sums, rows, weights); \
     } while (0)
 
@@ -115,29 +124,29 @@ ALWAYS_INLINE TARGET void add_products(int kind, int blocks, int once, const cha
     ADD(SUMS_11, ROWS_1, WEIGHTS_1);
 }
 
-ALWAYS_INLINE TARGET void fetch(const char *lines) {
-    for (int64_t at = 0; at < TILE_BYTES; at += LINE) __builtin_prefetch(lines + at, 0, 2);
+ALWAYS_INLINE TARGET void fetch(const char *lines, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(lines + at, 0, 2);
 }
 
-/* Lines that are read but once are fetched shortly before; of others, those of the panel to come. */
-ALWAYS_INLINE TARGET void fetch_meanwhile(const Tile *t, int64_t at, int64_t apart, int64_t bytes, int once) {
+/* Of lines that are read but once, `bytes` shortly before they are read; of others, those of the panel to come. */
+ALWAYS_INLINE TARGET void fetch_meanwhile(const Tile *t, int64_t at, int64_t bytes, int64_t end, int once) {
     if (!once) {
-        if (t->next != t->lines) fetch(t->next + at);
+        if (t->next != t->lines) fetch(t->next + at, bytes);
     } else {
-        const char *from = at + AHEAD < bytes ? t->lines + at + AHEAD : t->next + at + AHEAD - bytes;
-        fetch(from);
-        fetch(from + apart);
+        const char *from = at + AHEAD < end ? t->lines + at + AHEAD : t->next + at + AHEAD - end;
+        fetch(from, bytes);
+        fetch(from + t->group_stride, bytes);
     }
 }
 
 /* A group that does not exist is computed as the one before it. */
-ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int kind, int blocks, int once) {
+ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int blocks, int kind, int once) {
     const int64_t apart = t->groups > 1 ? t->group_stride : 0, bytes = t->steps / TILE_STEPS * TILE_BYTES;
     const char *rows = t->rows;
     WRITTEN(t);
     begin_sums(t->sums, t->first, blocks);
     for (int64_t at = 0; at < bytes; at += TILE_BYTES, rows += LINE) {
-        fetch_meanwhile(t, at, apart, bytes, once);
+        fetch_meanwhile(t, at, TILE_BYTES, bytes, once);
         add_products(kind, blocks, once, rows, t->row_stride, t->lines + at, t->lines + apart + at);
     }
     if (t->steps % TILE_STEPS) {
@@ -152,45 +161,125 @@ ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int kind, int blocks, int
         end_sums(t->sums, blocks);
         return;
     }
-    char sums[2 * TILE_ROWS * SUMS_STRIDE] __attribute__((aligned(LINE)));
+    char sums[SUMS_BYTES] __attribute__((aligned(LINE)));
     end_sums(sums, blocks);
     store_rows(t, kind, sums);
 }
 
-#define TILES(name, kind, once)                                       \
-    TARGET static void name(const Tile *t) {                          \
-        if (t->count > TILE_ROWS) multiply_tile(t, kind, 2, once);    \
-        else multiply_tile(t, kind, 1, once);                         \
+/* One span of one group: what the processor multiplies, and what turns its sums into a part of the product. */
+typedef struct {
+    char lines[2][TILE_BYTES]; /* as int8, a register's share each */
+    int32_t zeros[LANES];      /* zero points, if it has them */
+    float scales[LANES];
+} __attribute__((aligned(LINE))) Span;
+
+/* fp16 that are numbers. */
+ALWAYS_INLINE TARGET Floats widened(const char *halves) {
+    Shorts narrow;
+    memcpy(&narrow, halves, sizeof narrow);
+    const Ints bits = __builtin_convertvector(narrow, Ints);
+    const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (Floats)((Ints)size | (bits & 0x8000) << 16);
+}
+
+/* The span number `each` of the step at `step`. */
+ALWAYS_INLINE TARGET void read_span(const Matrix *m, const char *step, int64_t each, Span *to) {
+    const char *lines = step + LINE + each * m->span / 8 * LINE;
+    char *half = to->lines[0];
+    const Floats scales = widened(step + each * LINE / 2);
+    memcpy(to->scales, &scales, LINE);
+    for (int i = 0; i < LANES; i++) to->zeros[i] = ((const int16_t *)(step + LINE / 2))[i];
+    for (int64_t line = 0; line < m->span / 8; line++, half += 2 * LINE) {
+        const Ints both = (Ints)floats(lines + line * LINE), first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
+        memcpy(half, &first, LINE);
+        memcpy(half + LINE, &second, LINE);
+    }
+}
+
+/* As the other levels do it: exact sums, added in one rounding. */
+ALWAYS_INLINE TARGET void add_scaled(const Tile *t, const char *row, int zeros, const Span spans[GROUPS],
+                                     int32_t dots[][GROUPS][LANES], float sums[][GROUPS][LANES]) {
+    for (int64_t r = 0; r < t->count; r++, row += t->row_stride) {
+        const SpanHead *head = (const SpanHead *)row;
+        for (int g = 0; g < GROUPS; g++)
+            for (int i = 0; i < LANES; i++) {
+                const int32_t dot = dots[r][g][i] + (zeros ? spans[g].zeros[i] * head->start : head->start);
+                sums[r][g][i] = fmaf((float)dot, spans[g].scales[i] * head->scale, sums[r][g][i]);
+            }
+    }
+}
+
+ALWAYS_INLINE TARGET void add_span(const Tile *t, const char *row, int blocks, const Span spans[GROUPS],
+                                   float sums[][GROUPS][LANES]) {
+    int32_t dots[2 * TILE_ROWS][GROUPS][LANES] __attribute__((aligned(LINE)));
+    WRITTEN(spans);
+    begin_sums(0, 1, blocks);
+    for (int64_t at = 0; at < t->matrix->span; at += LINE)
+        add_products(INT4, blocks, 0, row + sizeof(SpanHead) + at, t->row_stride, spans[0].lines[at / LINE],
+                     spans[1].lines[at / LINE]);
+    end_sums((char *)dots, blocks);
+    WRITTEN(spans);
+    t->matrix->zeros ? add_scaled(t, row, 1, spans, dots, sums) : add_scaled(t, row, 0, spans, dots, sums);
+}
+
+ALWAYS_INLINE TARGET void multiply_spans(const Tile *t, int blocks, int once) {
+    const Matrix *m = t->matrix;
+    const int64_t apart = t->groups > 1 ? t->group_stride : 0, step = lines_a_step(m) * LINE, end = t->steps * step;
+    float sums[2 * TILE_ROWS][GROUPS][LANES] __attribute__((aligned(LINE)));
+    const char *row = t->rows;
+    if (t->first) memset(sums, 0, t->count * SUMS_STRIDE);
+    else memcpy(sums, t->sums, t->count * SUMS_STRIDE);
+    for (int64_t at = 0; at < end; at += step) {
+        fetch_meanwhile(t, at, step, end, once);
+        for (int64_t each = 0; each < spans_a_step(m); each++, row += sizeof(SpanHead) + m->span) {
+            Span spans[GROUPS];
+            for (int g = 0; g < GROUPS; g++) read_span(m, t->lines + g * apart + at, each, spans + g);
+            add_span(t, row, blocks, spans, sums);
+        }
+    }
+    if (t->last) store_rows(t, INT4, (const char *)sums);
+    else memcpy(t->sums, sums, t->count * SUMS_STRIDE);
+}
+
+#define TILES(name, multiply, ...)                                                \
+    TARGET static void name(const Tile *t) {                                      \
+        t->count > TILE_ROWS ? multiply(t, 2, __VA_ARGS__) : multiply(t, 1, __VA_ARGS__); \
     }
 
-TILES(int8_once, INT8, 1)
-TILES(int8_again, INT8, 0)
-TILES(bf16_once, BFLOAT16, 1)
-TILES(bf16_again, BFLOAT16, 0)
+TILES(int8_once, multiply_tile, INT8, 1)
+TILES(int8_again, multiply_tile, INT8, 0)
+TILES(bf16_once, multiply_tile, BFLOAT16, 1)
+TILES(bf16_again, multiply_tile, BFLOAT16, 0)
+TILES(int4_once, multiply_spans, 1)
+TILES(int4_again, multiply_spans, 0)
 
-static TARGET void shape(int64_t rows) {
+static TARGET void shape(const Matrix *m, int64_t rows) {
     if (!rows) {
         tile_release();
         return;
     }
     const uint8_t top = rows < TILE_ROWS ? rows : TILE_ROWS, rest = rows - top;
-    const uint8_t heights[TILE_REGISTERS] = {top, top, rest, rest, top, rest, TILE_ROWS, TILE_ROWS};
+    const uint8_t wide = m->kind == INT4 && m->span < LINE ? m->span : LINE, deep = wide / 4;
+    const uint8_t heights[TILE_REGISTERS] = {top, top, rest, rest, top, rest, deep, deep};
     TileShapes shapes = {.palette = 1};
     for (int i = 0; i < TILE_REGISTERS; i++) {
         shapes.rows[i] = heights[i];
-        shapes.row_bytes[i] = heights[i] ? LINE : 0;
+        shapes.row_bytes[i] = !heights[i] ? 0 : i == ROWS_0 || i == ROWS_1 ? wide : LINE;
     }
     WRITTEN(&shapes);
     tile_configure(&shapes);
 }
 
 #include "matmul_row.inc"
+#include "matmul_span_row.inc"
 
 static const Plan int8_plans[] = {{32, 32, 2, 4096, 32, {int8_once}}, {INT64_MAX, 32, 2, 1280, 256, {int8_again}}};
 static const Plan bf16_plans[] = {{32, 32, 2, 4096, 32, {bf16_once}}, {INT64_MAX, 32, 2, 1280, 256, {bf16_again}}};
+static const Plan int4_plans[] = {{32, 32, 2, 2048, 32, {int4_once}}, {INT64_MAX, 32, 2, 640, 256, {int4_again}}};
 
 const Kernel matmul_amx[KINDS] = {
     [BFLOAT16] = {bf16_plans, copy_row, 4, LINE, 1, 0, shape},
     [INT8] = {int8_plans, byte_row, 4, LINE, 0, 0, shape},
+    [INT4] = {int4_plans, span_row, 0, LINE, 0, 0, shape},
 };
 #endif

@@ -29,6 +29,7 @@ typedef struct {
 #define tile_load_once(to, from, stride) _tile_stream_loadd(to, from, stride) /* not to be kept in the caches */
 #define tile_store(from, to, stride) _tile_stored(from, to, stride)
 #define tile_dot_int8(sums, rows, weights) _tile_dpbssd(sums, rows, weights)
+#define tile_dot_int4(sums, rows, weights) _tile_dpbsud(sums, rows, weights) /* unsigned weights */
 #define tile_dot_bf16(sums, rows, weights) _tile_dpbf16ps(sums, rows, weights)
 #endif
 

@@ -14,14 +14,16 @@ import torch
 
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
+from charonia.engine.cpu.matmul_int4 import Int4Format
 from charonia.engine.cpu.memory import HugePageArena
+from tests.engine.cpu.test_matmul_int4 import FORMS, made
 
 pytestmark = pytest.mark.skipif(
     library.level() is None or shutil.which("gcc") is None, reason="no C extension, or no gcc here"
 )
 
 FLAGS = "-shared -fPIC -std=gnu11 -O2 -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
-SOURCES = ("level.c", "matmul.c", "matmul_amx.c", "matmul_pack.c")
+SOURCES = ("level.c", "matmul.c", "matmul_amx.c", "matmul_pack.c", "matmul_pack_int4.c")
 
 
 class TileModel(NamedTuple):
@@ -82,7 +84,7 @@ INT8 = [
     ((100, 70), torch.float32, torch.bfloat16, (*FEW, *MANY)),
     ((1, 1), torch.bfloat16, torch.float32, (1, 40)),
     ((17, 3), torch.bfloat16, torch.bfloat16, (5, 70)),
-    ((33, 5400), torch.float32, torch.float32, (7, 40)),
+    ((33, 10400), torch.float32, torch.float32, (7, 33)),
     ((40, 16700), torch.bfloat16, torch.bfloat16, (3,)),
 ]
 """Shapes with groups, steps and chunks that are whole and that are not; types of rows and results; numbers of rows."""
@@ -104,6 +106,25 @@ def int8_products(
 def test_products_of_int8_are_other_levels_bits(other_levels: list[torch.Tensor], tiles: TileModel) -> None:
     ours = [product for case in INT8 for product in int8_products(*case)]
     assert [torch.equal(one, other) for one, other in zip(ours, other_levels, strict=True)] == [True] * len(ours)
+
+
+def int4_products() -> Iterator[torch.Tensor]:
+    """Of matrices in one chunk and in some, by rows in one block and in some. Up to eight rows need no tiles."""
+    for size, zeros in FORMS:
+        dtypes = (torch.bfloat16, torch.float32)
+        for shape, counts in (((70, 333), (9, 16, 32, 33, 300)), ((40, 6000), (40,))):
+            product, _, _ = made(Int4Format(*shape, size, zeros, *(dtypes if zeros else reversed(dtypes))))
+            yield from (product(rows_of(count, shape[1], product.form.x)) for count in counts)
+
+
+@pytest.fixture(scope="module")
+def int4_elsewhere() -> list[torch.Tensor]:
+    return list(int4_products())
+
+
+def test_products_of_int4_are_other_levels_bits(int4_elsewhere: list[torch.Tensor], tiles: TileModel) -> None:
+    ours = list(int4_products())
+    assert [torch.equal(one, other) for one, other in zip(ours, int4_elsewhere, strict=True)] == [True] * len(ours)
 
 
 def documented(x: torch.Tensor, weight: torch.Tensor) -> np.ndarray:

@@ -8,15 +8,17 @@
 
 enum { ROW_BYTES = 64 };
 
+typedef union {
+    uint8_t bytes_of[ROW_BYTES];
+    int8_t ints[ROW_BYTES];
+    uint16_t halves[ROW_BYTES / 2];
+    int32_t sums[ROW_BYTES / 4];
+    float floats[ROW_BYTES / 4];
+} Row;
+
 typedef struct {
     int rows, bytes; /* both 0: not in use */
-    union {
-        uint8_t bytes_of[ROW_BYTES];
-        int8_t ints[ROW_BYTES];
-        uint16_t halves[ROW_BYTES / 2];
-        int32_t sums[ROW_BYTES / 4];
-        float floats[ROW_BYTES / 4];
-    } row[TILE_ROWS];
+    Row row[TILE_ROWS];
 } Register;
 
 static __thread Register registers[TILE_REGISTERS];
@@ -91,8 +93,8 @@ static inline void check_product(const Register *sums, const Register *rows, con
     __atomic_add_fetch(&tile_products, 1, __ATOMIC_RELAXED);
 }
 
-/* tdpbssd: signed bytes, whose products are added to sums of 32 bits that wrap. */
-static inline void tile_dot_int8(int to, int from, int with)
+/* Signed bytes of rows times those of weights, which are signed or not, added to sums of 32 bits that wrap. */
+static inline void tile_dot_bytes(int to, int from, int with, int weights_are_signed)
 {
     Register *sums = used(to), *rows = used(from), *weights = used(with);
     check_product(sums, rows, weights);
@@ -100,16 +102,25 @@ static inline void tile_dot_int8(int to, int from, int with)
         for (int k = 0; k < rows->bytes / 4; k++)
             for (int n = 0; n < sums->bytes / 4; n++) {
                 int32_t dot = 0;
-                for (int i = 0; i < 4; i++)
-                    dot += rows->row[m].ints[4 * k + i] * weights->row[k].ints[4 * n + i];
+                for (int i = 0; i < 4; i++) {
+                    const Row *row = weights->row + k;
+                    const int weight = weights_are_signed ? row->ints[4 * n + i] : row->bytes_of[4 * n + i];
+                    dot += rows->row[m].ints[4 * k + i] * weight;
+                }
                 sums->row[m].sums[n] = (int32_t)((uint32_t)sums->row[m].sums[n] + (uint32_t)dot);
             }
 }
 
+/* tdpbssd */
+static inline void tile_dot_int8(int to, int from, int with) { tile_dot_bytes(to, from, with, 1); }
+
+/* tdpbsud */
+static inline void tile_dot_int4(int to, int from, int with) { tile_dot_bytes(to, from, with, 0); }
+
 /* What is smaller than normal numbers counts as a zero of its sign. */
 static inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
 
-static inline float widened(uint16_t half)
+static inline float wide_half(uint16_t half)
 {
     const uint32_t bits = (uint32_t)half << 16;
     float value;
@@ -127,8 +138,8 @@ static inline void tile_dot_bf16(int to, int from, int with)
             float part[2] = {0, 0};
             for (int k = 0; k < rows->bytes / 4; k++)
                 for (int i = 0; i < 2; i++)
-                    part[i] = flushed(fmaf(widened(rows->row[m].halves[2 * k + i]),
-                                           widened(weights->row[k].halves[2 * n + i]), part[i]));
+                    part[i] = flushed(fmaf(wide_half(rows->row[m].halves[2 * k + i]),
+                                           wide_half(weights->row[k].halves[2 * n + i]), part[i]));
             sums->row[m].floats[n] = flushed(flushed(sums->row[m].floats[n]) + flushed(part[0] + part[1]));
         }
 }
