@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cpu import library
 from ..cpu.matmul_int4 import ZERO_POINT, Int4Rows
 
 GROUP_SIZE = 32
@@ -36,6 +37,11 @@ def quantize_int4(rows: Tensor, importance: Tensor | None = None) -> Int4Rows:
     scales = torch.empty(count, groups, device=rows.device)
     counts = torch.ones(inputs, device=rows.device) if importance is None else importance.to(rows.device)
     counts = _grouped(counts.unsqueeze(0))
+    if rows.device.type == "cpu" and library.level() is not None:
+        wide = rows.float().contiguous()
+        addresses = counts.data_ptr(), codes.data_ptr(), scales.data_ptr()
+        library.bind_function("charonia_quantise_int4")(wide.data_ptr(), inputs, count, inputs, *addresses)
+        return Int4Rows(codes, scales)
     for first in range(0, count, step := max(_BLOCK // inputs, 1)):
         some = slice(first, first + step)
         found, scale = _quantize_groups(_grouped(rows[some].float()), counts)

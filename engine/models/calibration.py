@@ -9,7 +9,6 @@ bits would, and what that does to the model's predictions is the cost of quantis
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.backend import CacheSpec
@@ -20,9 +19,9 @@ from ..layers.step_context import StepContext
 from ..step_batch import StepBatch
 from .interfaces import BuiltDecoder, CheckpointBuilder
 
-TOKENS, PASSES = 256, 6
-JUDGED = 64
-"""Tokens whose predictions are compared, once for each matrix."""
+TOKENS, PASSES = 256, 4
+JUDGED = 32
+"""Tokens that are computed once for each matrix; the predictions of the later half are compared."""
 
 _BLOCK, _SEED = 16, 20261123
 _PIECE = 64
@@ -36,18 +35,14 @@ def calibrate(builder: CheckpointBuilder, context: BuildContext) -> Int4Plan:
     quantization = "int8" if context.device.type == "cpu" else "none"
     built = builder.build(context._replace(quantization=quantization, cache=None, observer=calibration))
     reader = _Reader(built, context)
-    length = min(TOKENS, context.max_positions)
-    generator = torch.Generator().manual_seed(_SEED)
-    tokens = torch.randint(0, built.shape.vocab_size, (length,), generator=generator)
-    for _ in range(PASSES):
-        drawn = [torch.multinomial(each.exp().cpu(), 1, generator=generator) for each in reader.predictions(tokens)]
-        tokens = torch.cat((tokens[:1], torch.cat(drawn).squeeze(1)[:-1]))
-    right = torch.cat(list(reader.predictions(tokens[:JUDGED])))
-    costs = {}
+    tokens = reader.own_text(min(TOKENS, context.max_positions), built.shape.vocab_size)[:JUDGED]
+    later = range(len(tokens) // 2, len(tokens))
+    right = torch.cat([each.log_softmax(-1) for each in reader.logits(tokens, later)])
+    probabilities, costs = right.exp(), {}
     for unit in calibration.units:
         calibration.make_noisy(unit)
-        noisy = torch.cat(list(reader.predictions(tokens[:JUDGED])))
-        costs[unit] = float(F.kl_div(noisy, right, reduction="batchmean", log_target=True))
+        noisy = torch.cat([each.log_softmax(-1) for each in reader.logits(tokens, later)])
+        costs[unit] = float((probabilities * (right - noisy)).sum(-1).mean())  # Kullback and Leibler's divergence
     built.decoder.close()
     return calibration.plan(costs)
 
@@ -65,10 +60,26 @@ class _Reader:
         self._attention.allocate(self._blocks.shape[1])
         self._decoder, self._device = built.decoder, context.device
 
-    def predictions(self, tokens: Tensor) -> Iterator[Tensor]:
-        """The logarithms of the probabilities of what follows each token, float32 [n, vocabulary], piece by piece."""
+    def logits(self, tokens: Tensor, places: range) -> Iterator[Tensor]:
+        """Those of what follows the tokens at `places`, float32 [n, vocabulary], piece by piece."""
         step = StepBatch.from_tokens(tokens.to(self._device), [0], [len(tokens)], self._blocks, _BLOCK)
-        context = StepContext(step, self._attention.begin_step(step))
-        logits = self._decoder.compute_logits(context, torch.split(step.positions, _PIECE))
+        context, some = StepContext(step, self._attention.begin_step(step)), slice(places.start, places.stop)
+        logits = self._decoder.compute_logits(context, torch.split(step.positions[some], _PIECE))
         assert logits is not None, "one rank is the last stage too"
-        return (F.log_softmax(each.float(), -1) for each in logits)
+        return (each.float() for each in logits)
+
+    def own_text(self, length: int, vocabulary: int) -> Tensor:
+        """Token ids int64 [length] on the CPU."""
+        generator = torch.Generator().manual_seed(_SEED)
+        tokens = torch.randint(0, vocabulary, (length,), generator=generator)
+        for _ in range(PASSES):
+            drawn = [_draw(each, generator) for each in self.logits(tokens, range(length - 1))]
+            tokens = torch.cat((tokens[:1], *drawn))
+        return tokens
+
+
+def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token of each row [n, vocabulary], on the CPU; torch.multinomial draws a number for every token there is."""
+    sums = logits.softmax(-1).cumsum(-1)
+    drawn = torch.rand(len(logits), 1, generator=generator).to(logits.device) * sums[:, -1:]
+    return torch.searchsorted(sums, drawn).squeeze(1).clamp_(max=logits.shape[1] - 1).cpu()
