@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..engine.cpu import library
 from ..engine.cpu.matmul import MatmulFormat, PackedMatmul
-from ..engine.cpu.matmul_int4 import Int4Format, Int4Matmul, Int4Rows
+from ..engine.cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
 from ..engine.cpu.memory import HugePageArena
 from ..engine.layers.int4 import BYTES, GROUP_SIZE, TorchInt4Matmul, quantize_int4
 from ..engine.layers.linear import TorchInt8Matmul, quantize_rows, torch_matmul
@@ -100,17 +100,19 @@ def our_stack(precision: Precision) -> ProductStack:
     return ProductStack(layers, _ours(head, kept, memory))
 
 
-def _weights(precision: Precision) -> list[Tensor | Int4Rows]:
+def _weights(precision: Precision) -> list[Tensor | GroupedRows]:
     """Of one layer, and of the head: the same for the same shapes."""
     drawn = torch.Generator().manual_seed(1)
     *layer, head = [torch.randn(shape, generator=drawn).to(_x(precision)) for shape in (*SHAPES, (VOCAB, HIDDEN))]
     return [*map(quantize_int4, layer), head] if precision == "int4" else [*layer, head]
 
 
-def _ours(weight: Tensor | Int4Rows, kept: torch.dtype, memory: HugePageArena) -> Product:
-    if isinstance(weight, Int4Rows):
+def _ours(weight: Tensor | GroupedRows, kept: torch.dtype, memory: HugePageArena) -> Product:
+    if isinstance(weight, GroupedRows):
         outputs, inputs = weight.weights.shape
-        small = Int4Matmul(Int4Format(outputs, inputs, GROUP_SIZE, False, torch.bfloat16, torch.bfloat16), None, memory)
+        small = GroupedMatmul(
+            GroupedFormat(outputs, inputs, GROUP_SIZE, False, torch.bfloat16, torch.bfloat16), None, memory
+        )
         small.pack(0, weight)
         return small
     packed = PackedMatmul(MatmulFormat(len(weight), weight.shape[1], kept, weight.dtype, weight.dtype), None, memory)
@@ -118,8 +120,8 @@ def _ours(weight: Tensor | Int4Rows, kept: torch.dtype, memory: HugePageArena) -
     return packed
 
 
-def _torchs(weight: Tensor | Int4Rows, kept: torch.dtype) -> Product:
-    if isinstance(weight, Int4Rows):
+def _torchs(weight: Tensor | GroupedRows, kept: torch.dtype) -> Product:
+    if isinstance(weight, GroupedRows):
         return TorchInt4Matmul(weight, None)
     if kept == torch.int8:
         quantized, scales = quantize_rows(weight)

@@ -6,12 +6,12 @@
  * multiplies only what it packed itself. Every sum runs over the inputs in ascending order, one accumulator an output,
  * whatever else is computed with it: a row's result does not depend on the number of rows.
  *
- * int4 has a scale for each span of 32, 64 or 128 inputs of an output. Weights are unsigned, with a zero point: 8, or one
- * for each span. A line is eight inputs of each output: in its four bytes the low halves are the first four inputs, the
- * high halves the others. A step is a line of scales (fp16), and then the lines of the two spans that they belong to;
- * with zero points it is scales, zero points (int16), and the lines of one span. Activations are int8, with a scale for
- * each span. Sums within a span are exact; spans are added in fp32, one fused multiplication and addition each, so results
- * are the same bits at every level. */
+ * int4 and grouped int8 have a scale for each span of 16 (int8 alone), 32, 64 or 128 inputs of an output. Weights are
+ * unsigned, with a zero point: 8 or 128, or one for each span. A line of int4 is eight inputs of each output: in its four
+ * bytes the low halves are the first four inputs, the high halves the others. A step is a line of scales (fp16), and then
+ * the lines of the two spans that they belong to; with zero points it is scales, zero points (int16), and the lines of one
+ * span. Activations are int8, with a scale for each span. Sums within a span are exact; spans are added in fp32, one fused
+ * multiplication and addition each, so results are the same bits at every level. */
 #ifndef CHARONIA_MATMUL_H
 #define CHARONIA_MATMUL_H
 
@@ -24,7 +24,7 @@
 #define TILE(rows, groups) \
     TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
 
-enum { FLOAT32, BFLOAT16, INT8, INT4, KINDS };
+enum { FLOAT32, BFLOAT16, INT8, INT4, GROUPED_INT8, KINDS };
 enum { LANES = 16, LINE = 64, MOST_ROWS = 12, TILE_STEPS = 16 };
 
 /* Rows of a tile from this one on have an address of their own: registers are too few for twelve multiples of a stride. */
@@ -33,16 +33,16 @@ enum { NEAR_ROWS = 6 };
 /* Packed weights, and the types around them. `scales`, `offsets` and `bias` are [outputs], filled up to whole groups. */
 typedef struct {
     const char *lines;
-    const float *scales;    /* int8: of each output; int4: what its scales are multiplied with, a power of two; else null */
+    const float *scales;    /* int8: of each output; in spans: what theirs are multiplied with, a power of two; else null */
     const int32_t *offsets; /* int8: 128 times the sum of each output's weights, else null */
     const float *bias;      /* or null */
     int64_t outputs, inputs;
     int32_t kind;           /* of the weights */
     int32_t x_kind;         /* of the activations: fp32 or bf16 */
     int32_t out_kind;       /* of the results: fp32 or bf16 */
-    int32_t span;           /* int4: inputs with one scale */
-    int32_t zeros;          /* int4: whether each span has its zero point */
-    const int32_t *order;   /* int4: which activation each input is, or null: as they come */
+    int32_t span;           /* inputs with one scale, or 0 */
+    int32_t zeros;          /* whether each span has its zero point */
+    const int32_t *order;   /* in spans: which activation each input is, or null: as they come */
 } Matrix;
 
 /* A few rows times a few groups, over one chunk of the inputs. */
@@ -82,7 +82,7 @@ typedef float (*RowFunction)(const Matrix *, const void *x, int64_t steps, void 
 typedef struct {
     const Plan *plans;
     RowFunction row;
-    int32_t step_bytes; /* of a row as the tiles read it; int4: step_bytes() */
+    int32_t step_bytes; /* of a row as the tiles read it; in spans: step_bytes() */
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
     int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
@@ -110,8 +110,8 @@ void multiply_in_team(Team *, const MatmulCall *, char *memory);
 /* The kernel of the level in use, for products of so many rows. */
 const Kernel *kernel_of(int kind, int64_t rows);
 
-/* int4: what a row has for each span before its int8 numbers: their scale, and minus their sum (times 8 without zero
-   points: what the sum of products begins with). */
+/* What a row has for each span before its int8 numbers: their scale, and minus their sum, times the zero point if all have
+   the same: what the sum of products begins with. */
 typedef struct {
     float scale;
     int32_t start;
@@ -123,10 +123,12 @@ ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind ==
 
 ALWAYS_INLINE int spans_a_step(const Matrix *m) { return m->zeros ? 1 : 2; }
 
-ALWAYS_INLINE int64_t lines_a_step(const Matrix *m) { return m->kind == INT4 ? 1 + spans_a_step(m) * m->span / 8 : 1; }
+ALWAYS_INLINE int64_t span_lines(const Matrix *m) { return m->span / (m->kind == INT4 ? 8 : 4); }
+
+ALWAYS_INLINE int64_t lines_a_step(const Matrix *m) { return m->span ? 1 + spans_a_step(m) * span_lines(m) : 1; }
 
 ALWAYS_INLINE int64_t step_bytes(const Kernel *k, const Matrix *m) {
-    return m->kind == INT4 ? spans_a_step(m) * ((int64_t)sizeof(SpanHead) + m->span) : k->step_bytes;
+    return m->span ? spans_a_step(m) * ((int64_t)sizeof(SpanHead) + m->span) : k->step_bytes;
 }
 
 ALWAYS_INLINE int64_t steps_of(int kind, int64_t inputs) {
@@ -134,7 +136,7 @@ ALWAYS_INLINE int64_t steps_of(int kind, int64_t inputs) {
 }
 
 ALWAYS_INLINE int64_t matrix_steps(const Matrix *m) {
-    const int64_t step = m->kind == INT4 ? spans_a_step(m) * m->span : inputs_a_step(m->kind);
+    const int64_t step = m->span ? spans_a_step(m) * m->span : inputs_a_step(m->kind);
     return (m->inputs + step - 1) / step;
 }
 

@@ -124,7 +124,7 @@ TILE(1, 4) TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TIL
 #undef KEEP
 #undef KEPT
 #undef FINISH
-#include "matmul_int4_avx2.inc"
+#include "matmul_spans_avx2.inc"
 
 static const Plan fp32_plans[] = {
     {1, 1, 4, 1280, 1, {fp32_1x4}},
@@ -147,10 +147,17 @@ static const Plan int4_plans[] = {
     {INT64_MAX, 6, 1, 256, 66, {int4_1x1, int4_2x1, int4_3x1, int4_4x1, int4_5x1, int4_6x1}},
 };
 
+static const Plan grouped_plans[] = {
+    {2, 2, 2, 1280, 2, {grouped_1x2, grouped_2x2}},
+    {6, 6, 1, 1280, 6, {grouped_1x1, grouped_2x1, grouped_3x1, grouped_4x1, grouped_5x1, grouped_6x1}},
+    {INT64_MAX, 6, 1, 256, 66, {grouped_1x1, grouped_2x1, grouped_3x1, grouped_4x1, grouped_5x1, grouped_6x1}},
+};
+
 const Kernel matmul_avx2[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
     {bf16_plans, wide_row, 8, LINE, 0},
     {int8_plans, signed_row, 8, LINE, 0, 1},
     {int4_plans, span_row, 0, LINE, 0},
+    {grouped_plans, span_row, 0, LINE, 0},
 };
 #endif

@@ -79,7 +79,7 @@ TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
 
 #undef NAME
 #undef FINISH
-#include "matmul_int4_avx512.inc"
+#include "matmul_spans_avx512.inc"
 #undef NAME
 #undef FINISH
 #define FINISH(t, sums, row, group) store(t, *(sums), row, group)
@@ -106,10 +106,16 @@ static const Plan int4_plans[] = {
     {INT64_MAX, 6, 2, 1280, 252, {int4_1x2, int4_2x2, int4_3x2, int4_4x2, int4_5x2, int4_6x2}},
 };
 
+static const Plan grouped_plans[] = {
+    {3, 3, 4, 1280, 252, {grouped_1x4, grouped_2x4, grouped_3x4}},
+    {INT64_MAX, 6, 2, 1280, 252, {grouped_1x2, grouped_2x2, grouped_3x2, grouped_4x2, grouped_5x2, grouped_6x2}},
+};
+
 const Kernel matmul_avx512[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
     {&bf16_plan, copy_row, 4, LINE, 1},
     {int8_plans, unsigned_row, 4, LINE, 0},
     {int4_plans, span_row, 0, LINE, 0},
+    {grouped_plans, span_row, 0, LINE, 0},
 };
 #endif

@@ -109,15 +109,22 @@ TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1)
 
 #include "matmul_row.inc"
 
-/* Eight inputs of sixteen outputs, one line at a time. */
-ALWAYS_INLINE void int4_lines(Ints dots[MOST_ROWS][4], const char *x, int64_t row_stride, const char *const line[4],
-                              int64_t at, int rows, int groups) {
-    (void)groups;
-    for (int part = 0; part < 8; part++) {
-        const Ints weights = ints(line[0] + at) >> (8 * (part % 4) + part / 4 * 4) & 15;
-        for (int r = 0; r < rows; r++) dots[r][0] += weights * ((const int8_t *)x + r * row_stride)[part];
+/* One line, whose numbers have so many bits, of sixteen outputs. */
+ALWAYS_INLINE void span_line(Ints *dots, const int8_t *x, int64_t row_stride, const char *line, int bits, int rows) {
+    for (int part = 0; part < 32 / bits; part++) {
+        const Ints weights = ints(line) >> (8 * (part % 4) + part / 4 * 4) & ((1 << bits) - 1);
+        for (int r = 0; r < rows; r++) dots[4 * r] += weights * x[r * row_stride + part];
     }
 }
+
+#define LINES_OF(kind, bits)                                                                                           \
+    ALWAYS_INLINE void kind##_lines(Ints dots[MOST_ROWS][4], const char *x, int64_t row_stride,                        \
+                                    const char *const line[4], int64_t at, int rows, int groups) {                     \
+        (void)groups;                                                                                                  \
+        span_line(dots[0], (const int8_t *)x, row_stride, line[0] + at, bits, rows);                                   \
+    }
+LINES_OF(int4, 4)
+LINES_OF(grouped, 8)
 
 ALWAYS_INLINE Ints zero_points(const char *line) {
     Ints zeros;
@@ -148,14 +155,21 @@ ALWAYS_INLINE void store_spans(const Tile *t, const Floats *sums, int row, int g
 #undef FINISH
 #define NAME(x) int4_##x
 #define SPAN_LINES 1
+#define SPAN_INPUTS 8
 #define SPREAD_INT(value) ((Ints){0} + (value))
 #define ZERO_POINTS(line, vector) zero_points(line)
 #define TIMES(zeros, start) ((zeros) * (start))
 #define SCALES(line, vector) half_floats(line)
 #define ADD_SPAN(sum, dots, scales, scale) added(sum, dots, scales, scale)
 #define FINISH(t, sums, row, group) store_spans(t, sums, row, group)
-#include "matmul_span_tile.inc"
 #include "matmul_span_row.inc"
+#include "matmul_span_tile.inc"
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1)
+#undef NAME
+#undef SPAN_INPUTS
+#define NAME(x) grouped_##x
+#define SPAN_INPUTS 4
+#include "matmul_span_tile.inc"
 TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1)
 
 #define FOUR_ROWS(kind) {kind##_1x1, kind##_2x1, kind##_3x1, kind##_4x1}
@@ -164,10 +178,12 @@ static const Plan fp32_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(fp32)};
 static const Plan bf16_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(bf16)};
 static const Plan int8_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(int8)};
 static const Plan int4_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(int4)};
+static const Plan grouped_plan = {INT64_MAX, 4, 1, 384, 126, FOUR_ROWS(grouped)};
 
 const Kernel matmul_portable[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
     {&bf16_plan, wide_row, 8, LINE, 0},
     {&int8_plan, signed_row, 8, LINE, 0},
     {&int4_plan, span_row, 0, LINE, 0},
+    {&grouped_plan, span_row, 0, LINE, 0},
 };

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cpu import library
-from ..cpu.matmul_int4 import ZERO_POINT, Int4Rows
+from ..cpu.matmul_grouped import INT4_ZERO_POINT, GroupedRows
 
 GROUP_SIZE = 32
 """Inputs that share a scale; a larger one saves three eighths of a bit at most."""
@@ -28,7 +28,7 @@ _PRECISION = 2048.0
 """Scales are kept with eleven bits."""
 
 
-def quantize_int4(rows: Tensor, importance: Tensor | None = None) -> Int4Rows:
+def quantize_int4(rows: Tensor, importance: Tensor | None = None) -> GroupedRows:
     """The four bits that stand for `rows` [n, inputs], any float dtype: of each group those with the least squared
     error, of which input i counts `importance`[i] times, the mean of its squares (float32)."""
     count, inputs = rows.shape
@@ -41,17 +41,17 @@ def quantize_int4(rows: Tensor, importance: Tensor | None = None) -> Int4Rows:
         wide = rows.float().contiguous()
         addresses = counts.data_ptr(), codes.data_ptr(), scales.data_ptr()
         library.bind_function("charonia_quantise_int4")(wide.data_ptr(), inputs, count, inputs, *addresses)
-        return Int4Rows(codes, scales)
+        return GroupedRows(codes, scales)
     for first in range(0, count, step := max(_BLOCK // inputs, 1)):
         some = slice(first, first + step)
         found, scale = _quantize_groups(_grouped(rows[some].float()), counts)
         codes[some], scales[some] = found.flatten(1)[:, :inputs].to(torch.uint8), scale.squeeze(-1)
-    return Int4Rows(codes, scales)
+    return GroupedRows(codes, scales)
 
 
-def dequantize_int4(rows: Int4Rows) -> Tensor:
+def dequantize_int4(rows: GroupedRows) -> Tensor:
     """float32 [n, inputs]."""
-    wide = (_grouped(rows.weights.float(), ZERO_POINT) - ZERO_POINT) * rows.scales.unsqueeze(-1)
+    wide = (_grouped(rows.weights.float(), INT4_ZERO_POINT) - INT4_ZERO_POINT) * rows.scales.unsqueeze(-1)
     return wide.flatten(1)[:, : rows.weights.shape[1]]
 
 
@@ -71,7 +71,7 @@ def _quantize_groups(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     sizes = (numbers.square() * counts).sum(-1, keepdim=True)
     fitted = (weighted * numbers).sum(-1, keepdim=True) / sizes
     scales = _eleven_bits(torch.where(sizes > 0, fitted, largest / best))
-    return numbers.add_(ZERO_POINT), scales
+    return numbers.add_(INT4_ZERO_POINT), scales
 
 
 def _eleven_bits(scales: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ class TorchInt4Matmul:
     in it. Activations are int8, each group by itself; the sum within a group is exact, and groups are added in float32
     in ascending order, so results have the kernels' bits."""
 
-    def __init__(self, rows: Int4Rows, bias: Tensor | None) -> None:
-        centred = _grouped(rows.weights, ZERO_POINT).to(torch.int8) - ZERO_POINT
+    def __init__(self, rows: GroupedRows, bias: Tensor | None) -> None:
+        centred = _grouped(rows.weights, INT4_ZERO_POINT).to(torch.int8) - INT4_ZERO_POINT
         self._weights = centred.permute(1, 2, 0).contiguous()  # [groups, size, outputs]
         self._scales, self._bias = rows.scales.t().contiguous(), bias
 
@@ -111,12 +111,12 @@ class DequantizedMatmul:
     """The product with four-bit weights on a device without kernels of ours for it: two weights a byte in memory, made
     wide at each call, activations as they are."""
 
-    def __init__(self, rows: Int4Rows, bias: Tensor | None) -> None:
-        codes = F.pad(rows.weights, (0, -rows.weights.shape[1] % GROUP_SIZE), value=ZERO_POINT)
+    def __init__(self, rows: GroupedRows, bias: Tensor | None) -> None:
+        codes = F.pad(rows.weights, (0, -rows.weights.shape[1] % GROUP_SIZE), value=INT4_ZERO_POINT)
         self._codes, self._inputs = codes[:, ::2] | codes[:, 1::2] << 4, rows.weights.shape[1]
         self._scales, self._bias = rows.scales, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         codes = torch.stack((self._codes & 15, self._codes >> 4), -1).flatten(1)
-        weight = dequantize_int4(Int4Rows(codes, self._scales))[:, : self._inputs]
+        weight = dequantize_int4(GroupedRows(codes, self._scales))[:, : self._inputs]
         return F.linear(x, weight.to(x.dtype), self._bias)

@@ -17,7 +17,7 @@ from ..checkpoint.build_context import TensorGroup, rank_slice
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.matmul import MatmulFormat, PackedMatmul
-from ..cpu.matmul_int4 import Int4Format, Int4Matmul, Int4Rows
+from ..cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
 from .int4 import GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
 
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
@@ -130,16 +130,16 @@ class _Matrix:
             return wanted
         return "int8" if self._loader.device.type == "cpu" else "none"
 
-    def packed(self, bias: Tensor | None) -> PackedMatmul | Int4Matmul:
+    def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
         """For the C kernels: mapped, if an earlier load kept it."""
         loader, found = self._loader, self._loader.packing.find(self.label)
         kept = found[0] if found else {"none": _name(loader.dtype)}.get(self.precision, self.precision)
         arrays = {name: torch.from_numpy(array) for name, array in found[1].items()} if found else None
         sizes, result = (self.outputs, self._inputs), torch.float32 if self._use.float32 else loader.dtype
-        product: PackedMatmul | Int4Matmul
+        product: PackedMatmul | GroupedMatmul
         if kept == "int4":
-            form = Int4Format(*sizes, GROUP_SIZE, zero_points=False, x=loader.dtype, out=result)
-            product = Int4Matmul(form, bias, loader.memory, packed=arrays)
+            form = GroupedFormat(*sizes, GROUP_SIZE, zero_points=False, x=loader.dtype, out=result)
+            product = GroupedMatmul(form, bias, loader.memory, packed=arrays)
         else:
             plain = MatmulFormat(*sizes, getattr(torch, kept), loader.dtype, result)
             product = PackedMatmul(plain, bias, loader.memory, arrays)
@@ -147,7 +147,7 @@ class _Matrix:
             loader.pass_over(self._slices)
             return product
         for first, rows in loader.tiles(self._slices):
-            if isinstance(product, Int4Matmul):
+            if isinstance(product, GroupedMatmul):
                 product.pack(first, quantize_int4(rows, self._squares))
             else:
                 product.pack(first, rows)
@@ -162,7 +162,7 @@ class _Matrix:
                 torch.cat(parts) for parts in zip(*((each.weights, each.scales) for each in tiles), strict=True)
             )
             kind = TorchInt4Matmul if loader.device.type == "cpu" else DequantizedMatmul
-            return kind(Int4Rows(weights, scales), bias)
+            return kind(GroupedRows(weights, scales), bias)
         if self.precision == "int8":
             weight, scales = torch.empty(sizes, dtype=torch.int8), torch.empty(self.outputs)
             for first, rows in loader.tiles(self._slices):

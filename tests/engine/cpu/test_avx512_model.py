@@ -13,9 +13,8 @@ import torch
 
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
-from charonia.engine.cpu.matmul_int4 import Int4Format
 from charonia.engine.cpu.memory import HugePageArena
-from tests.engine.cpu.test_matmul_int4 import FORMS, inputs, made
+from tests.engine.cpu.test_matmul_grouped import FORMS, form_of, inputs, made
 
 pytestmark = pytest.mark.skipif(
     library.level() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
@@ -23,16 +22,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 FLAGS = "-shared -fPIC -std=gnu11 -Og -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
-SOURCES = ("matmul.c", "matmul_avx512.c", "matmul_pack.c", "matmul_pack_int4.c")
+SOURCES = ("matmul.c", "matmul_avx512.c", "matmul_pack.c", "matmul_pack_spans.c")
 
 ROWS = range(1, 14)
 
 
-def int4_products() -> Iterator[torch.Tensor]:
-    for size, zeros in FORMS:
-        form = Int4Format(70, 1000, size, zeros, torch.bfloat16, torch.bfloat16 if zeros else torch.float32)
-        product, _, _ = made(form)
-        yield from (product(inputs(rows, form.inputs, form.x)) for rows in ROWS)
+def grouped_products() -> Iterator[torch.Tensor]:
+    for form in FORMS:
+        product, _, _ = made(form_of(form, (70, 600), torch.bfloat16, torch.bfloat16 if form[2] else torch.float32))
+        yield from (product(inputs(rows, 600, torch.bfloat16)) for rows in ROWS)
 
 
 def int8_products() -> Iterator[torch.Tensor]:
@@ -45,7 +43,7 @@ def int8_products() -> Iterator[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def of_this_machine() -> list[torch.Tensor]:
-    return [*int4_products(), *int8_products()]
+    return [*grouped_products(), *int8_products()]
 
 
 @pytest.fixture
@@ -66,5 +64,5 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_integer_products_have_this_machines_bits(of_this_machine: list[torch.Tensor], model: None) -> None:
-    found = [*int4_products(), *int8_products()]
+    found = [*grouped_products(), *int8_products()]
     assert [torch.equal(one, other) for one, other in zip(found, of_this_machine, strict=True)] == [True] * len(found)

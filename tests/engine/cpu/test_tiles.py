@@ -14,16 +14,15 @@ import torch
 
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
-from charonia.engine.cpu.matmul_int4 import Int4Format
 from charonia.engine.cpu.memory import HugePageArena
-from tests.engine.cpu.test_matmul_int4 import FORMS, made
+from tests.engine.cpu.test_matmul_grouped import FORMS, form_of, made
 
 pytestmark = pytest.mark.skipif(
     library.level() is None or shutil.which("gcc") is None, reason="no C extension, or no gcc here"
 )
 
 FLAGS = "-shared -fPIC -std=gnu11 -O2 -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
-SOURCES = ("level.c", "matmul.c", "matmul_amx.c", "matmul_pack.c", "matmul_pack_int4.c")
+SOURCES = ("level.c", "matmul.c", "matmul_amx.c", "matmul_pack.c", "matmul_pack_spans.c")
 
 
 class TileModel(NamedTuple):
@@ -110,10 +109,10 @@ def test_products_of_int8_are_other_levels_bits(other_levels: list[torch.Tensor]
 
 def int4_products() -> Iterator[torch.Tensor]:
     """Of matrices in one chunk and in some, by rows in one block and in some. Up to eight rows need no tiles."""
-    for size, zeros in FORMS:
+    for form in (each for each in FORMS if each[0] == 4):
         dtypes = (torch.bfloat16, torch.float32)
         for shape, counts in (((70, 333), (9, 16, 32, 33, 300)), ((40, 6000), (40,))):
-            product, _, _ = made(Int4Format(*shape, size, zeros, *(dtypes if zeros else reversed(dtypes))))
+            product, _, _ = made(form_of(form, shape, *(dtypes if form[2] else reversed(dtypes))))
             yield from (product(rows_of(count, shape[1], product.form.x)) for count in counts)
 
 

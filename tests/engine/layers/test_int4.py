@@ -11,7 +11,7 @@ from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.packing_cache import PackingCache, open_packing_cache
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import PackedMatmul
-from charonia.engine.cpu.matmul_int4 import Int4Format, Int4Matmul, Int4Rows
+from charonia.engine.cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
 from charonia.engine.cpu.memory import HugePageArena
 from charonia.engine.layers import linear
 from charonia.engine.layers.calibration import HIGHER_SHARE, Calibration
@@ -42,7 +42,7 @@ def weights(outputs: int, inputs: int) -> torch.Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs))
 
 
-def squared_error(rows: torch.Tensor, found: Int4Rows, importance: torch.Tensor | None = None) -> float:
+def squared_error(rows: torch.Tensor, found: GroupedRows, importance: torch.Tensor | None = None) -> float:
     error = (dequantize_int4(found) - rows).square()
     return float((error if importance is None else error * importance).sum())
 
@@ -96,7 +96,7 @@ def test_torch_chooses_as_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_have_torchs_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     rows, bias = quantize_int4(weights(*shape)), torch.randn(shape[0], generator=torch.Generator().manual_seed(1))
-    packed = Int4Matmul(Int4Format(*shape, GROUP_SIZE, False, dtype, dtype), bias, HugePageArena())
+    packed = GroupedMatmul(GroupedFormat(*shape, GROUP_SIZE, False, dtype, dtype), bias, HugePageArena())
     packed.pack(0, rows)
     reference = TorchInt4Matmul(rows, bias)
     for count in (1, 5, 40):
@@ -146,7 +146,7 @@ def build(directory: Path, **changes: object) -> list[object]:
     context = BuildContext(torch.bfloat16, torch.device("cpu"), 64, quantization="int4")._replace(**changes)  # type: ignore[arg-type]
     before = linear._Matrix.packed
 
-    def noting(matrix: linear._Matrix, bias: torch.Tensor | None) -> PackedMatmul | Int4Matmul:
+    def noting(matrix: linear._Matrix, bias: torch.Tensor | None) -> PackedMatmul | GroupedMatmul:
         product = before(matrix, bias)
         made.append(product)
         return product
@@ -161,8 +161,8 @@ def build(directory: Path, **changes: object) -> list[object]:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe"])
 def test_every_architecture_goes_to_four_bits(checkpoint: Callable[..., Path], name: str) -> None:
     made = build(checkpoint(name))
-    four = sum(isinstance(each, Int4Matmul) for each in made[len(made) // 2 :])
-    assert not any(isinstance(each, Int4Matmul) for each in made[: len(made) // 2]), "calibrated at eight bits"
+    four = sum(isinstance(each, GroupedMatmul) for each in made[len(made) // 2 :])
+    assert not any(isinstance(each, GroupedMatmul) for each in made[: len(made) // 2]), "calibrated at eight bits"
     assert four > len(made) // 4
     assert isinstance(made[-1], PackedMatmul) or isinstance(made[0], PackedMatmul), "the head stays at eight bits"
 
@@ -178,8 +178,8 @@ def test_a_second_load_is_not_calibrated(
     second = build(checkpoint("llama"), cache=cache)
     assert [type(each) for each in first] == [type(each) for each in second]
     for one, other in zip(first, second, strict=True):
-        assert isinstance(one, PackedMatmul | Int4Matmul)
-        assert isinstance(other, PackedMatmul | Int4Matmul)
+        assert isinstance(one, PackedMatmul | GroupedMatmul)
+        assert isinstance(other, PackedMatmul | GroupedMatmul)
         x = weights(3, one.form.inputs).bfloat16()
         assert torch.equal(one(x), other(x))
 

@@ -1,4 +1,4 @@
-"""Matrix products with constant weights of four bits; groups of inputs share a scale (`matmul.h` says how they lie).
+"""Matrix products with constant weights of four or eight bits, whose groups of inputs have scales (layout: `matmul.h`).
 
 Activations are quantised to int8, each group of a row by itself. The sum within a group is exact, groups are added in
 fp32 in ascending order: a row's result does not depend on the rows beside it nor on the threads, and has the same bits
@@ -15,19 +15,19 @@ from . import library
 from .matmul import LANES, LINE_BYTES, WEIGHT_CODES, MatrixProduct, MatrixStruct, address, check_arrays, padded_bias
 from .memory import HugePageArena
 
-GROUP_SIZES = (32, 64, 128)
-"""Inputs that may share a scale."""
+GROUP_SIZES = {4: (32, 64, 128), 8: (16, 32, 64, 128)}
+"""By bits of a weight: the numbers of inputs that may share a scale."""
 
-ZERO_POINT = 8
+INT4_ZERO_POINT, INT8_ZERO_POINT = 8, 128
 """The weight that stands for zero, where groups have no zero points of their own."""
 
-_INT4_CODE = 3
-"""The kind of weights, as in matmul.h."""
+_KINDS = {4: 3, 8: 4}
+"""By bits of a weight: its kind in matmul.h."""
 
 
-class Int4Format(NamedTuple):
-    """A matrix of weights [outputs, inputs] in groups of `group_size` inputs, each with a scale, and a zero point if it
-    has `zero_points`. Activations `x` and results `out` are fp32 or bf16."""
+class GroupedFormat(NamedTuple):
+    """A matrix of weights [outputs, inputs] of `bits` each, in groups of `group_size` inputs, each with a scale, and a
+    zero point if it has `zero_points`. Activations `x` and results `out` are fp32 or bf16."""
 
     outputs: int
     inputs: int
@@ -35,6 +35,7 @@ class Int4Format(NamedTuple):
     zero_points: bool
     x: torch.dtype
     out: torch.dtype
+    bits: int = 4
 
     @property
     def groups(self) -> int:
@@ -46,11 +47,11 @@ class Int4Format(NamedTuple):
         """Of all packed weights with their scales and zero points."""
         together = 1 if self.zero_points else 2  # groups that share a line of scales
         steps = -(-self.groups // together)
-        return -(-self.outputs // LANES) * steps * (1 + together * self.group_size // 8) * LINE_BYTES
+        return -(-self.outputs // LANES) * steps * (1 + together * self.group_size * self.bits // 32) * LINE_BYTES
 
 
-class Int4Rows(NamedTuple):
-    """Outputs of a matrix: `weights` uint8 [n, inputs] from 0 to 15, `scales` float32 [n, groups] and `zeros` uint8
+class GroupedRows(NamedTuple):
+    """Outputs of a matrix: `weights` uint8 [n, inputs], `scales` float32 [n, groups] and `zeros` uint8
     [n, groups]. A weight stands for (weight - zero) * scale. Scales are kept with eleven bits of precision."""
 
     weights: Tensor
@@ -58,12 +59,12 @@ class Int4Rows(NamedTuple):
     zeros: Tensor | None = None
 
 
-class Int4Matmul(MatrixProduct):
+class GroupedMatmul(MatrixProduct):
     """x [N, inputs] -> x W^T + bias [N, outputs]. Weights are zero until they are packed."""
 
     def __init__(
         self,
-        form: Int4Format,
+        form: GroupedFormat,
         bias: Tensor | None,
         memory: HugePageArena,
         order: Tensor | None = None,
@@ -93,7 +94,7 @@ class Int4Matmul(MatrixProduct):
                 bias=address(self._bias),
                 outputs=form.outputs,
                 inputs=form.inputs,
-                kind=_INT4_CODE,
+                kind=_KINDS[form.bits],
                 x_kind=WEIGHT_CODES[form.x],
                 out_kind=WEIGHT_CODES[form.out],
                 span=form.group_size,
@@ -103,7 +104,7 @@ class Int4Matmul(MatrixProduct):
             form.out,
         )
 
-    def pack(self, first: int, rows: Int4Rows) -> None:
+    def pack(self, first: int, rows: GroupedRows) -> None:
         """Take `rows` as the outputs from `first` on; each output once."""
         parts = [None if part is None else part.contiguous() for part in rows]
-        library.bind_function("charonia_pack_int4")(self._at, *map(address, parts), first, len(rows.weights))
+        library.bind_function("charonia_pack_spans")(self._at, *map(address, parts), first, len(rows.weights))

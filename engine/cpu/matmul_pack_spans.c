@@ -1,4 +1,4 @@
-/* Packing of int4: weights that are quantised already, into the lines that matmul.h describes. */
+/* Packing in spans: weights that are quantised already, into the lines that matmul.h describes. */
 #include "matmul.h"
 
 #include <math.h>
@@ -7,9 +7,9 @@
 /* Some rows of one matrix: those that the packed one has from output `first` on. */
 typedef struct {
     const Matrix *matrix;
-    const uint8_t *weights; /* [outputs, inputs], 0 to 15 */
+    const uint8_t *weights; /* [outputs, inputs]: int4 has 0 to 15 */
     const float *scales;    /* [outputs, spans] */
-    const uint8_t *zeros;   /* [outputs, spans], or null: 8 */
+    const uint8_t *zeros;   /* [outputs, spans], or null: 8, or 128 */
     int64_t first, outputs, spans;
 } Rows;
 
@@ -44,11 +44,14 @@ static float factor_of(const float *scales, int64_t spans)
     return ldexpf(1, exponent - 15);
 }
 
-static void pack_span(const uint8_t *weights, int64_t inputs, int lane, uint8_t *line)
+static void pack_span(int kind, const uint8_t *weights, int64_t inputs, int lane, uint8_t *line)
 {
+    line += 4 * lane;
     for (int64_t i = 0; i < inputs; i++) {
-        uint8_t *to = line + i / 8 * LINE + 4 * lane + i % 4;
-        *to |= (uint8_t)((weights[i] & 15) << (i % 8 < 4 ? 0 : 4));
+        if (kind == INT4)
+            line[i / 8 * LINE + i % 4] |= (uint8_t)((weights[i] & 15) << (i % 8 < 4 ? 0 : 4));
+        else
+            line[i / 4 * LINE + i % 4] = weights[i];
     }
 }
 
@@ -61,17 +64,17 @@ static void pack_output(const Rows *w, int64_t output)
     char *lines = (char *)m->lines + output / LANES * matrix_steps(m) * step;
     ((float *)m->scales)[output] = factor;
     for (int64_t s = 0; s < w->spans; s++) {
-        char *head = lines + s / each * step, *line = head + LINE + s % each * m->span / 8 * LINE;
+        char *head = lines + s / each * step, *line = head + LINE + s % each * span_lines(m) * LINE;
         const int64_t from = s * m->span, left = m->inputs - from;
         ((uint16_t *)head)[s % each * LANES + lane] = factor > 0 ? as_half(scales[s] / factor) : 0;
         if (m->zeros)
             ((int16_t *)head)[LANES + lane] = w->zeros[row * w->spans + s];
-        pack_span(w->weights + row * m->inputs + from, left < m->span ? left : m->span, lane, (uint8_t *)line);
+        pack_span(m->kind, w->weights + row * m->inputs + from, left < m->span ? left : m->span, lane, (uint8_t *)line);
     }
 }
 
 /* Pack rows of weights as the outputs from `first` on, each of them once: `matrix` begins as zeros. */
-EXPORT void charonia_pack_int4(const Matrix *matrix, const uint8_t *weights, const float *scales, const uint8_t *zeros,
+EXPORT void charonia_pack_spans(const Matrix *matrix, const uint8_t *weights, const float *scales, const uint8_t *zeros,
                                int64_t first, int64_t outputs)
 {
     const Rows w = {matrix, weights, scales, zeros, first, outputs, (matrix->inputs + matrix->span - 1) / matrix->span};

@@ -1,5 +1,5 @@
-"""Products with int4 weights: against exact sums, bit for bit alike at every level, and rows that do not notice each
-other."""
+"""Products with weights in groups: against exact sums, bit for bit alike at every level, and rows that do not notice
+each other."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,30 +7,40 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from charonia.engine.cpu.matmul_int4 import GROUP_SIZES, ZERO_POINT, Int4Format, Int4Matmul, Int4Rows
+from charonia.engine.cpu.matmul_grouped import GROUP_SIZES, GroupedFormat, GroupedMatmul, GroupedRows
 from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu.conftest import HERE
 
-SHAPES = [(200, 896), (64, 4864), (100, 70), (1, 1), (17, 33), (40, 1000)]
+FORMS = [(bits, size, zeros) for bits, sizes in GROUP_SIZES.items() for size in sizes for zeros in (False, True)]
+"""Bits of a weight, inputs in a group, and whether each has its zero point."""
+
+SHAPES = [*((form, (100, 70)) for form in FORMS), ((4, 32, False), (200, 896)), ((4, 128, True), (64, 4864))]
+SHAPES += [((8, 16, False), (40, 2300)), ((4, 64, False), (1, 1)), ((8, 32, True), (17, 33))]
 """Outputs that are no whole lines, inputs that are no whole groups, and more inputs than one chunk."""
 
-FORMS = [(size, zeros) for size in GROUP_SIZES for zeros in (False, True)]
+
+def form_of(
+    form: tuple[int, int, bool], shape: tuple[int, int], x: torch.dtype, out: torch.dtype = torch.float32
+) -> GroupedFormat:
+    bits, size, zeros = form
+    return GroupedFormat(*shape, size, zeros, x, out, bits)
 
 
-def weights_for(form: Int4Format) -> Int4Rows:
+def weights_for(form: GroupedFormat) -> GroupedRows:
     """Random weights; scales of all sizes, exact in eleven bits, some negative or zero."""
     generator = torch.Generator().manual_seed(form.inputs)
-    codes = torch.randint(0, 16, (form.outputs, form.inputs), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(0, 1 << form.bits, (form.outputs, form.inputs), generator=generator, dtype=torch.uint8)
     scales = torch.randn(form.outputs, form.groups, generator=generator).bfloat16().float()
     scales *= 2.0 ** torch.randint(-6, 6, scales.shape, generator=generator)
     scales[:, ::7] = 0
-    zeros = torch.randint(0, 17, scales.shape, generator=generator, dtype=torch.uint8)
-    return Int4Rows(codes, scales, zeros if form.zero_points else None)
+    highest = 17 if form.bits == 4 else 256  # checkpoints have zero points of 16
+    zeros = torch.randint(0, highest, scales.shape, generator=generator, dtype=torch.uint8)
+    return GroupedRows(codes, scales, zeros if form.zero_points else None)
 
 
-def made(form: Int4Format, order: torch.Tensor | None = None) -> tuple[Int4Matmul, Int4Rows, torch.Tensor]:
+def made(form: GroupedFormat, order: torch.Tensor | None = None) -> tuple[GroupedMatmul, GroupedRows, torch.Tensor]:
     rows, bias = weights_for(form), torch.randn(form.outputs, generator=torch.Generator().manual_seed(1))
-    packed = Int4Matmul(form, bias, HugePageArena(), order)
+    packed = GroupedMatmul(form, bias, HugePageArena(), order)
     packed.pack(0, rows)
     return packed, rows, bias
 
@@ -44,13 +54,14 @@ def by_groups(x: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
 
-def exact_products(x: torch.Tensor, rows: Int4Rows, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_products(x: torch.Tensor, rows: GroupedRows, form: GroupedFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, outputs, groups]: the sum within each group in float64, activations quantised; and the sum of its sizes."""
+    size = form.group_size
     wide = by_groups(x.float(), size)
     largest = wide.abs().amax(-1, keepdim=True)
     by = torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)  # 127 / largest would multiply with the inverse
     codes = (wide * by).round().double()
-    zeros = torch.full_like(rows.scales, ZERO_POINT) if rows.zeros is None else rows.zeros
+    zeros = torch.full_like(rows.scales, 1 << (form.bits - 1)) if rows.zeros is None else rows.zeros
     weights = by_groups(rows.weights.double(), size) - zeros.double().unsqueeze(-1)
     there = by_groups(torch.ones(1, x.shape[1], dtype=torch.float64), size)
     weights *= there * rows.scales.double().unsqueeze(-1)
@@ -59,26 +70,25 @@ def exact_products(x: torch.Tensor, rows: Int4Rows, size: int) -> tuple[torch.Te
     return torch.einsum(product, activations, weights), torch.einsum(product, *sizes)
 
 
-@pytest.mark.parametrize(("size", "zeros"), FORMS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_float64s(shape: tuple[int, int], size: int, zeros: bool, level: str) -> None:
+@pytest.mark.parametrize(("form", "shape"), SHAPES, ids=str)
+def test_products_are_float64s(form: tuple[int, int, bool], shape: tuple[int, int], level: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        packed, rows, bias = made(Int4Format(*shape, size, zeros, dtype, torch.float32))
-        for count in (1, 2, 3, 5, 33) if shape[0] < 64 else (1, 7):
+        packed, rows, bias = made(form_of(form, shape, dtype))
+        for count in (1, 2, 3, 7):
             x = inputs(count, shape[1], dtype)
-            sums, sizes = exact_products(x, rows, size)
+            sums, sizes = exact_products(x, rows, packed.form)
             right, most = sums.sum(-1) + bias, sizes.sum(-1) + bias.abs()
             assert ((packed(x).double() - right).abs() / most).max() < 2e-6, (dtype, count)
 
 
-@pytest.mark.parametrize(("size", "zeros"), FORMS)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_level_has_the_same_bits(
-    size: int, zeros: bool, at_level: Callable[[str], AbstractContextManager[None]]
+    form: tuple[int, int, bool], at_level: Callable[[str], AbstractContextManager[None]]
 ) -> None:
     for out in (torch.float32, torch.bfloat16):
-        packed, _, _ = made(Int4Format(100, 1000, size, zeros, torch.bfloat16, out))
+        packed, _, _ = made(form_of(form, (70, 600), torch.bfloat16, out))
         for count in (*range(1, 14), 70):
-            x = inputs(count, 1000, torch.bfloat16)
+            x = inputs(count, 600, torch.bfloat16)
             found = []
             for name in HERE:
                 with at_level(name):
@@ -86,13 +96,13 @@ def test_every_level_has_the_same_bits(
             assert all(torch.equal(found[0], each) for each in found), (out, count)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_a_row_has_the_same_bits_in_any_company(zeros: bool, level: str) -> None:
-    for shape in ((100, 70), (48, 2304)):
-        packed, _, _ = made(Int4Format(*shape, 32, zeros, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("form", [(4, 32, False), (4, 64, True), (8, 16, False), (8, 32, True)], ids=str)
+def test_a_row_has_the_same_bits_in_any_company(form: tuple[int, int, bool], level: str) -> None:
+    for shape in ((100, 70), (20, 2304)):
+        packed, _, _ = made(form_of(form, shape, torch.bfloat16))
         row = inputs(1, shape[1], torch.bfloat16)
         alone = packed(row)
-        for rows in (*range(1, 20), 64, 127, 128, 253):
+        for rows in (*range(1, 20), 64, 127, 128):
             company = inputs(rows, shape[1], torch.bfloat16) * 10
             at = rows * 2 // 3
             company[at] = row[0]
@@ -100,7 +110,7 @@ def test_a_row_has_the_same_bits_in_any_company(zeros: bool, level: str) -> None
 
 
 def test_threads_change_no_bit(level: str) -> None:
-    packed, _, _ = made(Int4Format(200, 1000, 32, False, torch.bfloat16, torch.bfloat16))
+    packed, _, _ = made(GroupedFormat(200, 1000, 32, False, torch.bfloat16, torch.bfloat16))
     x, before = inputs(9, 1000, torch.bfloat16), torch.get_num_threads()
     found = []
     try:
@@ -114,28 +124,43 @@ def test_threads_change_no_bit(level: str) -> None:
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_packed_piece_by_piece_is_packed_whole(zeros: bool) -> None:
-    form = Int4Format(40, 100, 32, zeros, torch.float32, torch.float32)
+    form = GroupedFormat(40, 100, 32, zeros, torch.float32, torch.float32)
     whole, rows, _ = made(form)
-    pieces = Int4Matmul(form, None, HugePageArena())
+    pieces = GroupedMatmul(form, None, HugePageArena())
     for begin, end in ((24, 40), (0, 7), (7, 24)):
-        pieces.pack(begin, Int4Rows(*(None if part is None else part[begin:end] for part in rows)))
+        pieces.pack(begin, GroupedRows(*(None if part is None else part[begin:end] for part in rows)))
     assert torch.equal(whole.lines, pieces.lines)
     assert torch.equal(whole.factors, pieces.factors)
 
 
 def test_inputs_may_come_in_another_order(level: str) -> None:
-    form = Int4Format(20, 100, 32, False, torch.bfloat16, torch.float32)
+    form = GroupedFormat(20, 100, 32, False, torch.bfloat16, torch.float32)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(2))
     (plain, _, _), (ordered, _, _) = made(form), made(form, order)
     x = inputs(4, 100, torch.bfloat16)
     assert torch.equal(ordered(x), plain(x[:, order]))
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_largest_sums_stay_exact(form: tuple[int, int, bool], level: str) -> None:
+    """Of the largest weights and activations, of either sign."""
+    bits, size, zeros = form
+    packed = GroupedMatmul(form_of(form, (16, 2 * size), torch.float32), None, HugePageArena())
+    weights = torch.full((16, 2 * size), (1 << bits) - 1, dtype=torch.uint8)
+    points = torch.zeros(16, 2, dtype=torch.uint8) if zeros else None
+    packed.pack(0, GroupedRows(weights, torch.ones(16, 2), points))
+    each = (1 << bits) - 1 - (0 if zeros else 1 << (bits - 1))
+    for sign in (1, -1):
+        for rows in (1, 2, 6):
+            found = packed(torch.full((rows, 2 * size), 127.0 * sign))
+            assert torch.equal(found, torch.full((rows, 16), 127.0 * sign * each * 2 * size))
+
+
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**-10, 2.0**100])
 def test_scales_of_any_size_keep_their_precision(size: float, level: str) -> None:
-    form = Int4Format(3, 64, 32, False, torch.float32, torch.float32)
-    packed, scales = Int4Matmul(form, None, HugePageArena()), torch.tensor([[1.0, 1025 * 2.0**-30]] * 3) * size
-    packed.pack(0, Int4Rows(torch.full((3, 64), 9, dtype=torch.uint8), scales))
+    form = GroupedFormat(3, 64, 32, False, torch.float32, torch.float32)
+    packed, scales = GroupedMatmul(form, None, HugePageArena()), torch.tensor([[1.0, 1025 * 2.0**-30]] * 3) * size
+    packed.pack(0, GroupedRows(torch.full((3, 64), 9, dtype=torch.uint8), scales))
     small = torch.zeros(1, 64)
     small[0, 40] = 127
     assert torch.equal(packed(torch.full((1, 64), 127.0))[0], (127 * 32 * scales.double().sum(1)).float())
@@ -143,7 +168,7 @@ def test_scales_of_any_size_keep_their_precision(size: float, level: str) -> Non
 
 
 def test_what_is_no_number_shows(level: str) -> None:
-    packed, rows, _ = made(Int4Format(20, 100, 32, False, torch.bfloat16, torch.float32))
+    packed, rows, _ = made(GroupedFormat(20, 100, 32, False, torch.bfloat16, torch.float32))
     x = inputs(3, 100, torch.bfloat16)
     right = packed(x)
     for broken in (float("nan"), float("inf")):
@@ -152,12 +177,12 @@ def test_what_is_no_number_shows(level: str) -> None:
         assert not found[1].isfinite().any()
         assert torch.equal(found[::2], right[::2])
     rows.scales[4, 1] = float("nan")
-    again = Int4Matmul(packed.form, None, HugePageArena())
+    again = GroupedMatmul(packed.form, None, HugePageArena())
     again.pack(0, rows)
     assert again(inputs(1, 100, torch.bfloat16)).isnan()[0].nonzero().tolist() == [[4]]
 
 
 def test_rows_of_zeros_are_the_bias_and_no_rows_no_results(level: str) -> None:
-    packed, _, bias = made(Int4Format(20, 100, 64, True, torch.bfloat16, torch.float32))
+    packed, _, bias = made(GroupedFormat(20, 100, 64, True, torch.bfloat16, torch.float32))
     assert torch.equal(packed(torch.zeros(2, 100).bfloat16())[1], bias)
     assert packed(torch.zeros(0, 100).bfloat16()).shape == (0, 20)
