@@ -11,14 +11,11 @@ from typing import NamedTuple
 
 from .config import SchedulerConfig
 
-CALM_SLOWDOWN = 2.3
-"""For the sake of prompts that are in time, a step takes up to so many times as long as without them,"""
+CALM_SLOWDOWN, LEAST_SLOWDOWN = 2.3, 1.6
+"""For the sake of prompts that are in time, a step takes so many times as long as without them: the first while at most
+CALM_STREAMS decode for each that waits, less with more of them, but no less than the second."""
 
-CALM_STEP_SECONDS = 0.08
-"""but no longer than this,"""
-
-LEAST_SLOWDOWN = 1.6
-"""unless that leaves less than this for prompts: then so many times as long."""
+CALM_STREAMS = 8
 
 LONG_PROMPT_SECONDS = 0.6
 """A prompt that takes longer to compute is a long one."""
@@ -236,7 +233,8 @@ class PrefillBudget:
         bound = (demand.itl_target if demand.itl_target < inf else longest) - alone
         if not demand.balanced:
             return StepPace(model, demand, bound, bound)
-        calm = max(min(CALM_SLOWDOWN * alone, CALM_STEP_SECONDS), LEAST_SLOWDOWN * alone) - alone
+        part = min(CALM_STREAMS * max(len(demand.line), 1) / demand.decoding.decode_tokens, 1.0)
+        calm = max((CALM_SLOWDOWN - 1) * part, LEAST_SLOWDOWN - 1) * alone
         crowded = len(demand.line) > demand.decoding.decode_tokens
         share = 1.0 if crowded else self._needed_share(demand.line)
         needed = alone * share / (1 - share) if share < 1 else inf

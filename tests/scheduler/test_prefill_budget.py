@@ -19,7 +19,9 @@ from charonia.bench.scheduler_latency import (
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.prefill_budget import (
+    CALM_SLOWDOWN,
     IDLE_STEP_SECONDS,
+    LEAST_SLOWDOWN,
     LONGEST_STEP_SECONDS,
     MIN_CHUNK_TOKENS,
     PrefillBudget,
@@ -185,3 +187,16 @@ def test_a_slow_machine_reads_its_weights_for_more_than_a_few_tokens() -> None:
     slow = SimulatedMachine(weights=0.5, token=0.02)
     ran = steps(slow, PACED, [SimulatedRequest(0.0, 1024, 1)])
     assert len(ran) <= 1024 // 50
+
+
+def test_more_streams_for_each_prompt_that_waits_make_it_give_way() -> None:
+    budget = PrefillBudget(PACED)
+    budget.observe_step(StepWork(4, 400), 0.02)
+    prompt = WaitingPrompt(2000, 0, 0.0)
+    few, many, crowd = (
+        budget.pace(StepDemand(StepWork(streams, 100 * streams), [prompt])).long
+        / budget.time_model.step_seconds(StepWork(streams, 100 * streams))
+        for streams in (4, 12, 64)
+    )
+    assert few == pytest.approx(CALM_SLOWDOWN - 1)
+    assert few > many > crowd == pytest.approx(LEAST_SLOWDOWN - 1)
