@@ -25,10 +25,11 @@
     TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, GROUPED_INT8, KINDS };
-enum { LANES = 16, LINE = 64, MOST_ROWS = 12, TILE_STEPS = 16 };
+enum { LANES = 16, LINE = 64, MOST_ROWS = 6, TILE_STEPS = 16 };
 
-/* Rows of a tile from this one on have an address of their own: registers are too few for twelve multiples of a stride. */
-enum { NEAR_ROWS = 6 };
+/* Rows of a tile where a kernel has 32 registers. From MOST_ROWS on they have an address of their own: there are too few
+   registers for twelve multiples of a stride. */
+enum { TALL_ROWS = 12 };
 
 /* Packed weights, and the types around them. `scales`, `offsets` and `bias` are [outputs], filled up to whole groups. */
 typedef struct {
@@ -73,7 +74,7 @@ typedef struct {
     int64_t upto, rows, groups;
     int64_t chunk;  /* lines of a group at a time */
     int64_t block;  /* rows at a time: so many of a chunk stay in the second cache */
-    TileFunction tiles[MOST_ROWS]; /* by rows - 1; of a kernel with a shape the first, for all */
+    TileFunction tiles[TALL_ROWS]; /* by rows - 1; of a kernel with a shape the first, for all */
 } Plan;
 
 /* One row of activations as the tiles read it, filled with zeros to whole steps. Returns the row's scale (int8), else 1. */
