@@ -144,11 +144,12 @@ def measure(precision: Precision, rows: list[int], turns: int) -> Iterator[Produ
         yield ProductFigure(count, best[0], best[1], limits)
 
 
-def row_seconds(precision: Precision, rows: Sequence[int], turns: int) -> dict[int, float]:
-    """Seconds of all our products of a step with so many rows, each the best of `turns`: by rows, in turns."""
+def row_seconds(precision: Precision, rows: Sequence[int], enough: float) -> dict[int, float]:
+    """Seconds of all our products of a step, by rows: each the best of several, in turns for `enough` seconds."""
     stack, best = our_stack(precision), dict.fromkeys(rows, math.inf)
     inputs = {count: _inputs(precision, count) for count in rows}
-    for _ in range(turns):
+    end = perf_counter() + enough
+    while perf_counter() < end:
         for count in rows:
             best[count] = min(best[count], _seconds(stack, inputs[count]))
     return best

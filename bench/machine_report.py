@@ -115,7 +115,7 @@ def _products(record: MachineRecord) -> Iterator[tuple[str, str]]:
     for precision, seconds in record.products.items():
         one, *more = seconds
         ratios = _each([seconds[rows] / seconds[one] for rows in more], ".2f")
-        yield f"products of {' / '.join(map(str, more))} rows over one row's time, {precision}", ratios
+        yield f"Qwen2.5-0.5B's products of {' / '.join(map(str, more))} rows over one row's time, {precision}", ratios
 
 
 def _starts(record: MachineRecord) -> Iterator[tuple[str, str]]:

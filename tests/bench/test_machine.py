@@ -55,7 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(f"{job.sequences} sequences, turn {seed}")
         return turns_of(job)
 
-    def row_seconds(precision: str, rows: tuple[int, ...], turns: int) -> dict[int, float]:
+    def row_seconds(precision: str, rows: tuple[int, ...], enough: float) -> dict[int, float]:
         seen.append(f"products {precision}")
         return {each: 1.0 + each / 10 for each in rows}
 
@@ -150,7 +150,7 @@ def test_the_table_has_every_figure(tmp_path: Path) -> None:
         "| charonia over openvino, bf16 | 2.00 / 2.00 |",
         "| charonia, int8 over bf16 | 2.50 / 2.50 |",
         "| bandwidth and best products beside them | 30 to 30 GB/s, bf16 200 to 200 GOP/s |",
-        "| products of 2 / 4 / 8 / 12 rows over one row's time, int8 | 1.09 / 1.27 / 1.64 / 2.00 |",
+        "| Qwen2.5-0.5B's products of 2 / 4 / 8 / 12 rows over one row's time, int8 | 1.09 / 1.27 / 1.64 / 2.00 |",
         "| start to ready, then with packed weights kept, int8 | 5.0 s, 2.0 s |",
         "| TTFT, int8 | 1.50 |",
         "TTFT p50 / p90 / p99, ms | 100 / 1,250 / 2,500 |",
