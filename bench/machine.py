@@ -25,6 +25,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from .. import __version__
+from ..core.errors import CharoniaError
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.cpu import library
 from ..processes.host import usable_cores
@@ -94,10 +95,10 @@ class MachineRun:
         self._saved = perf_counter()
 
     def run(self) -> None:
-        """Every part that is missing, as long as there is time.
+        """Every part that is missing, as long as there is time. One that fails says why, and is tried again next time.
 
         Raises:
-            InvalidArgument, Unavailable: a peer is unknown, or a contender or a server cannot run.
+            InvalidArgument, Unavailable: a peer is unknown, or a contender cannot run.
         """
         for precision in self._wanted.precisions:
             self._part("products", precision, self.record.products, self._products)
@@ -118,7 +119,10 @@ class MachineRun:
             self._log(f"{kind}, {precision}: not measured, the time is over")
             return
         self._log(f"{kind}, {precision} ...")
-        found[precision] = measure(precision)
+        try:
+            found[precision] = measure(precision)
+        except CharoniaError as error:
+            self._log(f"{kind}, {precision}: {error.message}")
         self._save()
 
     def _spent(self) -> float:

@@ -16,6 +16,7 @@ from charonia.bench.machine_report import MachineRecord, ServedTrace, as_markdow
 from charonia.bench.offline_report import OfflineComparison, OfflineRun
 from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.bench.start import ServerStart
+from charonia.core.errors import Unavailable
 
 WANTED = MachineOptions(precisions=("bf16", "int8"), sequences=(1, 4), repeats=2)
 
@@ -110,6 +111,22 @@ def test_a_run_that_was_interrupted_goes_on_where_it_was(
     asked.clear()
     run(tmp_path)
     assert asked[:4] == ["contenders", "1 sequences, turn 2", "4 sequences, turn 2", "start"]
+
+
+def test_a_part_that_fails_says_why_and_is_tried_again(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> list[TrialVerdict]:
+        raise Unavailable("1 of 1 requests failed: HTTP 400")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(machine, "run_trials", refused)
+        record, said = run(tmp_path)
+    assert "beside, int8: 1 of 1 requests failed: HTTP 400" in said
+    assert record.beside == {}
+    asked.clear()
+    assert list(run(tmp_path)[0].beside) == ["int8", "bf16"]
+    assert asked == ["beside int8", "beside bf16"]
 
 
 def test_what_there_is_no_time_for_is_told(tmp_path: Path, asked: list[str]) -> None:
