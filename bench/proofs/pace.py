@@ -22,7 +22,7 @@ from ..load.plan import read_trace
 from ..scheduler_latency import INT8, INT8_TILES, INT8_VNNI, SimulatedMachine, SimulatedRequest, Simulation
 from .former_budget import FormerBudget
 
-MACHINES = {"AVX2": INT8, "VNNI": INT8_VNNI, "tiles": INT8_TILES}
+MACHINES = {"Zen 4": INT8, "VNNI": INT8_VNNI, "tiles": INT8_TILES}
 TRACES = ("conversation", "code")
 LOADS = (0.5, 0.8, 1.2)
 FILL = 0.8
@@ -145,7 +145,7 @@ def main(traces: Path | None = None, requests: int = 100, longest: int = 2048, m
     longest
         Prompts are cut so that no request is longer, in tokens.
     machines
-        Some of AVX2, VNNI and tiles; unset: all.
+        Some of "Zen 4", VNNI and tiles; unset: all.
     """
     console = Console(width=150, highlight=False)
     chosen = {name: MACHINES[name] for name in machines or MACHINES}
