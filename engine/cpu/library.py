@@ -1,6 +1,7 @@
 """The shared object of the C kernels beside this file: its functions' signatures, and the level that it runs at."""
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable
 from functools import cache
@@ -90,7 +91,8 @@ def _refusal() -> str:
     refused = bind_function("charonia_tiles_refused")()
     if not refused:
         return ""
-    return f"; the processor has AMX, the system does not let this process use it ({os.strerror(refused)})"
+    reason = "a thread's signal stack is too small" if refused == errno.ENOSPC else os.strerror(refused)
+    return f"; the processor has AMX, the system does not let this process use it ({reason})"
 
 
 def struct_fields(*groups: str) -> list[tuple[str, Any]]:

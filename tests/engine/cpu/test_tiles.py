@@ -1,7 +1,9 @@
 """The kernels of AMX, compiled against a model of its instructions in plain C: proved where no processor has them."""
 
 import ctypes
+import errno
 import mmap
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,8 +23,13 @@ pytestmark = pytest.mark.skipif(
     library.level() is None or shutil.which("gcc") is None, reason="no C extension, or no gcc here"
 )
 
-FLAGS = "-shared -fPIC -std=gnu11 -O2 -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
-SOURCES = ("level.c", "matmul.c", "matmul_amx.c", "matmul_pack.c", "matmul_pack_spans.c")
+FLAGS = "-std=gnu11 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wno-psabi -Werror"
+MODEL = '-DCHARONIA_TILE_MODEL="tile_model.h"'
+SOURCES = ("level.c", "matmul.c", "matmul_pack.c", "matmul_pack_spans.c")
+OURS, THEIRS = Path(__file__).parent, Path(library.__file__).parent
+
+TRAPS = pytest.mark.skipif(library.level() != "avx2", reason="has AVX-512, and maybe tiles, or no AVX2")
+"""Where the kernels' vectors run and their tile instructions trap."""
 
 
 class TileModel(NamedTuple):
@@ -37,16 +44,34 @@ class TileModel(NamedTuple):
         return ctypes.c_int64.in_dll(self.library, name).value
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TileModel:
-    ours, theirs = Path(__file__).parent, Path(library.__file__).parent
-    built = tmp_path_factory.mktemp("model") / "tiles.so"
-    sources = [*(str(theirs / name) for name in SOURCES), str(ours / "tile_model.c")]
-    named = '-DCHARONIA_TILE_MODEL="tile_model.h"'
-    asked = ["gcc", *FLAGS.split(), named, f"-I{theirs}", f"-I{ours}", *sources, "-lm", "-o", str(built)]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
+def compiled(into: Path, *asked: str) -> Path:
+    done = subprocess.run(
+        ["gcc", *FLAGS.split(), f"-I{THEIRS}", f"-I{OURS}", *asked, "-lm", "-o", str(into)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    return TileModel(ctypes.CDLL(str(built)))
+    return into
+
+
+def trapping(directory: Path) -> list[str]:
+    """The kernels as they are shipped, but for vectors of AVX2 in place of AVX-512; and what their traps do."""
+    for path in (*THEIRS.glob("*.h"), *THEIRS.glob("*.inc"), THEIRS / "matmul_amx.c"):
+        (directory / path.name).write_text(re.sub(r"avx512[a-z0-9]*,(?=.*amx-tile)", "", path.read_text()))
+    shipped = ("-c", "-O3", "-fno-math-errno", "-fno-trapping-math")
+    kernels = compiled(directory / "kernels.o", *shipped, str(directory / "matmul_amx.c"))
+    return [str(kernels), str(OURS / "tile_trap.c")]
+
+
+@pytest.fixture(scope="module", params=["modelled", pytest.param("trapped", marks=[pytest.mark.proof, TRAPS])])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TileModel:
+    """The kernels, whose tile instructions are functions of the model; or the compiler's, each of which traps."""
+    directory = tmp_path_factory.mktemp("model")
+    sources = [*(str(THEIRS / name) for name in SOURCES), str(OURS / "tile_model.c")]
+    kernels = [str(THEIRS / "matmul_amx.c")] if request.param == "modelled" else trapping(directory)
+    return TileModel(ctypes.CDLL(str(compiled(directory / "tiles.so", "-shared", "-O2", MODEL, *sources, *kernels))))
 
 
 @pytest.fixture
@@ -247,19 +272,22 @@ def test_tiles_are_asked_for_only_where_they_would_be_used(detection: TileModel)
     assert asked.value == before + 1
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(errno.EOPNOTSUPP, "Operation not supported"), (errno.ENOSPC, "a thread's signal stack is too small")],
+)
 def test_a_system_that_denies_tiles_is_served_by_the_level_below(
-    detection: TileModel, monkeypatch: pytest.MonkeyPatch
+    error: int, reason: str, detection: TileModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = library.level()
-    detection.number("tile_model_denies").value = 95
+    detection.number("tile_model_denies").value = error
     monkeypatch.setattr(library, "_open_library", lambda: detection.library)
     library.bind_function.cache_clear()
     try:
         library.bind_function("charonia_limit")(library.LEVELS.index("amx"))
         assert library.level() == best
         assert library.describe() == (
-            f"C kernels at level {best}; the processor has AMX, the system does not let this process use it"
-            " (Operation not supported)"
+            f"C kernels at level {best}; the processor has AMX, the system does not let this process use it ({reason})"
         )
     finally:
         library.bind_function.cache_clear()
