@@ -20,8 +20,8 @@ from .roofline import Precision
 OURS = "charonia"
 PEERS: Mapping[str, Sequence[Precision]] = {
     "transformers": ("bf16", "fp16", "fp32"),
-    "openvino": ("bf16", "int8"),
-    "llamacpp": ("bf16", "fp16", "fp32", "int8"),
+    "openvino": ("bf16", "int8", "int4"),
+    "llamacpp": ("bf16", "fp16", "fp32", "int8", "int4"),
     "vllm": ("bf16", "fp32"),
 }
 """Those we know how to run, and what they compute with."""

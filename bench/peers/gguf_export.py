@@ -21,8 +21,10 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 
-MATRICES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "int8": "Q8_0"}
-"""How matrices are stored; vectors stay fp32. Q8_0: 8 bits with a scale for every 32 values of a row."""
+MATRICES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
+"""How matrices are stored; vectors stay fp32. Q8_0 and Q4_0: 8 or 4 bits with a scale for every 32 values of a row."""
+_HEADS = ("token_embd.weight", "output.weight")
+"""What is Q8_0 beside Q4_0, for our int4 keeps the head in 8 bits too."""
 _STORED = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 """What safetensors calls a type, and what numpy reads it as."""
 _MODELS = ("llama", "qwen2")
@@ -155,7 +157,8 @@ def export(checkpoint: Path, precision: str, file: Path) -> None:
         if name is None:
             raise UnsupportedCheckpoint(f"{tensor.name}: llama.cpp's {shape.model} has no such weight")
         values = _arranged(tensor, shape)
-        kind = gguf.GGMLQuantizationType[MATRICES[precision] if values.ndim > 1 else "F32"]
+        kept = "int8" if precision == "int4" and name in _HEADS else precision
+        kind = gguf.GGMLQuantizationType[MATRICES[kept] if values.ndim > 1 else "F32"]
         writer.add_tensor(name, _encoded(gguf, tensor.name, values, kind), raw_dtype=kind)
     if shape.stretched:
         writer.add_tensor("rope_freqs.weight", shape.stretched.divisors(shape.theta, shape.head_dim))

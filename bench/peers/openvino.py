@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..peer_runner import PeerSetup
 
-_FORMATS = {"bf16": "fp16", "int8": "int8"}
+_FORMATS = {"bf16": "fp16", "int8": "int8", "int4": "int4"}
 """What its weights are stored as. It picks what to compute with itself: bf16 where the processor has that."""
 _CACHE_GB = 4
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from charonia.engine.checkpoint.build_context import BuildContext
+from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.packing_cache import PackingCache, open_packing_cache
 from charonia.engine.cpu import library
@@ -165,6 +165,20 @@ def test_every_architecture_goes_to_four_bits(checkpoint: Callable[..., Path], n
     assert not any(isinstance(each, GroupedMatmul) for each in made[: len(made) // 2]), "calibrated at eight bits"
     assert four > len(made) // 4
     assert isinstance(made[-1], PackedMatmul) or isinstance(made[0], PackedMatmul), "the head stays at eight bits"
+
+
+class Half(SingleRank):
+    size = 2
+
+
+@KERNELS
+def test_ranks_that_share_a_model_go_to_four_bits_uncalibrated(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("charonia.engine.models.registry.calibrate", None)
+    made = build(checkpoint("llama"), shard=Shard(Half()))
+    assert sum(isinstance(each, PackedMatmul) for each in made) == 1, "the head"
+    assert sum(isinstance(each, Int4Matmul) for each in made) == len(made) - 1 > 4
 
 
 @KERNELS
