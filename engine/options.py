@@ -37,7 +37,7 @@ class EngineOptions:
     quantization: Literal["none", "int8", "int4"] | None = None
     """Make matrices 8-bit or 4-bit integers while they are loaded: half, or a third, of the memory."""
     cache_dir: str | None = None
-    """Keep packed weights in this directory, so that the next start maps them; unset: keep none."""
+    """Keep packed weights in this directory, so that the next start need not pack them; unset: keep none."""
     cache_max_bytes: Bytes | None = None
     """Bytes that all packed weights in it may have; the oldest make room."""
     cpu_level: Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"] | None = None

@@ -1,4 +1,4 @@
-"""Packed weights on disk: a later start maps a file instead of packing a checkpoint again.
+"""Packed weights on disk: a later start takes them from a file instead of packing a checkpoint again.
 
 A file is arrays by their names, after a header with a checksum. It is written aside and renamed, and only its owner
 reads it. Its key is what the arrays were made from, so none is ever out of date; the oldest go when their bytes exceed

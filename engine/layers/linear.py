@@ -131,10 +131,14 @@ class _Matrix:
         return "int8" if self._loader.device.type == "cpu" else "none"
 
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
-        """For the C kernels: mapped, if an earlier load kept it."""
+        """For the C kernels: as an earlier load kept it, if one did."""
         loader, found = self._loader, self._loader.packing.find(self.label)
         kept = found[0] if found else {"none": _name(loader.dtype)}.get(self.precision, self.precision)
-        arrays = {name: torch.from_numpy(array) for name, array in found[1].items()} if found else None
+        arrays = (
+            {name: loader.memory.copy_of(torch.from_numpy(array)) for name, array in found[1].items()}
+            if found
+            else None
+        )
         sizes, result = (self.outputs, self._inputs), torch.float32 if self._use.float32 else loader.dtype
         product: PackedMatmul | GroupedMatmul
         if kept == "int4":

@@ -178,7 +178,7 @@ def test_ranks_that_share_a_model_go_to_four_bits_uncalibrated(
     monkeypatch.setattr("charonia.engine.models.registry.calibrate", None)
     made = build(checkpoint("llama"), shard=Shard(Half()))
     assert sum(isinstance(each, PackedMatmul) for each in made) == 1, "the head"
-    assert sum(isinstance(each, Int4Matmul) for each in made) == len(made) - 1 > 4
+    assert sum(isinstance(each, GroupedMatmul) for each in made) == len(made) - 1 > 4
 
 
 @KERNELS
