@@ -133,6 +133,26 @@ def continued(model: Any, prompt: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
+def followed(checkpoint: Callable[..., Path]) -> Callable[[str, list[list[int]]], list[list[int]]]:
+    """What transformers chooses greedily after each prompt and after each of the tokens given for it, in one pass: the
+    tokens themselves exactly where they are what it would generate."""
+    models: dict[str, Any] = {}
+
+    def follow(name: str, texts: list[list[int]]) -> list[list[int]]:
+        if name not in models:
+            models[name] = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32)
+        return [chosen_after(models[name], *each) for each in zip(prompts(), texts, strict=True)]
+
+    return follow
+
+
+@torch.inference_mode()
+def chosen_after(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
+    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    return list(logits.argmax(-1).tolist())
+
+
+@pytest.fixture(scope="module")
 def bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[[str, str], Bench]]:
     made: dict[tuple[str, str], Bench] = {}
 
@@ -161,10 +181,12 @@ def test_greedy_tokens_are_transformers(
     backend: str,
     setting: Setting,
     bench: Callable[[str, str], Bench],
-    generated: Callable[[str], list[list[int]]],
+    followed: Callable[[str, list[list[int]]], list[list[int]]],
 ) -> None:
     outcome, events = bench(name, backend).run(setting)
-    assert [outcome.tokens[key] for key in range(len(LENGTHS))] == generated(name)
+    texts = [outcome.tokens[key] for key in range(len(LENGTHS))]
+    assert texts == followed(name, texts)
+    assert {len(each) for each in texts} == {NEW}
     assert set(outcome.finished.values()) == {"length"}
     assert_it_happened(setting, outcome, events)
 
@@ -179,10 +201,10 @@ def test_other_architectures_are_transformers(
     name: str,
     setting: str,
     bench: Callable[[str, str], Bench],
-    generated: Callable[[str], list[list[int]]],
+    followed: Callable[[str, list[list[int]]], list[list[int]]],
 ) -> None:
     """Windows here are shorter than most prompts."""
-    test_greedy_tokens_are_transformers(name, "auto", SETTINGS[setting], bench, generated)
+    test_greedy_tokens_are_transformers(name, "auto", SETTINGS[setting], bench, followed)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "cpu"])
@@ -208,10 +230,11 @@ def test_longrope_is_transformers_on_either_side_of_its_length(
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
 def test_one_row_at_a_time_says_the_same(
-    backend: str, bench: Callable[[str, str], Bench], generated: Callable[[str], list[list[int]]]
+    backend: str, bench: Callable[[str, str], Bench], followed: Callable[[str, list[list[int]]], list[list[int]]]
 ) -> None:
     outcome, _ = bench("llama", backend).run(Setting(rows=1))
-    assert [outcome.tokens[key] for key in range(len(LENGTHS))] == generated("llama")
+    texts = [outcome.tokens[key] for key in range(len(LENGTHS))]
+    assert texts == followed("llama", texts)
 
 
 def assert_it_happened(setting: Setting, outcome: LoopResult, events: Events) -> None:
