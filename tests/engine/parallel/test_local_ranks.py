@@ -46,7 +46,7 @@ def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
     return make
 
 
-RARE = ("llama, pipeline 2", "qwen3-moe, tensor 2")
+RARE = ("llama, tensor 2", "llama, pipeline 2", "qwen3-moe, tensor 2")
 
 
 @pytest.fixture(
