@@ -69,8 +69,10 @@ static int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) /
 
 static int64_t first_step(const Product *p, int64_t chunk)
 {
-    const int64_t step = p->steps * chunk / p->chunks;
-    return chunk == p->chunks ? step : step - step % whole_steps(p->kernel, p->matrix);
+    if (chunk == 0 || chunk == p->chunks)
+        return chunk ? p->steps : 0;
+    const int64_t step = p->steps * chunk / p->chunks, whole = whole_steps(p->kernel, p->matrix);
+    return whole == 1 ? step : step - step % whole; /* a division costs as much as ten lines of a tile */
 }
 
 static const char *lines_at(const Product *p, int64_t group, int64_t chunk)
