@@ -20,7 +20,7 @@ CALM_STREAMS = 8
 LONG_PROMPT_SECONDS = 0.6
 """A prompt that takes longer to compute is a long one."""
 
-SHORT_PROMPT_STEP_SECONDS = 0.12
+SHORT_PROMPT_STEP_SECONDS = 0.18
 """For the sake of short prompts a step may take so long."""
 
 LONGEST_STEP_SECONDS, LONGEST_SLOWDOWN = 0.25, 4.0

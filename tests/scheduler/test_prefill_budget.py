@@ -42,13 +42,13 @@ def test_a_long_prompt_does_not_freeze_running_streams(machine: SimulatedMachine
     """At most 2.5 times the median without it at the 99th percentile; and it is done within twice as long as if nothing
     ran beside it."""
     paced, unbounded = stall(machine, PACED, streams), stall(machine, UNBOUNDED, streams)
-    assert paced.beside <= 2.5 * paced.alone < unbounded.beside / 4
+    assert paced.beside <= 2.5 * paced.alone < unbounded.beside / 5
     assert paced.ttft <= 2 * unbounded.ttft
 
 
 def test_noise_does_not_freeze_them_either() -> None:
     noisy = stall(BF16._replace(noise=0.2), PACED, 4)
-    assert noisy.beside <= 2.6 * noisy.alone
+    assert noisy.beside <= 2.5 * noisy.alone
 
 
 @MACHINES
@@ -60,7 +60,7 @@ def test_short_prompts_hardly_wait_for_long_ones(machine: SimulatedMachine) -> N
 
 @MACHINES
 def test_many_short_prompts_at_once_are_not_slowed_down(machine: SimulatedMachine) -> None:
-    assert burst(machine, PACED, 16) >= 0.94 * burst(machine, UNBOUNDED, 16)
+    assert burst(machine, PACED, 16) >= 0.97 * burst(machine, UNBOUNDED, 16)
 
 
 def steps(
