@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 import pytest
+import torch
+from torch import Tensor
 
 from charonia.engine.cpu import library
+
+ByThreads: TypeAlias = Callable[[Callable[[], Tensor]], list[Tensor]]
 
 BEST = library.level()
 HERE = library.LEVELS[: library.LEVELS.index(BEST) + 1] if BEST else ()
@@ -32,3 +37,19 @@ def at_level() -> Callable[[str], AbstractContextManager[None]]:
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     with run_at_level(request.param):
         yield request.param
+
+
+@pytest.fixture
+def by_threads() -> Iterator[ByThreads]:
+    """What a call returns with one thread, with two, and with three."""
+    before = torch.get_num_threads()
+
+    def call(compute: Callable[[], Tensor]) -> list[Tensor]:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(compute())
+        return found
+
+    yield call
+    torch.set_num_threads(before)

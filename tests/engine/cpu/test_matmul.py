@@ -9,6 +9,7 @@ import torch
 
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import REGION_BYTES, HugePageArena
+from tests.engine.cpu.conftest import ByThreads
 
 SHAPES = [(896, 896), (64, 4864), (100, 70), (1, 1), (17, 3), (33, 2050)]
 """Outputs that are no whole groups, inputs that are no whole steps, and more inputs than one chunk."""
@@ -71,16 +72,10 @@ def test_a_row_has_the_same_bits_in_any_company(kept: torch.dtype, level: str) -
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=str)
-def test_threads_change_no_bit(kept: torch.dtype, level: str) -> None:
+def test_threads_change_no_bit(kept: torch.dtype, level: str, by_threads: ByThreads) -> None:
     packed, _ = made((200, 1000), kept, torch.float32 if kept == torch.float32 else torch.bfloat16)
-    x, before = inputs(9, 1000, packed.form.x), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(packed(x))
-    finally:
-        torch.set_num_threads(before)
+    x = inputs(9, 1000, packed.form.x)
+    found = by_threads(lambda: packed(x))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -9,7 +9,7 @@ import torch
 
 from charonia.engine.cpu.matmul_grouped import GROUP_SIZES, GroupedFormat, GroupedMatmul, GroupedRows
 from charonia.engine.cpu.memory import HugePageArena
-from tests.engine.cpu.conftest import HERE
+from tests.engine.cpu.conftest import HERE, ByThreads
 
 FORMS = [(bits, size, zeros) for bits, sizes in GROUP_SIZES.items() for size in sizes for zeros in (False, True)]
 """Bits of a weight, inputs in a group, and whether each has its zero point."""
@@ -109,16 +109,10 @@ def test_a_row_has_the_same_bits_in_any_company(form: tuple[int, int, bool], lev
             assert torch.equal(packed(company)[at], alone[0]), (shape, rows)
 
 
-def test_threads_change_no_bit(level: str) -> None:
+def test_threads_change_no_bit(level: str, by_threads: ByThreads) -> None:
     packed, _, _ = made(GroupedFormat(200, 1000, 32, False, torch.bfloat16, torch.bfloat16))
-    x, before = inputs(9, 1000, torch.bfloat16), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(packed(x))
-    finally:
-        torch.set_num_threads(before)
+    x = inputs(9, 1000, torch.bfloat16)
+    found = by_threads(lambda: packed(x))
     assert all(torch.equal(found[0], each) for each in found)
 
 

@@ -17,6 +17,7 @@ import torch
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
+from tests.engine.cpu.conftest import ByThreads
 from tests.engine.cpu.test_matmul_grouped import FORMS, form_of, made
 
 pytestmark = pytest.mark.skipif(
@@ -211,14 +212,8 @@ def test_a_row_on_tiles_has_the_same_bits_in_any_company(kept: torch.dtype, tile
             assert torch.equal(found[-1], alone[0]), (shape, rows)
 
 
-def test_threads_with_tiles_change_no_bit(tiles: TileModel) -> None:
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(packed((700, 500), torch.bfloat16, torch.bfloat16)(rows_of(40, 500, torch.bfloat16)))
-    finally:
-        torch.set_num_threads(before)
+def test_threads_with_tiles_change_no_bit(tiles: TileModel, by_threads: ByThreads) -> None:
+    found = by_threads(lambda: packed((700, 500), torch.bfloat16, torch.bfloat16)(rows_of(40, 500, torch.bfloat16)))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

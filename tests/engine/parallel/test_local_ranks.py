@@ -46,12 +46,14 @@ def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
     return make
 
 
-RARE = ("llama, tensor 2", "llama, pipeline 2", "qwen3-moe, tensor 2")
+IN_SUITE = "llama, tensor 2 x pipeline 2"
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, id=name, marks=[pytest.mark.proof] * (name in RARE)) for name, case in CASES.items()],
+    params=[
+        pytest.param(case, id=name, marks=[pytest.mark.proof] * (name != IN_SUITE)) for name, case in CASES.items()
+    ],
 )
 def ranks(request: pytest.FixtureRequest, config: Callable[..., EngineConfig]) -> Iterator[Ranks]:
     name, parallel = request.param
