@@ -47,6 +47,15 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     token_seconds: float = 0.0
 
 
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters of a model: `max_loras` different ones in a step, none with a rank above `max_rank`, and `max_bytes` of
+    memory for all that one replica holds."""
+
+    max_loras: int = 8
+    max_rank: int = 64
+    max_bytes: int = 1 << 30
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`model`: checkpoint directory or hub id. `tokenizer`: another, to read the tokenizer from. `chat_template`: a
     file or a template in place of its own. `tool_call_parser`, `reasoning_parser`: how its answers are written, "auto"
@@ -63,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     here, and with `threads` of its own. `replica` numbers them, and `host_memory` is what one may take of the host's
     memory in bytes, weights included, None whatever is free; `gpu_memory` likewise of each GPU's, where it computes on
     some. The frontend fills these in, and the threads.
+
+    `lora`: None where no adapter may be loaded.
 
     `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
     rank of this machine is enough; "fake" counts (next token = last + 1) and is for measuring everything around the
@@ -96,6 +107,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     fake: FakeConfig = FakeConfig()
+    lora: LoraConfig | None = None
 
     def threads_each(self, ranks: int = 1) -> int:
         """The threads of each of `ranks` that share a machine."""
