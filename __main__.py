@@ -12,6 +12,9 @@ def main() -> None:
     """The `charonia` command."""
     _open_what_was_closed()
     try:
+        from .processes import gc_tuning
+
+        gc_tuning.collect_less_often()
         from .cli.app import app
 
         status = app()

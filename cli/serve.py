@@ -93,7 +93,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                 if not await loading:
                     await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
                     return 0 if stop.stop_requested.is_set() else 1
-                gc_tuning.freeze_after_startup()
+                gc_tuning.collect_and_freeze()
                 sys.setswitchinterval(_TURN_SECONDS)
                 servers.start_batches()
                 servers.print_addresses()

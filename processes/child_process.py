@@ -20,6 +20,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
 
+from .gc_tuning import collect_less_often
 from .stderr import write_stderr
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -171,6 +172,7 @@ def run_target(name: str, parent: int, file: IO[bytes]) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     set_process_name(name)
+    collect_less_often()
     threading.Thread(target=_end_with_parent, args=(parent,), name="parent", daemon=True).start()
     with file:
         target, arguments = pickle.load(file)

@@ -5,7 +5,6 @@ serving, and each of its rounds walks over what it could not free before. What i
 after a large request that is most of what the process holds.
 """
 
-import asyncio
 import gc
 
 from .host import release_free_memory
@@ -14,14 +13,14 @@ _THRESHOLDS = (20_000, 50, 100)
 """Objects that a young generation may gain before it is collected, and the rounds of it that older ones wait."""
 
 
-def freeze_after_startup() -> None:
-    """Called when a process begins to serve: leave its objects alone, and collect less often."""
+def collect_less_often() -> None:
+    """Called when a process starts: what it imports, which is tens of thousands of objects, is not garbage."""
     gc.set_threshold(*_THRESHOLDS)
-    collect_and_freeze()
 
 
 def collect_and_freeze() -> None:
-    """Free every unreachable cycle, those among frozen objects too."""
+    """Called when a process begins to serve, and after a large change: free every unreachable cycle, those among frozen
+    objects too, and leave the others alone from now on."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -38,6 +37,8 @@ _scheduled_releases: set[float] = set()
 
 def release_memory_soon() -> None:
     """Return to the system, before long, the memory that a large request leaves free. For the event loop's thread."""
+    import asyncio  # engine cores have no event loop
+
     for moment in _RELEASE_DELAYS:
         if moment not in _scheduled_releases:
             _scheduled_releases.add(moment)
@@ -45,5 +46,7 @@ def release_memory_soon() -> None:
 
 
 def _release(moment: float) -> None:
+    import asyncio
+
     _scheduled_releases.discard(moment)
     asyncio.get_running_loop().run_in_executor(None, release_free_memory)

@@ -114,7 +114,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
     progress.report("warm-up", 0.0)
     core.warm_up()
-    gc_tuning.freeze_after_startup()
+    gc_tuning.collect_and_freeze()
     progress.report("warm-up", 1.0)
     here = capacity.machine and config.parallel.backend == "mp"
     cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
