@@ -53,6 +53,7 @@ def test_a_contender_continues_every_prompt(checkpoint: Path) -> None:
         assert library.describe() in contender.about
 
 
+@pytest.mark.proof
 def test_a_contender_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"transformers fp32: \w+: .*config.json"):
         PeerProcess(PeerSpec("transformers", "fp32", PYTHON), setup(tmp_path))

@@ -73,6 +73,7 @@ def test_a_bar_holds_from_its_own_side() -> None:
     assert [TrialVerdict("", value, 2.0, False).met for value in (1.9, 2.0, 2.1)] == [True, True, False]
 
 
+@pytest.mark.proof
 def test_every_trial_gives_its_ratio_over_a_real_server(asked: TrialTarget) -> None:
     said: list[str] = []
     first, gaps = beside(asked, replace(SMALL, new=60), said.append)

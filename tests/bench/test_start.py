@@ -12,6 +12,7 @@ from charonia.bench.placement import yield_to_engine
 from charonia.bench.start import ModuleImport, imports, start, write_copies
 
 
+@pytest.mark.proof
 def test_a_start_is_timed_until_ready(tmp_path: Path) -> None:
     checkpoint = next(write_repository(tmp_path / "models", {}).glob("*/1"))
     one = start(str(write_copies(tmp_path / "copies", checkpoint, 2)), "--backend-config=charonia,executor=fake")

@@ -257,9 +257,10 @@ def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> Non
     ("arguments", "says"),
     [
         (["x/y", "--max-num-seqs", "0"], "parameter 'max_num_seqs' must be an integer >= 1, got '0'"),
-        (
+        pytest.param(
             ["x/y", "--max-num-seqs", "600"],
             "max_num_seqs 600 must be at least 1 and at most max_num_batched_tokens 512",
+            marks=pytest.mark.proof,
         ),
         (["x/y", "--bogus"], "--bogus"),
     ],

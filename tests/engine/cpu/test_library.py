@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,16 +59,19 @@ def test_threads_are_torch_s() -> None:
 SHOW = "from charonia.engine.cpu import library; print(library.level(), library.describe(), sep='; ')"
 
 
-def test_the_environment_caps_the_level() -> None:
+def test_the_environment_leaves_no_kernels() -> None:
     assert run(SHOW, CHARONIA_KERNELS="none").startswith("None; no C kernels (CHARONIA_KERNELS=none): torch computes")
-    if library.level() is not None:
-        assert run(SHOW, CHARONIA_KERNELS="portable") == "portable; C kernels at level portable"
 
 
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
-def test_a_level_nobody_knows_is_named() -> None:
-    asked = "from charonia.engine.cpu import library\ntry: library.level()\nexcept ValueError as e: print(e)"
-    assert "CHARONIA_KERNELS must be none or one of portable" in run(asked, CHARONIA_KERNELS="sse9")
+def test_the_environment_caps_the_level_where_it_is_one() -> None:
+    asked = (
+        "import os; from charonia.engine.cpu import library\ntry: library.level()\nexcept ValueError as e: print(e)\n"
+        "os.environ['CHARONIA_KERNELS'] = 'portable'\n"
+    )
+    unknown, capped = run(asked + SHOW, CHARONIA_KERNELS="sse9").splitlines()
+    assert unknown.startswith("CHARONIA_KERNELS must be none or one of portable, ")
+    assert capped == "portable; C kernels at level portable"
 
 
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
@@ -87,12 +89,3 @@ def test_people_are_told_what_computes(level: str) -> None:
     assert library.describe() == f"C kernels at level {level}"
     with patch.object(library, "level", lambda: None):
         assert "for want of a compiler" in library.describe()
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
-def test_the_compiler_finds_nothing_odd() -> None:
-    """A macro's variable once took the place of its caller's, and a region had as many threads as chance would have."""
-    sources = [str(path) for path in sorted(Path(library.__file__).parent.glob("*.c"))]
-    asked = ["gcc", "-std=gnu11", "-fopenmp", "-fsyntax-only", "-Wall", "-Wno-psabi", "-Werror", *sources]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -79,6 +79,7 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("quantization", "ranks", "each"), [("int8", 1, 1), ("none", 1, 2), ("none", 2, 1)])
 def test_loading_takes_little_more_than_the_result(
     middling: tuple[Path, int], quantization: str, ranks: int, each: float
