@@ -4,11 +4,11 @@ Knows nothing of architectures.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 from zipfile import is_zipfile
 
@@ -17,11 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...tokenization.checkpoint_files import refuse_lfs_pointer
+from ..cpu.matmul_grouped import GroupedRows
 from ..cpu.memory import HugePageArena
 from .build_context import BuildContext, TensorGroup
+from .code_forms import CodeForm, CodeRange, StoredForm, common_form, turn_codes
 from .hf_checkpoint import find_weights
 from .model_spec import CheckpointError
 from .packing_cache import Packing
+from .served_forms import ServedForm, ServedForms
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The supported dtypes: safetensors' name -> torch's."""
@@ -49,19 +52,73 @@ class TensorSlice(NamedTuple):
         return range(*self.rows.indices(self.shape[0]))
 
     @property
+    def column_range(self) -> range:
+        return range(*self.columns.indices(self.shape[1]))
+
+    @property
     def label(self) -> str:
         """Tells it from any other part of the checkpoint."""
-        rows, columns = self.row_range, range(*self.columns.indices(self.shape[1]))
+        rows, columns = self.row_range, self.column_range
         return f"{self.name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
 
     @property
     def width(self) -> int:
-        return len(range(*self.columns.indices(self.shape[1])))
+        return len(self.column_range)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return len(self.row_range) * (self.width if len(self.shape) == 2 else 1)
+
+
+class WeightSource(Protocol):
+    """The weights of a checkpoint by the names of their tensors, whatever its files are. Matrices may be stored as
+    integer codes (`code_forms.py`); as floats every tensor can be had."""
+
+    @property
+    def files(self) -> list[Path]:
+        """All of them: packed weights are kept for exactly these."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def unread(self) -> list[str]:
+        """The names of tensors that nothing asked for, by `form`, `read` or `codes`."""
+
+    @property
+    def quantization(self) -> str | None:
+        """The integers that its matrices are stored as, for people; None: it stores floats, which may be quantised
+        while they are loaded."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def form(self, piece: TensorSlice) -> StoredForm:
+        """How the tensor of `piece` is stored. Checks all that can be checked without reading numbers.
+
+        Raises:
+            CheckpointError: the tensor is missing, broken, or not of the expected shape or a supported dtype.
+        """
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        """`piece` as floats: a mapped view in the dtype they are stored in, or dequantised, float32 in memory of its
+        own. Callers take a few rows at a time.
+
+        Raises:
+            CheckpointError: as `form`.
+        """
+
+    def codes(self, piece: TensorSlice) -> GroupedRows:
+        """The rows of `piece`, all columns of them, in the form that `form` has told.
+
+        Raises:
+            CheckpointError: as `form`, or a code means nothing.
+        """
 
 
 class CheckpointWeights:
-    """The weights in one directory, safetensors or torch's .bin: a single file, or shards under an index. Files are
-    memory-mapped: `read` returns views, and nothing is copied before it is used."""
+    """A `WeightSource`: the weights in one directory, safetensors or torch's .bin: a single file, or shards under an
+    index. Files are memory-mapped: `read` returns views, and nothing is copied before it is used."""
 
     def __init__(self, directory: Path, own_name: Callable[[str], str] = str) -> None:
         """`own_name`: from a tensor's name in the file to the name that `read` knows it by.
@@ -91,8 +148,22 @@ class CheckpointWeights:
     def unread(self) -> list[str]:
         return sorted(self._unread)
 
+    @property
+    def quantization(self) -> str | None:
+        return None
+
+    def form(self, piece: TensorSlice) -> StoredForm:
+        dtype = self.read(piece).dtype
+        return StoredForm(_name(dtype), 8 * dtype.itemsize, plain=True)
+
+    def codes(self, piece: TensorSlice) -> GroupedRows:
+        raise CheckpointError(f"{self._where}: tensor {piece.name} is stored as floats")
+
     def read(self, piece: TensorSlice) -> Tensor:
-        """A mapped view of `piece`, in the dtype it is stored in.
+        return self.view(piece, STORED)
+
+    def view(self, piece: TensorSlice, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        """A mapped view of `piece`, in the dtype it is stored in, one of `dtypes` by their names in safetensors.
 
         Raises:
             CheckpointError: the tensor is missing, or its shape or dtype is not what is expected.
@@ -107,10 +178,10 @@ class CheckpointWeights:
         except (SafetensorError, KeyError) as error:
             raise CheckpointError(f"{path}: tensor {stored} is missing, though the index puts it here") from error
         is_tensor = isinstance(found, Tensor)
-        dtype = found.dtype if is_tensor else STORED.get(found.get_dtype(), found.get_dtype())
+        dtype = found.dtype if is_tensor else dtypes.get(found.get_dtype(), found.get_dtype())
         shape = tuple(found.shape if is_tensor else found.get_shape())
-        if dtype not in STORED.values():
-            supported = f"which is not supported ({', '.join(STORED)} are)"
+        if dtype not in dtypes.values():
+            supported = f"which is not supported ({', '.join(dtypes)} are)"
             raise CheckpointError(f"{path}: tensor {piece.name} has dtype {dtype}, {supported}")
         if shape != piece.shape:
             meant = f"config.json means {list(piece.shape)}"
@@ -152,25 +223,26 @@ class ReadProgress:
         self._expected, self._progress = expected, progress
         self._mapped: set[str] = set()
 
-    def count(self, name: str, view: Tensor, mapped: bool = False) -> None:
-        """Count a part of tensor `name`; one that is `mapped` counts once, though it is packed, too."""
-        if name not in self._mapped:
-            self.bytes += view.nbytes
+    def count(self, piece: TensorSlice, form: StoredForm, mapped: bool = False) -> None:
+        """Count what `piece` takes in its file; one that is `mapped` counts once, though it is packed, too."""
+        if piece.name not in self._mapped:
+            self.bytes += int(piece.size * form.bits / 8)
         if mapped:
-            self._mapped.add(name)
+            self._mapped.add(piece.name)
         self._progress(min(self.bytes / self._expected, 1.0))
 
 
 class WeightLoader:
     """Hands layers this rank's slices of their weights, in the dtype and on the device of the build context."""
 
-    def __init__(self, weights: CheckpointWeights, context: BuildContext, packing: Packing | None = None) -> None:
+    def __init__(self, weights: WeightSource, context: BuildContext, packing: Packing | None = None) -> None:
         """`packing`: the matrices that the CPU's kernels compute with, found or to be kept; None: neither."""
         self.context, self.packing = context, packing or Packing()
         self.dtype, self.device = context.dtype, context.device
         self.group, self.stage = context.shard.group, context.shard.stage
         self.memory = HugePageArena()
         """The memory of packed matrices."""
+        self.served = ServedForms()
         self.reading = ReadProgress(weights.bytes / self.group.size / self.stage.count, context.progress)
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
@@ -189,21 +261,24 @@ class WeightLoader:
         key = (piece.name, piece.rows.start, piece.rows.stop)
         tensor = self._shared.get(key)
         if tensor is None:
-            view = self._weights.read(piece)
-            tensor = self._shared[key] = view.to(self.device, self.dtype)
-            self.reading.count(piece.name, view, mapped=True)
+            form = self._weights.form(piece)
+            tensor = self._weights.read(piece).to(self.device, self.dtype) if form.plain else self.concatenate([piece])
+            self._shared[key] = tensor
+            self.reading.count(piece, form, mapped=True)
+            self.count_floats([piece])
         return tensor
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:
         """The slices one below the other, in memory of their own."""
         pieces = list(pieces)
-        views = [self._weights.read(piece) for piece in pieces]
-        shape = (sum(len(view) for view in views), *views[0].shape[1:])
+        shape = sum(len(piece.row_range) for piece in pieces), *([pieces[0].width] if len(pieces[0].shape) == 2 else [])
         whole = torch.empty(shape, dtype=self.dtype, device=self.device)
-        targets = torch.split(whole, [len(view) for view in views])
-        for piece, target, view in zip(pieces, targets, views, strict=True):
-            target.copy_(view)
-            self.reading.count(piece.name, view)
+        if self.device.type == "meta":
+            self.pass_over(pieces)
+            return whole
+        for first, part in self._parts(pieces):
+            rows = self._weights.read(part)
+            whole[first : first + len(rows)].copy_(rows)
         return whole
 
     def sample(self, piece: TensorSlice) -> Tensor:
@@ -214,17 +289,54 @@ class WeightLoader:
     def pass_over(self, pieces: Iterable[TensorSlice]) -> None:
         """Count matrices as read that need not be, because they were packed before. They must be there all the same."""
         for piece in pieces:
-            self.reading.count(piece.name, self._weights.read(piece))
+            self.reading.count(piece, self._weights.form(piece))
 
     def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, Tensor]]:
-        """The matrices one below the other, a few rows at a time: (index of the first in the whole, mapped view)."""
+        """The tensors one below the other as floats, a few rows at a time: (index of the first in the whole, rows)."""
+        return ((first, self._weights.read(part)) for first, part in self._parts(pieces))
+
+    def common_form(self, pieces: Sequence[TensorSlice]) -> CodeForm | None:
+        """The form that `code_tiles` can turn the codes of all these matrices into; None: some are stored as floats, or
+        there is no such form."""
+        parts = [self._code_range(piece) for piece in pieces]
+        whole = [part for part in parts if part is not None]
+        return common_form(whole) if len(whole) == len(parts) else None
+
+    def code_tiles(self, pieces: Iterable[TensorSlice], to: CodeForm) -> Iterator[tuple[int, GroupedRows]]:
+        """As `tiles`, but the codes that are stored, in the form `to`."""
+        for first, part in self._parts(pieces):
+            found = self._code_range(part)
+            assert found is not None, "a common form is of codes"
+            yield first, turn_codes(self._weights.codes(part), found, to)
+
+    def count_served(self, pieces: Iterable[TensorSlice], kept: str, bits: float, error: float | None) -> None:
+        """Those of `pieces` that are stored quantised are kept as `kept`, `bits` a number (see `ServedForm`)."""
+        for piece in pieces:
+            form = self._weights.form(piece)
+            if not form.plain:
+                self.served.add(ServedForm(form.name, kept, error), piece.size, form.bits, bits)
+
+    def count_floats(self, pieces: Iterable[TensorSlice]) -> None:
+        """Those of `pieces` that are stored quantised are made floats of the model's dtype."""
+        error = 0.0 if self.dtype == torch.float32 else torch.finfo(self.dtype).eps / 2
+        self.count_served(pieces, _name(self.dtype), 8 * self.dtype.itemsize, error)
+
+    def _code_range(self, piece: TensorSlice) -> CodeRange | None:
+        codes = self._weights.form(piece).codes
+        return None if codes is None else CodeRange(codes, piece.column_range, piece.shape[1])
+
+    def _parts(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, TensorSlice]]:
         first = 0
         for piece in pieces:
-            rows, row_bytes = piece.row_range, piece.shape[1] * torch.float32.itemsize
+            rows, form = piece.row_range, self._weights.form(piece)
+            row_bytes = (piece.shape[1] if len(piece.shape) == 2 else 1) * torch.float32.itemsize
             step = max(TILE_BYTES // row_bytes, 1)
             for start in range(rows.start, rows.stop, step):
                 part = piece._replace(rows=slice(start, min(start + step, rows.stop)))
-                view = self._weights.read(part)
-                yield first, view
-                first += len(view)
-                self.reading.count(piece.name, view)
+                yield first, part
+                first += len(part.row_range)
+                self.reading.count(part, form)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,10 +7,11 @@
  * whatever else is computed with it: a row's result does not depend on the number of rows.
  *
  * int4 and grouped int8 have a scale for each span of 16 (int8 alone), 32, 64 or 128 inputs of an output. Weights are
- * unsigned, with a zero point: 8 or 128, or one for each span. A line of int4 is eight inputs of each output: in its four
+ * unsigned, with a zero point: 8 or 128, or one for each span; or each span has an offset, which is taken from the weight
+ * times the scale. A line of int4 is eight inputs of each output: in its four
  * bytes the low halves are the first four inputs, the high halves the others. A step is a line of scales (fp16), and then
  * the lines of the two spans that they belong to; with zero points it is scales, zero points (int16), and the lines of one
- * span. Activations are int8, with a scale for each span. Sums within a span are exact; spans are added in fp32, one fused
+ * span; with offsets (fp16) likewise. Activations are int8, with a scale for each span. Sums within a span are exact; spans are added in fp32, one fused
  * multiplication and addition each, so results are the same bits at every level. */
 #ifndef CHARONIA_MATMUL_H
 #define CHARONIA_MATMUL_H
@@ -25,6 +26,9 @@
     TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, GROUPED_INT8, KINDS };
+/* What a span has beside its scale. */
+enum { NO_ZEROS, ZERO_POINTS_EACH, OFFSETS_EACH };
+
 enum { LANES = 16, LINE = 64, MOST_ROWS = 6, TILE_STEPS = 16 };
 
 /* Rows of a tile where a kernel has 32 registers. From MOST_ROWS on they have an address of their own: there are too few
@@ -42,7 +46,7 @@ typedef struct {
     int32_t x_kind;         /* of the activations: fp32 or bf16 */
     int32_t out_kind;       /* of the results: fp32 or bf16 */
     int32_t span;           /* inputs with one scale, or 0 */
-    int32_t zeros;          /* whether each span has its zero point */
+    int32_t zeros;          /* NO_ZEROS, ... */
     const int32_t *order;   /* in spans: which activation each input is, or null: as they come */
 } Matrix;
 
@@ -112,7 +116,7 @@ void multiply_in_team(Team *, const MatmulCall *, char *memory);
 const Kernel *kernel_of(int kind, int64_t rows);
 
 /* What a row has for each span before its int8 numbers: their scale, and minus their sum, times the zero point if all have
-   the same: what the sum of products begins with. */
+   the same: what the sum of products begins with, or what offsets are multiplied with. */
 typedef struct {
     float scale;
     int32_t start;

@@ -23,7 +23,7 @@ LANES, LINE_BYTES = 16, 64
 WEIGHT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """The dtypes that weights may be packed as, with the numbers of matmul.h."""
 
-SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """The dtypes that weights may be packed from, with the numbers of matmul_pack.c."""
 
 
@@ -100,8 +100,11 @@ class PackedMatmul(MatrixProduct):
         kinds = [WEIGHT_CODES[each] for each in (form.kept, form.x, form.out)]
         super().__init__(MatrixStruct(*addresses, form.outputs, form.inputs, *kinds), form.out)
 
-    def pack(self, first: int, rows: Tensor) -> None:
-        """Take `rows` [n, inputs], fp32, bf16 or fp16, as the outputs from `first` on."""
+    def pack(self, first: int, rows: Tensor, scales: Tensor | None = None) -> None:
+        """Take `rows` [n, inputs], fp32, bf16 or fp16, as the outputs from `first` on; or int8 with their `scales` [n],
+        where int8 is kept."""
+        if scales is not None and self._scales is not None:
+            self._scales[first : first + len(rows)] = scales
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         source = (rows.data_ptr(), SOURCE_CODES[rows.dtype], rows.stride(0), first, *rows.shape)

@@ -170,7 +170,7 @@ ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int blocks, int kind, int
 typedef struct {
     char lines[2][TILE_BYTES]; /* as int8, a register's share each */
     int32_t zeros[LANES];      /* zero points, if it has them */
-    float scales[LANES];
+    float scales[LANES], offsets[LANES];
 } __attribute__((aligned(LINE))) Span;
 
 /* fp16 that are numbers. */
@@ -186,8 +186,9 @@ ALWAYS_INLINE TARGET Floats widened(const char *halves) {
 ALWAYS_INLINE TARGET void read_span(const Matrix *m, const char *step, int64_t each, Span *to) {
     const char *lines = step + LINE + each * m->span / 8 * LINE;
     char *half = to->lines[0];
-    const Floats scales = widened(step + each * LINE / 2);
+    const Floats scales = widened(step + each * LINE / 2), offsets = widened(step + LINE / 2);
     memcpy(to->scales, &scales, LINE);
+    memcpy(to->offsets, &offsets, LINE);
     for (int i = 0; i < LANES; i++) to->zeros[i] = ((const int16_t *)(step + LINE / 2))[i];
     for (int64_t line = 0; line < m->span / 8; line++, half += 2 * LINE) {
         const Ints both = (Ints)floats(lines + line * LINE), first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
@@ -203,8 +204,11 @@ ALWAYS_INLINE TARGET void add_scaled(const Tile *t, const char *row, int zeros, 
         const SpanHead *head = (const SpanHead *)row;
         for (int g = 0; g < GROUPS; g++)
             for (int i = 0; i < LANES; i++) {
-                const int32_t dot = dots[r][g][i] + (zeros ? spans[g].zeros[i] * head->start : head->start);
-                sums[r][g][i] = fmaf((float)dot, spans[g].scales[i] * head->scale, sums[r][g][i]);
+                const int32_t times = zeros == ZERO_POINTS_EACH ? spans[g].zeros[i] : !zeros;
+                const float dot = (float)(dots[r][g][i] + times * head->start);
+                sums[r][g][i] = fmaf(dot, spans[g].scales[i] * head->scale, sums[r][g][i]);
+                if (zeros == OFFSETS_EACH)
+                    sums[r][g][i] = fmaf((float)head->start, spans[g].offsets[i] * head->scale, sums[r][g][i]);
             }
     }
 }
@@ -219,7 +223,11 @@ ALWAYS_INLINE TARGET void add_span(const Tile *t, const char *row, int blocks, c
                      spans[1].lines[at / LINE]);
     end_sums((char *)dots, blocks);
     WRITTEN(spans);
-    t->matrix->zeros ? add_scaled(t, row, 1, spans, dots, sums) : add_scaled(t, row, 0, spans, dots, sums);
+    switch (t->matrix->zeros) {
+        case NO_ZEROS: add_scaled(t, row, NO_ZEROS, spans, dots, sums); break;
+        case ZERO_POINTS_EACH: add_scaled(t, row, ZERO_POINTS_EACH, spans, dots, sums); break;
+        default: add_scaled(t, row, OFFSETS_EACH, spans, dots, sums);
+    }
 }
 
 ALWAYS_INLINE TARGET void multiply_spans(const Tile *t, int blocks, int once) {

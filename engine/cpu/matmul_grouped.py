@@ -21,13 +21,17 @@ GROUP_SIZES = {4: (32, 64, 128), 8: (16, 32, 64, 128)}
 INT4_ZERO_POINT, INT8_ZERO_POINT = 8, 128
 """The weight that stands for zero, where groups have no zero points of their own."""
 
+_NO_ZEROS, _ZERO_POINTS, _OFFSETS = range(3)
+"""What a group has beside its scale, with the numbers of matmul.h."""
+
 _KINDS = {4: 3, 8: 4}
 """By bits of a weight: its kind in matmul.h."""
 
 
 class GroupedFormat(NamedTuple):
     """A matrix of weights [outputs, inputs] of `bits` each, in groups of `group_size` inputs, each with a scale, and a
-    zero point if it has `zero_points`. Activations `x` and results `out` are fp32 or bf16."""
+    zero point if it has `zero_points`, or an offset if it has `offsets`. Activations `x` and results `out` are fp32 or
+    bf16."""
 
     outputs: int
     inputs: int
@@ -36,6 +40,7 @@ class GroupedFormat(NamedTuple):
     x: torch.dtype
     out: torch.dtype
     bits: int = 4
+    offsets: bool = False
 
     @property
     def groups(self) -> int:
@@ -44,19 +49,21 @@ class GroupedFormat(NamedTuple):
 
     @property
     def line_bytes(self) -> int:
-        """Of all packed weights with their scales and zero points."""
-        together = 1 if self.zero_points else 2  # groups that share a line of scales
+        """Of all packed weights with their scales and zero points or offsets."""
+        together = 1 if self.zero_points or self.offsets else 2  # groups that share a line of scales
         steps = -(-self.groups // together)
         return -(-self.outputs // LANES) * steps * (1 + together * self.group_size * self.bits // 32) * LINE_BYTES
 
 
 class GroupedRows(NamedTuple):
-    """Outputs of a matrix: `weights` uint8 [n, inputs], `scales` float32 [n, groups] and `zeros` uint8
-    [n, groups]. A weight stands for (weight - zero) * scale. Scales are kept with eleven bits of precision."""
+    """Outputs of a matrix: `weights` uint8 [n, inputs], `scales` float32 [n, groups], and `zeros` uint8 [n, groups] or
+    `offsets` float32 [n, groups]. A weight stands for (weight - zero) * scale, or weight * scale - offset. Scales and
+    offsets are kept with eleven bits of precision."""
 
     weights: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 class GroupedMatmul(MatrixProduct):
@@ -98,7 +105,7 @@ class GroupedMatmul(MatrixProduct):
                 x_kind=WEIGHT_CODES[form.x],
                 out_kind=WEIGHT_CODES[form.out],
                 span=form.group_size,
-                zeros=form.zero_points,
+                zeros=_ZERO_POINTS if form.zero_points else _OFFSETS if form.offsets else _NO_ZEROS,
                 order=address(self._order),
             ),
             form.out,

@@ -1,11 +1,12 @@
-/* Packing: rows of a checkpoint's matrix into the lines that matmul.h describes, quantised on the way for int8. */
+/* Packing: rows of a checkpoint's matrix into the lines that matmul.h describes, quantised on the way for int8, unless
+ * they are int8 already. */
 #include "matmul.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 /* What a checkpoint stores; the first two are numbered as what kernels compute on. */
-enum { FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 };
+enum { FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16, FROM_INT8 };
 
 enum { SIZE_BITS = 0x7fffffff };
 
@@ -103,12 +104,24 @@ ALWAYS_INLINE void convert_row(const Rows *w, const char *row, int64_t output, i
         convert(row, kind, w->inputs, to, w->kind);
 }
 
+static void copy_int8(const Rows *w, const char *row, int64_t output, uint32_t *to)
+{
+    int32_t sum = 0;
+    for (int64_t i = 0; i < w->inputs; i++)
+        sum += ((const int8_t *)row)[i];
+    memcpy(to, row, (size_t)w->inputs);
+    w->offsets[output] = 128 * sum;
+}
+
 /* One output's weights as its steps, one behind the other. */
 static void row_steps(const Rows *w, int64_t output, uint32_t *to)
 {
-    const char *row = w->from + (output - w->first) * w->stride * (w->from_kind == FROM_FLOAT32 ? 4 : 2);
+    static const int64_t widths[] = {4, 2, 2, 1};
+    const char *row = w->from + (output - w->first) * w->stride * widths[w->from_kind];
     to[w->steps - 1] = 0;
-    if (w->from_kind == FROM_BFLOAT16 && w->kind == BFLOAT16)
+    if (w->from_kind == FROM_INT8)
+        copy_int8(w, row, output, to);
+    else if (w->from_kind == FROM_BFLOAT16 && w->kind == BFLOAT16)
         memcpy(to, row, (size_t)w->inputs * 2);
     else if (w->from_kind == FROM_BFLOAT16)
         convert_row(w, row, output, FROM_BFLOAT16, to);
@@ -148,7 +161,8 @@ static void pack_group(const Rows *w, int64_t group, uint32_t *rows)
 }
 
 /* Pack rows [outputs, inputs] of a checkpoint as the outputs from `first` on; `stride` in elements. `lines` begins as
-   zeros; scales and offsets are those of the whole matrix, and used for int8 alone. Returns 0, or 1 when memory is short. */
+   zeros; scales and offsets are those of the whole matrix, and used for int8 alone. Rows of int8 become int8, and their
+   scales are the caller's to write. Returns 0, or 1 when memory is short. */
 EXPORT int charonia_pack(const void *from, int from_kind, int64_t stride, int64_t first, int64_t outputs, int64_t inputs,
                          int kind, void *lines, float *scales, int32_t *offsets)
 {

@@ -10,6 +10,7 @@ typedef struct {
     const uint8_t *weights; /* [outputs, inputs]: int4 has 0 to 15 */
     const float *scales;    /* [outputs, spans] */
     const uint8_t *zeros;   /* [outputs, spans], or null: 8, or 128 */
+    const float *offsets;   /* [outputs, spans], or null */
     int64_t first, outputs, spans;
 } Rows;
 
@@ -29,18 +30,28 @@ static uint16_t as_half(float value)
     return (uint16_t)((bits >> 16 & 0x8000) | size);
 }
 
-/* The power of two that the scales are multiplied with, so that the largest is between 2^14 and 2^15 in fp16: those that
-   are 2^28 times smaller lose bits. NaN if one is no number: then it shows in all results. */
-static float factor_of(const float *scales, int64_t spans)
+/* The largest size; NaN if one is no number. */
+static float largest(const float *numbers, int64_t count)
 {
     float top = 0;
-    int exponent;
-    for (int64_t s = 0; s < spans; s++) {
-        if (!isfinite(scales[s]))
+    for (int64_t i = 0; i < count; i++) {
+        if (!isfinite(numbers[i]))
             return NAN;
-        top = fmaxf(top, fabsf(scales[s]));
+        top = fmaxf(top, fabsf(numbers[i]));
     }
-    frexpf(top, &exponent);
+    return top;
+}
+
+/* The power of two that scales and offsets are multiplied with, so that the largest is between 2^14 and 2^15 in fp16:
+   those that are 2^28 times smaller lose bits. NaN if one is no number: then it shows in all results. */
+static float factor_of(const Rows *w, int64_t row)
+{
+    const float of_scales = largest(w->scales + row * w->spans, w->spans);
+    const float of_offsets = w->offsets ? largest(w->offsets + row * w->spans, w->spans) : 0;
+    int exponent;
+    if (isnan(of_scales) || isnan(of_offsets))
+        return NAN;
+    frexpf(fmaxf(of_scales, of_offsets), &exponent);
     return ldexpf(1, exponent - 15);
 }
 
@@ -60,24 +71,27 @@ static void pack_output(const Rows *w, int64_t output)
     const Matrix *m = w->matrix;
     const int64_t row = output - w->first, each = spans_a_step(m), step = lines_a_step(m) * LINE;
     const int lane = (int)(output % LANES);
-    const float *scales = w->scales + row * w->spans, factor = factor_of(scales, w->spans);
+    const float *scales = w->scales + row * w->spans, factor = factor_of(w, row);
     char *lines = (char *)m->lines + output / LANES * matrix_steps(m) * step;
     ((float *)m->scales)[output] = factor;
     for (int64_t s = 0; s < w->spans; s++) {
         char *head = lines + s / each * step, *line = head + LINE + s % each * span_lines(m) * LINE;
         const int64_t from = s * m->span, left = m->inputs - from;
         ((uint16_t *)head)[s % each * LANES + lane] = factor > 0 ? as_half(scales[s] / factor) : 0;
-        if (m->zeros)
+        if (m->zeros == ZERO_POINTS_EACH)
             ((int16_t *)head)[LANES + lane] = w->zeros[row * w->spans + s];
+        else if (m->zeros && factor > 0)
+            ((uint16_t *)head)[LANES + lane] = as_half(w->offsets[row * w->spans + s] / factor);
         pack_span(m->kind, w->weights + row * m->inputs + from, left < m->span ? left : m->span, lane, (uint8_t *)line);
     }
 }
 
 /* Pack rows of weights as the outputs from `first` on, each of them once: `matrix` begins as zeros. */
 EXPORT void charonia_pack_spans(const Matrix *matrix, const uint8_t *weights, const float *scales, const uint8_t *zeros,
-                               int64_t first, int64_t outputs)
+                               const float *offsets, int64_t first, int64_t outputs)
 {
-    const Rows w = {matrix, weights, scales, zeros, first, outputs, (matrix->inputs + matrix->span - 1) / matrix->span};
+    const int64_t spans = (matrix->inputs + matrix->span - 1) / matrix->span;
+    const Rows w = {matrix, weights, scales, zeros, offsets, first, outputs, spans};
 #pragma omp parallel for schedule(static)
     for (int64_t output = first; output < first + outputs; output++)
         pack_output(&w, output);

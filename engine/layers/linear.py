@@ -5,7 +5,7 @@ With the C kernels a row's result does not depend on the rows beside it. torch's
 do not, promise that for int8 alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple, TypeAlias
 
@@ -14,17 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.build_context import TensorGroup, rank_slice
+from ..checkpoint.code_forms import CodeForm, Zeros, as_int8
+from ..checkpoint.packing_cache import Array
+from ..checkpoint.served_forms import SCALE_ERROR
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.matmul import MatmulFormat, PackedMatmul
 from ..cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
-from .int4 import GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
+from .int4 import BYTES, GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
 
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
 
 ONEDNN_PACKED_ROWS = 32
 """The number of rows that oneDNN's packed layout is chosen for; measured to serve every number of rows."""
+
+_STORED = "stored"
+"""How packed weights are kept that have the checkpoint's own integers."""
 
 INT8_MAX = 127
 """The largest quantised number."""
@@ -130,33 +136,66 @@ class _Matrix:
             return wanted
         return "int8" if self._loader.device.type == "cpu" else "none"
 
+    @property
+    def codes(self) -> CodeForm | None:
+        """The form in which kernels compute with the integers that the checkpoint stores; None: they do not."""
+        computes = self._use.quantizable and self._loader.dtype != torch.float32 and self.precision == "none"
+        return self._loader.common_form(self._slices) if computes else None
+
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
         """For the C kernels: as an earlier load kept it, if one did."""
-        loader, found = self._loader, self._loader.packing.find(self.label)
-        kept = found[0] if found else {"none": _name(loader.dtype)}.get(self.precision, self.precision)
-        arrays = (
-            {name: loader.memory.copy_of(torch.from_numpy(array)) for name, array in found[1].items()}
-            if found
-            else None
+        loader, codes = self._loader, self.codes
+        found, asked = (
+            loader.packing.find(self.label),
+            {"none": _name(loader.dtype)}.get(self.precision, self.precision),
         )
-        sizes, result = (self.outputs, self._inputs), torch.float32 if self._use.float32 else loader.dtype
-        product: PackedMatmul | GroupedMatmul
-        if kept == "int4":
-            form = GroupedFormat(*sizes, GROUP_SIZE, zero_points=False, x=loader.dtype, out=result)
-            product = GroupedMatmul(form, bias, loader.memory, packed=arrays)
-        else:
-            plain = MatmulFormat(*sizes, getattr(torch, kept), loader.dtype, result)
-            product = PackedMatmul(plain, bias, loader.memory, arrays)
+        kept = found[0] if found else asked if codes is None else _STORED
+        product = self._product(kept, codes, bias, found[1] if found else None)
         if found:
             loader.pass_over(self._slices)
-            return product
-        for first, rows in loader.tiles(self._slices):
+        else:
+            self._pack(product, codes)
+            loader.packing.add(self.label, kept, {name: tensor.numpy() for name, tensor in product.arrays.items()})
+        if codes is not None:
+            bits = 8 * sum(each.nbytes for each in product.arrays.values()) / (self.outputs * self._inputs)
+            loader.count_served(self._slices, str(codes), bits, 0.0 if codes.exact else SCALE_ERROR)
+        elif self.precision == "none":
+            loader.count_floats(self._slices)
+        else:
+            loader.count_served(self._slices, kept, 8 * (BYTES if kept == "int4" else 1), None)
+        return product
+
+    def _product(
+        self, kept: str, codes: CodeForm | None, bias: Tensor | None, arrays: Mapping[str, Array] | None
+    ) -> PackedMatmul | GroupedMatmul:
+        """One whose weights are `arrays`, or zero."""
+        memory, x = self._loader.memory, self._loader.dtype
+        sizes, out = (self.outputs, self._inputs), torch.float32 if self._use.float32 else x
+        there = None
+        if arrays is not None:
+            there = {name: memory.copy_of(torch.from_numpy(array)) for name, array in arrays.items()}
+        if kept == "int4":
+            return GroupedMatmul(GroupedFormat(*sizes, GROUP_SIZE, False, x, out), bias, memory, packed=there)
+        if codes is None or codes.by_row:
+            dtype = torch.int8 if kept == _STORED else getattr(torch, kept)
+            return PackedMatmul(MatmulFormat(*sizes, dtype, x, out), bias, memory, there)
+        points, offsets = codes.zeros is Zeros.POINTS, codes.zeros is Zeros.OFFSETS
+        form = GroupedFormat(*sizes, codes.group_size, points, x, out, codes.bits, offsets)
+        return GroupedMatmul(form, bias, memory, codes.order, there)
+
+    def _pack(self, product: PackedMatmul | GroupedMatmul, codes: CodeForm | None) -> None:
+        if codes is not None:
+            for first, stored in self._loader.code_tiles(self._slices, codes):
+                if isinstance(product, GroupedMatmul):
+                    product.pack(first, stored)
+                else:
+                    product.pack(first, as_int8(stored.weights), stored.scales.squeeze(1))
+            return
+        for first, rows in self._loader.tiles(self._slices):
             if isinstance(product, GroupedMatmul):
                 product.pack(first, quantize_int4(rows, self._squares))
             else:
                 product.pack(first, rows)
-        loader.packing.add(self.label, kept, {name: tensor.numpy() for name, tensor in product.arrays.items()})
-        return product
 
     def in_torch(self, bias: Tensor | None) -> Matmul:
         loader, sizes = self._loader, (self.outputs, self._inputs)
@@ -176,6 +215,7 @@ class _Matrix:
         if self._use is LM_HEAD:
             [table] = self._slices
             return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
+        loader.count_floats(self._slices)
         return torch_matmul(loader.concatenate(self._slices), bias)
 
     def sample(self) -> Tensor:

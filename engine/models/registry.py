@@ -8,11 +8,12 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from ..checkpoint.build_context import BuildContext
-from ..checkpoint.hf_checkpoint import Checkpoint, text_tensor_name
+from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
+from ..checkpoint.open_weights import open_weights
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
-from ..checkpoint.weights import CheckpointWeights, WeightLoader
+from ..checkpoint.weights import WeightLoader, WeightSource
 from ..config import ParallelConfig
 from ..cpu import library
 from ..layers.embed_and_head import HEAD_WEIGHT
@@ -66,18 +67,26 @@ class NativeBuilder:
         shard, spec = context.shard, self.spec
         directory, part = self.checkpoint.directory, self.checkpoint.language_part
         check_partition(spec, str(directory), shard.group.size, shard.stage, context.whole_experts)
-        weights = CheckpointWeights(directory, text_tensor_name if part else str)
+        weights = open_weights(self.checkpoint)
+        if weights.quantization is not None and context.quantization != "none":
+            message = (
+                f"{directory}: its weights are {weights.quantization} already; leave quantization out, or say none"
+            )
+            raise CheckpointError(message, field="quantization")
         if part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
         packing = self._packing(context, weights)
         if context.quantization == "int4" and shard.is_whole and not packing.found and context.device.type != "meta":
             context = self._calibrated(context)
-        decoder = ARCHITECTURES[spec.architecture](spec, WeightLoader(weights, context, packing))
+        loader = WeightLoader(weights, context, packing)
+        decoder = ARCHITECTURES[spec.architecture](spec, loader)
         packing.keep()
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
         if context.observer is not None:
             return BuiltDecoder(decoder, spec)  # the model will be built again, and says it then
+        if served := loader.served.lines():
+            log.info("%s: %s", directory, "; ".join(served))
         if part and shard.is_whole:
             message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
             log.warning(message, directory, len(unread), next(iter(unread), "none"))
@@ -95,7 +104,7 @@ class NativeBuilder:
         log.info(message, self.checkpoint.directory, seconds, len(plan.higher), len(plan.squares))
         return context._replace(plan=plan, progress=lambda part: told((1 + part) / 2))
 
-    def _packing(self, context: BuildContext, weights: CheckpointWeights) -> Packing:
+    def _packing(self, context: BuildContext, weights: WeightSource) -> Packing:
         """The matrices that an earlier load of the same rank kept, if there is a cache."""
         if context.cache is None:
             return Packing()

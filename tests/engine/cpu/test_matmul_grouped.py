@@ -3,6 +3,7 @@ each other."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -11,23 +12,24 @@ from charonia.engine.cpu.matmul_grouped import GROUP_SIZES, GroupedFormat, Group
 from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu.conftest import HERE, ByThreads
 
-FORMS = [(bits, size, zeros) for bits, sizes in GROUP_SIZES.items() for size in sizes for zeros in (False, True)]
-"""Bits of a weight, inputs in a group, and whether each has its zero point."""
+Form: TypeAlias = tuple[int, int, str]
+"""Bits of a weight, inputs in a group, and what each has beside its scale."""
 
-SHAPES = [*((form, (100, 70)) for form in FORMS), ((4, 32, False), (200, 896)), ((4, 128, True), (64, 4864))]
-SHAPES += [((8, 16, False), (40, 2300)), ((4, 64, False), (1, 1)), ((8, 32, True), (17, 33))]
+KINDS = ("none", "zeros", "offsets")
+FORMS = [(bits, size, kind) for bits, sizes in GROUP_SIZES.items() for size in sizes for kind in KINDS]
+
+SHAPES = [*((form, (100, 70)) for form in FORMS), ((4, 32, "none"), (200, 896)), ((4, 128, "zeros"), (64, 4864))]
+SHAPES += [((8, 16, "none"), (40, 2300)), ((4, 64, "none"), (1, 1)), ((8, 32, "offsets"), (17, 33))]
 """Outputs that are no whole lines, inputs that are no whole groups, and more inputs than one chunk."""
 
 
-def form_of(
-    form: tuple[int, int, bool], shape: tuple[int, int], x: torch.dtype, out: torch.dtype = torch.float32
-) -> GroupedFormat:
-    bits, size, zeros = form
-    return GroupedFormat(*shape, size, zeros, x, out, bits)
+def form_of(form: Form, shape: tuple[int, int], x: torch.dtype, out: torch.dtype = torch.float32) -> GroupedFormat:
+    bits, size, kind = form
+    return GroupedFormat(*shape, size, kind == "zeros", x, out, bits, kind == "offsets")
 
 
 def weights_for(form: GroupedFormat) -> GroupedRows:
-    """Random weights; scales of all sizes, exact in eleven bits, some negative or zero."""
+    """Random weights; scales and offsets of all sizes, exact in eleven bits, some negative or zero."""
     generator = torch.Generator().manual_seed(form.inputs)
     codes = torch.randint(0, 1 << form.bits, (form.outputs, form.inputs), generator=generator, dtype=torch.uint8)
     scales = torch.randn(form.outputs, form.groups, generator=generator).bfloat16().float()
@@ -35,7 +37,8 @@ def weights_for(form: GroupedFormat) -> GroupedRows:
     scales[:, ::7] = 0
     highest = 17 if form.bits == 4 else 256  # checkpoints have zero points of 16
     zeros = torch.randint(0, highest, scales.shape, generator=generator, dtype=torch.uint8)
-    return GroupedRows(codes, scales, zeros if form.zero_points else None)
+    offsets = scales.roll(1, 0) * 8
+    return GroupedRows(codes, scales, zeros if form.zero_points else None, offsets if form.offsets else None)
 
 
 def made(form: GroupedFormat, order: torch.Tensor | None = None) -> tuple[GroupedMatmul, GroupedRows, torch.Tensor]:
@@ -64,14 +67,21 @@ def exact_products(x: torch.Tensor, rows: GroupedRows, form: GroupedFormat) -> t
     zeros = torch.full_like(rows.scales, 1 << (form.bits - 1)) if rows.zeros is None else rows.zeros
     weights = by_groups(rows.weights.double(), size) - zeros.double().unsqueeze(-1)
     there = by_groups(torch.ones(1, x.shape[1], dtype=torch.float64), size)
-    weights *= there * rows.scales.double().unsqueeze(-1)
+    if rows.offsets is not None:
+        weights = by_groups(rows.weights.double(), size) * rows.scales.double().unsqueeze(-1)
+        parts = weights.abs() + rows.offsets.double().abs().unsqueeze(-1)
+        weights -= rows.offsets.double().unsqueeze(-1)
+    else:
+        weights *= rows.scales.double().unsqueeze(-1)
+        parts = weights.abs()
+    weights, parts = weights * there, parts * there
     activations = codes * (largest.double() / 127)
-    product, sizes = "ngk,ogk->nog", (activations.abs(), weights.abs())
+    product, sizes = "ngk,ogk->nog", (activations.abs(), parts)
     return torch.einsum(product, activations, weights), torch.einsum(product, *sizes)
 
 
 @pytest.mark.parametrize(("form", "shape"), SHAPES, ids=str)
-def test_products_are_float64s(form: tuple[int, int, bool], shape: tuple[int, int], level: str) -> None:
+def test_products_are_float64s(form: Form, shape: tuple[int, int], level: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         packed, rows, bias = made(form_of(form, shape, dtype))
         for count in (1, 2, 3, 7):
@@ -82,9 +92,7 @@ def test_products_are_float64s(form: tuple[int, int, bool], shape: tuple[int, in
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_level_has_the_same_bits(
-    form: tuple[int, int, bool], at_level: Callable[[str], AbstractContextManager[None]]
-) -> None:
+def test_every_level_has_the_same_bits(form: Form, at_level: Callable[[str], AbstractContextManager[None]]) -> None:
     for out in (torch.float32, torch.bfloat16):
         packed, _, _ = made(form_of(form, (70, 600), torch.bfloat16, out))
         for count in (*range(1, 14), 70):
@@ -96,8 +104,8 @@ def test_every_level_has_the_same_bits(
             assert all(torch.equal(found[0], each) for each in found), (out, count)
 
 
-@pytest.mark.parametrize("form", [(4, 32, False), (4, 64, True), (8, 16, False), (8, 32, True)], ids=str)
-def test_a_row_has_the_same_bits_in_any_company(form: tuple[int, int, bool], level: str) -> None:
+@pytest.mark.parametrize("form", [(4, 32, "none"), (4, 64, "zeros"), (8, 16, "none"), (8, 32, "offsets")], ids=str)
+def test_a_row_has_the_same_bits_in_any_company(form: Form, level: str) -> None:
     for shape in ((100, 70), (20, 2304)):
         packed, _, _ = made(form_of(form, shape, torch.bfloat16))
         row = inputs(1, shape[1], torch.bfloat16)
@@ -116,9 +124,9 @@ def test_threads_change_no_bit(level: str, by_threads: ByThreads) -> None:
     assert all(torch.equal(found[0], each) for each in found)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_packed_piece_by_piece_is_packed_whole(zeros: bool) -> None:
-    form = GroupedFormat(40, 100, 32, zeros, torch.float32, torch.float32)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_piece_by_piece_is_packed_whole(kind: str) -> None:
+    form = form_of((4, 32, kind), (40, 100), torch.float32)
     whole, rows, _ = made(form)
     pieces = GroupedMatmul(form, None, HugePageArena())
     for begin, end in ((24, 40), (0, 7), (7, 24)):
@@ -136,14 +144,15 @@ def test_inputs_may_come_in_another_order(level: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_largest_sums_stay_exact(form: tuple[int, int, bool], level: str) -> None:
+def test_the_largest_sums_stay_exact(form: Form, level: str) -> None:
     """Of the largest weights and activations, of either sign."""
-    bits, size, zeros = form
+    bits, size, kind = form
     packed = GroupedMatmul(form_of(form, (16, 2 * size), torch.float32), None, HugePageArena())
     weights = torch.full((16, 2 * size), (1 << bits) - 1, dtype=torch.uint8)
-    points = torch.zeros(16, 2, dtype=torch.uint8) if zeros else None
-    packed.pack(0, GroupedRows(weights, torch.ones(16, 2), points))
-    each = (1 << bits) - 1 - (0 if zeros else 1 << (bits - 1))
+    points = torch.zeros(16, 2, dtype=torch.uint8) if kind == "zeros" else None
+    offsets = torch.full((16, 2), -3.0) if kind == "offsets" else None
+    packed.pack(0, GroupedRows(weights, torch.ones(16, 2), points, offsets))
+    each = (1 << bits) - 1 + {"zeros": 0, "offsets": 3, "none": -(1 << (bits - 1))}[kind]
     for sign in (1, -1):
         for rows in (1, 2, 6):
             found = packed(torch.full((rows, 2 * size), 127.0 * sign))

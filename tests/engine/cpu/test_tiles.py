@@ -138,7 +138,7 @@ def int4_products() -> Iterator[torch.Tensor]:
     for form in (each for each in FORMS if each[0] == 4):
         dtypes = (torch.bfloat16, torch.float32)
         for shape, counts in (((70, 333), (9, 16, 32, 33, 300)), ((40, 6000), (40,))):
-            product, _, _ = made(form_of(form, shape, *(dtypes if form[2] else reversed(dtypes))))
+            product, _, _ = made(form_of(form, shape, *(dtypes if form[2] == "none" else reversed(dtypes))))
             yield from (product(rows_of(count, shape[1], product.form.x)) for count in counts)
 
 

@@ -1,0 +1,144 @@
+"""Matrices that a checkpoint stores as integers: which forms there are, and how one is turned into another that the
+CPU's kernels compute with.
+
+A code is an unsigned number; a group of inputs of an output shares a scale, and a zero point or an offset (see
+`GroupedRows`). Turning changes no weight: codes move into more bits, and scales are repeated for smaller groups. Knows
+no file's layout.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cpu.matmul_grouped import GROUP_SIZES, GroupedRows
+
+
+class Zeros(Enum):
+    """What a group has beside its scale. `MIDDLE`: nothing, the code 2^(bits - 1) stands for zero."""
+
+    MIDDLE = "middle"
+    POINTS = "points"
+    OFFSETS = "offsets"
+
+
+class CodeForm(NamedTuple):
+    """Codes of `bits`, 4 or 8; `group_size` inputs share a scale, 0: all inputs of an output do, and activations are to
+    be quantised by row, too. `exact`: eleven bits hold all scales and offsets. `order` int64 [inputs]: code i of an
+    output is multiplied with input order[i]; None: as they come."""
+
+    bits: int
+    group_size: int
+    zeros: Zeros = Zeros.MIDDLE
+    exact: bool = True
+    order: Tensor | None = None
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @property
+    def by_row(self) -> bool:
+        return self.group_size == 0
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits by " + ("output" if self.by_row else f"groups of {self.group_size}")
+
+
+class StoredForm(NamedTuple):
+    """A tensor in its file: `name` tells its form to people, `bits` is what a number takes with its share of scales.
+    `codes`: the form of its integers; None: it is to be had as floats alone. `plain`: it is stored as these floats."""
+
+    name: str
+    bits: float
+    codes: CodeForm | None = None
+    plain: bool = False
+
+
+class CodeRange(NamedTuple):
+    """The inputs `columns`, one after the other, of a matrix with codes of `form` for `width` inputs."""
+
+    form: CodeForm
+    columns: range
+    width: int
+
+    @property
+    def _divisor(self) -> int:
+        """What a group must divide; 0: any group fits, because all inputs share a scale."""
+        size = self.form.group_size
+        return 0 if size == 0 or size >= self.width else gcd(size, self.columns.start)
+
+
+def common_form(parts: Sequence[CodeRange]) -> CodeForm | None:
+    """The form that all of these can be turned into, to be one product: of the most bits, the smallest groups and the
+    most general zeros. None: there is none, their inputs come in different orders or have groups too small."""
+    forms = [part.form for part in parts]
+    order = forms[0].order
+    if any(not _same_order(order, form.order) for form in forms):
+        return None
+    if order is not None and any(len(part.columns) != part.width for part in parts):
+        return None
+    exact, kinds = all(form.exact for form in forms), {form.zeros for form in forms}
+    if all(form.by_row and form.bits == 8 and form.zeros is Zeros.MIDDLE for form in forms):
+        return CodeForm(8, 0)
+    divisor, bits = gcd(*(part._divisor for part in parts)), max(form.bits for form in forms)
+    for wide in (bits, 8):
+        if sizes := [size for size in GROUP_SIZES[wide] if divisor % size == 0]:
+            zeros = next(kind for kind in (Zeros.OFFSETS, Zeros.POINTS, Zeros.MIDDLE) if kind in kinds)
+            # A point times its scale may be longer than eleven bits.
+            return CodeForm(wide, max(sizes), zeros, exact and not kinds >= {Zeros.OFFSETS, Zeros.POINTS}, order)
+    return None
+
+
+def turn_codes(rows: GroupedRows, part: CodeRange, to: CodeForm) -> GroupedRows:
+    """Of `rows`, whole outputs in `part.form`, the inputs of `part` in the form `to`, a common form of it and more."""
+    form, columns = part.form, part.columns
+    codes = rows.weights[:, columns.start : columns.stop]
+    if to.by_row:
+        return GroupedRows(codes, rows.scales)
+    if form.group_size == 0:
+        groups = torch.zeros(-(-len(columns) // to.group_size), dtype=torch.int64)
+    else:
+        groups = torch.arange(columns.start, columns.stop, to.group_size) // form.group_size
+    scales, zeros, offsets = (None if one is None else one[:, groups] for one in rows[1:])
+    assert scales is not None, "a group has a scale"
+    if to.zeros is Zeros.MIDDLE and to.bits != form.bits:
+        codes = codes + (to.middle - form.middle)
+    elif to.zeros is Zeros.POINTS and zeros is None:
+        zeros = torch.full(scales.shape, form.middle, dtype=torch.uint8)
+    elif to.zeros is Zeros.OFFSETS and offsets is None:
+        offsets, zeros = scales * (form.middle if zeros is None else zeros), None
+    return GroupedRows(codes, scales, zeros, offsets)
+
+
+def dequantise_codes(rows: GroupedRows, form: CodeForm) -> Tensor:
+    """Whole outputs in `form` as float32 [n, inputs], inputs as they come."""
+    codes, scales, zeros, offsets = rows
+    inputs = codes.shape[1]
+
+    def spread(groups: Tensor) -> Tensor:
+        return groups if form.group_size == 0 else groups.repeat_interleave(form.group_size, 1)[:, :inputs]
+
+    wide = codes.float()
+    if offsets is None:
+        wide -= form.middle if zeros is None else spread(zeros)
+    wide *= spread(scales)
+    if offsets is not None:
+        wide -= spread(offsets)
+    if form.order is None:
+        return wide
+    ordered = torch.empty_like(wide)
+    ordered[:, form.order] = wide
+    return ordered
+
+
+def as_int8(codes: Tensor) -> Tensor:
+    """Codes of eight bits as what they stand for, where 128 stands for zero."""
+    return codes.bitwise_xor(128).view(torch.int8)
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
