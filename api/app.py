@@ -40,6 +40,7 @@ from .http.error_responses import (
 from .http.request_context import WARNING_HEADER, RequestContextMiddleware, record_error, warning_headers
 from .http.request_cycle import add_response_header, response_started
 from .metadata import ServerInfo
+from .openai.adapter_routes import AdapterRoutes
 from .openai.embeddings import EncoderRoutes
 from .openai.responses_routes import ResponsesRoutes
 from .openai.routes import OpenAIRoutes
@@ -75,6 +76,7 @@ _ENDPOINTS = {
     "anthropic": "/v1/messages, /v1/messages/count_tokens",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
     "batches": "/v1/files, /v1/batches",
+    "adapters": "/v1/load_lora_adapter, /v1/unload_lora_adapter",
     "tokens": "/tokenize, /detokenize",
     "metrics": "/metrics",
 }
@@ -130,6 +132,7 @@ def all_routes(
         *ResponsesRoutes(gateway, info).routes(),
         *MessagesRoutes(gateway, info.max_input_size).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
+        *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
         *BatchRoutes(gateway, batches).routes(),
         *_server_routes(gateway, info, metrics),
     ]

@@ -13,14 +13,15 @@ from typing import NamedTuple
 from ..core.errors import InvalidArgument
 
 _MODEL = r"/v2/models/[^/]+(/versions/[0-9]+)?"
+_ADAPTERS = "(un)?load_lora_adapter"
 _PATHS = {
     "health": rf"/health|/ping|/v2/health/(live|ready)|{_MODEL}/ready",
     "statistics": rf"/metrics|/v2/models/stats|{_MODEL}/stats",
     "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?",
-    "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models).*|/tokenize|/detokenize",
+    "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models|{_ADAPTERS}).*|/tokenize|/detokenize",
     "shared-memory": r"/v2/(system|cuda)sharedmemory/.*",
     "model-config": rf"{_MODEL}/(config|graph)",
-    "model-repository": r"/v2/repository/.*",
+    "model-repository": rf"/v2/repository/.*|/v1/{_ADAPTERS}",
     "trace": r"/v2/trace/setting|/v2/models/[^/]+/trace/setting",
     "logging": r"/v2/logging",
 }

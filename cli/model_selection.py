@@ -1,11 +1,16 @@
 """The models that a command line asks for: those there are, those loaded at the start, and how that changes later."""
 
 import asyncio
+import json
+import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ..core.errors import InvalidArgument
 from ..repository.builder import ModelBuilder, parse_backend_config
@@ -19,6 +24,8 @@ from ..repository.response_cache import parse_cache_config
 from ..repository.watcher import RepositoryWatcher
 from .options import RepositoryOptions
 from .progress_display import ProgressDisplay
+
+log = logging.getLogger(__name__)
 
 _ALL_MODELS = "*"
 _REPOSITORY_ALTERNATIVES = {
@@ -101,6 +108,34 @@ def select_models(
     return ModelSelection(catalog, builder, options, single is not None and not repositories)
 
 
+class LoraModule(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter as --lora-modules names it."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def parse_lora_modules(given: Sequence[str]) -> dict[str, str]:
+    """The directories of --lora-modules by the names of the adapters. Raises `InvalidArgument` for a text that is
+    neither `name=directory` nor vLLM's JSON object, and for a name that is there twice."""
+    modules: dict[str, str] = {}
+    for text in given:
+        try:
+            module = msgspec.json.decode(text, type=LoraModule) if text[:1] == "{" else LoraModule(*text.split("=", 1))
+        except (TypeError, msgspec.MsgspecError):
+            message = """--lora-modules must be NAME=DIRECTORY or {"name": ..., "path": ...}, got """
+            raise InvalidArgument(f"{message}'{text}'") from None
+        if not module.name or not module.path:
+            raise InvalidArgument(f"--lora-modules '{text}' needs a name and a directory")
+        if module.name in modules:
+            raise InvalidArgument(f"--lora-modules: the name '{module.name}' is there twice")
+        if module.base_model_name:
+            log.warning("--lora-modules: base_model_name of '%s' has no effect: there is one model", module.name)
+        modules[module.name] = os.path.abspath(os.path.expanduser(module.path))
+    return modules
+
+
 def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -> ModelSource | None:
     """The checkpoint that the argument names; None for a repository."""
     try:
@@ -113,7 +148,10 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
         if options.revision and Path(model).exists():
             raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is a directory")
         wanted = f"{model}@{options.revision}" if options.revision else model
-        return checkpoint_source(wanted, _served_names(options.served_model_name), engine, options.backend)
+        source = checkpoint_source(wanted, _served_names(options.served_model_name), engine, options.backend)
+        if taken := {source.name, *source.aliases} & json.loads(engine.get("lora_modules", "{}")).keys():
+            raise InvalidArgument(f"--lora-modules: the name '{min(taken)}' is the model's: an adapter needs another")
+        return source
     except OSError as error:
         raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
 

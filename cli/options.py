@@ -95,6 +95,18 @@ class RepositoryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """LoRA adapters: those of the start, and those that requests may load."""
+
+    lora_modules: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = ()
+    """Adapters of a single checkpoint, as NAME=DIRECTORY or as vLLM's JSON; several one after the other."""
+    allow_runtime_lora: Annotated[bool, Parameter(negative=())] = False
+    """Let requests load adapters of --lora-root, and unload any."""
+    lora_root: Path | None = None
+    """Directory that requests may load adapters from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Settings of the server."""
 
@@ -313,9 +325,10 @@ class ServeOptions:
 
     repository: Annotated[RepositoryOptions, _group("Models", 1)] = RepositoryOptions()
     engine: Annotated[EngineOptions, _group("Language models", 2)] = EngineOptions()  # noqa: RUF009
-    server: Annotated[ServerOptions, _group("Server", 3)] = ServerOptions()
-    http: Annotated[HttpOptions, _group("HTTP", 4)] = HttpOptions()
-    keys: Annotated[KeyOptions, _group("Keys", 5)] = KeyOptions()
-    grpc: Annotated[GrpcOptions, _group("gRPC", 6)] = GrpcOptions()
-    files: Annotated[FilesOptions, _group("Files and batches", 7)] = FilesOptions()
-    cloud: Annotated[CloudOptions, _group("Clouds", 8)] = CloudOptions()
+    adapters: Annotated[AdapterOptions, _group("Adapters", 3)] = AdapterOptions()
+    server: Annotated[ServerOptions, _group("Server", 4)] = ServerOptions()
+    http: Annotated[HttpOptions, _group("HTTP", 5)] = HttpOptions()
+    keys: Annotated[KeyOptions, _group("Keys", 6)] = KeyOptions()
+    grpc: Annotated[GrpcOptions, _group("gRPC", 7)] = GrpcOptions()
+    files: Annotated[FilesOptions, _group("Files and batches", 8)] = FilesOptions()
+    cloud: Annotated[CloudOptions, _group("Clouds", 9)] = CloudOptions()

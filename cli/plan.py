@@ -1,9 +1,11 @@
 """The plan of a server: options of the command line become models, endpoints and shared state. Opens no port."""
 
+import json
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..api.api_keys import Keyring, load_keyring
 from ..api.batches.store import FileStore, open_store
@@ -12,14 +14,15 @@ from ..api.header_rules import HeaderForwarding, read_restrictions
 from ..api.http.access import HttpRules, parse_allowed_origins
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
+from ..core.errors import InvalidArgument
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.logging_setup import LogControl
 from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_file import check_trace_file
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
-from .model_selection import ModelSelection, select_models
-from .options import CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
+from .model_selection import ModelSelection, parse_lora_modules, select_models
+from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,15 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
             _LOADS,
         )
     repository = replace(options.repository, allow_pipelines=options.repository.allow_pipelines or not unprotected)
+    if endpoints.http.lora_root is not None and not (endpoints.keys or _LOADS in endpoints.http.required_headers):
+        log.warning(
+            "whoever reaches this server over HTTP may load and unload adapters: set --api-key-file, or restrict '%s' "
+            "by --http-restricted-api",
+            _LOADS,
+        )
     engine = {name: str(value) for name, value in options.engine.given().items()}
+    if options.adapters.lora_modules:
+        engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
     directory = options.files.files_dir
     store = None if directory is None else open_store(directory, options.files.limits)
@@ -80,7 +91,8 @@ def endpoint_settings(options: ServeOptions) -> EndpointSettings:
     keys = load_keyring(options.keys.api_key, options.keys.api_key_file)
     policy = build_call_policy(options.grpc.grpc_restricted_protocol, options.grpc.grpc_header_forward_pattern, keys)
     clouds = parse_clouds(options.cloud, os.environ)
-    return EndpointSettings(keys, parse_http_rules(options.http), grpc, policy, tls, clouds)
+    http = replace(parse_http_rules(options.http), lora_root=parse_lora_root(options.adapters))
+    return EndpointSettings(keys, http, grpc, policy, tls, clouds)
 
 
 def parse_http_rules(options: HttpOptions) -> HttpRules:
@@ -89,6 +101,17 @@ def parse_http_rules(options: HttpOptions) -> HttpRules:
     forwarding = HeaderForwarding(options.http_header_forward_pattern)
     origins = parse_allowed_origins(options.allowed_origins)
     return HttpRules(forwarding, required, origins, options.http_body_timeout_secs)
+
+
+def parse_lora_root(options: AdapterOptions) -> Path | None:
+    """The directory that requests may load adapters from; None if they may not. Raises `InvalidArgument` for one of the
+    two flags without the other, and if there is no such directory."""
+    if options.allow_runtime_lora != (options.lora_root is not None):
+        message = "--allow-runtime-lora and --lora-root go together: the latter is what requests may load adapters from"
+        raise InvalidArgument(message)
+    if options.lora_root is not None and not options.lora_root.is_dir():
+        raise InvalidArgument(f"--lora-root: there is no directory '{options.lora_root}'")
+    return options.lora_root
 
 
 def parse_grpc_settings(options: GrpcOptions) -> GrpcSettings:

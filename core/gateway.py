@@ -6,6 +6,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
+from .adapter import Adapter
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .request_context import ExecutionTimes, Headers, RequestContext
@@ -45,8 +46,22 @@ class RepositoryIndexEntry(NamedTuple):
     reason: str = ""
 
 
+class ServedAdapter(NamedTuple):
+    """An adapter that requests may ask for by `name`, as if it were a model: its own name, or `model:adapter` where
+    another model or adapter has that one. `config`: of its model."""
+
+    name: str
+    config: ModelConfig
+    adapter: Adapter
+
+    def is_called(self, name: str) -> bool:
+        """Whether it is asked for by that name, too."""
+        return name in (self.name, f"{self.config.name}:{self.adapter.name}")
+
+
 class ModelHandle(Protocol):
-    """One loaded version of a model, held by one request until that request ends.
+    """One loaded version of a model, held by one request until that request ends. `name`: its own, or that of the
+    adapter that it was acquired by, with which it answers.
 
     A version that is replaced or unloaded meanwhile goes on serving the requests that hold it. A full queue raises
     `QueueFull` and an ending server `ServerExiting`, before the first item of a stream. Endpoints close every stream.
@@ -54,6 +69,9 @@ class ModelHandle(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def name(self) -> str: ...
 
     def for_request(self, context: RequestContext) -> "ModelHandle":
         """The same version, held by another request too: one that a model makes of it for the same client."""
@@ -100,7 +118,8 @@ class Gateway(Protocol):
 
     def acquire(self, context: RequestContext, name: str, version: str = "") -> ModelHandle:
         """Look up the model that a request is for, once for a request: the context has its name and version from then
-        on, also if there is none, and releases the handle when the request ends."""
+        on, also if there is none, and releases the handle when the request ends. `name`: also of an adapter, or
+        `model:adapter`."""
 
     def ready(self) -> bool:
         """Whether every known model is ready and the server is not exiting."""
@@ -151,3 +170,18 @@ class Gateway(Protocol):
             Unavailable: the server was not started with explicit model control.
             InvalidArgument: `name` is invalid.
         """
+
+    def adapters(self) -> list[ServedAdapter]:
+        """The adapters of all models that are served."""
+
+    async def load_adapter(self, name: str, path: str, model: str = "", replace: bool = False) -> Adapter:
+        """Load an adapter from the directory `path`; return when requests may ask for it. `model`: which it is for,
+        where several take adapters. `replace`: see `AdaptableModel`.
+
+        Raises:
+            NotFound: there is no such model, or none that takes adapters.
+            InvalidArgument: the name is taken, the model takes none, or the files are wrong.
+        """
+
+    async def unload_adapter(self, name: str) -> ServedAdapter:
+        """Serve an adapter no longer; requests that are being answered end with it. Raises `NotFound`."""

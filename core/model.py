@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from .adapter import Adapter
 from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .request_context import ExecutionTimes, RequestContext
@@ -130,6 +131,26 @@ class TextModel(Model, Protocol):
     async def tokenize(self, request: TokenizeRequest) -> list[int]: ...
 
     async def detokenize(self, ids: list[int]) -> str: ...
+
+
+@runtime_checkable
+class AdaptableModel(TextModel, Protocol):
+    """A model that may answer with a LoRA adapter, which requests name: `GenerateRequest.adapter`."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter] | None:
+        """Those that requests may name, by their names; None for a model that takes none."""
+
+    async def load_adapter(self, name: str, path: str, replace: bool = False) -> Adapter:
+        """Load the adapter in the directory `path`; return when requests may name it. With `replace`, it takes the
+        place of one of that name: requests that are being answered end with the one they began with.
+
+        Raises:
+            InvalidArgument: the model takes none, it has one of that name, or its files are wrong.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for it; those that are being answered end with it. Raises `NotFound`."""
 
 
 @runtime_checkable

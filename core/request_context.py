@@ -125,6 +125,8 @@ class RequestContext:
     and as resolved once they are found (`model_found`). `answered_at`: when a model without sequences had answered, 0
     if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
     model made of other models, as they began. `id` is the protocol's request id, `client_id` the header X-Request-Id.
+    `adapter`: the LoRA adapter that answers, by the name that the model was asked for by or by a parameter; empty for
+    the model itself.
     `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request is `sampled`;
     `trace_id`, `span_id`: of its span, once somebody was told, or it was made. `depth`: requests of models that this
     one was made for, one for another. `parent`: of a request that a model made; `children`: where traces are made, the
@@ -141,6 +143,7 @@ class RequestContext:
     model: str = ""
     version: str = ""
     model_found: bool = False
+    adapter: str = ""
     arrived_at: float = field(default_factory=time.monotonic)
     answered_at: float = 0.0
     ended_at: float = field(init=False)

@@ -12,7 +12,7 @@ from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.hf_checkpoint import find_weights
-from .config import EngineConfig
+from .config import EngineConfig, LoraConfig
 from .frontend.llm import LlmModel, TokenizerBundle, own_engine_spec
 from .options import EngineOptions, engine_config, parse_settings
 
@@ -47,28 +47,30 @@ def granted_config(
     path: str, parameters: Mapping[str, Any], memory: int | None = None, gpu_memory: int | None = None
 ) -> EngineConfig:
     """The configuration of a model's engine. Arguments, and errors: see `language_model`."""
-    checkpoint, options = _read(path, parameters)
+    checkpoint, options, lora_modules = _read(path, parameters)
     here = usable_cores().logical
     # More are meant for another machine; ranks that Ray places may have more cores than are here.
     if (options.threads or 0) > _CROWD * here and options.distributed_executor_backend != "ray":
         message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
         raise InvalidArgument(message, field="threads")
-    plain = engine_config(checkpoint, options)
+    plain = engine_config(checkpoint, options, lora_modules)
     return msgspec.structs.replace(plain, host_memory=memory, gpu_memory=gpu_memory)
 
 
 def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
-    """The memory that the weights need, and a cache whose bytes are given: of the host, or of each GPU that has a rank.
-    `gpus`: the numbers of those here. No weights are counted of a checkpoint that is yet to be downloaded, and nothing
-    for ranks that Ray places: it knows each machine better.
+    """The memory that weights and adapters need, and a cache whose bytes are given: of the host, or of each GPU that
+    has a rank. `gpus`: the numbers of those here. No weights are counted of a checkpoint that is yet to be downloaded,
+    and nothing for ranks that Ray places: it knows each machine better.
 
     Raises:
         InvalidArgument: see `language_model`.
     """
-    checkpoint, options = _read(path, parameters)
+    checkpoint, options, _ = _read(path, parameters)
     if options.executor == "fake" or options.distributed_executor_backend == "ray":
         return ()
     weights, cache = _weight_bytes(Path(checkpoint), options), options.kv_cache_bytes or 0
+    if options.enable_lora:
+        cache += options.max_lora_bytes or LoraConfig().max_bytes
     device, replicas = options.device or "auto", options.data_parallel_size or 1
     if computes_on_host(device, gpus):
         return (MemoryNeed((weights + cache) * replicas),)
@@ -91,12 +93,13 @@ def examine(path: str, parameters: Mapping[str, Any]) -> str:
     """
     from .worker.loaded_rank import check_rank_config as examine_weights  # torch takes a second to import
 
-    checkpoint, options = _read(path, parameters)
+    checkpoint, options, lora_modules = _read(path, parameters)
     if not Path(checkpoint).is_dir():
         return f"{checkpoint} is not here yet"
-    own_engine_spec(engine_config(checkpoint, options))
+    config = engine_config(checkpoint, options, lora_modules)
+    own_engine_spec(config)
     TokenizerBundle.load(checkpoint, options.chat_template or "", options.tokenizer or "")
-    return "" if options.executor == "fake" else examine_weights(engine_config(checkpoint, options))
+    return "" if options.executor == "fake" else examine_weights(config)
 
 
 def _weight_bytes(directory: Path, options: EngineOptions) -> int:
@@ -113,6 +116,8 @@ def _weight_bytes(directory: Path, options: EngineOptions) -> int:
     return int(stored * (width / stored_width))
 
 
-def _read(path: str, parameters: Mapping[str, Any]) -> tuple[str, EngineOptions]:
+def _read(path: str, parameters: Mapping[str, Any]) -> tuple[str, EngineOptions, str]:
+    """The checkpoint, the options, and `lora_modules`, which no flag of the engine has."""
     settings = dict(parameters)
-    return settings.pop("model", path), parse_settings(settings, EngineOptions)
+    model, lora_modules = settings.pop("model", path), settings.pop("lora_modules", "")
+    return model, parse_settings(settings, EngineOptions), lora_modules

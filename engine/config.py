@@ -49,11 +49,12 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters of a model: `max_loras` different ones in a step, none with a rank above `max_rank`, and `max_bytes` of
-    memory for all that one replica holds."""
+    memory for all that one replica holds. `modules`: directories of those to load before the model serves, by name."""
 
     max_loras: int = 8
     max_rank: int = 64
     max_bytes: int = 1 << 30
+    modules: dict[str, str] = {}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from ..core.errors import InvalidArgument, describe_validation_error, did_you_mean
 from ..scheduler.config import SchedulerConfig
-from .config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
+from .config import CacheConfig, EngineConfig, FakeConfig, LoraConfig, ParallelConfig
 
 T = TypeVar("T")
 
@@ -104,6 +104,14 @@ class EngineOptions:
     """How it writes calls of tools: none, a parser's name as vLLM has it, or auto, as its chat template says."""
     reasoning_parser: str | None = None
     """How it writes its reasoning: none, a parser's name as vLLM has it, or auto, as its chat template says."""
+    enable_lora: bool | None = None
+    """Take LoRA adapters, which requests name."""
+    max_loras: AtLeastOne | None = None
+    """Different adapters in one step; sequences with others wait."""
+    max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=256)] | None = None
+    """Largest rank of an adapter."""
+    max_lora_bytes: Bytes | None = None
+    """Memory for the adapters of a replica; those unused longest make room, and are read again when they are needed."""
     fake_step_seconds: Seconds | None = None
     """How long a step of the fake executor takes."""
     fake_token_seconds: Seconds | None = None
@@ -138,6 +146,7 @@ _PARALLEL_FIELDS = {
     "distributed_executor_backend": "backend",
     "ray_address": "ray_address",
 }
+_LORA_FIELDS = {"max_loras": "max_loras", "max_lora_rank": "max_rank", "max_lora_bytes": "max_bytes"}
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
 
 
@@ -166,11 +175,12 @@ def _choices(expected: Any) -> str:
     return f"must be one of {', '.join(choices)}" if choices else ""
 
 
-def engine_config(model: str, options: EngineOptions) -> EngineConfig:
-    """The engine's own configuration for a checkpoint directory or hub id.
+def engine_config(model: str, options: EngineOptions, lora_modules: str = "") -> EngineConfig:
+    """The engine's own configuration for a checkpoint directory or hub id. `lora_modules`: adapters to begin with, a
+    JSON object of their names and paths.
 
     Raises:
-        InvalidArgument: the fake executor is set up, and another one computes.
+        InvalidArgument: the fake executor is set up, and another one computes; or adapters are, and none is taken.
     """
     given = options.given()
     if options.executor != "fake" and (stray := next(filter(given.__contains__, _FAKE_FIELDS), None)):
@@ -183,7 +193,24 @@ def engine_config(model: str, options: EngineOptions) -> EngineConfig:
     if options.target_tenants is not None:
         given["target_tenants"] = tuple(name.strip() for name in options.target_tenants.split(","))
     parallel = ParallelConfig(**_take(given, _PARALLEL_FIELDS))
+    given["lora"] = _lora_config(given, lora_modules)
     return EngineConfig(model=model, cache=cache, scheduler=scheduler, parallel=parallel, fake=fake, **given)
+
+
+def _lora_config(options: dict[str, Any], modules: str) -> LoraConfig | None:
+    limits = _take(options, _LORA_FIELDS)
+    if options.pop("enable_lora", False):
+        try:
+            paths = msgspec.json.decode(modules or "{}", type=dict[str, str])
+        except msgspec.MsgspecError as error:
+            message = f"lora_modules must be a JSON object of names and directories: {error}"
+            raise InvalidArgument(message, field="lora_modules") from None
+        return LoraConfig(**limits, modules=paths)
+    given = next(iter(limits), "modules" if modules else "")
+    if given:
+        name = {field: name for name, field in _LORA_FIELDS.items()}.get(given, "lora_modules")
+        raise InvalidArgument(f"{name} needs enable_lora", field=name)
+    return None
 
 
 def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Self, cast
 
+from ..core.adapter import Adapter
 from ..core.errors import InvalidArgument, ServerExiting, Unavailable
-from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream
+from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream, ServedAdapter
 from ..core.metrics import Measurement
 from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
@@ -18,6 +19,7 @@ from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
 from ..telemetry.request_trace import request_trace, trace_tensors
 from ..telemetry.shared_state import SharedState
+from .adapter_control import AdapterControl
 from .builder import ModelBuilder
 from .lifecycle import ModelLifecycle
 from .model_control import ModelControl
@@ -32,19 +34,25 @@ class LoadedModelHandle:
     time that the model is asked something.
     """
 
-    __slots__ = ("_context", "_gateway", "_loaded", "_started", "config")
+    __slots__ = ("_adapter", "_context", "_gateway", "_loaded", "_started", "config")
 
     def __init__(self, gateway: "InProcessGateway", loaded: LoadedModel, context: RequestContext) -> None:
         self.config = loaded.config
         self._gateway = gateway
         self._loaded = loaded
+        self._adapter = context.adapter
         self._context = context
         self._started = False
         loaded.in_flight.increment()
         context.on_end(self._release)
 
+    @property
+    def name(self) -> str:
+        return self._adapter or self.config.name
+
     def for_request(self, context: RequestContext) -> "LoadedModelHandle":
         context.model, context.version, context.model_found = self.config.name, self.config.version, True
+        context.adapter = self._adapter
         return LoadedModelHandle(self._gateway, self._loaded, context)
 
     def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
@@ -160,6 +168,7 @@ class InProcessGateway:
         self.shared_state = shared_state or SharedState()
         self.registry = ModelRegistry()
         self.lifecycle = ModelLifecycle(self.registry, builder, self)
+        self._adapters = AdapterControl(self.registry)
         self.model_control: ModelControl | None = None
         self.in_flight = InFlightCounter()
         self._strict = strict
@@ -227,6 +236,17 @@ class InProcessGateway:
 
     async def unload_model(self, name: str, dependents: bool = False) -> None:
         await self.lifecycle.run_to_completion(self._explicit_control().unload(name, dependents))
+
+    def adapters(self) -> list[ServedAdapter]:
+        return self._adapters.served()
+
+    async def load_adapter(self, name: str, path: str, model: str = "", replace: bool = False) -> Adapter:
+        if self._exiting:
+            raise ServerExiting
+        return await self.lifecycle.run_to_completion(self._adapters.load(name, path, model, replace))
+
+    async def unload_adapter(self, name: str) -> ServedAdapter:
+        return await self.lifecycle.run_to_completion(self._adapters.unload(name))
 
     def _explicit_control(self) -> ModelControl:
         if self.model_control is None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..core.cancellation import wait_for_first
 from ..core.errors import CharoniaError, ServerExiting
@@ -85,7 +85,7 @@ class ModelLifecycle:
         self._loads_in_progress: set[asyncio.Future[None]] = set()
         self._awaiting_grant: set[str] = set()
         self._grant_lock = asyncio.Lock()
-        self._client_changes: set[asyncio.Task[None]] = set()
+        self._client_changes: set[asyncio.Task[Any]] = set()
         self._unloads: set[asyncio.Task[None]] = set()
         self._drain_stopped = asyncio.Event()
         # One thread for all blocking work: each thread that ever ran keeps some of its memory.
@@ -95,14 +95,14 @@ class ModelLifecycle:
         """Run a blocking function outside the event loop, one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def run_to_completion(self, change: Coroutine[None, None, None]) -> None:
+    async def run_to_completion(self, change: Coroutine[None, None, T]) -> T:
         """Load or unload for a client: to the end, even if the client leaves meanwhile. Raises `ServerExiting` after
         `cancel_client_changes`."""
         task = asyncio.create_task(change)
         self._client_changes.add(task)
         task.add_done_callback(self._client_changes.discard)
         try:
-            await asyncio.shield(task)
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 raise ServerExiting from None

@@ -6,10 +6,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from ..core.adapter import Adapter
 from ..core.errors import NotFound, NotReady, Unavailable
 from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, Reading
-from ..core.model import InlineModel, MeasuredModel, Model, ModelConfig, TextModel
+from ..core.model import AdaptableModel, InlineModel, MeasuredModel, Model, ModelConfig, TextModel
 from ..core.request_context import RequestContext
 from ..core.statistics import ModelStatistics
 
@@ -43,7 +44,7 @@ class InFlightCounter:
 @dataclass(slots=True)
 class LoadedModel:
     """A loaded model. `source_mark`: see `VersionSource.mark`. `resources` are closed when it is unloaded; `in_flight`
-    counts its requests; `text`, `inline` and `measured` are the same model if it has those
+    counts its requests; `text`, `adaptable`, `inline` and `measured` are the same model if it has those
     protocols."""
 
     model: Model
@@ -53,11 +54,13 @@ class LoadedModel:
     resources: ExitStack = field(default_factory=ExitStack)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     text: TextModel | None = field(init=False)
+    adaptable: AdaptableModel | None = field(init=False)
     inline: InlineModel | None = field(init=False)
     measured: MeasuredModel | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = self.model if isinstance(self.model, TextModel) else None
+        self.adaptable = self.model if isinstance(self.model, AdaptableModel) else None
         self.inline = self.model if isinstance(self.model, InlineModel) else None
         self.measured = self.model if isinstance(self.model, MeasuredModel) else None
 
@@ -112,6 +115,21 @@ class ModelEntry:
     def loaded_versions(self) -> dict[str, LoadedModel]:
         """The loaded models by version, lowest first."""
         return {version.number: version.loaded for version in self.sorted_versions if version.loaded is not None}
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the latest version does."""
+        return self._latest_adapters is not None
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Those of the latest version."""
+        return self._latest_adapters or {}
+
+    @property
+    def _latest_adapters(self) -> Mapping[str, Adapter] | None:
+        loaded = None if self.latest is None else self.latest.loaded
+        return None if loaded is None or loaded.adaptable is None else loaded.adaptable.adapters
 
     def find_version(self, number: str = "") -> ModelVersion | None:
         """The version of that number, or without a number the latest that is served."""
@@ -184,27 +202,51 @@ class ModelRegistry:
         self.aliases: dict[str, str] = {}
 
     def find(self, name: str) -> ModelEntry | None:
-        """The model of that name, or that has it as another one."""
+        """The model of that name, or that has it as another one, or an adapter of that name."""
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str) -> tuple[ModelEntry | None, str]:
+        """The model that a request for `name` is for, None if there is none, and the adapter, empty for the model
+        itself. An adapter goes by its own name if no model and no other adapter has it, and by `model:adapter`."""
+        entry = self._find_model(name)
+        if entry is not None:
+            return entry, ""
+        owners = self._adapter_owners(name)
+        if len(owners) == 1:
+            return owners[0], name
+        for model in (*self.aliases, *self.entries):
+            adapter = name.removeprefix(f"{model}:")
+            entry = None if adapter == name else self._find_model(model)
+            if entry is not None and adapter in entry.adapters:
+                return entry, adapter
+        return None, ""
+
+    def _find_model(self, name: str) -> ModelEntry | None:
         return self.entries.get(self.aliases.get(name, name))
+
+    def _adapter_owners(self, name: str) -> list[ModelEntry]:
+        return [entry for entry in self.entries.values() if name in entry.adapters]
 
     def get_or_add(self, name: str) -> ModelEntry:
         return self.entries.setdefault(name, ModelEntry(name))
 
     def find_loaded(self, name: str, number: str = "", context: RequestContext | None = None) -> LoadedModel:
-        """The loaded model of that version, or of the latest; sets the model, by its own name, and version of
-        `context`.
+        """The loaded model of that version, or of the latest; sets the model, by its own name, the adapter and the
+        version of `context`.
 
         Raises:
             NotFound: no such model or version, or none of its versions is served.
             Unavailable: that version is not served.
             NotReady: the model is being loaded.
         """
-        entry = self.find(name)
+        entry, adapter = self.resolve(name)
         if context is not None:
             context.model, context.version = name if entry is None else entry.name, number
-            context.model_found = entry is not None
+            context.model_found, context.adapter = entry is not None, adapter
         if entry is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
+            owners = [f"'{each.name}:{name}'" for each in self._adapter_owners(name)]
+            hint = f"; several models have such an adapter: ask for {' or '.join(owners)}" if owners else ""
+            raise NotFound(f"Request for unknown model: '{name}' is not found{hint}")
         version = entry.find_version(number)
         if version is None and number:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")

@@ -45,7 +45,7 @@ class MessagesRoutes:
         with model_field():
             model = self._gateway.acquire(context, asked.chat.response.model)
         stream = answer_chat(model, asked.chat, asked.names, context)
-        writer = AnthropicMessageWriter(asked, model.config.name)
+        writer = AnthropicMessageWriter(asked, model.name)
         for warning in asked.warnings:
             context.warn(warning)
         if asked.chat.stream:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,12 +22,14 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 @dataclass(frozen=True, slots=True)
 class HttpRules:
     """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
-    pages that may ask; `body_timeout`: seconds to wait for the next piece of a body."""
+    pages that may ask; `body_timeout`: seconds to wait for the next piece of a body; `lora_root`: the directory that
+    requests may load adapters from, None where they may not."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
     body_timeout: float = BODY_TIMEOUT
+    lora_root: Path | None = None
 
 
 def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:

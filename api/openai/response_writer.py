@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 import orjson
 
+from ...core.gateway import ServedAdapter
 from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.model import ModelConfig
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
@@ -286,3 +287,9 @@ def system_fingerprint(config: ModelConfig, software: str) -> str:
 def model_card(config: ModelConfig, name: str) -> dict[str, Any]:
     """A model as /v1/models lists it, by one of its names."""
     return {"id": name, "object": "model", "created": config.created, "owned_by": "charonia"}
+
+
+def adapter_card(served: ServedAdapter) -> dict[str, Any]:
+    """An adapter as /v1/models lists it."""
+    card = model_card(served.config, served.name)
+    return card | {"root": served.adapter.path, "parent": served.config.name}

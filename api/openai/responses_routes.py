@@ -48,7 +48,7 @@ class ResponsesRoutes:
         with model_field():
             model = self._gateway.acquire(context, asked.chat.response.model)
         chunks = answer_chat(model, asked.chat, asked.names, context)
-        echo = asked.echo | {"model": model.config.name}
+        echo = asked.echo | {"model": model.name}
         output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs)
         for warning in asked.warnings:
             context.warn(warning)

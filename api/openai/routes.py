@@ -29,6 +29,7 @@ from .response_writer import (
     ChatFormat,
     CompletionFormat,
     OpenAIResponseWriter,
+    adapter_card,
     model_card,
     system_fingerprint,
 )
@@ -59,12 +60,14 @@ class OpenAIRoutes:
     async def models(self, request: Request) -> Response:
         configs = self._gateway.model_configs()
         data = [model_card(config, name) for config in configs for name in (config.name, *config.aliases)]
-        return json_response({"object": "list", "data": data})
+        return json_response({"object": "list", "data": [*data, *map(adapter_card, self._gateway.adapters())]})
 
     async def model(self, request: Request) -> Response:
         with model_field():
             name = request.path_params["model"]
-            return json_response(model_card(self._gateway.model_config(name), name))
+            config = self._gateway.model_config(name)
+        named = (adapter_card(each) for each in self._gateway.adapters() if each.is_called(name))
+        return json_response(next(named, None) or model_card(config, name))
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._respond(request, parse_completion, CompletionFormat())
@@ -79,8 +82,8 @@ class OpenAIRoutes:
         context = context_of(request.scope)
         with model_field():
             model = self._gateway.acquire(context, parsed.response.model)
-        # Whatever name it was asked by, an answer has the model's own.
-        response = msgspec.structs.replace(parsed.response, model=model.config.name)
+        # Whatever name it was asked by, an answer has the model's own, or its adapter's.
+        response = msgspec.structs.replace(parsed.response, model=model.name)
         writer = OpenAIResponseWriter(api_format, response, self._fingerprint(model.config))
         streams: list[ResponseStream[GenerateChunk]]
         if model.config.openai_api:

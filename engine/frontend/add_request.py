@@ -38,9 +38,10 @@ def build_add_request(
     defaults: GenerationDefaults,
     engine: CoreReady,
     bad_words: Sequence[tuple[int, ...]] = (),
+    adapter: str = "",
 ) -> AddRequest:
     """The engine's request for one sequence; its number is the engine's to give. `bad_words`: the request's, as token
-    ids.
+    ids. `adapter`: as the engine knows it.
 
     Raises:
         InvalidArgument: it asks for something that this engine never has.
@@ -69,7 +70,7 @@ def build_add_request(
         priority=_LEAST_URGENT if context.background else min(request.priority, _LEAST_URGENT),
         tenant=_unicode(context.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
-        adapter=_unicode(request.adapter, "lora_name"),
+        adapter=_unicode(adapter, "lora_name"),
         guide=request.guided_decoding,
         weight=context.tenant_weight,
         timeout=request.timeout or (_NO_TIMEOUT if context.background else 0.0),

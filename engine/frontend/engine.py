@@ -13,6 +13,7 @@ from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, GuidedDecoding
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
+from ..config import LoraConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from .admission import QueueTicket
 from .sequence_stats import SequenceStats
@@ -91,7 +92,7 @@ class EngineSpec:
     `tokenizer`: another directory or hub id to read the tokenizer from. `parsers`: how the model writes calls
     of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them. `most_in_background`:
     sequences at a time of requests that no client waits for. `target_tenants`: those whose requests may have targets of
-    their own, `*` for all."""
+    their own, `*` for all. `lora`: of adapters that are loaded while it serves, None where there are none of those."""
 
     backend: str
     checkpoint: str
@@ -103,6 +104,7 @@ class EngineSpec:
     checks_guides: bool = False
     most_in_background: int = 32
     target_tenants: frozenset[str] = frozenset()
+    lora: LoraConfig | None = None
 
     def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names

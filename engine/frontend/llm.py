@@ -5,13 +5,16 @@ Knows nothing of protocols, and of the engine only `Engine`. Imports no torch.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from ...core.errors import Cancelled, Unavailable
+import msgspec
+
+from ...core.adapter import Adapter
+from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
 from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
@@ -25,6 +28,7 @@ from ...tokenization.generation_defaults import GenerationDefaults, read_generat
 from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
+from .adapters import AdapterEngine, AdapterTable
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_background
 from .answer_plan import plan_answer
@@ -33,7 +37,7 @@ from .client import EngineClient
 from .engine import Engine, EngineSpec
 from .guide_checker import GuideChecker
 from .infer import OWN_LAYOUT, InferLayout
-from .sequence_stats import open_sequence, record_request, v2_statistics
+from .sequence_stats import SequenceStats, open_sequence, record_request, v2_statistics
 from .token_stream import TokenStream
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
@@ -70,6 +74,8 @@ class TokenizerBundle:
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
     capabilities = frozenset({"guided_decoding", "targets", "thinking_budget", "wants_prompt_logprobs"})
+    if config.lora is not None:
+        capabilities |= {"adapter"}
     connect = partial(EngineClient, config)
     limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
     return EngineSpec(
@@ -83,6 +89,7 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         checks_guides=True,
         most_in_background=most_in_background(rows * config.data_parallel_size, limits),
         target_tenants=frozenset(config.target_tenants),
+        lora=config.lora,
     )
 
 
@@ -123,6 +130,9 @@ class LlmModel:
         self._open: dict[str, set[TokenStream]] = {}
         self._guides: GuideChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
+        self._adapters: AdapterTable | None = None
+        if spec.lora is not None and isinstance(self._client, AdapterEngine):
+            self._adapters = AdapterTable(self._client, spec.lora, name)
 
     @property
     def config(self) -> ModelConfig:
@@ -154,7 +164,9 @@ class LlmModel:
 
     def readings(self) -> Iterator[Reading]:
         """All its series, for a scrape."""
-        return self._metrics.readings(self._client.state())
+        yield from self._metrics.readings(self._client.state())
+        if self._adapters is not None:
+            yield from self._adapters.readings()
 
     def count(self, context: RequestContext) -> None:
         record_request(self._metrics, context)
@@ -177,6 +189,7 @@ class LlmModel:
             info = await starting
             self._loaded = replace(bundle, defaults=bundle.defaults.limited_to(info.vocab_size))
             self._info = info
+            await self._load_first_adapters()
             if self._spec.checks_guides:
                 self._guides = GuideChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
@@ -190,19 +203,45 @@ class LlmModel:
         """Streams still open end with `Unavailable`; texts that are being tokenized come to their end."""
         bundle, self._loaded = self._loaded, None
         guides, self._guides = self._guides, None
+        if self._adapters is not None:
+            await self._adapters.close()
         await self._client.close()
         if guides is not None:
             await guides.close()
         if bundle is not None:
             bundle.async_tokenizer.close()
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter] | None:
+        return None if self._adapters is None else self._adapters.named
+
+    async def load_adapter(self, name: str, path: str, replace: bool = False) -> Adapter:
+        return await self._adapter_table.load(name, path, replace)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._adapter_table.unload(name)
+
+    @property
+    def _adapter_table(self) -> AdapterTable:
+        if self._adapters is None:
+            raise InvalidArgument(f"model '{self._config.name}' takes no adapters: it needs enable_lora")
+        return self._adapters
+
+    async def _load_first_adapters(self) -> None:
+        """Load those that are to be there before the model serves, one after the other."""
+        for name, path in (self._spec.lora.modules if self._spec.lora else {}).items():
+            began = time.monotonic()
+            adapter = await self._adapter_table.load(name, path)
+            self._on_progress("adapters", 1.0, time.monotonic() - began, f"{name}, rank {adapter.rank}")
+
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
         with open_sequence(self._metrics, request, context) as stats:
             bundle, info = self._bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
+            request = self._with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
-            with self._admit(request, context) as ticket:
+            with self._admit(request, context) as ticket, await self._use_adapter(request.adapter, stats) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(info.max_model_len), kept=kept)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
@@ -214,7 +253,10 @@ class LlmModel:
                 self._spec.check_guide(plan.guide)
                 if plan.guide is not None:
                     plan = replace(plan, guide=await self._enforce(plan.guide, context))
-                add = plan.complete(build_add_request(request, context, plan.prompt, bundle.defaults, info, banned))
+                defaults = bundle.defaults
+                add = plan.complete(
+                    build_add_request(request, context, plan.prompt, defaults, info, banned, adapter),
+                )
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
                 with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
@@ -223,6 +265,24 @@ class LlmModel:
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
             yield chunk
+
+    def _with_adapter(self, request: GenerateRequest, context: RequestContext) -> GenerateRequest:
+        """The request with the adapter that the model was asked for by, if it was. Raises `InvalidArgument` if it names
+        another one."""
+        asked = context.adapter
+        if not asked or request.adapter == asked:
+            context.adapter = request.adapter
+            return request
+        if request.adapter:
+            message = f"lora_name: '{request.adapter}' is not for the adapter '{asked}': ask for the model itself"
+            raise InvalidArgument(message, field="lora_name")
+        return msgspec.structs.replace(request, adapter=asked)
+
+    async def _use_adapter(self, name: str, stats: SequenceStats) -> AbstractContextManager[str]:
+        """The block in which a sequence has its adapter, and gets what the engine calls it."""
+        if not name or self._adapters is None:
+            return nullcontext(name)
+        return await self._adapters.use(name, stats)
 
     def _admit(self, request: GenerateRequest, context: RequestContext) -> AbstractContextManager[QueueTicket]:
         ticket = self._client.admit(request, context.tenant)

@@ -15,8 +15,9 @@ from starlette.types import ASGIApp
 from charonia.api.app import build_app
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
+from charonia.core.adapter import Adapter
 from charonia.core.errors import NotFound
-from charonia.core.gateway import NO_FILES, ModelState, RepositoryIndexEntry
+from charonia.core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ServedAdapter
 from charonia.core.logprobs import PromptToken, TokenLogprob
 from charonia.core.model import ModelConfig
 from charonia.core.request import (
@@ -129,6 +130,7 @@ class FakeGateway:
     chosen: dict[int, float] = field(default_factory=dict)
     indexed: list[RepositoryIndexEntry] = field(default_factory=list)
     loads: list[tuple[object, ...]] = field(default_factory=list)
+    served_adapters: list[ServedAdapter] = field(default_factory=list)
     stop_reason: str | int | None = None
     chunks: tuple[GenerateChunk, ...] = ()
 
@@ -137,6 +139,10 @@ class FakeGateway:
         return self.contexts[-1]
 
     def acquire(self, context: RequestContext, name: str, version: str = "") -> "FakeHandle":
+        for served in self.served_adapters:
+            if served.is_called(name):
+                context.adapter = served.adapter.name
+                return FakeHandle(self, served.config, context.adapter)
         return FakeHandle(self, self.model_config(name, version))
 
     def ready(self) -> bool:
@@ -173,6 +179,22 @@ class FakeGateway:
     async def unload_model(self, name: str, dependents: bool = False) -> None:
         self.loads.append((name, dependents))
 
+    def adapters(self) -> list[ServedAdapter]:
+        return self.served_adapters
+
+    async def load_adapter(self, name: str, path: str, model: str = "", replace: bool = False) -> Adapter:
+        if self.error is not None:
+            raise self.error
+        self.loads.append((name, path, model, replace))
+        return Adapter(name, path, "d" * 64, 8, 1000)
+
+    async def unload_adapter(self, name: str) -> ServedAdapter:
+        for served in self.served_adapters:
+            if served.is_called(name):
+                self.served_adapters.remove(served)
+                return served
+        raise NotFound(f"The lora adapter '{name}' cannot be found.", field="lora_name")
+
     def is_model_ready(self, name: str, version: str = "") -> bool:
         known = {
             (config.name, number) for config in (*self.model_configs(), *UNLISTED) for number in ("", config.version)
@@ -199,9 +221,10 @@ class FakeGateway:
 class FakeHandle:
     """A model of a `FakeGateway`."""
 
-    def __init__(self, gateway: FakeGateway, config: ModelConfig) -> None:
+    def __init__(self, gateway: FakeGateway, config: ModelConfig, adapter: str = "") -> None:
         self._gateway = gateway
         self.config = config
+        self.name = adapter or config.name
 
     def infer_inline(self, request: InferRequest) -> None: ...
 

@@ -355,7 +355,7 @@ BELONGS = {
     ],
     "shared-memory": [f"{SYSTEM}/status", f"{CUDA}/region/r/status"],
     "model-config": ["/v2/models/llm/config"],
-    "model-repository": ["/v2/repository/index", LOAD],
+    "model-repository": ["/v2/repository/index", LOAD, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"],
     "statistics": ["/metrics", "/v2/models/stats", "/v2/models/llm/stats", "/v2/models/llm/versions/1/stats"],
     "trace": [TRACE, "/v2/models/llm/trace/setting"],
     "logging": [LOGGING],

@@ -1,0 +1,286 @@
+"""The adapters of one model: their names, which requests use them, and which of them the engine holds.
+
+The engine knows adapters by their content alone. It holds as many as fit into `LoraConfig.max_bytes`: those that no
+request has named for longest make room, and are read again when a request names them.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from ...core.adapter import Adapter
+from ...core.errors import InvalidArgument, NotFound, NotReady, Unavailable
+from ...core.metrics import Reading
+from ..config import LoraConfig
+from .sequence_stats import SequenceStats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WEIGHTS = "adapter_model.safetensors"
+_ROOM_SECONDS = 60.0
+"""For which one that does not fit waits for requests with others to end."""
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that computes with adapters. Those that it holds survive the loss of a core."""
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Return when every core computes with it; at once if it holds one with this content. Raises `InvalidArgument`
+        for files that are wrong."""
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Hold it no longer."""
+
+
+class HeldAdapter:
+    """An adapter that the engine holds. `users`: requests that are computed with it. `idle`: there is none."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.users = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+
+class AdapterUse:
+    """The use of an adapter by one sequence, whose block gets the digest: the adapter stays until it is left."""
+
+    def __init__(self, name: str, stats: SequenceStats, leave: Callable[["AdapterUse"], None]) -> None:
+        self.name = name
+        self.stats = stats
+        self.held: HeldAdapter | None = None
+        self._leave = leave
+
+    def __enter__(self) -> str:
+        assert self.held is not None
+        return self.held.adapter.digest
+
+    def __exit__(self, *_: object) -> None:
+        self._leave(self)
+
+
+class AdapterTable:
+    """The adapters of a model, in one event loop. All changes of what the engine holds happen one after the other."""
+
+    def __init__(self, engine: AdapterEngine, limits: LoraConfig, model: str) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._model = model
+        self._named: dict[str, Adapter] = {}
+        self._held: dict[str, HeldAdapter] = {}
+        """By digest, the one that was named last at the end."""
+        self._leaving: dict[str, HeldAdapter] = {}
+        """Those that take no more requests, and still have some or wait for their turn to be unloaded."""
+        self._uses: set[AdapterUse] = set()
+        self._changing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._sequences: Counter[str] = Counter()
+        self._loads = self._evictions = 0
+
+    @property
+    def named(self) -> Mapping[str, Adapter]:
+        """All adapters that requests may name, held or not."""
+        return MappingProxyType(self._named)
+
+    def find(self, name: str) -> Adapter:
+        """Raises `NotFound`."""
+        if name not in self._named:
+            raise NotFound(f"Request for unknown model: adapter '{name}' is not found", field="lora_name")
+        return self._named[name]
+
+    async def load(self, name: str, path: str, replace: bool = False) -> Adapter:
+        """Name the adapter in a directory, which the engine holds then. Raises as `AdaptableModel.load_adapter`."""
+        return await asyncio.shield(self._start(self._load(name, path, replace)))
+
+    async def unload(self, name: str) -> None:
+        """Take its name away; the sequences that use it end with it."""
+        self.find(name)
+        adapter = self._named.pop(name)
+        del self._sequences[name]
+        log.info("model '%s': adapter '%s' is unloaded", self._model, name)
+        self._drop_nameless(adapter.digest)
+
+    async def use(self, name: str, stats: SequenceStats) -> AdapterUse:
+        """The use of an adapter by a sequence; waits while it is read, and until there is room for it. Leave its block,
+        or it is never unloaded.
+
+        Raises:
+            NotFound: there is none of that name.
+            Unavailable: its files are not what they were.
+        """
+        held = self._held.get(self.find(name).digest)
+        use = AdapterUse(name, stats, self._leave)
+        self._uses.add(use)
+        if held is not None:
+            self._enter(use, held)
+            return use
+        bringing = self._start(self._bring_back(use))
+        try:
+            return await asyncio.shield(bringing)
+        except BaseException:
+            # Whoever waits may leave before the adapter is there.
+            bringing.add_done_callback(lambda _: self._leave(use))
+            raise
+
+    async def close(self) -> None:
+        """Give up what is being loaded: the engine ends."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def readings(self) -> Iterator[Reading]:
+        """Its series, for a scrape."""
+        yield Reading("charonia_adapters", len(self._named))
+        yield Reading("charonia_adapters_held", len(self._held))
+        yield Reading("charonia_adapters_held_bytes", self._held_bytes)
+        yield Reading("charonia_adapter_loads_total", self._loads)
+        yield Reading("charonia_adapter_evictions_total", self._evictions)
+        for name in self._named:
+            yield Reading("charonia_adapter_sequences_total", self._sequences[name], {"adapter": name})
+        begun = {use.name for use in self._uses if use.stats.begun is not None}
+        waiting = {use.name for use in self._uses if use.stats.begun is None}
+        labels = {
+            "max_lora": str(self._limits.max_loras),
+            "running_lora_adapters": ",".join(sorted(begun)),
+            "waiting_lora_adapters": ",".join(sorted(waiting)),
+        }
+        yield Reading("vllm:lora_requests_info", time.time(), labels)
+
+    def _start(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A change that goes on to its end, whoever waits for it."""
+        task = asyncio.create_task(change)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_retrieve)
+        return task
+
+    async def _load(self, name: str, path: str, replace: bool) -> Adapter:
+        async with self._changing:
+            if name in self._named and not replace:
+                message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place"
+                raise InvalidArgument(f"{message}, set 'load_inplace' to True.", field="lora_name")
+            stored = await asyncio.to_thread(_stored_bytes, path)
+            adapter = await self._hold(name, path, min(stored, self._limits.max_bytes), "loaded")
+            former = self._named.get(name)
+            self._named[name] = adapter
+            if former is not None:
+                self._drop_nameless(former.digest)
+        return adapter
+
+    async def _bring_back(self, use: AdapterUse) -> AdapterUse:
+        async with self._changing:
+            known = self.find(use.name)
+            if known.digest not in self._held:
+                await self._read_again(known)
+            self._enter(use, self._held[known.digest])
+        return use
+
+    async def _read_again(self, known: Adapter) -> None:
+        try:
+            found = await self._hold(known.name, known.path, known.bytes, "read again")
+        except InvalidArgument as error:
+            raise Unavailable(f"adapter '{known.name}' cannot be read again: {error.message}") from error
+        self._drop_nameless(found.digest)
+        self.find(known.name)  # it may have been unloaded meanwhile
+        if found.digest != known.digest:
+            raise Unavailable(f"the files of adapter '{known.name}' are not those that were loaded: load it again")
+
+    async def _hold(self, name: str, path: str, size: int, done: str) -> Adapter:
+        """Let the engine hold the adapter in a directory, which takes about `size` bytes."""
+        await self._make_room(size)
+        began = time.monotonic()
+        adapter = await self._engine.load_adapter(name, path)
+        self._loads += 1
+        text = "model '%s': adapter '%s' is %s in %.2f s: rank %d, %d bytes, digest %s, of %s"
+        took = time.monotonic() - began
+        log.info(text, self._model, name, done, took, adapter.rank, adapter.bytes, adapter.digest, path)
+        digest = adapter.digest
+        self._held[digest] = self._held.get(digest) or self._leaving.pop(digest, None) or HeldAdapter(adapter)
+        await self._make_room(0, spared=digest)
+        return adapter
+
+    async def _make_room(self, size: int, spared: str = "") -> None:
+        """Unload those that no request has named for longest, until `size` bytes are free. One that is in use takes no
+        more requests until it was unloaded: otherwise it might never be.
+
+        Raises:
+            Unavailable: those in use stay in use.
+        """
+        try:
+            async with asyncio.timeout(_ROOM_SECONDS):
+                while self._held_bytes + size > self._limits.max_bytes and {*self._held, *self._leaving} != {spared}:
+                    if not self._leaving:
+                        unused = [digest for digest, held in self._held.items() if not held.users]
+                        self._retire(next(digest for digest in (*unused, *self._held) if digest != spared))
+                        self._evictions += 1
+                    leaving = min(self._leaving.values(), key=lambda held: held.users)
+                    await leaving.idle.wait()
+                    await self._forget(leaving)
+        except TimeoutError:
+            for digest in [digest for digest in self._leaving if self._has_name(digest)]:
+                self._held[digest] = self._leaving.pop(digest)
+            raise NotReady(f"there is no room for another adapter in {self._limits.max_bytes} bytes") from None
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(each.adapter.bytes for each in (*self._held.values(), *self._leaving.values()))
+
+    def _retire(self, digest: str) -> None:
+        self._leaving[digest] = self._held.pop(digest)
+
+    async def _forget(self, held: HeldAdapter) -> None:
+        del self._leaving[held.adapter.digest]
+        log.info("model '%s': adapter '%s' makes room in memory", self._model, held.adapter.name)
+        await self._engine.unload_adapter(held.adapter.digest)
+
+    def _drop_nameless(self, digest: str) -> None:
+        """Let go of what is held and has no name any more."""
+        if digest in self._held and not self._has_name(digest):
+            self._retire(digest)
+            self._start(self._forget_unused())
+
+    def _has_name(self, digest: str) -> bool:
+        return any(each.digest == digest for each in self._named.values())
+
+    async def _forget_unused(self) -> None:
+        async with self._changing:
+            for held in [held for held in self._leaving.values() if not held.users]:
+                await self._forget(held)
+
+    def _enter(self, use: AdapterUse, held: HeldAdapter) -> None:
+        held.users += 1
+        held.idle.clear()
+        use.held = held
+        self._held[held.adapter.digest] = self._held.pop(held.adapter.digest)
+        self._sequences[use.name] += 1
+
+    def _leave(self, use: AdapterUse) -> None:
+        self._uses.discard(use)
+        held, use.held = use.held, None
+        if held is None:
+            return
+        held.users -= 1
+        if not held.users:
+            held.idle.set()
+            if held.adapter.digest in self._leaving:
+                self._start(self._forget_unused())
+
+
+def _stored_bytes(path: str) -> int:
+    """The size of an adapter's weights as they are stored; what is wrong with them is told when they are read."""
+    file = Path(path) / _WEIGHTS
+    return file.stat().st_size if file.is_file() else 0
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Take note of the error of a change that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
