@@ -51,6 +51,12 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_step_sequences", "histogram", "Sequences in one engine step"),
     MetricFamily("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
     MetricFamily("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
+    MetricFamily("charonia_adapters", "gauge", "Adapters that requests may name"),
+    MetricFamily("charonia_adapters_held", "gauge", "Adapters in the engine's memory"),
+    MetricFamily("charonia_adapters_held_bytes", "gauge", "What those take in each engine core"),
+    MetricFamily("charonia_adapter_loads_total", "counter", "Adapters that were read, those read again included"),
+    MetricFamily("charonia_adapter_evictions_total", "counter", "Adapters that made room in memory for another"),
+    MetricFamily("charonia_adapter_sequences_total", "counter", "Sequences that were computed with an adapter"),
     MetricFamily("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
     MetricFamily("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
     MetricFamily("charonia_sequences_open", "gauge", "Sequences that have a slot of an instance"),
@@ -141,6 +147,8 @@ _VLLM_NAMES = {
 }
 """vLLM's names, a former one of them too, -> ours."""
 
+_LORA_INFO = "vllm:lora_requests_info"
+
 _FAMILY_BY_NAME = {family.name: family for family in CHARONIA_FAMILIES}
 VLLM_FAMILIES = (
     *(
@@ -149,6 +157,7 @@ VLLM_FAMILIES = (
     ),
     MetricFamily("vllm:request_prompt_tokens", "histogram", "Prompt tokens per answered request"),
     MetricFamily("vllm:request_generation_tokens", "histogram", "Generated tokens per answered request"),
+    MetricFamily(_LORA_INFO, "gauge", "Adapters of running and of waiting requests, at the time that is the value"),
 )
 
 _VLLM_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
@@ -165,6 +174,8 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
             if family.startswith("vllm:"):
                 yield Reading(family, value)
             yield from (Reading(name, value) for name in names)
+        elif family == _LORA_INFO:
+            yield Reading(family, value, labels)
         elif names and finished is not None and not isinstance(value, QuantileSummary):
             sums[names[0], finished] = sums.get((names[0], finished), 0) + value
     for (name, finished), value in sums.items():

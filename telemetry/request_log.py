@@ -33,6 +33,7 @@ class RequestLogFields(NamedTuple):
     door: str
     model: str
     version: str
+    adapter: str
     tenant: str
     outcome: str
     reason: str
@@ -99,6 +100,7 @@ def request_log_fields(context: RequestContext) -> RequestLogFields:
         door=context.endpoint,
         model=context.model[:_MAX_NAME_LENGTH],
         version=context.version[:_MAX_NAME_LENGTH],
+        adapter=context.adapter[:_MAX_NAME_LENGTH],
         tenant=context.tenant,
         outcome=context.end.outcome.value,
         reason=context.end.reason,

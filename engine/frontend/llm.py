@@ -131,7 +131,9 @@ class LlmModel:
         self._guides: GuideChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
         self._adapters: AdapterTable | None = None
-        if spec.lora is not None and isinstance(self._client, AdapterEngine):
+        if spec.lora is not None:
+            if not isinstance(self._client, AdapterEngine):
+                raise InvalidArgument("enable_lora: this engine takes no adapters", field="enable_lora")
             self._adapters = AdapterTable(self._client, spec.lora, name)
 
     @property

@@ -26,7 +26,6 @@ NOT_SERVED: Mapping[str, str] = {
     "trust_remote_code": "no code of a checkpoint is run",
     "hf_overrides": "change the checkpoint's config.json",
     "override_generation_config": "change the checkpoint's generation_config.json",
-    "enable_lora": "adapters, but with --backend tensorrtllm",
     "speculative_config": "speculation, but with --backend tensorrtllm",
 }
 """Arguments for what our own engine does not do, with the way out or the reason."""
@@ -44,7 +43,9 @@ ELSEWHERE = {
     "otlp_traces_endpoint": "--otlp-traces-endpoint is for all models",
     "generation_config": "parameters that a request leaves out have vLLM's defaults",
     "override_generation_config": "parameters that a request leaves out have vLLM's defaults",
-    "enable_lora": "adapters are not served: a request with a lora_name is refused",
+    "max_cpu_loras": "the parameter 'max_lora_bytes' in config.pbtxt",
+    "lora_dtype": "adapters are computed with in the model's type",
+    "fully_sharded_loras": "ranks hold their slices of an adapter",
     "speculative_config": "nothing is drafted; the text is the same",
 }
 """What stands for an argument in a repository, in place of what is said of the flag."""
@@ -68,6 +69,9 @@ OWN_NAMES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "num_gpu_blocks_override": "kv_cache_blocks",
     "enable_prefix_caching": "prefix_caching",
+    "enable_lora": "enable_lora",
+    "max_loras": "max_loras",
+    "max_lora_rank": "max_lora_rank",
     "tool_call_parser": "tool_call_parser",
     "reasoning_parser": "reasoning_parser",
 }

@@ -31,7 +31,8 @@ def vllm_model(
         reasons = ", ".join(f"{argument} ({reason})" for argument, reason in found.idle.items())
         log.warning("model '%s': engine arguments of vLLM without effect here: %s", written.name, reasons)
     spec = replace(own_engine_spec(build.granted_config(path, found.parameters, **granted)), backend="vllm")
-    return LlmModel(written.name, written.version, spec, on_progress, VLLM_LAYOUT)
+    layout = VLLM_LAYOUT if spec.lora is None else replace(VLLM_LAYOUT, refused={})
+    return LlmModel(written.name, written.version, spec, on_progress, layout)
 
 
 def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ...core.errors import InvalidArgument, did_you_mean
 from ...telemetry.host_metrics import usable_gpus
 from ...tokenization.checkpoint_files import read_json
@@ -22,6 +24,7 @@ from .arguments import (
 )
 
 _FILE = "model.json"
+_ADAPTERS = "multi_lora.json"
 _PATHS = ("model", "tokenizer")
 _OF_THE_BACKEND = {"REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK"}
 """Parameters in config.pbtxt that ask for what is always so: metrics, and readiness that asks the engine."""
@@ -55,12 +58,21 @@ def read_model_json(directory: str, parameters: Mapping[str, str]) -> ModelJson:
         if revision and not Path(paths["model"]).is_dir():
             paths["model"] = f"{paths['model']}@{revision}"
         settings, idle = _translated(arguments, parameters.get("device"))
+        if settings.get("enable_lora"):
+            settings["lora_modules"] = msgspec.json.encode(_read_adapters(file.with_name(_ADAPTERS))).decode()
     except InvalidArgument as error:
         raise InvalidArgument(f"{file}: {error.message}") from None
     own = {name: value for name, value in parameters.items() if name not in {*_OF_THE_BACKEND, _DEVICES}}
     if _DEVICES in parameters:
         idle[_DEVICES] = "CUDA_VISIBLE_DEVICES of the server, or the parameter 'device'"
     return ModelJson({**paths, **settings, **own}, idle)
+
+
+def _read_adapters(file: Path) -> dict[str, str]:
+    """The directories of the adapters by their names; they may be relative to the file's."""
+    if not file.is_file():
+        raise InvalidArgument(f"with enable_lora, there must be {file}, of the adapters' directories by their names")
+    return {name: _located(file, name, path) for name, path in read_json(file).items()}
 
 
 def _located(file: Path, name: str, value: Any) -> str:
@@ -92,6 +104,9 @@ def _translated(arguments: Mapping[str, Any], device: str | None) -> tuple[dict[
             settings |= _setting(name, OWN_VALUES.get((name, str(value)), value))
         elif not _asks_for_nothing(name, value):
             idle[name] = _reason(name)
+    for name in () if settings.get("enable_lora") else settings.keys() & {"max_loras", "max_lora_rank"}:
+        del settings[name]
+        idle[name] = "enable_lora is not set"
     fraction = "kv_cache_memory_fraction"
     if fraction in settings and computes_on_host(device or settings.get("device"), usable_gpus()):
         del settings[fraction]

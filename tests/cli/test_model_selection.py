@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from charonia.cli.model_selection import select_models
+from charonia.cli.model_selection import parse_lora_modules, select_models
 from charonia.cli.options import ConfigOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
 from charonia.repository.backend_registry import check_backend
@@ -88,3 +88,34 @@ def test_flags_about_executions_are_parameters_of_all_backends(tmp_path: Path) -
         InvalidArgument, match=r"unknown backend 'no'; .* there is no directory '.*none' \(--backend-dir"
     ):
         check_backend("model", "no", builder.backend_directory)
+
+
+def test_adapters_have_names_and_directories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = ("sql=loras/a=b", f'{{"name": "poet", "path": "{tmp_path}/x", "base_model_name": "gpt"}}', "home=~/x")
+    modules = parse_lora_modules(given)
+    assert modules == {
+        "sql": str(Path.cwd() / "loras/a=b"),
+        "poet": f"{tmp_path}/x",
+        "home": str(Path.home() / "x"),
+    }
+    assert "base_model_name of 'poet' has no effect" in caplog.text
+    for wrong, text in (
+        (("sql",), "must be NAME=DIRECTORY"),
+        (("=x",), "needs a name and a directory"),
+        (("sql=",), "needs a name and a directory"),
+        (("{",), "must be NAME=DIRECTORY"),
+        (('{"name": "a", "path": "b", "pah": 1}',), "must be NAME=DIRECTORY"),
+        (("a=b", "a=c"), "the name 'a' is there twice"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"--lora-modules.*{text}"):
+            parse_lora_modules(wrong)
+
+
+def test_no_adapter_is_called_as_its_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = RepositoryOptions(served_model_name=("gpt", "chat"))
+    for name in ("gpt", "chat"):
+        with pytest.raises(InvalidArgument, match=f"--lora-modules: the name '{name}' is the model's"):
+            select_models(str(tmp_path), options, {"lora_modules": f'{{"sql": "/a", "{name}": "/b"}}'})
+    with pytest.raises(InvalidArgument, match=r"--lora-modules is for a single checkpoint; .* config.pbtxt"):
+        select_models(None, RepositoryOptions(model_repository=(tmp_path,)), {"lora_modules": "{}"})

@@ -1,8 +1,11 @@
 """What the command line's options come to, and what is told of them at the start."""
 
+from pathlib import Path
+
 import pytest
 
 from charonia.cli.options import (
+    AdapterOptions,
     GrpcOptions,
     HttpOptions,
     KeyOptions,
@@ -10,7 +13,7 @@ from charonia.cli.options import (
     ServeOptions,
     ServerOptions,
 )
-from charonia.cli.plan import endpoint_settings, unprotected_control
+from charonia.cli.plan import endpoint_settings, parse_lora_root, unprotected_control
 from charonia.core.errors import InvalidArgument
 
 EXPLICIT = RepositoryOptions(model_control_mode="explicit")
@@ -50,3 +53,13 @@ def test_rules_that_mean_nothing_are_refused_before_anything_is_loaded(options: 
 )
 def test_an_endpoint_by_which_anybody_may_load_is_known(options: ServeOptions, open_to_all: list[str]) -> None:
     assert unprotected_control(options, endpoint_settings(options)) == open_to_all
+
+
+def test_requests_load_adapters_from_a_directory_that_is_there(tmp_path: Path) -> None:
+    assert parse_lora_root(AdapterOptions()) is None
+    assert parse_lora_root(AdapterOptions(allow_runtime_lora=True, lora_root=tmp_path)) == tmp_path
+    for options in (AdapterOptions(allow_runtime_lora=True), AdapterOptions(lora_root=tmp_path)):
+        with pytest.raises(InvalidArgument, match="--allow-runtime-lora and --lora-root go together"):
+            parse_lora_root(options)
+    with pytest.raises(InvalidArgument, match="--lora-root: there is no directory"):
+        parse_lora_root(AdapterOptions(allow_runtime_lora=True, lora_root=tmp_path / "none"))

@@ -53,7 +53,7 @@ def test_help_begins_with_examples_and_hides_what_does_nothing(capsys: pytest.Ca
     app(["serve", "--help"])
     shown = capsys.readouterr().out
     assert shown.startswith("Examples:")
-    groups = ["Models", "Language models", "Server", "HTTP", "Keys", "gRPC", "Files and batches", "Clouds"]
+    groups = ["Models", "Language models", "Adapters", "Server", "HTTP", "Keys", "gRPC", "Files and batches", "Clouds"]
     assert re.findall(r"╭─ ([\w ]+) ─", shown) == ["Arguments", *groups]
     assert "--http-thread-count" not in shown
     app(["flags"])

@@ -39,6 +39,7 @@ PAGES = (
     "responses.md",
     "structured-outputs.md",
     "messages.md",
+    "adapters.md",
     "pipelines.md",
     "repositories.md",
     "tools-and-reasoning.md",
@@ -98,7 +99,10 @@ def flags() -> dict[str, Any]:
 
 def engine_default(option: str) -> Any:
     """What the engine's configuration says at the place that the option changes."""
+    if option == "enable_lora":
+        return engine_config("m", EngineOptions()).lora is not None
     plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
+    plain |= {"enable_lora": True} if option.startswith("max_lora") else {}
     untouched = dict(leaves(engine_config("m", EngineOptions(**plain))))
     another = cast(Any, "99" if option in {"pipeline_layers", "target_tenants"} else 99)
     touched = dict(leaves(engine_config("m", EngineOptions(**plain | {option: another}))))

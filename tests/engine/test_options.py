@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
+from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, LoraConfig, ParallelConfig
 from charonia.engine.options import EngineOptions, engine_config, parse_settings
 from charonia.scheduler.config import SchedulerConfig
 
@@ -45,6 +45,10 @@ ALL = {
     "chat_template": "{{ messages }}",
     "tool_call_parser": "hermes",
     "reasoning_parser": "deepseek_r1",
+    "enable_lora": "true",
+    "max_loras": "4",
+    "max_lora_rank": "16",
+    "max_lora_bytes": "1000",
     "fake_step_seconds": "0.5",
     "fake_token_seconds": "0",
     "fake_vocab_size": "384",
@@ -89,6 +93,7 @@ def test_every_name_arrives() -> None:
             admission="no_evict",
         ),
         fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5),
+        lora=LoraConfig(max_loras=4, max_rank=16, max_bytes=1000),
     )
     assert set(ALL) == set(EngineOptions.__dataclass_fields__)
 
@@ -97,6 +102,23 @@ def test_the_fake_executors_settings_are_for_it_alone() -> None:
     for executor in (None, "inline"):
         with pytest.raises(InvalidArgument, match="fake_vocab_size is for the executor fake alone"):
             engine_config("x", EngineOptions(executor=executor, fake_vocab_size=9))
+
+
+def test_adapters_are_taken_only_where_they_are_enabled() -> None:
+    config = engine_config("x", EngineOptions(enable_lora=True), '{"sql": "/loras/sql"}')
+    assert config.lora == LoraConfig(modules={"sql": "/loras/sql"})
+    for name, options, modules in (
+        ("max_loras", EngineOptions(max_loras=4), ""),
+        ("max_lora_rank", EngineOptions(max_lora_rank=4, enable_lora=False), ""),
+        ("max_lora_bytes", EngineOptions(max_lora_bytes=4), ""),
+        ("lora_modules", EngineOptions(), "{}"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{name} needs enable_lora") as refusal:
+            engine_config("x", options, modules)
+        assert refusal.value.field == name
+    for modules in ("[]", "{", '{"sql": 1}'):
+        with pytest.raises(InvalidArgument, match="lora_modules must be a JSON object of names and directories"):
+            engine_config("x", EngineOptions(enable_lora=True), modules)
 
 
 def test_nothing_given_is_the_engines_choice() -> None:

@@ -33,9 +33,12 @@ def test_a_histogram_counts_up_to_and_including_its_bounds() -> None:
 
 def test_every_reading_has_a_family() -> None:
     known = {family.name for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES)}
-    readings = list(LlmMetrics().readings(EngineState()))
+    adapters = Reading("vllm:lora_requests_info", 1.0, {"running_lora_adapters": "a,b"})
+    readings = [*LlmMetrics().readings(EngineState()), adapters]
     assert {reading.family for reading in readings} <= known
-    assert {reading.family for reading in vllm_readings(readings)} == {family.name for family in VLLM_FAMILIES}
+    theirs = list(vllm_readings(readings))
+    assert {reading.family for reading in theirs} == {family.name for family in VLLM_FAMILIES}
+    assert adapters in theirs
     assert len(known) == len(CHARONIA_FAMILIES) + len(TRITON_FAMILIES) + len(VLLM_FAMILIES)
 
 

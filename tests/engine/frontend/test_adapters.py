@@ -14,6 +14,7 @@ from charonia.engine.frontend import adapters
 from charonia.engine.frontend.adapters import AdapterEngine, AdapterTable, AdapterUse
 from charonia.engine.frontend.sequence_stats import SequenceStats
 from charonia.telemetry.llm_metrics import LlmMetrics
+from charonia.telemetry.metric_families import CHARONIA_FAMILIES, VLLM_FAMILIES
 
 from ...waiting import until
 
@@ -230,5 +231,7 @@ async def test_routers_see_which_adapters_run_and_wait(world: World) -> None:
             "running_lora_adapters": "a",
             "waiting_lora_adapters": "b",
         }
+    families = {family.name for family in (*CHARONIA_FAMILIES, *VLLM_FAMILIES)}
+    assert {each.family for each in world.table.readings()} <= families
     sequences = [each for each in world.table.readings() if each.family == "charonia_adapter_sequences_total"]
     assert [(each.labels, each.value) for each in sequences] == [({"adapter": "a"}, 1), ({"adapter": "b"}, 1)]

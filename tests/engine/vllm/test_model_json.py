@@ -133,3 +133,26 @@ def test_the_log_names_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCapt
         model = vllm_model(ModelConfig("gpt", "1", "vllm"), str(tmp_path), {"executor": "fake"}, ignore_progress)
     assert "model 'gpt': engine arguments of vLLM without effect here: enforce_eager (there are no" in caplog.text
     assert (model.config.backend, model.config.decoupled, model.config.max_batch_size) == ("vllm", True, 0)
+
+
+def test_adapters_are_those_of_the_file_beside_it(tmp_path: Path) -> None:
+    lora = {"enable_lora": "true", "max_lora_rank": 16, "max_loras": 4, "max_cpu_loras": 8}
+    with pytest.raises(InvalidArgument, match=r"with enable_lora, there must be .*multi_lora.json"):
+        read(tmp_path, HUB | lora)
+    (tmp_path / "near").mkdir()
+    file = tmp_path / "multi_lora.json"
+    file.write_text(json.dumps({"near": "near", "hub": "owner/name"}))
+    found = read(tmp_path, HUB | lora)
+    assert json.loads(found.parameters.pop("lora_modules")) == {"near": str(tmp_path / "near"), "hub": "owner/name"}
+    assert found.parameters == HUB | {"enable_lora": True, "max_lora_rank": 16, "max_loras": 4}
+    assert found.idle == {"max_cpu_loras": "the parameter 'max_lora_bytes' in config.pbtxt"}
+    for content, text in (
+        ({"a": "./none"}, "argument 'a': there is no directory"),
+        ({"a": 3}, "argument 'a' must be"),
+        ([], "holds no JSON object"),
+    ):
+        file.write_text(json.dumps(content))
+        with pytest.raises(InvalidArgument, match=text):
+            read(tmp_path, HUB | lora)
+    idle = read(tmp_path, HUB | lora | {"enable_lora": False}).idle
+    assert (idle["max_loras"], idle["max_lora_rank"]) == ("enable_lora is not set",) * 2
