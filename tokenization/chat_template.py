@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from ..core.errors import InvalidArgument
 from ..core.request import ChatMessage, Conversation, Tool, ToolCall
 from .checkpoint_files import read_json
+from .gguf_file import GgufFile, read_gguf
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TemplateLimitExceeded, WorkMeter
 
@@ -167,8 +168,10 @@ def read_template(given: str) -> str:
 
 def find_templates(directory: Path) -> dict[str, str]:
     """The sources of a checkpoint's chat templates by name: "default", and "tool_use" where conversations with tools
-    have one of their own. Files of templates come first, then tokenizer_config.json, then chat_template.json, which
-    models that take images have."""
+    have one of their own. A file in GGUF has them in its metadata. In a directory, files of templates come first, then
+    tokenizer_config.json, then chat_template.json, which models that take images have."""
+    if directory.is_file():
+        return _gguf_templates(read_gguf(directory))
     files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
     configured = next(filter(None, (file.get("chat_template") for file in files)), None)
     found: dict[str, str] = {}
@@ -180,6 +183,11 @@ def find_templates(directory: Path) -> dict[str, str]:
         if (directory / file).is_file():
             found[name] = (directory / file).read_text(encoding="utf-8")
     return {name: found[name] for name in _FILES if name in found}
+
+
+def _gguf_templates(file: GgufFile) -> dict[str, str]:
+    keys = {DEFAULT: "tokenizer.chat_template", TOOL_USE: f"tokenizer.chat_template.{TOOL_USE}"}
+    return {name: file.text(key) for name, key in keys.items() if key in file.metadata}
 
 
 class _Generation(Extension):

@@ -1,7 +1,8 @@
-"""Finds a checkpoint's directory and reads its JSON files. Knows nothing of weights."""
+"""Finds a checkpoint's directory, or its file in GGUF, and reads JSON files. Knows nothing of weights."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,59 @@ from typing import Any
 from ..core.errors import InvalidArgument, NotFound
 
 SMALL_FILES = ("*.json", "*.jinja")
+GGUF_SUFFIX = ".gguf"
+
+_OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.I)
+"""Files beside a model: what turns images into embeddings, and what quantisation was judged by."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
-    """The directory of a checkpoint, given as such or as a hub id, owner/name or owner/name@revision: of that, the
-    `files` (patterns) that are not there yet are fetched first.
+    """The directory of a checkpoint, or its first file in GGUF: given as such, as a directory where that is the only
+    model, or as a hub id, owner/name or owner/name@revision: of that, the `files` (patterns) that are not there yet are
+    fetched first. With :Q4_K_M, or the like, behind it, a hub id is of the file in GGUF that has this in its name.
 
-    Raises `NotFound` for neither a directory nor a model of the hub, `InvalidArgument` for an adapter without a model.
+    Raises `NotFound` for neither a directory nor a file nor a model of the hub, `InvalidArgument` for an adapter
+    without a model, and where it is not clear which file is meant.
     """
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != GGUF_SUFFIX:
+            raise InvalidArgument(f"'{model}' is a file; of those, models in GGUF (*{GGUF_SUFFIX}) are served")
+        return path
+    if not path.is_dir():
         if model.startswith((".", "/", "~")):
             raise NotFound(f"there is no directory '{model}'")
-        directory = _fetch(model, files)
-    if not (directory / "config.json").is_file():
-        refuse_adapter(directory)
-    return directory
+        hub_id, _, quantization = model.partition(":")
+        if quantization:
+            return _fetch_gguf(hub_id, quantization)
+        path = _fetch(model, files)
+        if (path / "config.json").is_file():
+            return path  # its weights may be still to come
+    if not (path / "config.json").is_file():
+        refuse_adapter(path)
+    return find_gguf(path) or path
+
+
+def find_gguf(directory: Path) -> Path | None:
+    """The first file of the only model in GGUF in a directory without other weights; None where there is none.
+
+    Raises `InvalidArgument` where there are several.
+    """
+    if any(True for pattern in _OTHER_WEIGHTS for _ in directory.glob(pattern)):
+        return None
+    return _only_model(directory, directory.glob(f"*{GGUF_SUFFIX}"))
+
+
+def _only_model(directory: Path, files: Iterable[Path]) -> Path | None:
+    first = [file for file in files if not _LATER_SHARD.search(file.name) and not _NO_MODEL.search(file.name)]
+    if len(first) > 1:
+        names = ", ".join(sorted(file.name for file in first)[:8])
+        raise InvalidArgument(f"{directory}: it has {len(first)} models in GGUF; name one of them: {names}")
+    return first[0] if first else None
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -60,9 +96,25 @@ def _fetch(hub_id: str, files: Sequence[str]) -> Path:
         ) from error
 
 
+def _fetch_gguf(hub_id: str, quantization: str) -> Path:
+    if not re.fullmatch(r"[\w.-]+", quantization):
+        raise InvalidArgument(f"{quantization!r} is no name of a quantisation, such as Q4_K_M")
+    spellings = dict.fromkeys((quantization, quantization.upper(), quantization.lower()))
+    # It ends a name, with shards behind it, or is a directory's.
+    endings = (f"{GGUF_SUFFIX}", f"-?????-of-?????{GGUF_SUFFIX}", f"/*{GGUF_SUFFIX}")
+    patterns = [f"{start}{each}{end}" for each in spellings for start in ("*[-._/]", "") for end in endings]
+    directory = _fetch(hub_id, patterns)
+    within = re.compile(rf"(^|[-._/]){re.escape(quantization)}(-\d{{5}}-of-\d{{5}})?({re.escape(GGUF_SUFFIX)}|/)", re.I)
+    found = (file for file in directory.rglob(f"*{GGUF_SUFFIX}") if within.search(str(file.relative_to(directory))))
+    if (model := _only_model(directory, found)) is None:
+        raise NotFound(f"{hub_id} has no file in GGUF with {quantization} in its name")
+    return model
+
+
 def checkpoint_fingerprint(directory: Path) -> str:
     """A digest of the names and sizes of a checkpoint's files, and of its revision if it is of the hub."""
-    files = sorted((path.name, path.stat().st_size) for path in directory.iterdir() if path.is_file())
+    here = directory.iterdir() if directory.is_dir() else [directory]
+    files = sorted((path.name, path.stat().st_size) for path in here if path.is_file())
     revision = directory.name if directory.parent.name == "snapshots" else ""
     return sha256(json.dumps([revision, files]).encode()).hexdigest()
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from ..core.errors import InvalidArgument
 from ..core.request import SamplingParams
 from .checkpoint_files import read_json
+from .gguf_file import read_gguf
+from .gguf_tokenizer import read_gguf_generation
 from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -39,12 +41,16 @@ class GenerationDefaults(NamedTuple):
 
 
 def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
-    """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer.
+    """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer. A file in
+    GGUF has all of it in its metadata.
 
     Raises `InvalidArgument` for a field that is no number, or one that no request could have.
     """
-    file = directory / "generation_config.json"
-    generation = read_json(file)
+    if directory.is_file():
+        file, generation = directory, read_gguf_generation(read_gguf(directory), tokenizer.added_tokens(tokenizer.size))
+    else:
+        file = directory / "generation_config.json"
+        generation = read_json(file)
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = read_json(directory / "config.json").get("eos_token_id")

@@ -15,7 +15,7 @@ from ..core.errors import ContextLengthExceeded, InvalidArgument
 from ..core.request import Conversation, Prompt
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
 from .token_pieces import TokenBytes, TokenPiece, read_token_piece
-from .tokenizer_json import read_tokenizer_json
+from .tokenizer_json import read_tokenizer
 
 _BRIEF = 1024
 """Characters up to which encoding takes less time than letting other threads run."""
@@ -68,9 +68,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
-        """Read a checkpoint directory; raises as `read_tokenizer_json`. `chat_template`: a file or a template to use
+        """Read a checkpoint directory; raises as `read_tokenizer`. `chat_template`: a file or a template to use
         instead of its own."""
-        backend, named = read_tokenizer_json(directory)
+        backend, named = read_tokenizer(directory)
         backend.no_truncation()
         backend.no_padding()
         sources = {DEFAULT: read_template(chat_template)} if chat_template else find_templates(directory)

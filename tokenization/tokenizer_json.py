@@ -8,8 +8,15 @@ from tokenizers import AddedToken, Tokenizer
 
 from ..core.errors import InvalidArgument, NotFound
 from .checkpoint_files import read_json, refuse_lfs_pointer
+from .gguf_file import read_gguf
+from .gguf_tokenizer import read_gguf_tokenizer
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of a checkpoint, or of a file in GGUF: see `read_tokenizer_json` and `read_gguf_tokenizer`."""
+    return read_gguf_tokenizer(read_gguf(checkpoint)) if checkpoint.is_file() else read_tokenizer_json(checkpoint)
 
 
 def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -27,7 +34,7 @@ def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
         raise InvalidArgument(f"{path} cannot be read: {error}") from error
     config = read_json(directory / "tokenizer_config.json")
     files = read_json(directory / "special_tokens_map.json"), config
-    named = {name: _text(file[name]) for file in files for name in _NAMES if file.get(name) is not None}
+    named = {name: _text(file[name]) for file in files for name in ROLES if file.get(name) is not None}
     _add_declared_tokens(tokenizer, config, named)
     return tokenizer, named
 

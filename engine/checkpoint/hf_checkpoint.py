@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint as its directory shows it: its config.json, and the files that hold its weights.
+"""A Hugging Face checkpoint as its directory shows it: its config.json, and the files that hold its weights. Or a model
+in GGUF, which has both in a file.
 
 A model that takes images too has a text part with a config.json of its own. Only architectures are here whose text
 part, given text alone, is exactly one of ours: attention is causal, and images would have added nothing.
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json, refuse_adapter
+from ...tokenization.gguf_file import GgufFile, read_gguf
+from .gguf_config import read_gguf_config
 from .hf_config import read_spec
 from .model_spec import CheckpointError, ModelSpec
 
@@ -58,15 +61,17 @@ _TEXT_PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint. `config`: its config.json, or that of its text part if it is a `language_part`."""
+    """An opened checkpoint. `config`: its config.json, or that of its text part if it is a `language_part`. One in
+    `gguf` has that file for a directory."""
 
     directory: Path
     config: Mapping[str, Any]
     language_part: bool = False
+    gguf: GgufFile | None = None
 
     @property
     def where(self) -> str:
-        return str(self.directory / "config.json")
+        return str(self.directory / "config.json" if self.gguf is None else self.directory)
 
     @property
     def spec(self) -> ModelSpec:
@@ -74,19 +79,23 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Open a checkpoint directory, or a hub id (downloaded to the hub's cache when it is not there).
+    """Open a checkpoint directory, a file in GGUF, or a hub id (downloaded to the hub's cache when it is not there).
 
     Raises:
         NotFound: no such checkpoint.
         CheckpointError: there is no config.json.
-        InvalidArgument: it is not JSON.
+        InvalidArgument: it is not JSON, or no GGUF that we read.
     """
     directory = locate_checkpoint(str(model), (*SMALL_FILES, _SAFETENSORS_FILES))
+    if directory.is_file():
+        file = read_gguf(directory)
+        return Checkpoint(file.path, read_gguf_config(file), gguf=file)
     if not Path(model).expanduser().is_dir() and not any(directory.glob(_SAFETENSORS_FILES)):
         directory = locate_checkpoint(str(model), (*SMALL_FILES, _TORCH_FILES))
     config = read_json(directory / "config.json")
     if not config:
-        raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights")
+        hint = "" if Path(model).is_dir() else " (of a model in GGUF, name the file's kind: owner/name:Q4_K_M)"
+        raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights{hint}")
     part = text_config(config)
     return Checkpoint(directory, config if part is None else part, part is not None)
 

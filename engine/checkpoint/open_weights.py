@@ -1,5 +1,6 @@
 """Which reader a checkpoint's weights have."""
 
+from .gguf_weights import GgufWeights
 from .hf_checkpoint import Checkpoint, text_tensor_name
 from .weights import CheckpointWeights, WeightSource
 
@@ -10,4 +11,6 @@ def open_weights(checkpoint: Checkpoint) -> WeightSource:
     Raises:
         CheckpointError: no weights, a missing or truncated file.
     """
+    if checkpoint.gguf is not None:
+        return GgufWeights(checkpoint.gguf, checkpoint.spec.head_dim)
     return CheckpointWeights(checkpoint.directory, text_tensor_name if checkpoint.language_part else str)

@@ -11,7 +11,7 @@ from ...tokenization.checkpoint_files import locate_checkpoint
 from ...tokenization.generation_defaults import read_generation_defaults
 from ...tokenization.token_pieces import read_token_piece
 from ...tokenization.tokenizer import Tokenizer
-from ...tokenization.tokenizer_json import read_tokenizer_json
+from ...tokenization.tokenizer_json import read_tokenizer
 
 
 class Vocabulary(NamedTuple):
@@ -30,10 +30,10 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(model: str, tokenizer_of: str, size: int) -> Vocabulary:
-    """The vocabulary of a checkpoint, with the tokenizer of another if that is named. Raises as `read_tokenizer_json`
+    """The vocabulary of a checkpoint, with the tokenizer of another if that is named. Raises as `read_tokenizer`
     and `read_generation_defaults` do."""
     directory = locate_checkpoint(model)
-    backend, named = read_tokenizer_json(locate_checkpoint(tokenizer_of) if tokenizer_of else directory)
+    backend, named = read_tokenizer(locate_checkpoint(tokenizer_of) if tokenizer_of else directory)
     ends = read_generation_defaults(directory, Tokenizer(backend, named, {})).eos
     return build_vocabulary(backend, size, tuple(token for token in ends if 0 <= token < size))
 

@@ -152,6 +152,8 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
     try:
         spec = checkpoint.spec
     except UnsupportedVariant as variant:
+        if checkpoint.gguf is not None:
+            raise
         from .transformers_fallback import transformers_builder
 
         try:

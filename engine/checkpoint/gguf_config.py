@@ -1,0 +1,254 @@
+"""Reads a GGUF file's metadata as the config.json of the same model, as llama.cpp's converter wrote it from one.
+
+What the converter leaves out because llama.cpp has it as a constant of the architecture, is said here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...tokenization.gguf_file import GgufFile
+from .model_spec import CheckpointError
+
+_EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
+_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS = (
+    f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")
+)
+ROPE_TENSORS = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+"""Tensors that are part of the config."""
+
+_ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "embedding_scale": (1.0,),
+    "expert_group_count": (1, 0),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (1.0, 0.0),
+    "logit_scale": (1.0,),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (1.0,),
+    "use_parallel_residual": (False,),
+}
+"""Fields that would change what is computed, with the values that do not."""
+
+_LARGEST_ROPE = 1 << 12
+"""Numbers that such a tensor may have."""
+
+
+class _GgufFields(NamedTuple):
+    """The metadata of a model, its keys without the architecture's name."""
+
+    file: GgufFile
+    architecture: str
+
+    def has(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.file.metadata
+
+    def number(self, key: str, default: int | None = None) -> int:
+        return self.file.number(f"{self.architecture}.{key}", default)
+
+    def real(self, key: str, default: float | None = None) -> float:
+        return self.file.real(f"{self.architecture}.{key}", default)
+
+    def text(self, key: str, default: str) -> str:
+        return self.file.text(f"{self.architecture}.{key}", default)
+
+    @property
+    def head_dim(self) -> int:
+        shared = self.number("embedding_length") // max(self.number("attention.head_count"), 1)
+        if (size := self.number("attention.key_length", shared)) < 1:
+            raise self.file.error(f"{self.architecture}.attention.key_length must be at least 1, got {size}")
+        return size
+
+
+def read_gguf_config(file: GgufFile) -> dict[str, Any]:
+    """The fields of config.json, with one of our architectures.
+
+    Raises:
+        CheckpointError: the architecture is not supported, or computes something that no config.json of it would say.
+        InvalidArgument: a field is missing, or of another kind.
+    """
+    name = file.text("general.architecture")
+    variant = _VARIANTS.get(name)
+    if variant is None:
+        supported = ", ".join(_VARIANTS)
+        raise CheckpointError(f"{file.path}: architecture {name!r} is not supported; supported: {supported}")
+    if _EMBEDDINGS not in file.tensors or len(file.tensors[_EMBEDDINGS].shape) != 2:
+        raise CheckpointError(f"{file.path}: it has no matrix {_EMBEDDINGS}")
+    fields = _GgufFields(file, name)
+    for key, usual in _ONLY_VALUES.items():
+        if fields.has(key) and file.metadata[f"{name}.{key}"] not in usual:
+            value = file.metadata[f"{name}.{key}"]
+            raise CheckpointError(f"{file.path}: {name}.{key} {value} is not supported; only {usual[0]} is")
+    if fields.number("attention.value_length", fields.head_dim) != fields.head_dim:
+        raise CheckpointError(f"{file.path}: heads whose keys and values have different lengths are not supported")
+    heads, layers = fields.number("attention.head_count"), fields.number("block_count")
+    if layers > len(file.tensors):
+        raise CheckpointError(f"{file.path}: {name}.block_count is {layers}, but it has {len(file.tensors)} tensors")
+    config = {
+        "vocab_size": file.tensors[_EMBEDDINGS].shape[0],
+        "hidden_size": fields.number("embedding_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.number("attention.head_count_kv", heads),
+        "head_dim": fields.head_dim,
+        "intermediate_size": fields.number("feed_forward_length", fields.number("expert_feed_forward_length", 1)),
+        "max_position_embeddings": fields.number("context_length"),
+        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.real("rope.freq_base", 10000.0),
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "sliding_window": fields.number("attention.sliding_window", 0) or None,
+        "dtype": _dtype(file),
+        "rope_scaling": _rope_scaling(fields),
+    }
+    return config | _partial_rotary(fields) | variant(fields)
+
+
+def _dtype(file: GgufFile) -> str:
+    """The dtype to compute in: of most of the numbers, if they are stored as such; else bfloat16."""
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.bytes
+    return {"F32": "float32", "F16": "float16"}.get(max(sizes, key=lambda name: sizes[name]), "bfloat16")
+
+
+def _partial_rotary(fields: _GgufFields) -> dict[str, Any]:
+    rotated = fields.number("rope.dimension_count", fields.head_dim)
+    return {} if rotated == fields.head_dim else {"partial_rotary_factor": rotated / fields.head_dim}
+
+
+def _rope_scaling(fields: _GgufFields) -> dict[str, Any] | None:
+    """The way that rotary embeddings are stretched. Llama 3's is stored as the divisors that it comes to, so it is
+    given as the kind that has divisors, the same ones for texts of any length."""
+    file, length = fields.file, fields.number("context_length")
+    original = fields.number("rope.scaling.original_context_length", length)
+    if _ROPE_FACTORS in file.tensors:
+        factors = _numbers(file, _ROPE_FACTORS)
+        return _longrope(factors, factors, length, 1.0)
+    if _LONG_FACTORS in file.tensors:
+        long, short = (_numbers(file, name) for name in (_LONG_FACTORS, _SHORT_FACTORS))
+        return _longrope(short, long, original, fields.real("rope.scaling.attn_factor", 1.0))
+    # Older files have the factor of linear scaling alone.
+    kind = fields.text("rope.scaling.type", "linear" if fields.has("rope.scale_linear") else "none")
+    factor = fields.real("rope.scaling.factor", fields.real("rope.scale_linear", 1.0))
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return None
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(
+            f"{file.path}: rope scaling {kind!r} is not supported without factors; linear and yarn are"
+        )
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    named = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+    return scaling | {ours: fields.real(theirs) for theirs, ours in named.items() if fields.has(theirs)}
+
+
+def _longrope(short: list[float], long: list[float], original: int, attention: float) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "factor": 1.0,
+        "attention_factor": attention,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _numbers(file: GgufFile, name: str) -> list[float]:
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.type.name != "F32" or tensor.bytes > 4 * _LARGEST_ROPE:
+        raise CheckpointError(f"{file.path}: {name} must be there, with at most {_LARGEST_ROPE} numbers in F32")
+    with tensor.file.open("rb") as opened:
+        opened.seek(tensor.offset)
+        found = np.frombuffer(opened.read(tensor.bytes), "<f4")
+    if not (found > 0).all():
+        raise CheckpointError(f"{file.path}: the numbers of {name} must be positive")
+    return [float(each) for each in found]
+
+
+def _llama(fields: _GgufFields) -> dict[str, Any]:
+    """Llama's, Mistral's and Mixtral's are one architecture there."""
+    if fields.number("expert_count", 0):
+        return {"architectures": ["MixtralForCausalLM"], **_experts(fields)}
+    windowed = fields.number("attention.sliding_window", 0) > 0
+    return {"architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"]}
+
+
+def _experts(fields: _GgufFields) -> dict[str, Any]:
+    return {
+        "num_local_experts": fields.number("expert_count"),
+        "num_experts_per_tok": fields.number("expert_used_count"),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_moe(fields: _GgufFields) -> dict[str, Any]:
+    layers = range(fields.number("block_count"))
+    dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in fields.file.tensors]
+    inner = fields.number("expert_feed_forward_length", fields.number("feed_forward_length", 1))
+    sizes = {"moe_intermediate_size": inner, "mlp_only_layers": dense}
+    return {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": False, **sizes, **_experts(fields)}
+
+
+def _qwen(architecture: str) -> Callable[[_GgufFields], dict[str, Any]]:
+    def windowed(fields: _GgufFields) -> dict[str, Any]:
+        return {"architectures": [architecture], "use_sliding_window": False}
+
+    return windowed
+
+
+def _phi3(fields: _GgufFields) -> dict[str, Any]:
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "original_max_position_embeddings": fields.number(
+            "rope.scaling.original_context_length", fields.number("context_length")
+        ),
+    }
+
+
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""The sizes whose scores are scaled by the width of a layer's share in a head, and not by that of the head."""
+
+
+def _gemma(architecture: str) -> Callable[[_GgufFields], dict[str, Any]]:
+    def capped(fields: _GgufFields) -> dict[str, Any]:
+        widest = fields.number("block_count") == _GEMMA_27B_LAYERS[fields.architecture]
+        share = fields.number("embedding_length") // max(fields.number("attention.head_count"), 1)
+        scalar = share if widest else fields.head_dim
+        names = ("attn_logit_softcapping", "final_logit_softcapping")
+        caps = {name: fields.real(name) for name in names if fields.has(name)}
+        return {
+            "architectures": [architecture],
+            "query_pre_attn_scalar": scalar,
+            "rope_local_base_freq": fields.real("rope.freq_base_swa", 10000.0),
+            **_sliding_layers(fields),
+            **caps,
+        }
+
+    return capped
+
+
+def _sliding_layers(fields: _GgufFields) -> dict[str, Any]:
+    """Which layers have a window, where the file says it; else the architecture's rule holds."""
+    key = f"{fields.architecture}.attention.sliding_window_pattern"
+    found = fields.file.metadata.get(key)
+    if found is None:
+        return {}
+    if isinstance(found, np.ndarray):
+        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in found.tolist()]}
+    return {"sliding_window_pattern": fields.file.number(key)}
+
+
+_VARIANTS: Mapping[str, Callable[[_GgufFields], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen("Qwen2ForCausalLM"),
+    "qwen3": _qwen("Qwen3ForCausalLM"),
+    "qwen3moe": _qwen3_moe,
+    "phi3": _phi3,
+    "gemma2": _gemma("Gemma2ForCausalLM"),
+    "gemma3": _gemma("Gemma3ForCausalLM"),
+}
+"""general.architecture -> what is special in its config.json."""

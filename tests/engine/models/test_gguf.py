@@ -1,0 +1,102 @@
+"""Models in GGUF say what transformers says of the checkpoints they were made from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from charonia.bench.inline_loop import run_to_end
+from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+
+BLOCK, NEW = 16, 12
+LENGTHS = (1, 23, 90)
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+"""Rows of whole blocks of 256."""
+GEMMA2 = {"query_pre_attn_scalar": 32}
+GEMMA3 = GEMMA2 | {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "F32", {}),
+    ("llama", "Q4_0", {}),
+    ("llama", "Q5_1", {}),
+    ("llama", "Q4_K", WIDE),
+    ("llama-llama3-tied", "Q8_0", {}),
+    ("llama-linear-biased", "F16", {}),
+    ("mistral", "Q6_K", WIDE | {"sliding_window": None}),
+    ("mixtral", "Q4_1", {}),
+    ("qwen2", "BF16", {}),
+    ("qwen2-yarn", "Q5_0", {}),
+    ("qwen3", "Q5_K", WIDE),
+    ("qwen3-moe", "Q8_0", {"moe_intermediate_size": 64}),
+    ("phi3", "F32", {}),
+    ("phi3.5", "Q8_0", {}),
+    ("phi4-mini", "F32", {}),
+    ("gemma2", "Q8_0", GEMMA2),
+    ("gemma3", "Q4_0", GEMMA3),
+]
+"""Every architecture, and every type of tensors."""
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(1, 384, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def generated(model: Path, asked: list[list[int]], length: int | None) -> list[list[int]]:
+    """What our engine generates in float32, all prompts in one batch."""
+    cache_config = CacheConfig(block_size=BLOCK)
+    config = EngineConfig(model=str(model), device="cpu", dtype="float32", cache=cache_config, max_model_len=length)
+    executor = InlineExecutor(config)
+    executor.load(lambda phase, fraction: None)
+    executor.allocate(64)
+    cache = KVCacheManager(64, BLOCK, False)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128), cache)
+    requests = []
+    for key, prompt in enumerate(asked):
+        tokens = np.array(prompt, np.int32)
+        requests.append(
+            SequenceRequest(
+                key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=SamplerParams()
+            )
+        )
+    outcome = run_to_end(scheduler, executor, requests)
+    executor.close()
+    return [outcome.tokens[key] for key in range(len(requests))]
+
+
+@torch.inference_mode()
+def chosen_after(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
+    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    return list(logits.argmax(-1).tolist())
+
+
+@pytest.mark.parametrize(("name", "kind", "changes"), CASES, ids=[f"{name}-{kind}" for name, kind, _ in CASES])
+def test_greedy_tokens_are_transformers_with_the_same_weights(
+    name: str,
+    kind: str,
+    changes: dict[str, Any],
+    checkpoint: Callable[..., Path],
+    sibling: Callable[[str], ModuleType],
+    tmp_path: Path,
+) -> None:
+    writing, original = sibling("gguf_models.py"), checkpoint(name, **changes)
+    # What has two sets of factors takes the second one for texts that may be longer than the original length.
+    asked, length = (prompts()[2:], 256) if name.startswith("phi4") else (prompts(), None)
+    asked = asked[:2] if name == "phi3.5" else asked
+    texts = generated(writing.write_gguf(original, tmp_path / "model.gguf", kind), asked, length)
+    rounded = writing.rounded_checkpoint(original, tmp_path / "rounded", kind)
+    model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32)
+    assert [chosen_after(model, *each) for each in zip(asked, texts, strict=True)] == texts
+    assert len({token for text in texts for token in text}) > 2

@@ -1,0 +1,197 @@
+"""Tiny models in GGUF, written by the public gguf package from checkpoints, as llama.cpp's converter would."""
+
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+"""model_type in config.json -> llama.cpp's architecture, where that has another name."""
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+
+
+def write_gguf(checkpoint: Path, target: Path, kind: str = "F32", extra: Mapping[str, Any] | None = None) -> Path:
+    """Write the model in `checkpoint` with its matrices of that type; `extra`: more metadata, such as a tokenizer."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(target, architecture)
+    describe(writer, config, architecture)
+    for key, value in (extra or {}).items():
+        write_value(writer, key, value)
+    files = [load_file(file) for file in checkpoint.glob("*.safetensors")]
+    weights = {name: value.float() for file in files for name, value in file.items()}
+    for name, values in stored_tensors(weights, config, architecture):
+        own = stored_type(name, values, kind)
+        writer.add_tensor(name, encoded(values, own), raw_dtype=own)
+    for name, factors in rope_tensors(config).items():
+        writer.add_tensor(name, np.array(factors, np.float32))
+    save(writer)
+    return target
+
+
+def rounded_checkpoint(checkpoint: Path, target: Path, kind: str) -> Path:
+    """The same checkpoint with the weights that a file of this type has."""
+    shutil.copytree(checkpoint, target)
+    for file in target.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, value in weights.items():
+            own = stored_type(name, value.numpy(), kind)
+            weights[name] = torch.from_numpy(gguf.quants.dequantize(encoded(value.numpy(), own), own))
+        save_file(weights, file, {"format": "pt"})
+    return target
+
+
+def stored_type(name: str, values: Any, kind: str) -> gguf.GGMLQuantizationType:
+    """Vectors and routers stay as they are."""
+    plain = values.ndim == 1 or "_inp" in name or name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
+    return gguf.GGMLQuantizationType["F32" if plain else kind]
+
+
+def encoded(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Rows in blocks. The package makes none of 256 numbers: for these any will do that are about as large."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.quantize(values, kind)
+    rows = [drawn_blocks(row, kind) for row in values.reshape(-1, values.shape[-1])]
+    return np.stack(rows).reshape(*values.shape[:-1], -1)
+
+
+def drawn_blocks(row: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Blocks that depend on the row alone: a random number for each, around zero."""
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(zlib.crc32(row.tobytes())).integers(0, 256, (len(row) // numbers, size), np.uint8)
+    step = row.std() / {"Q4_K": 300, "Q5_K": 600, "Q6_K": 1000}[kind.name]
+    places = {208: 1.0} if kind.name == "Q6_K" else {0: 1.0, 2: 7.5 if kind.name == "Q4_K" else 15.5}
+    for place, factor in places.items():
+        blocks[:, place : place + 2] = np.array([step * factor], np.float16).view(np.uint8)
+    return blocks.ravel()
+
+
+def save(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+def describe(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if head_dim != config.hidden_size // heads:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if getattr(config, "sliding_window", None) and architecture not in ("llama", "qwen2"):
+        writer.add_sliding_window(config.sliding_window)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    if rope["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        factor = config.max_position_embeddings / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(factor) / np.log(original))))
+    if getattr(config, "num_experts_per_tok", None):
+        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if getattr(config, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def rope_tensors(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{each}.weight": rope[f"{each}_factor"] for each in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": 1 / ((1 - smooth) / rope["factor"] + smooth)}
+
+
+def stored_tensors(weights: dict[str, torch.Tensor], config: Any, architecture: str) -> Iterator[tuple[str, Any]]:
+    names, experts = NAMES | (GEMMA if architecture.startswith("gemma") else {}), dict[str, dict[int, Any]]()
+    for name, value in weights.items():
+        module, _, kind = name.rpartition(".")
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if ".experts." in name:
+            layer, number, one = (module.split(".")[at] for at in (2, -2, -1))
+            experts.setdefault(f"blk.{layer}.ffn_{EXPERTS[one]}_exps.weight", {})[int(number)] = value.numpy()
+            continue
+        if module in names:
+            stored = f"{names[module]}.{kind}"
+        else:
+            _, _, layer, part = module.split(".", 3)
+            stored = f"blk.{layer}.{names[part]}.{kind}"
+        if architecture.startswith("gemma") and "norm" in stored:
+            value = value + 1
+        if architecture == "llama" and ("attn_q." in stored or "attn_k." in stored):
+            heads = config.num_attention_heads if "attn_q." in stored else config.num_key_value_heads
+            value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        yield stored, value.contiguous().numpy()
+    for stored, parts in experts.items():
+        yield stored, np.stack([parts[number] for number in range(len(parts))])
