@@ -9,6 +9,7 @@ import math
 import os
 import re
 import resource
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None)
 _M_MMAP_THRESHOLD = -3
 """From glibc's malloc.h."""
+
+_NICENESS = 10
+"""Of threads that give way."""
 
 _LARGE = 4 << 20
 """Bytes, to fill which takes far longer than to map them."""
@@ -185,3 +189,10 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def lower_thread_priority() -> None:
+    """Let the calling thread, and no other of its process, give way to those that compute steps (on Linux)."""
+    if hasattr(os, "setpriority"):
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

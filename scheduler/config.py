@@ -14,6 +14,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     to its last token. A waiting sequence gains one priority class every `ageing_steps` steps. `target_ttft_ms`,
     `target_itl_ms`: milliseconds to a first token and between tokens that are wanted, of sequences that say nothing
     else; None leaves them to `PrefillBudget`'s balance. With a `target_itl_ms` of 0 prompts have no bound at all.
+    `max_loras`: different adapters of running sequences; 0 is no limit.
 
     Raises:
         InvalidArgument: more sequences than tokens in a step.
@@ -28,6 +29,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ageing_steps: int = 256
     target_ttft_ms: float | None = None
     target_itl_ms: float | None = None
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:

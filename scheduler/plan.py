@@ -64,13 +64,14 @@ NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
 
 class NewSequence(NamedTuple):
     """A sequence that enters a row: all tokens known so far, of which the first `computed` are in its blocks and the
-    first `prompt` are its prompt."""
+    first `prompt` are its prompt. `adapter`: the digest of the one that computes it; "" is the model itself."""
 
     row: int
     tokens: IntArray
     computed: int
     sampling: SamplerParams
     prompt: int = 0
+    adapter: str = ""
 
 
 class StepPlan(NamedTuple):

@@ -6,7 +6,7 @@ clocks or text: time is counted in steps, and in the seconds that steps took, wh
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
 
@@ -139,6 +139,11 @@ class Scheduler:
         else:
             self._rows.ended[sequence.row] = True
             self._rows.remove(sequence.row)
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether a sequence has this adapter, ended ones included that a plan in flight still has."""
+        sequences = chain(self._live.values(), self._rows.sequences.values())
+        return any(sequence.request.adapter == digest for sequence in sequences)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None: nothing can run now, or `ahead` plans are already under way."""

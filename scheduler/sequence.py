@@ -19,6 +19,7 @@ class SequenceRequest:
     is the share of `tenant` beside others of a class. `extras` are those the hashes were made with: generated blocks
     need them. `max_in_flight`: steps in flight that may have the sequence at once; 0 is no limit of its own, 1 is for
     a sequence whose next token depends on what the host makes of the last one. `guided`: the host does that.
+    `adapter`: the digest of the one that computes it; "" is the model itself.
     `target_ttft`, `target_itl`: seconds to its first token and between tokens that are wanted, `inf` where nobody
     waits; None leaves them to the scheduler.
     """
@@ -35,6 +36,7 @@ class SequenceRequest:
     extras: tuple[str, ...] = ()
     max_in_flight: int = 0
     guided: bool = False
+    adapter: str = ""
     target_ttft: float | None = None
     target_itl: float | None = None
 

@@ -110,7 +110,8 @@ class StepPacker:
         if not sequence.lacks_prompt_logprobs:
             sampling = sampling._replace(prompt_logprobs=None)
         known = np.concatenate([prompt, np.array(sequence.outputs, np.int32)])
-        return NewSequence(row, known, int(self._rows.scheduled[row]), sampling, len(prompt))
+        adapter = sequence.request.adapter
+        return NewSequence(row, known, int(self._rows.scheduled[row]), sampling, len(prompt), adapter)
 
     # Decoding rows
 

@@ -115,7 +115,7 @@ class BuildContext(NamedTuple):
     fraction of the rank's bytes read so far. `quantization`: what matrices become while they are loaded, "none", "int8"
     or "int4", for which a calibration may have made a `plan`; an `observer` watches what could become int4.
     `whole_experts`: the rank has some experts of a mixture whole, instead of a slice of each. `cache`: where packed
-    weights are kept."""
+    weights are kept. `max_lora_rank`: of adapters that may come; 0: none will."""
 
     dtype: torch.dtype
     device: torch.device
@@ -127,3 +127,4 @@ class BuildContext(NamedTuple):
     cache: PackingCache | None = None
     plan: Int4Plan = Int4Plan({}, frozenset())
     observer: ProductObserver | None = None
+    max_lora_rank: int = 0

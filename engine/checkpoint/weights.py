@@ -244,6 +244,8 @@ class WeightLoader:
         """The memory of packed matrices."""
         self.served = ServedForms()
         self.reading = ReadProgress(weights.bytes / self.group.size / self.stage.count, context.progress)
+        self.adaptable: list[list[TensorSlice]] | None = [] if context.max_lora_rank else None
+        """The slices of each product that adapters may change, in the order of building; None: adapters change none."""
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
 
@@ -251,6 +253,12 @@ class WeightLoader:
         """This loader for layers that another group shares."""
         other = copy(self)
         other.group = group
+        return other
+
+    def without_adapters(self) -> "WeightLoader":
+        """This loader for products that take no adapters."""
+        other = copy(self)
+        other.adaptable = None
         return other
 
     def vector(self, name: str, size: int) -> Tensor:

@@ -3,23 +3,20 @@
 Knows nothing of sequences, nor of the library that compiles.
 """
 
-import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.errors import CharoniaError, InvalidArgument
 from ...core.request import GuidedDecoding
+from ...processes.host import lower_thread_priority
 from ..grammars.backend import CompiledGrammar, GrammarBackend
 
 _THREADS = 2
-_NICENESS = 10
-"""Of the threads: a step that is computed goes first."""
 
 
 class GrammarCacheLimits(NamedTuple):
@@ -46,7 +43,7 @@ class GrammarPool:
 
     def __init__(self, make_backend: Callable[[], GrammarBackend], limits: GrammarCacheLimits = CACHE_LIMITS) -> None:
         self._make_backend, self._limits = make_backend, limits
-        self._threads = ThreadPoolExecutor(_THREADS, "grammars", initializer=_give_way)
+        self._threads = ThreadPoolExecutor(_THREADS, "grammars", initializer=lower_thread_priority)
         self._backend: Future[GrammarBackend] | None = None
         self._known: OrderedDict[GuidedDecoding, Future[CompiledGrammar]] = OrderedDict()
         self._bytes = 0
@@ -106,9 +103,3 @@ class GrammarPool:
 
 def _size(made: Future[CompiledGrammar]) -> int:
     return 0 if made.cancelled() or made.exception() is not None else made.result().size
-
-
-def _give_way() -> None:
-    if hasattr(os, "setpriority"):  # of the thread alone, on Linux
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -20,7 +20,16 @@ from ...scheduler.sequence import SequenceRequest
 from ..grammars.backend import CompiledGrammar
 from .grammar_pool import GrammarPool
 from .guides import SequenceGuide, ThinkingLimit
-from .messages import AbortRequests, AddRequest, RequestRejected, Shutdown, ToCore
+from .messages import (
+    AbortRequests,
+    AdapterReply,
+    AddRequest,
+    LoadAdapter,
+    RequestRejected,
+    Shutdown,
+    ToCore,
+    UnloadAdapter,
+)
 
 IDLE_SECONDS = 1.0
 """An idle loop turns, and tells so, at least this often."""
@@ -36,7 +45,9 @@ class NewRequest(NamedTuple):
     guide: SequenceGuide | None = None
 
 
-InboxItem: TypeAlias = NewRequest | RequestRejected | AbortRequests | Shutdown | BaseException
+InboxItem: TypeAlias = (
+    NewRequest | RequestRejected | AbortRequests | LoadAdapter | UnloadAdapter | AdapterReply | Shutdown | BaseException
+)
 
 
 class Inbox:
@@ -83,6 +94,7 @@ class Inbox:
             extras=extras,
             max_in_flight=1 if guided else 0,
             guided=guided,
+            adapter=message.adapter,
             target_ttft=message.target_ttft,
             target_itl=message.target_itl,
         )
@@ -115,6 +127,10 @@ class Inbox:
     def fail(self, error: BaseException) -> None:
         """Let the loop end with this error."""
         self._queue.put(error)
+
+    def reply(self, outcome: AdapterReply) -> None:
+        """An adapter has been loaded, or not."""
+        self._queue.put(outcome)
 
     def take_all(self, busy: bool) -> list[InboxItem]:
         """Everything that has come. Unless the loop is `busy` it waits for the first, IDLE_SECONDS at most."""

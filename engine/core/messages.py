@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from ...core.adapter import Adapter
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import SamplerParams, StepUpdates
@@ -19,8 +20,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     The frontend has checked that the `prompt`'s token ids are in the vocabulary. `stop_token_ids` end the sequence, the
     model's eos included (unless ignored). Prompt and `max_tokens` together must fit the model's length. `weight`: the
     tenant's share. `timeout`: seconds left to it; 0 is no limit. `target_ttft`, `target_itl`: as in `SequenceRequest`.
-    `guide` and `adapter`: as in `GenerateRequest`. `thinking`: after this many new tokens, unless they end in it
-    before, the sequence goes on with `thinking_end`.
+    `guide`: as in `GenerateRequest`. `adapter`: the digest of one that is loaded; "" is the model itself. `thinking`:
+    after this many new tokens, unless they end in it before, the sequence goes on with `thinking_end`.
     """
 
     key: int
@@ -47,11 +48,24 @@ class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):
     keys: list[int]
 
 
+class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter", frozen=True):
+    """Read the adapter in a directory beside the steps; `AdapterLoaded` or `AdapterRefused` answers with `number`."""
+
+    number: int
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, array_like=True, tag="unload_adapter", frozen=True):
+    """Take no more requests with this adapter, and forget it when the last sequence that has it ends."""
+
+    digest: str
+
+
 class Shutdown(msgspec.Struct, array_like=True, tag="shutdown", frozen=True):
     """Stop the loop and exit."""
 
 
-ToCore: TypeAlias = AddRequest | AbortRequests | Shutdown
+ToCore: TypeAlias = AddRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
 
 
 class CoreLoading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
@@ -130,6 +144,22 @@ class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=Tru
     field: str = ""
 
 
+class AdapterLoaded(msgspec.Struct, array_like=True, tag="adapter_loaded", frozen=True):
+    """Every rank computes with the adapter from now on. Its `name` is empty, `bytes` are those of all ranks."""
+
+    number: int
+    adapter: Adapter
+
+
+class AdapterRefused(msgspec.Struct, array_like=True, tag="adapter_refused", frozen=True):
+    """The adapter was not loaded. Fields: see `CoreFailed`."""
+
+    number: int
+    message: str
+    code: str
+    field: str = ""
+
+
 class CoreFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
     """The core could not start, or its loop broke; it exits after this. `code`: see `core.errors.Code`. `field`: the
     parameter that was wrong, if one was."""
@@ -139,4 +169,7 @@ class CoreFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
     field: str = ""
 
 
-FromCore: TypeAlias = CoreLoading | CoreReady | RequestUpdates | RequestRejected | CoreFailed | LogRecordMessage
+AdapterReply: TypeAlias = AdapterLoaded | AdapterRefused
+FromCore: TypeAlias = (
+    CoreLoading | CoreReady | RequestUpdates | RequestRejected | AdapterReply | CoreFailed | LogRecordMessage
+)

@@ -25,7 +25,7 @@ from ...scheduler.scheduler import Scheduler
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
-from ..config import CacheConfig, EngineConfig
+from ..config import CacheConfig, EngineConfig, LoraConfig
 from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
@@ -136,7 +136,8 @@ def scheduler_config(config: EngineConfig, length: int) -> SchedulerConfig:
     Raises:
         InvalidArgument: another number of steps ahead is configured.
     """
-    scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length)
+    max_loras = 0 if config.lora is None else config.lora.max_loras
+    scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length, max_loras=max_loras)
     stages = config.parallel.pipeline
     if stages == 1:
         return scheduler
@@ -208,6 +209,7 @@ def build_executor(config: EngineConfig) -> Executor:
             block_size=config.cache.block_size,
             behaviour=FakeBehaviour(fake.step_seconds, fake.token_seconds),
             check_contents=False,
+            lora=config.lora or LoraConfig(),
         )
     if name == "inline" or (name == "auto" and parallel.world == 1 and parallel.backend == "mp"):
         from ..worker.inline_executor import InlineExecutor

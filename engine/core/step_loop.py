@@ -19,19 +19,24 @@ from ...scheduler.plan import SamplerParams, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceRequest
 from ..worker.executor import Executor, StepFuture
+from .adapters import CoreAdapters
 from .grammar_pool import GrammarPool
 from .guides import Guides
 from .inbox import Deadlines, Inbox, NewRequest
 from .messages import (
     NO_STEP,
     AbortRequests,
+    AdapterLoaded,
+    AdapterRefused,
     CoreTotals,
     EngineLoad,
     FromCore,
+    LoadAdapter,
     RequestRejected,
     RequestUpdates,
     Shutdown,
     StepStats,
+    UnloadAdapter,
 )
 
 _LAST_STEP_WEIGHT = 0.1
@@ -69,6 +74,7 @@ class EngineCore:
         vocab_size: int = 0,
     ) -> None:
         self.inbox = Inbox(cache, clock, grammars)
+        self._adapters = CoreAdapters(executor, self.inbox.reply, scheduler.uses_adapter)
         self._grammars = grammars
         self._guides = Guides(vocab_size)
         self._failed: list[RequestRejected] = []
@@ -152,6 +158,8 @@ class EngineCore:
             match item:
                 case NewRequest(request, deadline, arrived, guide):
                     try:
+                        if request.adapter and request.adapter not in self._adapters:
+                            raise InvalidArgument("the adapter is not loaded", field="lora_name")
                         self._scheduler.add(request, self._clock() - arrived)
                         if guide is not None:
                             self._guides.add(request.key, guide)
@@ -165,10 +173,18 @@ class EngineCore:
                     send(item)
                 case AbortRequests(keys):
                     self._abort(keys)
+                case LoadAdapter():
+                    self._adapters.load(item)
+                case UnloadAdapter(digest):
+                    self._adapters.unload(digest)
+                case AdapterLoaded() | AdapterRefused():
+                    self._adapters.finish_load(item)
+                    send(item)
                 case Shutdown():
                     self._stopping = True
                 case BaseException():
                     raise item
+        self._adapters.forget_unused()
 
     def _launch(self) -> None:
         """Execute everything that may be scheduled before the next result is known."""

@@ -44,6 +44,7 @@ SIGNATURES = {
     "charonia_pack": "pillllippp",
     "charonia_quantise_int4": "plllppp",
     "charonia_pack_spans": "pppppll",
+    "charonia_lora": "lppplppplllli",
     "charonia_pool_start": "l>p",
     "charonia_pool_stop": "p",
     "charonia_step_submit": "ppp>l",

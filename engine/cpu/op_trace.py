@@ -15,7 +15,7 @@ from torch import Tensor
 from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
-NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE = range(8)
+NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND = range(10)
 """Kinds of operations, as in program.h."""
 
 
@@ -98,8 +98,8 @@ class OpTrace:
         self.ops.append(TracedOp(operation, x, None if delta is self.no_delta else delta, out))
         return out
 
-    def add_in_place(self, operation: OpStruct, x: SymbolicTensor) -> None:
-        self.ops.append(TracedOp(operation, x, None, x))
+    def add_in_place(self, operation: OpStruct, x: SymbolicTensor, delta: SymbolicTensor | None = None) -> None:
+        self.ops.append(TracedOp(operation, x, delta, x))
 
 
 class TraceIO(NamedTuple):

@@ -104,6 +104,18 @@ static void sample(Team *team, const Operation *o, const StepLayout *l)
     });
 }
 
+/* What adapters add to a product: x A^T of its input, or that times B, added to its result. */
+static void adapt(Team *team, const Operation *o, const StepLayout *l)
+{
+    const int shrinks = o->kind == LORA_SHRINK;
+    char *shrunk = tensor(l, shrinks ? o->out : o->delta, 0);
+    const LoraCall call = {&l->arguments->lora, o->layer, shrinks ? tensor(l, o->x, 0) : 0, o->size, o->size,
+                           (float *)shrunk, o->stride, shrinks ? 0 : tensor(l, o->out, 0), o->size, o->dtype};
+    shrinks ? lora_shrink_in_team(team, &call) : lora_expand_in_team(team, &call);
+}
+
+static int adapts(const Operation *o) { return o->kind == LORA_SHRINK || o->kind == LORA_EXPAND; }
+
 static void compute(Team *team, const Operation *o, const StepLayout *l)
 {
     if (o->kind == NORM) {
@@ -118,6 +130,8 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         multiply_in_team(team, &product, l->product_memory);
     } else if (o->kind == SAMPLE) {
         sample(team, o, l);
+    } else if (adapts(o)) {
+        adapt(team, o, l);
     } else if (team->me == 0) {
         o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : input(o, l);
     }
@@ -135,8 +149,12 @@ void run_program(ThreadPool *pool, Team *team, void *layout, int64_t from)
     const StepLayout *l = layout;
     double *seconds = team->me ? 0 : l->arguments->seconds, before = seconds ? now() : 0;
     for (int64_t i = from; i < l->arguments->operation_count; i++) {
-        compute(team, l->program->operations + i, l);
-        barrier_admitting(pool, team, i + 1);
+        const Operation *o = l->program->operations + i;
+        if (adapts(o) && !l->arguments->lora.count)
+            continue;
+        compute(team, o, l);
+        if (o->kind != LORA_SHRINK) /* the product after it does not read what it writes */
+            barrier_admitting(pool, team, i + 1);
         if (seconds) {
             const double after = now();
             seconds[i] = after - before;

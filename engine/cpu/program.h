@@ -3,11 +3,12 @@
 #define CHARONIA_PROGRAM_H
 
 #include "attention.h"
+#include "lora.h"
 #include "matmul.h"
 #include "sample.h"
 #include "thread_pool.h"
 
-enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE };
+enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
    a token from the beginning, or s bytes a selected place. */
@@ -15,7 +16,8 @@ typedef struct {
     int64_t kind, x, delta, out; /* delta: -1 is none */
     const void *what;            /* a norm's weights, a product's Matrix, an embedding table */
     int64_t heads, stride, weights, size;
-    int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head */
+    int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head; of
+                                    LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines */
     const Matrix *next;          /* product: the matrix of the next product */
     float number;                /* a norm's eps, the factor of embeddings */
     int32_t dtype, activation;
@@ -54,6 +56,7 @@ typedef struct {
     int64_t workspace_bytes;
     const int64_t *mask_of;                       /* the mask of each sampled token, -1 for none; or null: none has one */
     const uint32_t *masks;                        /* null until charonia_provide_masks() */
+    LoraRows lora;                                /* the rows with adapters */
 } StepArguments;
 
 /* A step with its places in memory. */

@@ -23,6 +23,7 @@ from ..step_batch import SampledTokens, StepBatch
 from . import library
 from .attention import LayerCaches, StepStruct, fill_step_struct
 from .library import struct_fields
+from .lora import StepAdapters
 from .memory import aligned_empty
 from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
 
@@ -45,6 +46,7 @@ class _StepArguments(ctypes.Structure):
         *struct_fields("p sampled sampled_of sampling", "l sampled_count operation_count params_count"),
         *struct_fields("p params params_of_layer caches seconds"),
         *struct_fields("p memory", "l memory_bytes", "p workspace", "l workspace_bytes", "p mask_of masks"),
+        *struct_fields("l lora_count", "p lora_adapters lora_begins lora_places"),
     ]
 
 
@@ -64,7 +66,8 @@ class ProgramInputs(NamedTuple):
     `hidden_states` [N, hidden] are the source of a program that does not embed token ids. Logits are computed for the
     packed places `logits_indices`, int64 [S], ascending; none: hidden states are the result. Tokens are sampled from
     logits as `samples` says, each behind the last token of its row, where they are stored in the batch's token ids; the
-    row must have room for it. `listener` is called with the step's times when it is finished.
+    row must have room for it. `listener` is called with the step's times when it is finished. `adapters`: of rows that
+    have one.
     """
 
     batch: StepBatch
@@ -73,6 +76,7 @@ class ProgramInputs(NamedTuple):
     logits_indices: Tensor | None = None
     samples: SampledTokens | None = None
     listener: Callable[[ProgramTimings], None] | None = None
+    adapters: StepAdapters | None = None
 
 
 Head: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
@@ -172,6 +176,13 @@ class DecoderProgram:
         fill_step_struct(inputs.batch, arguments.step)
         arguments.token_ids, arguments.token_ids_stride = token_ids.data_ptr(), token_ids.stride(0)
         arguments.params_count, arguments.params, arguments.params_of_layer, arguments.caches = inputs.caches.c_fields
+        arguments.lora_count = 0
+        if (adapters := inputs.adapters) is not None:
+            count, *addresses = adapters.c_fields
+            arguments.lora_count, arguments.lora_adapters, arguments.lora_begins, arguments.lora_places = (
+                count,
+                *addresses,
+            )
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples

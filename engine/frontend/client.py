@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
@@ -19,6 +20,7 @@ from ..config import EngineConfig
 from ..core.messages import (
     NO_TOTALS,
     AbortRequests,
+    AdapterReply,
     AddRequest,
     CoreLoading,
     CoreReady,
@@ -29,6 +31,7 @@ from ..core.messages import (
 from .admission import AdmissionControl, QueueLimits, QueueTicket
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
 from .engine import count_by_priority
+from .resident_adapters import ResidentAdapters
 from .routing import TOKENS_PER_REQUEST, PrefixIndex, ReplicaCandidate, choose_replica, prompt_prefixes
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
@@ -48,7 +51,7 @@ def split_config(config: EngineConfig, threads: int, memory: int) -> list[Engine
 
 class Replica:
     """One engine core with its requests, as the listener of its supervisor `core`. `prefix_index`: the prompts that its
-    prefix cache likely holds. `losses`: cores that died."""
+    prefix cache likely holds. `adapters`: those it computes with. `losses`: cores that died."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Replica:
     ) -> None:
         self.core = CoreSupervisor(config, self, timeouts)
         self.prefix_index = PrefixIndex()
+        self.adapters = ResidentAdapters(self.core.send)
         self.losses = 0
         self._totals = self._lost_totals = NO_TOTALS
         self._config = config
@@ -149,10 +153,17 @@ class Replica:
         if refused.key in self._streams:
             self._streams[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
 
+    def on_adapter(self, reply: AdapterReply) -> None:
+        self.adapters.on_reply(reply)
+
+    def on_serving(self) -> None:
+        self.adapters.on_serving()
+
     def on_loss(self, error: CharoniaError) -> None:
         self.losses += not self._closing
         self._lost_totals, self._totals = self.totals, NO_TOTALS  # the next core counts from zero
         self.prefix_index.clear()
+        self.adapters.on_loss(error)
         for stream in self._streams.values():
             stream.fail(error)
 
@@ -179,6 +190,7 @@ class EngineClient:
     ) -> None:
         self._metrics = metrics or LlmMetrics()
         self.admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
+        self._takes_adapters = config.lora is not None
         self._default_timeout = config.default_request_timeout
         memory = available_memory() if config.host_memory is None else config.host_memory
         configs = split_config(config, usable_cores().threads, memory)
@@ -234,6 +246,36 @@ class EngineClient:
         self._expected_memory = resident_memory_of(self.pids) + info.cache_bytes * len(self.replicas)
         return info
 
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Load the adapter of a directory into every replica, beside its steps; return when all compute with it.
+        `Adapter.name` is `name`, which the engine does not keep; an adapter that is there already costs nothing more.
+
+        Raises:
+            NotFound: there is no such directory.
+            InvalidArgument: its files are broken, are none that this model takes, or adapters are not enabled; the
+                message names file and tensor.
+            Unavailable: a replica does not serve.
+        """
+        if not self._takes_adapters:
+            raise InvalidArgument("this model takes no adapters: it was loaded without enable_lora", field="lora_path")
+        if any(replica.core.info is None for replica in self.replicas):
+            raise NotReady("the engine is not ready")
+        before = [digest for replica in self.replicas for digest in replica.adapters]
+        loads = (replica.adapters.load(path) for replica in self.replicas)
+        found = await asyncio.gather(*loads, return_exceptions=True)
+        loaded = [each for each in found if isinstance(each, Adapter)]
+        errors, digests = [each for each in found if isinstance(each, BaseException)], {each.digest for each in loaded}
+        if not errors and len(digests) == 1:
+            return msgspec.structs.replace(loaded[0], name=name)
+        for digest in digests.difference(before):
+            await self.unload_adapter(digest)
+        raise errors[0] if errors else InvalidArgument(f"{path}: the files changed meanwhile", field="lora_path")
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Take no more requests with this adapter. Those in flight finish; then its memory is free."""
+        for replica in self.replicas:
+            replica.adapters.unload(digest)
+
     def reserved_memory(self) -> ReservedMemory:
         """The host memory that the cores and their ranks hold, and will hold."""
         return ReservedMemory(self._expected_memory, resident_memory_of(self.pids))
@@ -273,7 +315,7 @@ class EngineClient:
         Raises:
             Unavailable: no core serves.
         """
-        serving = [replica for replica in self.replicas if replica.core.info is not None]
+        serving = [each for each in self.replicas if each.core.info is not None and add.adapter in each.adapters]
         if not serving:
             raise NotReady("the engine is not ready")
         # Where none is ready, those that serve are only slow to step.

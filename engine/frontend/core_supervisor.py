@@ -22,6 +22,9 @@ from ...processes.log_forwarding import LogRecordMessage
 from ...processes.scratch import ScratchDirectory
 from ..config import EngineConfig
 from ..core.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterReply,
     CoreFailed,
     CoreLoading,
     CoreReady,
@@ -75,6 +78,11 @@ class CoreListener(Protocol):
     def on_updates(self, message: RequestUpdates) -> None: ...
 
     def on_refused(self, refused: RequestRejected) -> None: ...
+
+    def on_adapter(self, reply: AdapterReply) -> None: ...
+
+    def on_serving(self) -> None:
+        """A core serves, the first or another one: it has been told nothing yet."""
 
     def on_loss(self, error: CharoniaError) -> None:
         """The core is gone, with everything it was told."""
@@ -195,6 +203,8 @@ class CoreSupervisor:
                 self._listener.on_updates(message)
             case RequestRejected():
                 self._listener.on_refused(message)
+            case AdapterLoaded() | AdapterRefused():
+                self._listener.on_adapter(message)
             case CoreLoading():
                 self._listener.on_progress(message)
             case LogRecordMessage():
@@ -202,6 +212,7 @@ class CoreSupervisor:
             case CoreReady():
                 self.info = message
                 self._served_since = self._last_turn = time.monotonic()
+                self._listener.on_serving()
                 if self._first is not None and not self._first.done():
                     self._first.set_result(message)
                 else:

@@ -7,7 +7,7 @@ do not, promise that for int8 alone.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,10 @@ from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.matmul import MatmulFormat, PackedMatmul
 from ..cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
+from ..cpu.op_trace import SymbolicTensor
 from .int4 import BYTES, GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
+from .lora import lora_product
+from .step_context import StepContext
 
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
@@ -62,11 +65,30 @@ class OutputShard(NamedTuple):
         return self._replace(features=slice(self.features.start + by, self.features.stop + by))
 
 
-def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> Matmul:
+class LayerMatmul:
+    """The product of a linear layer with the matrices `slices`, one below the other, and what the adapters of a step's
+    rows add to it."""
+
+    def __init__(self, loader: WeightLoader, slices: list[TensorSlice], bias: Tensor | None) -> None:
+        self._product, self._lora = build_matmul(loader, slices, bias), lora_product(loader, slices)
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        if self._lora is None:
+            return self._product(x)
+        recorded: object = x  # declared for tensors
+        if isinstance(recorded, SymbolicTensor):
+            return cast(Tensor, self._lora.trace(recorded, cast(Any, self._product)))
+        out = self._product(x)
+        if context.adapters is not None:
+            self._lora.add(x, out, context.adapters)
+        return out
+
+
+def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> LayerMatmul:
     """The product x [N, in] -> this rank's output features [N, out], those of several matrices in one."""
     biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features) for o in outputs)
     weights = [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs]
-    return build_matmul(loader, weights, loader.concatenate(biases) if bias else None)
+    return LayerMatmul(loader, weights, loader.concatenate(biases) if bias else None)
 
 
 class RowLinear:
@@ -77,13 +99,13 @@ class RowLinear:
     ) -> None:
         # The sum over ranks must contain the bias once.
         mine = loader.vector(f"{name}.bias", outputs) if bias and loader.group.rank == 0 else None
-        self.partial = build_matmul(loader, [TensorSlice(f"{name}.weight", (outputs, inputs), columns=columns)], mine)
+        self.partial = LayerMatmul(loader, [TensorSlice(f"{name}.weight", (outputs, inputs), columns=columns)], mine)
         """This rank's summand of the output."""
         self._group = loader.group
         self.untraceable = split_reason(loader.group)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        partial = self.partial(x)
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        partial = self.partial(x, context)
         return partial if self._group.size == 1 else self._group.all_reduce(partial)
 
 

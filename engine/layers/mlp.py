@@ -15,6 +15,7 @@ from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
 from .linear import ROUTER, OutputShard, RowLinear, build_matmul, column_linear
+from .step_context import StepContext
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -59,12 +60,12 @@ class GatedMLP:
         self._gate: FusedGate | TorchGate = FusedGate(spec.activation) if fused else TorchGate(spec.activation)
         self.untraceable = self._down.untraceable
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._gate(self._gate_up(x)))
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        return self._down(self._gate(self._gate_up(x, context)), context)
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, context: StepContext) -> Tensor:
         """This rank's summand of the output."""
-        return self._down.partial(self._gate(self._gate_up(x)))
+        return self._down.partial(self._gate(self._gate_up(x, context)), context)
 
 
 class TorchGate:
@@ -81,7 +82,7 @@ class TorchGate:
 class MixtureOfExperts:
     """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden]. The router takes the likeliest experts of
     each token by a softmax in float32. Every rank holds all of the router, so all ranks decide the same, and a slice of
-    every expert, or some experts whole: the sum over ranks is the same."""
+    every expert, or some experts whole: the sum over ranks is the same. Experts take no adapters."""
 
     untraceable: str | None = "it has a mixture of experts"
 
@@ -92,10 +93,11 @@ class MixtureOfExperts:
         self._group, self._mine = loader.group, range(spec.count)
         if loader.context.whole_experts:
             self._mine, loader = self._mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
+        loader = loader.without_adapters()
         names = (f"{expert.name}.experts.{number}" for number in self._mine)
         self._experts = [GatedMLP(loader, expert._replace(name=name)) for name in names]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
         if self._spec.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -108,5 +110,5 @@ class MixtureOfExperts:
         for number, expert in zip(self._mine, self._experts, strict=True):
             mine, weight = shares[number]
             if len(mine):
-                total.index_add_(0, mine, expert.partial(x[mine]).mul_(weight))
+                total.index_add_(0, mine, expert.partial(x[mine], context).mul_(weight))
         return self._group.all_reduce(total)

@@ -48,11 +48,11 @@ class SelfAttention:
         self.untraceable = rotary.untraceable or self._out.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        packed = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._head_dim)
+        packed = self._qkv(x, context).view(-1, self._heads + 2 * self._kv_heads, self._head_dim)
         if self._norm is not None:
             self._norm.norm_heads(packed, self._heads + self._kv_heads)
         angles = context.angles(self._rotary)
-        return self._out(context.attention.apply_rope_and_attend(self._cache_layer, packed, angles))
+        return self._out(context.attention.apply_rope_and_attend(self._cache_layer, packed, angles), context)
 
 
 def _qkv_shards(name: str, spec: ModelSpec, queries: slice, keys: slice, fused: bool) -> list[OutputShard]:

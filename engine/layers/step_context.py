@@ -1,13 +1,14 @@
 """The context of one step: the worker makes one for each step, the decoder hands it to every layer.
 
-A layer is called with its hidden states and this. Whatever else a step must tell its layers (the adapter of each row,
-for instance) becomes a field here and not one more argument of every layer.
+A layer is called with its hidden states and this. Whatever else a step must tell its layers becomes a field here and
+not one more argument of every layer.
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
+from ..cpu.lora import StepAdapters
 from ..step_batch import StepBatch
 from .rotary import Rotary, RotaryAngles
 
@@ -27,10 +28,10 @@ class StepAttention(Protocol):
 
 
 class StepContext:
-    """The tokens of one step and how they attend."""
+    """The tokens of one step, how they attend, and the adapters that some of them have, if any does."""
 
-    def __init__(self, batch: StepBatch, attention: StepAttention) -> None:
-        self.batch, self.attention = batch, attention
+    def __init__(self, batch: StepBatch, attention: StepAttention, adapters: StepAdapters | None = None) -> None:
+        self.batch, self.attention, self.adapters = batch, attention, adapters
         self._angles: dict[Rotary, RotaryAngles] = {}
 
     def angles(self, rotary: Rotary) -> RotaryAngles:

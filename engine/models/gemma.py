@@ -52,4 +52,4 @@ class GemmaDecoderLayer:
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = self._after_attention(self._attention(self._before_attention.add_and_norm(x, delta), context))
-        return self._after_mlp(self._mlp(self._before_mlp.add_and_norm(x, mixed)))
+        return self._after_mlp(self._mlp(self._before_mlp.add_and_norm(x, mixed), context))

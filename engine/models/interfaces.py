@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from ...scheduler.plan import MaskArray
+from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.model_spec import DecoderShape
 from ..config import ParallelConfig
@@ -62,10 +63,12 @@ class Decoder(Protocol):
 
 
 class BuiltDecoder(NamedTuple):
-    """A decoder of one rank, and the shape of the whole model."""
+    """A decoder of one rank, and the shape of the whole model. `adapters`: the products that adapters may change; None
+    where they change none."""
 
     decoder: Decoder
     shape: DecoderShape
+    adapters: AdapterTargets | None = None
 
 
 class CheckpointBuilder(Protocol):

@@ -17,7 +17,7 @@ from .interfaces import Decoder
 from .native_decoder import NativeDecoder
 
 FeedForward: TypeAlias = GatedMLP | MixtureOfExperts
-"""The second part of a layer, x [N, hidden] -> [N, hidden]."""
+"""The second part of a layer, x [N, hidden] and the step's context -> [N, hidden]."""
 
 
 def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
@@ -60,7 +60,7 @@ class LlamaDecoderLayer:
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = self._attention(self._before_attention.add_and_norm(x, delta), context)
-        return self._mlp(self._before_mlp.add_and_norm(x, mixed))
+        return self._mlp(self._before_mlp.add_and_norm(x, mixed), context)
 
 
 def build_llama(spec: ModelSpec, loader: WeightLoader) -> Decoder:

@@ -83,7 +83,8 @@ class NativeDecoder:
         attention = cast(NativeStepAttention, context.attention)
         states = None if program.io.embeds_tokens else self._ends.input(context.batch.tokens)
         listener = self.timing_listener
-        return ProgramInputs(context.batch, attention.caches, states, logits_indices, samples, listener)
+        caches, adapters = attention.caches, context.adapters
+        return ProgramInputs(context.batch, caches, states, logits_indices, samples, listener, adapters)
 
     def _program_for(self, context: StepContext) -> DecoderProgram | None:
         """The layers as a program; None where they are called one by one."""
@@ -131,7 +132,7 @@ class _SymbolicContext:
     """Stands for a `StepContext` and its attention, whose result has `width` features."""
 
     def __init__(self, width: int) -> None:
-        self.attention, self._width = self, width
+        self.attention, self._width, self.adapters = self, width, None
         self.rotaries: list[FusedRotary] = []
         """The rotary embeddings that layers asked for, each once."""
 

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
+from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
@@ -83,8 +84,9 @@ class NativeBuilder:
         packing.keep()
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
+        built = BuiltDecoder(decoder, spec, self._adapter_targets(loader))
         if context.observer is not None:
-            return BuiltDecoder(decoder, spec)  # the model will be built again, and says it then
+            return built  # the model will be built again, and says it then
         if served := loader.served.lines():
             log.info("%s: %s", directory, "; ".join(served))
         if part and shard.is_whole:
@@ -93,7 +95,14 @@ class NativeBuilder:
         elif unread:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
             log.warning(message, directory, len(unread), unread[0])
-        return BuiltDecoder(decoder, spec)
+        return built
+
+    def _adapter_targets(self, loader: WeightLoader) -> AdapterTargets | None:
+        if loader.adaptable is None:
+            return None
+        layers, part = self.spec.layers, self.checkpoint.language_part
+        mine = loader.stage.layers(layers)
+        return AdapterTargets(loader.adaptable, loader.dtype, loader.device, mine, layers, part)
 
     def _calibrated(self, context: BuildContext) -> BuildContext:
         """With a plan for four bits, which takes the first half of `progress`."""

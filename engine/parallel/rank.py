@@ -6,6 +6,7 @@ Knows nothing of requests or scheduling, and of the core nothing but the connect
 import logging
 import sys
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -14,14 +15,14 @@ import msgspec
 import numpy as np
 import torch
 
+from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, ErrorCode
 from ...processes.child_process import print_traceback
 from ...processes.log_forwarding import LogForwarder, MessageWriter
 from ...scheduler.plan import MaskArray, MaskSource
 from ..config import EngineConfig
 from ..worker.device import assign_device
-from ..worker.loaded_rank import load_rank
-from ..worker.model_runner import ModelRunner
+from ..worker.loaded_rank import LoadedRank, load_rank
 from .layout import RankPlace
 from .rank_messages import (
     AllocateCache,
@@ -29,13 +30,17 @@ from .rank_messages import (
     ComputeStep,
     JoinRanks,
     LeaveRanks,
+    LoadRankAdapter,
     ProvideMasks,
+    RankAdapterLoaded,
+    RankAdapterRefused,
     RankFailed,
     RankJoined,
     RankLoaded,
     RankReport,
     RankStarted,
     StepComputed,
+    UnloadRankAdapter,
     WeightsProgress,
     decode_command,
     encode_message,
@@ -81,15 +86,17 @@ def _run(config: EngineConfig, place: RankPlace, connection: Connection, report:
     wait_for_all_ranks()  # free memory is known when all have taken what they need
     sharing = 1 if loaded.context.device.type == "cuda" else place.local_ranks
     report(RankLoaded(loaded.capacity(sharing)))
-    while _execute_command(loaded.runner, place, connection, report):
+    while _execute_command(loaded, place, connection, report):
         pass
+    loaded.close()
     leave_ranks()
 
 
 def _execute_command(
-    runner: ModelRunner, place: RankPlace, connection: Connection, report: Callable[[RankReport], None]
+    rank: LoadedRank, place: RankPlace, connection: Connection, report: Callable[[RankReport], None]
 ) -> bool:
     """Wait for the next command and execute it; False when that is to leave."""
+    runner = rank.runner
     match decode_command(connection.recv_bytes()):
         case ComputeStep(plan, sampled):
             if sampled is not None:
@@ -107,9 +114,24 @@ def _execute_command(
         case AllocateCache(blocks):
             runner.allocate(blocks)
             report(CacheAllocated())
+        case LoadRankAdapter(path):
+            rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))
+        case UnloadRankAdapter(digest):
+            rank.loaded_adapters.unload(digest)
         case LeaveRanks():
             return False
     return True
+
+
+def _report_adapter(report: Callable[[RankReport], None], loaded: Future[Adapter]) -> None:
+    """Called by the thread that loaded."""
+    with suppress(OSError, CancelledError):
+        try:
+            report(RankAdapterLoaded(loaded.result()))
+        except CharoniaError as error:
+            report(RankAdapterRefused(error.message, error.code, error.field or ""))
+        except (RuntimeError, ValueError, MemoryError) as error:
+            report(RankAdapterRefused(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))
 
 
 def _read_masks(connection: Connection) -> MaskArray:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.adapter import Adapter
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult
 from ..worker.executor import Capacity
@@ -51,6 +52,18 @@ class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):
     sampled: SampledBatch | None = None
 
 
+class LoadRankAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Read an adapter's directory, beside the steps; `RankAdapterLoaded` or `RankAdapterRefused` answers."""
+
+    path: str
+
+
+class UnloadRankAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Forget an adapter: no plan after this has it."""
+
+    digest: str
+
+
 class ProvideMasks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The masks of the plan before."""
 
@@ -61,7 +74,9 @@ class LeaveRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Free everything and exit."""
 
 
-RankCommand: TypeAlias = JoinRanks | AllocateCache | ComputeStep | ProvideMasks | LeaveRanks
+RankCommand: TypeAlias = (
+    JoinRanks | AllocateCache | ComputeStep | LoadRankAdapter | UnloadRankAdapter | ProvideMasks | LeaveRanks
+)
 
 
 class RankStarted(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -97,6 +112,20 @@ class StepComputed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     result: StepResult
 
 
+class RankAdapterLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The rank has its share of the adapter that was asked for longest ago, whose `name` is empty."""
+
+    adapter: Adapter
+
+
+class RankAdapterRefused(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The rank has not loaded that adapter. `code`: an `ErrorCode`; `field`: the parameter that was wrong."""
+
+    message: str
+    code: str
+    field: str = ""
+
+
 class RankFailed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank ends. `code`: an `ErrorCode`; `lost_peer`: it only lost another rank, whose own report tells more;
     `field`: the parameter that was wrong, if one was."""
@@ -114,6 +143,8 @@ RankReport: TypeAlias = (
     | RankLoaded
     | CacheAllocated
     | StepComputed
+    | RankAdapterLoaded
+    | RankAdapterRefused
     | RankFailed
     | LogRecordMessage
 )

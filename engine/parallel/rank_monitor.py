@@ -9,9 +9,10 @@ from typing import NamedTuple
 from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_code
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import StepResult
+from .adapter_loads import AdapterReport
 from .layout import RankLayout
 from .local_ranks import LaunchedRanks
-from .rank_messages import RankFailed, RankReport, StepComputed, decode_report
+from .rank_messages import RankAdapterLoaded, RankAdapterRefused, RankFailed, RankReport, StepComputed, decode_report
 
 _GRACE_SECONDS = 1.0
 """How long the report of a rank that lost another one waits for that one's own, which says more."""
@@ -25,8 +26,8 @@ class ReceivedReport(NamedTuple):
 class RankMonitor:
     """One thread for each rank, until all connections are closed.
 
-    `on_result` gets the results as they come. `on_loss` is called once, with the reason why no more will come, after
-    the ranks that are left were killed.
+    `on_result` gets the results as they come, `on_adapter` what ranks say about adapters. `on_loss` is called
+    once, with the reason why no more will come, after the ranks that are left were killed.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class RankMonitor:
         layout: RankLayout,
         on_result: Callable[[StepResult], None],
         on_loss: Callable[[CharoniaError], None],
+        on_adapter: Callable[[int, AdapterReport], None],
     ) -> None:
         self.ranks, self._layout = ranks, layout
-        self._on_result, self._on_loss = on_result, on_loss
+        self._on_result, self._on_loss, self._on_adapter = on_result, on_loss, on_adapter
         self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
         self._over = threading.Event()
         self._deciding = threading.Lock()
@@ -78,6 +80,8 @@ class RankMonitor:
             while not isinstance(report := decode_report(connection.recv_bytes()), RankFailed):
                 if isinstance(report, StepComputed):
                     self._on_result(report.result)
+                elif isinstance(report, RankAdapterLoaded | RankAdapterRefused):
+                    self._on_adapter(rank, report)
                 elif isinstance(report, LogRecordMessage):
                     report.log_here(name)
                 else:

@@ -11,10 +11,12 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 
+from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, Unavailable
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
 from ..worker.executor import Capacity, ProgressCallback
+from .adapter_loads import AdapterLoads
 from .layout import RankLayout
 from .local_ranks import LaunchedRanks, LocalRanks
 from .rank_messages import (
@@ -23,6 +25,7 @@ from .rank_messages import (
     ComputeStep,
     JoinRanks,
     LeaveRanks,
+    LoadRankAdapter,
     ProvideMasks,
     RankCommand,
     RankJoined,
@@ -30,6 +33,7 @@ from .rank_messages import (
     RankReport,
     RankStarted,
     SampledBatch,
+    UnloadRankAdapter,
     WeightsProgress,
     encode_message,
 )
@@ -59,6 +63,7 @@ class RanksExecutor:
         self._layout = RankLayout(config.parallel.tensor, config.parallel.pipeline)
         self._pending = PendingSteps()
         self._sampled: deque[StepResult] = deque()
+        self._adapters = AdapterLoads(self._layout.world)
         self._monitor: RankMonitor | None = None
         # By kind and rank: a quick rank may report the next thing before a slow one reports this.
         self._reports: defaultdict[type[RankReport], dict[int, Any]] = defaultdict(dict)
@@ -72,7 +77,7 @@ class RanksExecutor:
         """
         progress("ranks", 0.0)
         ranks = self._start_ranks(self._config, self._layout)
-        self._monitor = RankMonitor(ranks, self._layout, self._on_result, self._pending.fail_all)
+        self._monitor = RankMonitor(ranks, self._layout, self._on_result, self._on_loss, self._adapters.add_report)
         deadline = monotonic() + self._join_seconds
         store = self._wait_for_all(RankStarted, deadline)[0]
         self._command(JoinRanks(store.host, store.port))
@@ -103,6 +108,18 @@ class RanksExecutor:
                 self._command(ProvideMasks(masks()))
         return step
 
+    def load_adapter(self, path: str) -> Future[Adapter]:
+        for digest in self._adapters.take_strays():
+            self._command(UnloadRankAdapter(digest))
+        loading = self._adapters.add_load()
+        if not loading.done():
+            self._command(LoadRankAdapter(path))
+        return loading
+
+    def unload_adapter(self, digest: str) -> None:
+        self._adapters.held.discard(digest)
+        self._command(UnloadRankAdapter(digest))
+
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """Call `tell`, from any thread, when a rank is lost; at once if one is already."""
         self._pending.on_loss(tell)
@@ -117,6 +134,7 @@ class RanksExecutor:
         monitor.join()
         ranks.close()
         self._pending.cancel_all()
+        self._adapters.cancel_all()
         self._monitor = None
 
     @property
@@ -149,6 +167,10 @@ class RanksExecutor:
                 reported = read
                 progress("weights", read)
         return self._reports.pop(kind)
+
+    def _on_loss(self, error: CharoniaError) -> None:
+        self._adapters.fail_all(error)
+        self._pending.fail_all(error)
 
     def _on_result(self, result: StepResult) -> None:
         """Called by the monitor's thread."""

@@ -1,8 +1,10 @@
 """The interface between the step loop and the executors, which compute steps."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
+from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 
@@ -47,6 +49,14 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         """`masks` makes those of `plan.masked`: it is called once, on the caller's thread, now or when the result is
         asked for."""
+
+    def load_adapter(self, path: str) -> Future[Adapter]:
+        """Read an adapter's directory beside the steps, one adapter after the other. Its `name` is empty. The result is
+        there when every rank computes plans that have its digest, or else raises the first one's `CharoniaError`. An
+        adapter that is there already takes no memory."""
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter: no plan from now on has it, nor one without a result. None must be loading."""
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """Call `tell`, from any thread, when the executor is lost between steps; at once if it is already. An executor

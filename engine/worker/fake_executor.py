@@ -14,12 +14,16 @@ from random import Random
 
 import numpy as np
 
+from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import MaskArray, MaskSource, SamplerParams, StepPlan, StepResult
+from ..checkpoint.adapter_files import read_adapter
+from ..config import LoraConfig
 from .executor import Capacity, ProgressCallback, StepFuture
 
 EMPTY = -1
+_ANY_ADAPTER = LoraConfig()
 SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 << 16, free_bytes=1 << 28)
 
 
@@ -43,6 +47,7 @@ class FakeRow:
     prompt: int
     sampling: SamplerParams
     blocks: list[int] = field(default_factory=list)
+    adapter: str = ""
 
 
 class FakeExecutor:
@@ -58,11 +63,13 @@ class FakeExecutor:
         behaviour: FakeBehaviour = FakeBehaviour(),
         threaded: bool = True,
         check_contents: bool = True,
+        lora: LoraConfig = _ANY_ADAPTER,
     ) -> None:
         self._capacity, self._block_size, self._check_contents = capacity, block_size, check_contents
         self._behaviour, self._random = behaviour, Random(behaviour.seed)
         self._worker = ThreadPoolExecutor(1, "fake-executor") if threaded else None
         self._rows: dict[int, FakeRow] = {}
+        self._lora, self._adapters = lora, set[str]()
         self._slots = np.full(0, EMPTY, np.int64)
         self._holders: list[int] = []
         self._next_step: int | None = None
@@ -86,6 +93,22 @@ class FakeExecutor:
             done.set_exception(broken)
         return done
 
+    def load_adapter(self, path: str) -> Future[Adapter]:
+        """Files are read and checked, and counted as they are stored; no token depends on them."""
+        loaded: Future[Adapter] = Future()
+        try:
+            files = read_adapter(path, self._lora)
+            loaded.set_result(Adapter("", path, files.digest, files.rank, 2 * files.numbers))
+            self._adapters.add(files.digest)
+        except CharoniaError as error:
+            loaded.set_exception(error)
+        return loaded
+
+    def unload_adapter(self, digest: str) -> None:
+        held = [row for row, each in self._rows.items() if each.adapter == digest]
+        assert not held, f"adapter {digest} is unloaded while rows {held} have it"
+        self._adapters.discard(digest)
+
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: there is nothing to watch."""
 
@@ -101,8 +124,11 @@ class FakeExecutor:
                 self._holders[block] -= 1
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
+            assert not new.adapter or new.adapter in self._adapters, f"adapter {new.adapter} was not loaded"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
-            self._rows[new.row] = FakeRow(new.tokens.tolist(), new.computed, new.prompt, new.sampling)
+            self._rows[new.row] = FakeRow(
+                new.tokens.tolist(), new.computed, new.prompt, new.sampling, adapter=new.adapter
+            )
         for row, block in plan.appended.tolist():
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
             self._rows[row].blocks.append(block)

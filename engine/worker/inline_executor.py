@@ -2,11 +2,12 @@
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import msgspec
 import torch
 
+from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..checkpoint.build_context import Shard
@@ -46,6 +47,12 @@ class InlineExecutor:
         self._futures.append(future)
         return future
 
+    def load_adapter(self, path: str) -> Future[Adapter]:
+        return self.rank.loaded_adapters.load(path)
+
+    def unload_adapter(self, digest: str) -> None:
+        self.rank.loaded_adapters.unload(digest)
+
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: there is nothing to watch."""
 
@@ -54,7 +61,7 @@ class InlineExecutor:
             future.error = CancelledError()
         self._futures.clear()
         if self._rank is not None:
-            self._rank.runner.close()
+            self._rank.close()
             self._rank = None
         if self._threads_before is not None:  # a setting of the caller's thread, also where loading failed
             torch.set_num_threads(self._threads_before)

@@ -26,6 +26,7 @@ from ..layers.calibration import HIGHER_SHARE
 from ..layers.int4 import BYTES
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
+from .adapters import RankAdapters
 from .device import resolve_device
 from .executor import Capacity
 from .logprobs import LOGITS_PIECE
@@ -43,22 +44,36 @@ _SAMPLE, _READS = 1 << 27, 4
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A rank that is ready to compute; `shape` is the whole model's."""
+    """A rank that is ready to compute; `shape` is the whole model's. `adapters`: None where none may be loaded."""
 
     config: EngineConfig
     context: BuildContext
     shape: DecoderShape
     attention: AttentionBackend
     runner: ModelRunner
+    adapters: RankAdapters | None = None
+
+    @property
+    def loaded_adapters(self) -> RankAdapters:
+        if self.adapters is None:
+            raise RuntimeError("this engine takes no adapters")
+        return self.adapters
+
+    def close(self) -> None:
+        """End its threads; no step may follow."""
+        self.runner.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     def capacity(self, neighbours: int = 1) -> Capacity:
         """Sizes of this rank, and the memory left for its cache when all `neighbours` that share it have loaded."""
         shape, scheduler = self.shape, self.config.scheduler
         # A step takes memory beside weights and cache: activations of its tokens, and logits of its rows or of a piece
-        # of a prompt (float32, three times: logits, probabilities, their sums).
+        # of a prompt (float32, three times: logits, probabilities, their sums). Adapters may come.
         activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
         logits = max(scheduler.max_num_seqs, LOGITS_PIECE) * shape.vocab_size * 12
-        free = _free_memory(self.context.device, neighbours, self.config) - activations - logits
+        lora = 0 if self.config.lora is None else self.config.lora.max_bytes // self.config.parallel.world
+        free = _free_memory(self.context.device, neighbours, self.config) - activations - logits - lora
         machine = self._machine() if self.context.device.type == "cpu" else ""
         sizes = shape.vocab_size, self.context.max_positions, self.attention.block_bytes
         return Capacity(*sizes, max(free, 0), machine)
@@ -90,14 +105,20 @@ def load_rank(
     found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
     capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
-    decoder, shape = found.build(context)
+    decoder, shape, targets = found.build(context)
+    if config.lora is not None and targets is None:
+        message = "enable_lora: this model is computed by transformers, where layers take no adapters"
+        raise InvalidArgument(message, field="enable_lora")
     progress(1.0)
     mine = shard.local_shape(shape)
     sizes = mine.heads, mine.kv_heads, mine.head_dim, block_size
     spec = CacheSpec(mine.attention, *sizes, context.dtype, context.device, config.cache.dtype)
     attention = create_backend(config.attention, spec)
-    rows = RowStates(context.max_positions, block_size, context.device)
-    return LoadedRank(config, context, shape, attention, ModelRunner(decoder, attention, rows, context.device))
+    adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
+    rows = RowStates(context.max_positions, block_size, context.device, {} if adapters is None else adapters)
+    return LoadedRank(
+        config, context, shape, attention, ModelRunner(decoder, attention, rows, context.device), adapters
+    )
 
 
 def check_rank_config(config: EngineConfig) -> str:
@@ -132,7 +153,17 @@ def _build_context(
     cache = (
         open_packing_cache(Path(config.cache_dir).expanduser(), config.cache_max_bytes) if config.cache_dir else None
     )
-    return BuildContext(dtype, device, max_positions, shard, progress, quantization, whole_experts, cache)
+    return BuildContext(
+        dtype,
+        device,
+        max_positions,
+        shard,
+        progress,
+        quantization,
+        whole_experts,
+        cache,
+        max_lora_rank=0 if config.lora is None else config.lora.max_rank,
+    )
 
 
 def _use_level(config: EngineConfig) -> None:

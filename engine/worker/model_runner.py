@@ -149,7 +149,7 @@ class ModelRunner:
                 step.error = error  # raised when the step's result is asked for
 
     def _begin(self, step: _RunnerStep, inputs: StepInputs) -> None:
-        step.context = StepContext(inputs.batch, self._attention.begin_step(inputs.batch))
+        step.context = StepContext(inputs.batch, self._attention.begin_step(inputs.batch), inputs.adapters)
         if self._device.type != "cpu":
             self._compute(step, inputs)  # which is queued on the device
         elif len(inputs.logits_indices):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray, LongArray, MaskArray, NewSequence, StepPlan
+from ..cpu.lora import RankAdapter, StepAdapters
 from ..cpu.sampling import forbid_tokens
 from ..step_batch import (
     SAMPLING_COLUMNS,
@@ -35,7 +36,7 @@ class StepInputs(NamedTuple):
     to be chosen, `selected` [S] which of the L places they are chosen at; None is all. `sampling` [S]; None: all are
     greedy. `processed`: which of the S have their logits changed on the host; `logprobs`: which of them want how many
     likeliest tokens reported. `masked` [S]: which of the step's masks each has, -1 for none; None: none has one.
-    `scored`: the prompts' tokens whose log-probability is wanted, if any is.
+    `scored`: the prompts' tokens whose log-probability is wanted, if any is. `adapters`: of rows that have one.
     """
 
     batch: StepBatch
@@ -48,6 +49,7 @@ class StepInputs(NamedTuple):
     logprobs: Mapping[int, int]
     masked: LongArray | None
     scored: ScoredTokens | None
+    adapters: StepAdapters | None = None
 
     @property
     def needs_host(self) -> bool:
@@ -80,9 +82,12 @@ class StepInputs(NamedTuple):
 class RowStates:
     """The rows that the scheduler uses, each from its sequence's first plan to its last."""
 
-    def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
-        """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed."""
-        self._device, self._block_size = device, block_size
+    def __init__(
+        self, max_tokens: int, block_size: int, device: torch.device, adapters: Mapping[str, RankAdapter] = {}
+    ) -> None:
+        """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed. `adapters`: by
+        digest, those that plans may name."""
+        self._device, self._block_size, self._known_adapters = device, block_size, adapters
         self._width = (max_tokens + 1, -(-max_tokens // block_size))
         self.clear()
 
@@ -95,6 +100,7 @@ class RowStates:
         # The rows that ask for more than the likeliest token: a step without such rows looks for none.
         self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
+        self._adapters: dict[int, RankAdapter] = {}
         self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
 
     def apply_plan(self, plan: StepPlan) -> None:
@@ -143,8 +149,23 @@ class RowStates:
             masked = np.array([masks.get(row, -1) for row in rows.tolist()], np.int64)
             # What a mask changes in place cannot be reported.
             processed = np.union1d(processed, [at for at in logprobs if masked[at] >= 0]).astype(np.int64)
-        indices = self._to(places)
-        return StepInputs(batch, indices, rows, positions, selected, sampling, processed, logprobs, masked, scored)
+        indices, adapters = self._to(places), self._step_adapters(batch) if self._adapters else None
+        choice = selected, sampling, processed, logprobs, masked, scored
+        return StepInputs(batch, indices, rows, positions, *choice, adapters)
+
+    def _step_adapters(self, batch: StepBatch) -> StepAdapters | None:
+        """The packed places of each adapter's rows."""
+        spans: dict[RankAdapter, list[LongArray]] = {}
+        for row, first, count in zip(
+            *(each.tolist() for each in (batch.rows, batch.first_places, batch.counts)), strict=True
+        ):
+            if row in self._adapters:
+                spans.setdefault(self._adapters[row], []).append(np.arange(first, first + count))
+        if not spans:
+            return None
+        places = [np.concatenate(each) for each in spans.values()]
+        begins = np.cumsum([0, *map(len, places)], dtype=np.int64)
+        return StepAdapters(list(spans), begins, np.concatenate(places))
 
     def _logits_places(
         self, plan: StepPlan, batch: StepBatch
@@ -219,6 +240,8 @@ class RowStates:
         self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)  # the position, for now
         if not is_greedy(asked):
             self._drawing.add(row)
+        if sequence.adapter:
+            self._adapters[row] = self._known_adapters[sequence.adapter]
         if asked.logits is not None:
             self._processors.add_row(row, sequence.prompt, asked.logits)
         if asked.logprobs is not None:
@@ -229,6 +252,7 @@ class RowStates:
     def _forget(self, row: int) -> None:
         self._drawing.discard(row)
         self._logprobs.pop(row, None)
+        self._adapters.pop(row, None)
         self._processors.remove_row(row)
         self._scoring.pop(row, None)
 

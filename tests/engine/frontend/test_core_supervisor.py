@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError
 from charonia.engine.config import EngineConfig
-from charonia.engine.core.messages import CoreLoading, CoreReady, RequestRejected, RequestUpdates
+from charonia.engine.core.messages import AdapterReply, CoreLoading, CoreReady, RequestRejected, RequestUpdates
 from charonia.engine.frontend import core_supervisor
 from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor
 from charonia.processes.log_forwarding import LogRecordMessage
@@ -21,6 +21,10 @@ class Deaf:
     def on_updates(self, message: RequestUpdates) -> None: ...
 
     def on_refused(self, refused: RequestRejected) -> None: ...
+
+    def on_adapter(self, reply: AdapterReply) -> None: ...
+
+    def on_serving(self) -> None: ...
 
     def on_loss(self, error: CharoniaError) -> None: ...
 

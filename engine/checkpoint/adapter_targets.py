@@ -1,0 +1,127 @@
+"""The products of a rank's decoder that LoRA adapters may change, and an adapter cut and converted for them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InvalidArgument
+from ..cpu import library
+from ..cpu.lora import LoraPart, RankAdapter, pack_outputs
+from ..cpu.memory import HugePageArena
+from .adapter_files import AdaptedModule, AdapterFiles, StoredMatrix
+from .hf_checkpoint import text_tensor_name
+from .weights import STORED, TensorSlice
+
+_PIECE = 1 << 15
+"""Numbers that are converted at a time: with so few torch leaves the threads alone that compute a step."""
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+
+
+class _TargetPart:
+    """A matrix of the checkpoint, of which a product has some rows and columns: its outputs from `first` on."""
+
+    def __init__(self, slices: Sequence[TensorSlice], first: int) -> None:
+        self.shape, self._columns = slices[0].shape, slices[0].columns
+        self._first, self._rows = first, [each.row_range for each in slices]
+
+    @property
+    def outputs(self) -> int:
+        return sum(map(len, self._rows))
+
+    def share(self, adapted: AdaptedModule, memory: "_AdapterMemory") -> LoraPart:
+        """This rank's share of what is added."""
+        a = _matrix(adapted.a)[:, self._columns]
+        b = torch.cat([_matrix(adapted.b)[rows.start : rows.stop] for rows in self._rows])
+        b = pack_outputs(b) if memory.native else b.t()
+        return LoraPart(self._first, self.outputs, memory.copy_of(a), memory.copy_of(b), adapted.scale)
+
+
+class _AdapterMemory:
+    """Memory for one adapter's matrices, which is free when the last of them is. `native`: for our kernels."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, native: bool) -> None:
+        self._dtype, self._device, self.native = dtype, device, native
+        self._arena = HugePageArena()
+
+    def copy_of(self, matrix: Tensor) -> Tensor:
+        """The numbers of `matrix`, which may lie in any order, contiguous and in the dtype that is computed in."""
+        if self._device.type != "cpu":
+            return matrix.to(self._device, self._dtype).contiguous()
+        size = matrix.numel() * self._dtype.itemsize
+        whole = self._arena.allocate(size)[:size].view(self._dtype).view(matrix.shape)
+        step = max(_PIECE * len(matrix) // matrix.numel(), 1)
+        for first in range(0, len(matrix), step):
+            whole[first : first + step] = matrix[first : first + step]
+        return whole
+
+
+class AdapterTargets:
+    """The `products` that adapters may change, each by the slices of the checkpoint that are one below the other in it.
+    `layers`: this rank's, of `total`. `language_part`: adapters name tensors as the larger model does that this one is
+    a part of."""
+
+    def __init__(
+        self,
+        products: Sequence[Sequence[TensorSlice]],
+        dtype: torch.dtype,
+        device: torch.device,
+        layers: range,
+        total: int,
+        language_part: bool = False,
+    ) -> None:
+        self._dtype, self._device, self._products = dtype, device, len(products)
+        self._native = library.supports(dtype, device)
+        self._layers, self._total, self._language_part = layers, total, language_part
+        self._parts: dict[str, tuple[int, _TargetPart]] = {}
+        for number, slices in enumerate(products):
+            first = 0
+            for name, same in groupby(slices, lambda each: each.name):
+                part = _TargetPart(list(same), first)
+                self._parts[name.removesuffix(".weight")] = number, part
+                first += part.outputs
+
+    @torch.inference_mode()
+    def prepare(self, files: AdapterFiles) -> RankAdapter:
+        """This rank's share of an adapter, for any thread.
+
+        Raises:
+            InvalidArgument: a matrix is for no layer of the model, or not of that layer's shape.
+        """
+        matched = list(self._matched(files))
+        parts: list[list[LoraPart]] = [[] for _ in range(self._products)]
+        memory = _AdapterMemory(self._dtype, self._device, self._native)
+        for number, part, adapted in matched:
+            parts[number].append(part.share(adapted, memory))
+        return RankAdapter(files.digest, files.rank, parts)
+
+    def _matched(self, files: AdapterFiles) -> Iterator[tuple[int, _TargetPart, AdaptedModule]]:
+        """Every matrix of this rank's layers; those of other stages are theirs to check."""
+        for stored, adapted in files.modules.items():
+            own = text_tensor_name(f"{stored}.") if self._language_part else f"{stored}."
+            layer = _LAYER.match(own)
+            if layer and int(layer[1]) < self._total and int(layer[1]) not in self._layers:
+                continue
+            where = f"{files.directory}: tensor base_model.model.{stored}.lora_A.weight"
+            if (found := self._parts.get(own.removesuffix("."))) is None:
+                raise InvalidArgument(f"{where} matches no layer that takes adapters{_why(own)}", field="lora_path")
+            outputs, inputs = found[1].shape
+            if (adapted.b.rows, adapted.a.columns) != (outputs, inputs):
+                given = f"has {adapted.a.columns} inputs, and lora_B {adapted.b.rows} outputs"
+                message = f"{where} {given}; the model's layer has {inputs} and {outputs}"
+                raise InvalidArgument(message, field="lora_path")
+            yield *found, adapted
+
+
+def _why(module: str) -> str:
+    if ".experts." in module:
+        return ": experts of a mixture take none"
+    return ": embeddings and the head take none" if "embed_tokens." in module or "lm_head." in module else ""
+
+
+def _matrix(stored: StoredMatrix) -> Tensor:
+    """As it is stored: a view of the file's bytes."""
+    return torch.frombuffer(stored.content, dtype=STORED[stored.dtype]).view(stored.rows, stored.columns)

@@ -1,0 +1,69 @@
+"""The adapters of an engine core: which are loaded, are being loaded, or are to be forgotten.
+
+Knows nothing of files and matrices: the executor reads them. For the step loop's thread.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from functools import partial
+
+from ...core.adapter import Adapter
+from ...core.errors import CharoniaError, ErrorCode
+from ..worker.executor import Executor
+from .messages import AdapterLoaded, AdapterRefused, AdapterReply, LoadAdapter
+
+
+class CoreAdapters:
+    """`reply` is called, from any thread, with the outcome of every load, which has to be told to `finish_load`.
+    `in_use`: whether a sequence has the adapter with this digest, or a plan without a result."""
+
+    def __init__(
+        self, executor: Executor, reply: Callable[[AdapterReply], None], in_use: Callable[[str], bool]
+    ) -> None:
+        self._executor, self._reply, self._in_use = executor, reply, in_use
+        self._loaded: Counter[str] = Counter()  # loads of each that were not unloaded
+        self._leaving = set[str]()
+        self._loads = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def load(self, message: LoadAdapter) -> None:
+        self._loads += 1
+        self._executor.load_adapter(message.path).add_done_callback(partial(self._on_loaded, message.number))
+
+    def finish_load(self, outcome: AdapterReply) -> None:
+        self._loads -= 1
+        if isinstance(outcome, AdapterLoaded):
+            self._loaded[outcome.adapter.digest] += 1
+            self._leaving.discard(outcome.adapter.digest)
+
+    def unload(self, digest: str) -> None:
+        """Forget an adapter that was loaded once, or unloaded as often as it was loaded, when nothing has it any more;
+        unknown ones are ignored."""
+        if digest not in self._loaded:
+            return
+        self._loaded[digest] -= 1
+        if not self._loaded[digest]:
+            del self._loaded[digest]
+            self._leaving.add(digest)
+
+    def forget_unused(self) -> None:
+        """What is being loaded may be what is leaving: then it stays, and need not be read into memory again."""
+        if not self._leaving or self._loads:
+            return
+        for digest in [each for each in self._leaving if not self._in_use(each)]:
+            self._leaving.remove(digest)
+            self._executor.unload_adapter(digest)
+
+    def _on_loaded(self, number: int, loaded: Future[Adapter]) -> None:
+        """Called by the thread that loaded, or at once."""
+        try:
+            self._reply(AdapterLoaded(number, loaded.result()))
+        except CancelledError:
+            return  # the core is being stopped
+        except CharoniaError as error:
+            self._reply(AdapterRefused(number, error.message, error.code, error.field or ""))
+        except Exception as error:
+            self._reply(AdapterRefused(number, f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))

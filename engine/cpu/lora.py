@@ -1,0 +1,122 @@
+"""What LoRA adapters (arXiv 2106.09685) add to products: the adapters of a step's rows, and their kernels (`lora.h`).
+
+Rows of a step are sorted by adapter. A product's input is first multiplied with A, all of an adapter's matrices one
+after the other, and the few numbers that come out with B. Each row's sums run in an order of their own: they depend on
+no other row and on no thread.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...scheduler.plan import LongArray
+from . import library
+from .library import struct_fields
+from .op_trace import LORA_EXPAND, LORA_SHRINK, OpStruct, SymbolicTensor
+
+PANEL = 32
+"""Outputs side by side in packed B, as in lora.h."""
+
+
+class LoraPart(NamedTuple):
+    """What is added to `outputs` outputs of a product from `first` on: scale x (x a^T) b, `a` [rank, inputs] and `b`
+    [rank, outputs], for kernels as `pack_outputs` has it."""
+
+    first: int
+    outputs: int
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class _PartStruct(ctypes.Structure):
+    """`LoraPart` of lora.h."""
+
+    _fields_ = struct_fields("p a b", "l rank first outputs", "f scale")
+
+
+class _MatricesStruct(ctypes.Structure):
+    """`LoraMatrices` of lora.h."""
+
+    _fields_ = struct_fields("p parts", "l count")
+
+
+class RankAdapter:
+    """An adapter as one rank computes with it: the `parts` of each of its products, by number. `digest`, `rank`: see
+    `Adapter`."""
+
+    def __init__(self, digest: str, rank: int, parts: Sequence[Sequence[LoraPart]]) -> None:
+        self.digest, self.rank, self.parts = digest, rank, parts
+        self.bytes = sum(matrix.nbytes for product in parts for part in product for matrix in (part.a, part.b))
+        self._structs = [(_PartStruct * len(product))(*map(_part_struct, product)) for product in parts]
+        pairs = (_MatricesStruct(ctypes.addressof(each), len(each)) for each in self._structs)
+        self._matrices = (_MatricesStruct * len(parts))(*pairs)
+        self.address = ctypes.addressof(self._matrices)
+        """C's array of `parts`."""
+
+
+def _part_struct(part: LoraPart) -> _PartStruct:
+    return _PartStruct(part.a.data_ptr(), part.b.data_ptr(), len(part.a), part.first, part.outputs, part.scale)
+
+
+class StepAdapters:
+    """The rows of a step that have adapters: `adapters[s]`, each a different one, is that of the packed `places` from
+    `begins[s]` to `begins[s + 1]`."""
+
+    def __init__(self, adapters: Sequence[RankAdapter], begins: LongArray, places: LongArray) -> None:
+        self.adapters, self.begins, self.places = adapters, begins, places
+
+    @cached_property
+    def c_fields(self) -> list[int]:
+        """The number of adapters, and the addresses of adapters, begins and places: valid as long as this object
+        lives."""
+        self._addresses = np.array([each.address for each in self.adapters], np.int64)
+        columns = self._addresses, self.begins, self.places
+        return [len(self.adapters), *(column.ctypes.data for column in columns)]
+
+    def segments(self, device: torch.device) -> list[tuple[RankAdapter, Tensor]]:
+        """Each adapter with its places, on the device."""
+        if self._segments is None:
+            places = torch.from_numpy(self.places).to(device)
+            self._segments = list(zip(self.adapters, places.tensor_split(self.begins[1:-1].tolist()), strict=True))
+        return self._segments
+
+    _segments: list[tuple[RankAdapter, Tensor]] | None = None
+
+
+def pack_outputs(b: Tensor) -> Tensor:
+    """B^T [outputs, rank] as the kernels read it: [panels, rank, PANEL], zeros behind the last output."""
+    padded = F.pad(b, (0, 0, 0, -len(b) % PANEL))
+    return padded.view(-1, PANEL, b.shape[1]).transpose(1, 2)
+
+
+class NativeLora:
+    """The kernels for product `number`, whose parts have `lines` lines of A together at most."""
+
+    def __init__(self, number: int, lines: int) -> None:
+        self._number, self._lines = number, lines
+        self._add = library.bind_function("charonia_lora")
+
+    def add(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
+        """Adds to `out` [N, outputs], contiguous, what the step's adapters make of x [N, inputs]; both in one dtype."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        shrunk = torch.empty(len(x), self._lines)
+        sizes = x.stride(0), x.shape[1], self._lines, out.shape[1], library.DTYPE_CODES[x.dtype]
+        self._add(*step.c_fields, self._number, x.data_ptr(), shrunk.data_ptr(), out.data_ptr(), *sizes)
+
+    def trace_shrink(self, x: SymbolicTensor) -> SymbolicTensor:
+        """Record x A^T, which is computed beside the product that is recorded next."""
+        operation = OpStruct(kind=LORA_SHRINK, layer=self._number, size=x.width, stride=self._lines)
+        return x.trace.add_op(operation, x, self._lines, dtype=torch.float32)
+
+    def trace_expand(self, shrunk: SymbolicTensor, out: SymbolicTensor) -> None:
+        """Record that `shrunk` x B is added to the product's result."""
+        operation = OpStruct(kind=LORA_EXPAND, layer=self._number, size=out.width, stride=self._lines)
+        out.trace.add_in_place(operation, out, delta=shrunk)

@@ -1,0 +1,95 @@
+"""The adapters that one engine core holds, as the frontend knows them; a core that is started again gets them again.
+
+Knows no names of adapters, only their digests. Lives in one event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+from ...core.adapter import Adapter
+from ...core.errors import CharoniaError, NotReady, error_from_code
+from ..core.messages import AdapterLoaded, AdapterReply, LoadAdapter, ToCore, UnloadAdapter
+
+log = logging.getLogger(__name__)
+
+
+class ResidentAdapters:
+    """`send` takes messages to the core. The core counts: each load that it answers is one to be unloaded."""
+
+    def __init__(self, send: Callable[[ToCore], None]) -> None:
+        self._send = send
+        self._wanted: dict[str, Adapter] = {}
+        self._resident = set[str]()
+        self._loads: dict[int, asyncio.Future[Adapter]] = {}
+        self._last_load = 0
+        self._restoring = set[asyncio.Task[None]]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._resident)
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether the core computes with the adapter; "" is the model itself."""
+        return not digest or digest in self._resident
+
+    async def load(self, path: str) -> Adapter:
+        """Return when the core has the adapter; its `name` is empty.
+
+        Raises:
+            CharoniaError: what is wrong with it, or that the core is gone.
+        """
+        self._last_load += 1
+        loading: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
+        self._loads[self._last_load] = loading
+        self._send(LoadAdapter(self._last_load, path))
+        adapter = await loading
+        if adapter.digest in self._resident:
+            self._send(UnloadAdapter(adapter.digest))
+        self._wanted[adapter.digest] = adapter
+        self._resident.add(adapter.digest)
+        return adapter
+
+    def unload(self, digest: str) -> None:
+        """Send no more requests with it; unknown ones are ignored."""
+        self._wanted.pop(digest, None)
+        if digest in self._resident:
+            self._resident.remove(digest)
+            self._send(UnloadAdapter(digest))
+
+    def on_reply(self, reply: AdapterReply) -> None:
+        loading = self._loads.pop(reply.number)
+        if isinstance(reply, AdapterLoaded):
+            if loading.done():  # its caller was cancelled
+                self._send(UnloadAdapter(reply.adapter.digest))
+            else:
+                loading.set_result(reply.adapter)
+        elif not loading.done():
+            loading.set_exception(error_from_code(reply.code, reply.message, reply.field or None))
+
+    def on_serving(self) -> None:
+        """A core serves, which has none yet."""
+        for adapter in self._wanted.values():
+            restoring = asyncio.create_task(self._restore(adapter))
+            self._restoring.add(restoring)
+            restoring.add_done_callback(self._restoring.discard)
+
+    def on_loss(self, error: CharoniaError) -> None:
+        """The core is gone with all it had."""
+        self._resident.clear()
+        loads, self._loads = self._loads, {}
+        for loading in loads.values():
+            if not loading.done():
+                loading.set_exception(error)
+
+    async def _restore(self, adapter: Adapter) -> None:
+        """Load what the core before had: the same, or nothing."""
+        try:
+            found = await self.load(adapter.path)
+        except NotReady:
+            return  # the next core gets it
+        except CharoniaError as error:
+            log.error("adapter %s is lost with the core that had it: %s", adapter.path, error.message)
+            return
+        if found.digest != adapter.digest:
+            log.error("adapter %s is lost with the core that had it: the files are others now", adapter.path)
+            self.unload(found.digest)

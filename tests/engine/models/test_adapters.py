@@ -1,0 +1,166 @@
+"""Rows with adapters, and without, in one batch: each says what the model would with its adapter merged into it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig
+from charonia.engine.cpu import library
+from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+
+BLOCK, NEW, BLOCKS = 16, 20, 64
+LENGTHS = (1, 9, 17, 40, 33, 5, 64, 21)
+NATIVE = pytest.mark.skipif(library.level() is None, reason="torch's products promise no such thing")
+
+
+@pytest.fixture(scope="module")
+def adapters(sibling: Callable[[str], ModuleType]) -> ModuleType:
+    return sibling("adapters.py")
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., InlineExecutor]]:
+    """An executor over a checkpoint; `torch_only` is the machine without a compiler."""
+    made: list[InlineExecutor] = []
+
+    def build(checkpoint: Path, *, torch_only: bool = False, **changes: Any) -> InlineExecutor:
+        lora = LoraConfig(max_rank=64, max_bytes=1 << 26)
+        cache = CacheConfig(block_size=BLOCK)
+        config = EngineConfig(model=str(checkpoint), device="cpu", cache=cache, lora=lora, **changes)
+        made.append(InlineExecutor(config))
+        with patch.object(library, "level", lambda: None) if torch_only else nullcontext():
+            made[-1].load(lambda phase, fraction: None)
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 384, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def serve(
+    executor: InlineExecutor, digests: Sequence[str], some: Sequence[int] = range(len(LENGTHS)), chunk: int = 4096
+) -> LoopResult:
+    """Prompt n goes to adapter n of `digests`, which are begun again at their end."""
+    executor.allocate(BLOCKS)
+    cache = KVCacheManager(BLOCKS, BLOCK, True)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=chunk, max_model_len=256, ahead=1)
+    requests = []
+    for key in some:
+        tokens, digest = np.array(prompts()[key], np.int32), digests[key % len(digests)]
+        request = SequenceRequest(
+            key=key,
+            prompt=tokens,
+            max_tokens=NEW,
+            hashes=cache.digest(tokens, (digest,)),
+            sampling=SamplerParams(logprobs=1),
+            extras=(digest,),
+            adapter=digest,
+        )
+        requests.append(request)
+    return run_to_end(Scheduler(config, cache), executor, requests)
+
+
+@torch.inference_mode()
+def chosen_after(checkpoint: Path, prompt: list[int], tokens: list[int]) -> list[int]:
+    """What transformers chooses after the prompt and each of the tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    return list(logits.argmax(-1).tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_only"),
+    [
+        ("llama-linear-biased", False),
+        ("llama", True),
+        ("qwen2", False),
+        ("phi3", False),
+        pytest.param("phi3", True, marks=pytest.mark.proof),
+        ("gemma3", False),
+        ("qwen3-moe", False),
+    ],
+)
+def test_several_adapters_in_one_batch_say_what_merged_models_do(
+    name: str,
+    torch_only: bool,
+    checkpoint: Callable[..., Path],
+    adapters: ModuleType,
+    load: Callable[..., InlineExecutor],
+    tmp_path: Path,
+) -> None:
+    """Of different ranks and layers, and one of rsLoRA with patterns; in chunks, so that rows have several tokens."""
+    base = checkpoint(name)
+    layers = adapters.layers_of(base)
+    few = {
+        path: shape for path, shape in layers.items() if path.endswith(("q_proj", "v_proj", "qkv_proj", "down_proj"))
+    }
+    special = next(iter(layers))
+    ranks = {special: 5}
+    written = [
+        adapters.write_adapter(tmp_path / "all", layers, 1),
+        adapters.write_adapter(tmp_path / "few", few, 2, r=3, lora_alpha=3),
+        adapters.write_adapter(
+            tmp_path / "rs",
+            layers,
+            3,
+            ranks=ranks,
+            r=4,
+            use_rslora=True,
+            rank_pattern=ranks,
+            alpha_pattern={special: 2},
+        ),
+    ]
+    scales = [2.0, 1.0, dict.fromkeys(layers, 16 / 4**0.5) | {special: 2 / 5**0.5}]
+    merged = [
+        adapters.merge(base, each, scale, tmp_path / f"merged {each.name}")
+        for each, scale in zip(written, scales, strict=True)
+    ]
+    executor = load(base, torch_only=torch_only)
+    digests = ["", *(executor.load_adapter(str(each)).result(10).digest for each in written)]
+    outcome = serve(executor, digests, chunk=29)
+    for key, prompt in enumerate(prompts()):
+        model = [base, *merged][key % 4]
+        assert outcome.tokens[key] == chosen_after(model, prompt, outcome.tokens[key]), (key, model.name)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
+)
+def test_a_row_with_an_adapter_gets_the_same_bits_in_any_company(
+    changes: dict[str, str],
+    checkpoint: Callable[..., Path],
+    adapters: ModuleType,
+    load: Callable[..., InlineExecutor],
+    tmp_path: Path,
+) -> None:
+    base = checkpoint("llama")
+    executor, layers = load(base, **changes), adapters.layers_of(base)
+    paths = [adapters.write_adapter(tmp_path / str(seed), layers, seed) for seed in range(3)]
+    digests = ["", *(executor.load_adapter(str(path)).result(10).digest for path in paths)]
+    together = serve(executor, digests, chunk=31)
+    for key in range(len(LENGTHS)):
+        alone = serve(executor, digests, [key])
+        assert alone.logprobs[key] == together.logprobs[key]
+    plain = serve(executor, [""])
+    assert plain.logprobs[0] == together.logprobs[0]
+    assert plain.logprobs[1] != together.logprobs[1]
