@@ -1,6 +1,10 @@
 """A LoRA adapter (arXiv 2106.09685) that an engine holds: what its clients, and the folders above it, know of it."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import msgspec
+from numpy.typing import NDArray
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -13,3 +17,13 @@ class Adapter(msgspec.Struct, frozen=True):
     digest: str
     rank: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraTask:
+    """An adapter that a client sends by itself, under a `number` of its own: with the first request for it the matrices
+    as Triton's TensorRT-LLM backend has them, with others None."""
+
+    number: int
+    weights: NDArray[Any] | None = None
+    config: NDArray[Any] | None = None

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from .adapter import LoraTask
 from .errors import InvalidArgument
 from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
 from .tensor import Tensor
@@ -267,7 +268,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     milliseconds to the first token and between tokens that are wanted; 0 leaves them to the model. `choice` numbers the
     answers to one prompt: with the same seed, each has random numbers of its own. `choice_count` answers to each of
     `prompt_count` prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's
-    name, empty for the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the answer begins with
+    name, empty for the model itself; `lora_task`: one that the client sent itself. Not every engine has adapters or
+    `guided_decoding`. `echo`: the answer begins with
     the prompt's text. `return_prompt_ids`: its first chunk has the prompt's token ids. `reads_answer`: reasoning and
     tool calls are told apart from the text, which has neither. `lenient_limits`: those that the model can't have are no
     errors: `max_tokens` that don't fit beside the prompt are as many as do, reasoning that there is none of has no
@@ -291,6 +293,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choice_count: int = 1
     prompt_count: int = 1
     adapter: str = ""
+    lora_task: LoraTask | None = None
     guided_decoding: GuidedDecoding | None = None
     echo: bool = False
     return_prompt_ids: bool = False

@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from ...core.adapter import Adapter
 from ...core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from ...core.metrics import Reading
+from ...processes.scratch import ScratchDirectory
 from ..config import LoraConfig
 from .sequence_stats import SequenceStats
 
@@ -26,6 +26,16 @@ T = TypeVar("T")
 _WEIGHTS = "adapter_model.safetensors"
 _ROOM_SECONDS = 60.0
 """For which one that does not fit waits for requests with others to end."""
+
+
+class TaskKey(NamedTuple):
+    """The name of an adapter that a client sent, under a number of its own. It is forgotten when it is let go."""
+
+    tenant: str
+    number: int
+
+
+AdapterKey: TypeAlias = str | TaskKey
 
 
 @runtime_checkable
@@ -41,10 +51,12 @@ class AdapterEngine(Protocol):
 
 
 class HeldAdapter:
-    """An adapter that the engine holds. `users`: requests that are computed with it. `idle`: there is none."""
+    """An adapter that the engine holds. `users`: requests that are computed with it. `idle`: there is none. `scratch`:
+    its directory, if that lasts only as long."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
+        self.scratch: ScratchDirectory | None = None
         self.users = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -53,8 +65,8 @@ class HeldAdapter:
 class AdapterUse:
     """The use of an adapter by one sequence, whose block gets the digest: the adapter stays until it is left."""
 
-    def __init__(self, name: str, stats: SequenceStats, leave: Callable[["AdapterUse"], None]) -> None:
-        self.name = name
+    def __init__(self, key: AdapterKey, stats: SequenceStats, leave: Callable[["AdapterUse"], None]) -> None:
+        self.key = key
         self.stats = stats
         self.held: HeldAdapter | None = None
         self._leave = leave
@@ -74,7 +86,7 @@ class AdapterTable:
         self._engine = engine
         self._limits = limits
         self._model = model
-        self._named: dict[str, Adapter] = {}
+        self._named: dict[AdapterKey, Adapter] = {}
         self._held: dict[str, HeldAdapter] = {}
         """By digest, the one that was named last at the end."""
         self._leaving: dict[str, HeldAdapter] = {}
@@ -82,23 +94,32 @@ class AdapterTable:
         self._uses: set[AdapterUse] = set()
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._sequences: Counter[str] = Counter()
+        self._sequences: Counter[AdapterKey] = Counter()
         self._loads = self._evictions = 0
 
     @property
     def named(self) -> Mapping[str, Adapter]:
-        """All adapters that requests may name, held or not."""
-        return MappingProxyType(self._named)
+        """All adapters that requests may name, held or not, but those that clients sent."""
+        return {key: adapter for key, adapter in self._named.items() if isinstance(key, str)}
 
-    def find(self, name: str) -> Adapter:
+    def has(self, key: AdapterKey) -> bool:
+        return key in self._named
+
+    def find(self, key: AdapterKey) -> Adapter:
         """Raises `NotFound`."""
-        if name not in self._named:
-            raise NotFound(f"Request for unknown model: adapter '{name}' is not found", field="lora_name")
-        return self._named[name]
+        if key in self._named:
+            return self._named[key]
+        if isinstance(key, str):
+            raise NotFound(f"Request for unknown model: adapter '{key}' is not found", field="lora_name")
+        message = f"LoRA task {key.number} not found in cache. Please send LoRA weights with request"
+        raise NotFound(message, field="lora_task_id")
 
-    async def load(self, name: str, path: str, replace: bool = False) -> Adapter:
-        """Name the adapter in a directory, which the engine holds then. Raises as `AdaptableModel.load_adapter`."""
-        return await asyncio.shield(self._start(self._load(name, path, replace)))
+    async def load(
+        self, key: AdapterKey, path: str, replace: bool = False, scratch: ScratchDirectory | None = None
+    ) -> Adapter:
+        """Name the adapter in a directory, which the engine holds then. `scratch`: that directory, which is closed when
+        it is needed no more. Raises as `AdaptableModel.load_adapter`."""
+        return await asyncio.shield(self._start(self._load(key, path, replace, scratch)))
 
     async def unload(self, name: str) -> None:
         """Take its name away; the sequences that use it end with it."""
@@ -108,7 +129,7 @@ class AdapterTable:
         log.info("model '%s': adapter '%s' is unloaded", self._model, name)
         self._drop_nameless(adapter.digest)
 
-    async def use(self, name: str, stats: SequenceStats) -> AdapterUse:
+    async def use(self, key: AdapterKey, stats: SequenceStats) -> AdapterUse:
         """The use of an adapter by a sequence; waits while it is read, and until there is room for it. Leave its block,
         or it is never unloaded.
 
@@ -116,8 +137,8 @@ class AdapterTable:
             NotFound: there is none of that name.
             Unavailable: its files are not what they were.
         """
-        held = self._held.get(self.find(name).digest)
-        use = AdapterUse(name, stats, self._leave)
+        held = self._held.get(self.find(key).digest)
+        use = AdapterUse(key, stats, self._leave)
         self._uses.add(use)
         if held is not None:
             self._enter(use, held)
@@ -135,18 +156,22 @@ class AdapterTable:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for held in (*self._held.values(), *self._leaving.values()):
+            if held.scratch is not None:
+                held.scratch.close()
 
     def readings(self) -> Iterator[Reading]:
         """Its series, for a scrape."""
-        yield Reading("charonia_adapters", len(self._named))
+        yield Reading("charonia_adapters", len(self.named))
         yield Reading("charonia_adapters_held", len(self._held))
         yield Reading("charonia_adapters_held_bytes", self._held_bytes)
         yield Reading("charonia_adapter_loads_total", self._loads)
         yield Reading("charonia_adapter_evictions_total", self._evictions)
-        for name in self._named:
+        for name in self.named:
             yield Reading("charonia_adapter_sequences_total", self._sequences[name], {"adapter": name})
-        begun = {use.name for use in self._uses if use.stats.begun is not None}
-        waiting = {use.name for use in self._uses if use.stats.begun is None}
+        named = [use for use in self._uses if isinstance(use.key, str)]
+        begun = {str(use.key) for use in named if use.stats.begun is not None}
+        waiting = {str(use.key) for use in named if use.stats.begun is None}
         labels = {
             "max_lora": str(self._limits.max_loras),
             "running_lora_adapters": ",".join(sorted(begun)),
@@ -162,41 +187,46 @@ class AdapterTable:
         task.add_done_callback(_retrieve)
         return task
 
-    async def _load(self, name: str, path: str, replace: bool) -> Adapter:
+    async def _load(self, key: AdapterKey, path: str, replace: bool, scratch: ScratchDirectory | None) -> Adapter:
         async with self._changing:
-            if name in self._named and not replace:
-                message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place"
+            if key in self._named and not replace:
+                message = f"The lora adapter '{key}' has already been loaded. If you want to load the adapter in place"
                 raise InvalidArgument(f"{message}, set 'load_inplace' to True.", field="lora_name")
             stored = await asyncio.to_thread(_stored_bytes, path)
-            adapter = await self._hold(name, path, min(stored, self._limits.max_bytes), "loaded")
-            former = self._named.get(name)
-            self._named[name] = adapter
+            adapter = await self._hold(key, path, min(stored, self._limits.max_bytes), "loaded")
+            held, former = self._held[adapter.digest], self._named.get(key)
+            self._named[key] = adapter
+            if scratch is not None and held.adapter is adapter:
+                held.scratch = scratch
+            elif scratch is not None:
+                scratch.close()
             if former is not None:
                 self._drop_nameless(former.digest)
         return adapter
 
     async def _bring_back(self, use: AdapterUse) -> AdapterUse:
         async with self._changing:
-            known = self.find(use.name)
+            known = self.find(use.key)
             if known.digest not in self._held:
-                await self._read_again(known)
+                await self._read_again(use.key, known)
             self._enter(use, self._held[known.digest])
         return use
 
-    async def _read_again(self, known: Adapter) -> None:
+    async def _read_again(self, key: AdapterKey, known: Adapter) -> None:
         try:
-            found = await self._hold(known.name, known.path, known.bytes, "read again")
+            found = await self._hold(key, known.path, known.bytes, "read again")
         except InvalidArgument as error:
             raise Unavailable(f"adapter '{known.name}' cannot be read again: {error.message}") from error
         self._drop_nameless(found.digest)
-        self.find(known.name)  # it may have been unloaded meanwhile
+        self.find(key)  # it may have been unloaded meanwhile
         if found.digest != known.digest:
             raise Unavailable(f"the files of adapter '{known.name}' are not those that were loaded: load it again")
 
-    async def _hold(self, name: str, path: str, size: int, done: str) -> Adapter:
+    async def _hold(self, key: AdapterKey, path: str, size: int, done: str) -> Adapter:
         """Let the engine hold the adapter in a directory, which takes about `size` bytes."""
         await self._make_room(size)
         began = time.monotonic()
+        name = key if isinstance(key, str) else f"task {key.number} of tenant '{key.tenant}'"
         adapter = await self._engine.load_adapter(name, path)
         self._loads += 1
         text = "model '%s': adapter '%s' is %s in %.2f s: rank %d, %d bytes, digest %s, of %s"
@@ -237,9 +267,14 @@ class AdapterTable:
         self._leaving[digest] = self._held.pop(digest)
 
     async def _forget(self, held: HeldAdapter) -> None:
-        del self._leaving[held.adapter.digest]
-        log.info("model '%s': adapter '%s' makes room in memory", self._model, held.adapter.name)
-        await self._engine.unload_adapter(held.adapter.digest)
+        digest = held.adapter.digest
+        del self._leaving[digest]
+        log.info("model '%s': adapter '%s' is let go from memory", self._model, held.adapter.name)
+        for key in [key for key, each in self._named.items() if isinstance(key, TaskKey) and each.digest == digest]:
+            del self._named[key], self._sequences[key]
+        await self._engine.unload_adapter(digest)
+        if held.scratch is not None:
+            held.scratch.close()
 
     def _drop_nameless(self, digest: str) -> None:
         """Let go of what is held and has no name any more."""
@@ -260,7 +295,7 @@ class AdapterTable:
         held.idle.clear()
         use.held = held
         self._held[held.adapter.digest] = self._held.pop(held.adapter.digest)
-        self._sequences[use.name] += 1
+        self._sequences[use.key] += 1
 
     def _leave(self, use: AdapterUse) -> None:
         self._uses.discard(use)

@@ -19,6 +19,9 @@ from .admission import QueueTicket
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
+_PARAMETERS = {"adapter": "lora_name", "lora_task": "lora_task_id", "wants_prompt_logprobs": "prompt_logprobs"}
+"""Fields of a request that not every engine can satisfy -> what clients call them."""
+
 ANY_TENANT = "*"
 """In place of tenants' names: all of them."""
 
@@ -109,7 +112,7 @@ class EngineSpec:
     def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names
         it."""
-        for name, parameter in {"adapter": "lora_name", "wants_prompt_logprobs": "prompt_logprobs"}.items():
+        for name, parameter in _PARAMETERS.items():
             if getattr(request, name):
                 self._check(name, parameter)
         if request.thinking_budget is not None and not request.lenient_limits:

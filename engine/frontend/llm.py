@@ -38,6 +38,7 @@ from .engine import Engine, EngineSpec
 from .guide_checker import GuideChecker
 from .infer import OWN_LAYOUT, InferLayout
 from .sequence_stats import SequenceStats, open_sequence, record_request, v2_statistics
+from .task_adapters import TaskAdapters
 from .token_stream import TokenStream
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
@@ -75,7 +76,7 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
     capabilities = frozenset({"guided_decoding", "targets", "thinking_budget", "wants_prompt_logprobs"})
     if config.lora is not None:
-        capabilities |= {"adapter"}
+        capabilities |= {"adapter", "lora_task"}
     connect = partial(EngineClient, config)
     limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
     return EngineSpec(
@@ -135,6 +136,7 @@ class LlmModel:
             if not isinstance(self._client, AdapterEngine):
                 raise InvalidArgument("enable_lora: this engine takes no adapters", field="enable_lora")
             self._adapters = AdapterTable(self._client, spec.lora, name)
+            self._tasks = TaskAdapters(self._adapters, spec.checkpoint, spec.lora.max_rank)
 
     @property
     def config(self) -> ModelConfig:
@@ -243,7 +245,7 @@ class LlmModel:
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
             request = self._with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
-            with self._admit(request, context) as ticket, await self._use_adapter(request.adapter, stats) as adapter:
+            with self._admit(request, context) as ticket, await self._use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(info.max_model_len), kept=kept)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
@@ -280,11 +282,18 @@ class LlmModel:
             raise InvalidArgument(message, field="lora_name")
         return msgspec.structs.replace(request, adapter=asked)
 
-    async def _use_adapter(self, name: str, stats: SequenceStats) -> AbstractContextManager[str]:
+    async def _use_adapter(
+        self, request: GenerateRequest, stats: SequenceStats, context: RequestContext
+    ) -> AbstractContextManager[str]:
         """The block in which a sequence has its adapter, and gets what the engine calls it."""
-        if not name or self._adapters is None:
-            return nullcontext(name)
-        return await self._adapters.use(name, stats)
+        task = request.lora_task
+        if self._adapters is None or not (request.adapter or task):
+            return nullcontext(request.adapter)
+        if task is None:
+            return await self._adapters.use(request.adapter, stats)
+        if request.adapter:
+            raise InvalidArgument("give either lora_name or lora_task_id", field="lora_task_id")
+        return await self._adapters.use(await self._tasks.load(task, context.tenant), stats)
 
     def _admit(self, request: GenerateRequest, context: RequestContext) -> AbstractContextManager[QueueTicket]:
         ticket = self._client.admit(request, context.tenant)

@@ -13,9 +13,11 @@ from ...tokenization.checkpoint_files import read_json
 from ..build import computes_on_host
 from ..config import CacheConfig
 from ..options import EngineOptions
-from ..trtllm.options import SourceSettings, read_model_source
+from ..trtllm.options import SourceSettings, is_set, read_model_source
 
 _CACHE_SHARE, _CACHE_TOKENS, _CACHE_DTYPE = "kv_cache_memory_fraction", "kv_cache_tokens", "kv_cache_dtype"
+_ADAPTER_CACHE = {"lora_cache_max_adapter_size": "max_lora_rank", "lora_cache_host_memory_bytes": "max_lora_bytes"}
+"""Sizes of TensorRT-LLM's cache of adapters -> our settings."""
 _ALWAYS_SO = {"chunked_prefill", "trust_remote_code", "guided_decoding_backend"}
 """Settings that ask for what is so, or for what a request has to use before it means anything."""
 
@@ -53,7 +55,17 @@ def read_own_settings(path: str, parameters: Mapping[str, str]) -> OwnSettings:
         del settings[_CACHE_SHARE]
         idle.add("kv_cache_free_gpu_mem_fraction (no GPU computes)")
     taken = {name: value for name, value in settings.items() if name in known and name not in idle}
+    taken |= _adapter_settings(parameters, settings)
+    idle -= {*_ADAPTER_CACHE, *taken}
     return OwnSettings({**taken, "model": found.model}, tuple(sorted(idle)))
+
+
+def _adapter_settings(parameters: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What there is to set of adapters: a size of their cache asks for them, unless `enable_lora` says otherwise."""
+    sizes = {ours: parameters[name] for name, ours in _ADAPTER_CACHE.items() if is_set(parameters.get(name, ""))}
+    given = {name: settings[name] for name in ("enable_lora", "lora_modules", *sizes) if name in settings}
+    enabled = str(given.get("enable_lora", bool(sizes))).lower() in ("true", "1")
+    return {"enable_lora": "true", **sizes, **given} if enabled else {}
 
 
 def _number(name: str, value: Any) -> int:

@@ -51,6 +51,7 @@ FIELDS = {
         *_fields(_ON, "embedding_bias FP32[-1]", "return_log_probs BOOL", "return_perf_metrics BOOL"),
         *_fields(_ON, "return_num_input_tokens BOOL", "return_num_output_tokens BOOL"),
         *_fields(_ON, "guided_decoding_guide_type BYTES", "guided_decoding_guide BYTES"),
+        *_fields(_ON, "lora_task_id UINT64", "lora_weights FP16[-1,-1]", "lora_config INT32[-1,3]"),
         *_fields(_IGNORED, "pad_id INT32", "len_penalty FP32", "early_stopping BOOL"),
         *_fields(
             _IGNORED, "beam_search_diversity_rate FP32", "runtime_top_p_min FP32", "runtime_top_p_reset_ids INT32"
@@ -69,8 +70,7 @@ FIELDS = {
         *_fields(_REFUSED, "lookahead_window_size INT32", "lookahead_ngram_size INT32", neutral=(0,)),
         *_fields(_REFUSED, "lookahead_verification_set_size INT32", "prompt_vocab_size INT32", neutral=(0,)),
         *_fields(_REFUSED, "prompt_embedding_table FP16[-1,-1]"),
-        *_fields(_REFUSED, "prompt_table_extra_ids UINT64[-1]", "lora_task_id UINT64", neutral=(0,)),
-        *_fields(_REFUSED, "lora_weights FP16[-1,-1]", "lora_config INT32[-1,3]"),
+        *_fields(_REFUSED, "prompt_table_extra_ids UINT64[-1]", neutral=(0,)),
         *_fields(_REFUSED, "cross_attention_mask BOOL[-1,-1]", "mrope_rotary_cos_sin FP32[-1]"),
         *_fields(_REFUSED, "skip_cross_attn_blocks BOOL[-1]", neutral=(False,)),
         *_fields(_REFUSED, "context_phase_params UINT8[-1]"),

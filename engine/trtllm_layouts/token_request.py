@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.adapter import LoraTask
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, InferRequest, SamplingParams
 from ...core.tensor import Tensor
@@ -22,7 +23,7 @@ from .token_fields import FieldUse, find_field
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _EXCLUDED = "exclude_input_in_output"
 _APART = {"input_ids", "input_lengths", "stop_words_list", "bad_words_list", "embedding_bias", "end_id", "stop"}
-_APART |= {_EXCLUDED, "return_perf_metrics"}
+_APART |= {_EXCLUDED, "return_perf_metrics", "lora_task_id", "lora_weights", "lora_config"}
 """Inputs that are served and are no parameters of their names."""
 
 
@@ -89,6 +90,7 @@ def _parse_row(
         timeout=options.timeout / 1e6,
         choice_count=options.n,
         adapter=options.lora_name,
+        lora_task=_lora_task(values),
         guided_decoding=options.guide,
         bad_word_ids=_words("bad_words_list", values),
         stop_word_ids=_words("stop_words_list", values),
@@ -135,6 +137,16 @@ def _prompt(values: Mapping[str, NDArray[Any]], limit: TokenLimit) -> tuple[int,
     if length > limit.tokens:
         raise limit.error(f"input_ids are {length}", "input_ids")
     return tuple(ids[:length].tolist())
+
+
+def _lora_task(values: Mapping[str, NDArray[Any]]) -> LoraTask | None:
+    """The adapter that a request names by its number; 0 without weights is none."""
+    weights, config = values.get("lora_weights"), values.get("lora_config")
+    sent = weights is not None or config is not None
+    if sent and "lora_task_id" not in values:
+        raise InvalidArgument("lora_weights and lora_config need a lora_task_id", field="lora_task_id")
+    number = int(values["lora_task_id"][0]) if "lora_task_id" in values else 0
+    return LoraTask(number, weights, config) if number or sent else None
 
 
 def _words(name: str, values: Mapping[str, NDArray[Any]]) -> tuple[tuple[int, ...], ...]:

@@ -50,6 +50,27 @@ def test_settings_of_a_config(checkpoint: str, tmp_path: Path) -> None:
         read_own_settings(str(tmp_path), given | {"max_tokens_in_paged_kv_cache": "many"})
 
 
+def test_sizes_of_a_cache_of_adapters_ask_for_them(checkpoint: str, tmp_path: Path) -> None:
+    given = {"gpt_model_path": checkpoint, "lora_cache_max_adapter_size": "16"}
+    unset = {"lora_cache_host_memory_bytes": "${lora_cache_host_memory_bytes}"}
+    found = read_own_settings(str(tmp_path), given | unset)
+    assert found == ({"model": checkpoint, "enable_lora": "true", "max_lora_rank": "16"}, ())
+    found = read_own_settings(str(tmp_path), given | {"lora_cache_host_memory_bytes": "1000", "max_lora_rank": "8"})
+    assert found.parameters == {
+        "model": checkpoint,
+        "enable_lora": "true",
+        "max_lora_rank": "8",
+        "max_lora_bytes": "1000",
+    }
+    found = read_own_settings(str(tmp_path), given | {"enable_lora": "false"})
+    assert found.parameters == {"model": checkpoint, "enable_lora": "false"}
+    found = read_own_settings(
+        str(tmp_path), {"gpt_model_path": checkpoint, "enable_lora": "true", "lora_modules": "{}"}
+    )
+    assert found == ({"model": checkpoint, "enable_lora": "true", "lora_modules": "{}"}, ())
+    assert "enable_lora" not in read_own_settings(str(tmp_path), {"gpt_model_path": checkpoint} | unset).parameters
+
+
 def test_settings_of_a_yaml(checkpoint: str, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(YAML.format(model=checkpoint, size=0))
     assert computes_here(str(tmp_path), {})

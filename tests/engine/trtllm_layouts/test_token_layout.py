@@ -64,6 +64,18 @@ def test_words_are_read_as_they_are_encoded() -> None:
             parse(bad_words_list=[[[5, 6], ends]])
 
 
+def test_an_adapter_is_named_by_its_number_and_brought_by_rows() -> None:
+    assert only().lora_task is only(lora_task_id=[[0]]).lora_task is None
+    named = only(lora_task_id=[[2**63]], lora_weights=[[]]).lora_task
+    assert named is not None
+    assert (named.number, named.weights, named.config) == (2**63, None, None)
+    task = only(lora_task_id=[[0]], lora_weights=[[[1, 2], [3, 4]]], lora_config=[[[1, 0, 2], [2, 0, 2]]]).lora_task
+    assert task is not None
+    assert (task.number, task.weights.tolist(), task.config.tolist()) == (0, [1, 2, 3, 4], [1, 0, 2, 2, 0, 2])
+    with pytest.raises(InvalidArgument, match="lora_weights and lora_config need a lora_task_id"):
+        only(lora_weights=[[[1, 2]]])
+
+
 def test_an_input_wins_over_the_parameter_of_the_same_meaning() -> None:
     both = asked()
     both = InferRequest(both.id, both.inputs, both.outputs, {"max_tokens": 9, "temperature": 0.5})
