@@ -21,6 +21,10 @@
 #define END_TARGET _Pragma("GCC pop_options")
 #endif
 
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
+
 #define LEVEL portable
 #define LANES 4
 #include "simd.h"
@@ -61,5 +65,6 @@ END_TARGET
 /* Tile registers are used by products alone. */
 #define ALL_LEVELS(name) {name##_portable, name##_avx2, name##_avx512, name##_avx512bf16, name##_avx512bf16}
 #else
-#define ALL_LEVELS(name) {name##_portable, name##_portable, name##_portable, name##_portable, name##_portable}
+/* Of Arm's levels, too: every processor of 64 bits has the vectors that the portable one is compiled for. */
+#define ALL_LEVELS(name) {[0 ... LEVELS - 1] = name##_portable}
 #endif

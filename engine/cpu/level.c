@@ -1,5 +1,12 @@
 #include "parallel_region.h"
 
+#ifdef CHARONIA_ARM
+#include <sys/auxv.h>
+
+/* Bits of AT_HWCAP and AT_HWCAP2, which headers of older systems do not name. */
+enum { HAS_DOTPROD = 1 << 20, HAS_I8MM = 1 << 13, HAS_BF16 = 1 << 14 };
+#endif
+
 static int chosen = -1, refused;
 
 /* The best level without tile registers. */
@@ -14,6 +21,13 @@ static int best_vectors(void)
         !__builtin_cpu_supports("avx512vnni"))
         return AVX2;
     return __builtin_cpu_supports("avx512bf16") ? AVX512BF16 : AVX512;
+#elif defined(CHARONIA_ARM)
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    if (!(first & HAS_DOTPROD))
+        return PORTABLE;
+    if (!(second & HAS_I8MM))
+        return DOTPROD;
+    return second & HAS_BF16 ? BFMMLA : I8MM;
 #else
     return PORTABLE;
 #endif
@@ -61,7 +75,7 @@ static int best(int most)
 EXPORT int charonia_level(void)
 {
     if (chosen < 0)
-        chosen = best(AMX);
+        chosen = best(LEVELS - 1);
     return chosen;
 }
 

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import platform
 from collections.abc import Callable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -13,8 +14,11 @@ import torch  # before the library is opened: its OpenMP then is torch's, with t
 
 from ..step_batch import SAMPLING_DTYPE
 
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
-"""The levels of instruction sets, lowest first, as `enum charonia_level` in level.h."""
+LEVELS_OF = {"x86_64": ("avx2", "avx512", "avx512bf16", "amx"), "aarch64": ("dotprod", "i8mm", "bfmmla")}
+"""By `platform.machine()`: the levels of instruction sets that are its own, lowest first."""
+
+LEVELS = ("portable", *LEVELS_OF.get(platform.machine(), ()))
+"""This machine's, as `enum charonia_level` in level.h."""
 
 LEVEL_VARIABLE = "CHARONIA_KERNELS"
 """The environment variable that caps the level; "none" is the torch path."""
@@ -68,7 +72,7 @@ def use_level(name: str) -> None:
     before = level()
     if before is None:
         raise ValueError("there are no C kernels here")
-    if LEVELS[bind_function("charonia_limit")(LEVELS.index(name))] != name:
+    if name not in LEVELS or LEVELS[bind_function("charonia_limit")(LEVELS.index(name))] != name:
         bind_function("charonia_limit")(LEVELS.index(before))
         raise ValueError(f"the best here is {before}{_refusal()}")
 

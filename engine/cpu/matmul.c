@@ -46,6 +46,13 @@ const Kernel *kernel_of(int kind, int64_t rows)
     if (level >= AVX2)
         return &matmul_avx2[kind];
 #endif
+#ifdef CHARONIA_ARM
+    const int level = charonia_level();
+    if (level == BFMMLA || (level == I8MM && kind != BFLOAT16))
+        return kind == FLOAT32 ? &matmul_dotprod[kind] : &matmul_i8mm[kind];
+    if (level >= DOTPROD)
+        return &matmul_dotprod[kind];
+#endif
     return &matmul_portable[kind];
 }
 
@@ -59,11 +66,7 @@ static const Plan *plan_for(const Kernel *kernel, int64_t rows)
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Steps that a tile takes at once, and of which every chunk but the last is made. */
-static int64_t whole_steps(const Kernel *kernel, const Matrix *m)
-{
-    return kernel->shape && m->kind != INT4 ? TILE_STEPS : 1;
-}
+static int64_t whole_steps(const Kernel *kernel) { return kernel->whole ? kernel->whole : 1; }
 
 static int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
@@ -71,7 +74,7 @@ static int64_t first_step(const Product *p, int64_t chunk)
 {
     if (chunk == 0 || chunk == p->chunks)
         return chunk ? p->steps : 0;
-    const int64_t step = p->steps * chunk / p->chunks, whole = whole_steps(p->kernel, p->matrix);
+    const int64_t step = p->steps * chunk / p->chunks, whole = whole_steps(p->kernel);
     return whole == 1 ? step : step - step % whole; /* a division costs as much as ten lines of a tile */
 }
 
@@ -203,7 +206,7 @@ static Product product(const MatmulCall *a)
     const Matrix *m = a->matrix;
     const Kernel *kernel = kernel_of(m->kind, a->rows);
     const int64_t steps = matrix_steps(m), lines = lines_a_step(m), bytes = step_bytes(kernel, m);
-    const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride, whole = whole_steps(kernel, m);
+    const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride, whole = whole_steps(kernel);
     const int direct = kernel->direct && m->inputs % (whole * inputs_a_step(m->kind)) == 0 && (x_bytes % 1024 || a->rows == 1);
     const Plan *plan = plan_for(kernel, a->rows);
     return (Product){
@@ -242,7 +245,7 @@ static void prepare(Product *p, const MatmulCall *a, int64_t from, int64_t to, c
 {
     const Matrix *m = p->matrix;
     const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
-    const int64_t steps = rounded_up(p->steps, whole_steps(p->kernel, m));
+    const int64_t steps = rounded_up(p->steps, whole_steps(p->kernel));
     float *scales = (float *)memory;
     char *rows = memory + scales_bytes(a->rows);
     for (int64_t r = from; r < to; r++)

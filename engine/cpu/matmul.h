@@ -2,8 +2,8 @@
  *
  * Weights are packed once. Sixteen outputs beside each other are a group; a step is four bytes of each of its outputs: one
  * fp32, two bf16 or four int8 inputs. So one step of a group is one 64-byte line, a group is one stream of lines, and what
- * is missing to whole groups and steps is zero. A level that wants another order of int8 within a line (`halved`)
- * multiplies only what it packed itself. Every sum runs over the inputs in ascending order, one accumulator an output,
+ * is missing to whole groups and steps is zero. A level that wants another order within lines (`order`) multiplies only
+ * what it packed itself. Every sum runs over the inputs in ascending order, one accumulator an output,
  * whatever else is computed with it: a row's result does not depend on the number of rows.
  *
  * int4 and grouped int8 have a scale for each span of 16 (int8 alone), 32, 64 or 128 inputs of an output. Weights are
@@ -73,6 +73,10 @@ typedef struct {
 
 typedef void (*TileFunction)(const Tile *);
 
+/* Inputs within lines: four bytes of each output; the first two bytes of each, then the other two; or, of two lines
+   together, eight bytes of each output, where a last line without another is plain. */
+enum { PLAIN, HALVED, PAIRED };
+
 /* Tiles of `groups` groups and up to `rows` rows, for products of at most `upto` rows. */
 typedef struct {
     int64_t upto, rows, groups;
@@ -90,10 +94,10 @@ typedef struct {
     int32_t step_bytes; /* of a row as the tiles read it; in spans: step_bytes() */
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
-    int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
+    int32_t order;      /* of inputs within lines of weights of a tile: PLAIN, HALVED or PAIRED */
+    int32_t whole;      /* steps that a tile takes at once, and of which every chunk but the last is made; 0: one */
     void (*shape)(const Matrix *, int64_t rows); /* null, or: makes this thread's tile registers ready for tiles of so many
-                                                    rows, of bf16 and int8 over TILE_STEPS steps at a time; 0: gives them
-                                                    back */
+                                                    rows; 0: gives them back */
 } Kernel;
 
 /* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: the matrix that the same threads multiply
@@ -123,6 +127,7 @@ typedef struct {
 } SpanHead;
 
 extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS], matmul_amx[KINDS];
+extern const Kernel matmul_dotprod[KINDS], matmul_i8mm[KINDS];
 
 ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind == BFLOAT16 ? 2 : 4; }
 
@@ -143,6 +148,20 @@ ALWAYS_INLINE int64_t steps_of(int kind, int64_t inputs) {
 ALWAYS_INLINE int64_t matrix_steps(const Matrix *m) {
     const int64_t step = m->span ? spans_a_step(m) * m->span : inputs_a_step(m->kind);
     return (m->inputs + step - 1) / step;
+}
+
+/* Asks for `lines` lines of what is multiplied next, while a tile is at byte `at` of its groups. */
+ALWAYS_INLINE void fetch_lines(const Tile *t, int64_t at, int lines, int groups) {
+    if (groups > 1 && t->streams == groups) {
+        UNROLL for (int g = 0; g < groups; g++)
+            UNROLL for (int i = 0; i < lines; i++)
+                __builtin_prefetch(t->next + g * t->group_stride + at + i * LINE, 0, 2);
+    } else {
+        const char *next = t->next + (at >> t->slower);
+        UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(next + i * (LINE >> t->slower), 0, 2);
+        if (groups > 1 && t->streams == 2)
+            UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(t->next + t->group_stride + at + i * LINE, 0, 2);
+    }
 }
 
 #endif

@@ -156,7 +156,7 @@ static const Plan grouped_plans[] = {
 const Kernel matmul_avx2[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
     {bf16_plans, wide_row, 8, LINE, 0},
-    {int8_plans, signed_row, 8, LINE, 0, 1},
+    {int8_plans, signed_row, 8, LINE, 0, HALVED},
     {int4_plans, span_row, 0, LINE, 0},
     {grouped_plans, span_row, 0, LINE, 0},
 };

@@ -19,7 +19,7 @@ typedef struct {
     uint32_t *lines;
     float *scales;
     int32_t *offsets;
-    int halved; /* as the kernel wants it */
+    int order; /* within lines, as the kernel wants it */
 } Rows;
 
 ALWAYS_INLINE float as_float(uint32_t bits)
@@ -140,6 +140,13 @@ ALWAYS_INLINE void halved_line(const uint32_t *rows, int64_t steps, int from, in
     }
 }
 
+/* One of two steps that stand in two lines together: every other place, from `place` on. */
+ALWAYS_INLINE void paired_line(const uint32_t *rows, int64_t steps, int from, int to, uint32_t *place)
+{
+    for (int lane = from; lane < to; lane++)
+        place[2 * lane] = rows[lane * steps];
+}
+
 /* The lanes of one group that these rows have; the others are another call's. `rows` holds LANES rows of steps. */
 static void pack_group(const Rows *w, int64_t group, uint32_t *rows)
 {
@@ -149,8 +156,10 @@ static void pack_group(const Rows *w, int64_t group, uint32_t *rows)
         row_steps(w, base + lane, rows + lane * w->steps);
     uint32_t *line = w->lines + base * w->steps;
     for (int64_t step = 0; step < w->steps; step++, line += LANES) {
-        if (w->halved)
+        if (w->order == HALVED)
             halved_line(rows + step, w->steps, from, to, (uint16_t *)line);
+        else if (w->order == PAIRED && (step | 1) < w->steps)
+            paired_line(rows + step, w->steps, from, to, line - step % 2 * LANES + step % 2);
         else if (to - from == LANES)
             for (int lane = 0; lane < LANES; lane++)
                 line[lane] = rows[lane * w->steps + step];
@@ -167,7 +176,7 @@ EXPORT int charonia_pack(const void *from, int from_kind, int64_t stride, int64_
                          int kind, void *lines, float *scales, int32_t *offsets)
 {
     const Rows w = {from,   stride,  from_kind, kind, first, outputs, inputs, steps_of(kind, inputs),
-                    lines,  scales,  offsets,   kernel_of(kind, 1)->halved};
+                    lines,  scales,  offsets,   kernel_of(kind, 1)->order};
     const int64_t begin = first / LANES, end = (first + outputs + LANES - 1) / LANES;
     int failed = 0;
 #pragma omp parallel reduction(| : failed)

@@ -3,6 +3,10 @@
 #include <string.h>
 
 #define TARGET
+
+/* These products are rounded before a bias is added, as at every level. */
+#define NOT_FUSED(products) __asm__("" : "+m"(products))
+
 typedef float Floats __attribute__((vector_size(LINE)));
 typedef int32_t Ints __attribute__((vector_size(LINE)));
 
@@ -26,6 +30,7 @@ ALWAYS_INLINE void store_scaled(const Tile *t, const Ints *sums, int row, int gr
     const float *scales = t->matrix->scales + t->output + group * LANES;
     Floats values;
     for (int i = 0; i < LANES; i++) values[i] = (float)(*sums)[i] * (t->row_scales[row] * scales[i]);
+    NOT_FUSED(values);
     store(t, &values, row, group);
 }
 
@@ -148,6 +153,7 @@ ALWAYS_INLINE Floats added(Floats sum, Ints dots, Floats scales, float scale) {
 ALWAYS_INLINE void store_spans(const Tile *t, const Floats *sums, int row, int group) {
     Floats values = *sums;
     for (int i = 0; i < LANES; i++) values[i] *= t->matrix->scales[t->output + group * LANES + i];
+    NOT_FUSED(values);
     store(t, &values, row, group);
 }
 

@@ -50,6 +50,8 @@ static inline void cpu_pause(void)
 {
 #ifdef CHARONIA_X86
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb"); /* many processors do nothing at a yield */
 #endif
 }
 

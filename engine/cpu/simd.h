@@ -69,6 +69,8 @@ INLINE vf vf_fma(vf a, vf b, vf c)
     return _mm512_fmadd_ps(a, b, c);
 #elif LANES == 8
     return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
 #else
     return a * b + c;
 #endif
@@ -127,6 +129,8 @@ INLINE vi vi_nearest(vf x)
     return (vi)_mm512_cvtps_epi32(x);
 #elif LANES == 8
     return (vi)_mm256_cvtps_epi32(x);
+#elif defined(__aarch64__)
+    return vcvtnq_s32_f32(x);
 #else
     return (vi)(x + 12582912.0f) - 0x4B400000; /* 1.5 * 2^23: the mantissa's last bits are the number */
 #endif
@@ -188,6 +192,8 @@ INLINE vi vi_load_u16(const uint16_t *from)
     return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 #elif LANES == 8
     return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (vi)vmovl_u16(vld1_u16(from));
 #else
     return (vi){from[0], from[1], from[2], from[3]};
 #endif
@@ -201,6 +207,8 @@ INLINE void vi_narrow(uint16_t *to, vi x)
 #elif LANES == 8
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0x08);
     _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
+#elif defined(__aarch64__)
+    vst1_u16(to, vmovn_u32((vu)x));
 #else
     for (int i = 0; i < LANES; i++)
         to[i] = (uint16_t)x[i];

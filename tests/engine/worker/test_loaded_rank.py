@@ -73,16 +73,19 @@ def test_a_rank_computes_at_the_level_that_was_forced() -> None:
 
 @pytest.mark.skipif(library.level() in (None, library.LEVELS[-1]), reason="no C extension, or nothing above here")
 def test_a_level_that_the_machine_has_not_got_is_refused() -> None:
+    """Nor one of another kind of processor."""
     before = library.level()
-    with pytest.raises(InvalidArgument, match=f"cpu_level amx: the best here is {before}") as refusal:
-        load_rank(EngineConfig(model=str(DEMO), device="cpu", cpu_level="amx"))
-    assert refusal.value.field == "cpu_level"
-    assert library.level() == before
+    for level in ("amx", "bfmmla"):
+        with pytest.raises(InvalidArgument, match=f"cpu_level {level}: the best here is {before}") as refusal:
+            load_rank(EngineConfig(model=str(DEMO), device="cpu", cpu_level=level))
+        assert refusal.value.field == "cpu_level"
+        assert library.level() == before
 
 
 def test_every_level_is_an_option() -> None:
     expected = get_type_hints(EngineOptions)["cpu_level"]
-    assert {name for kind in get_args(expected) for name in get_args(kind)} == {"auto", *library.LEVELS}
+    levels = {name for own in library.LEVELS_OF.values() for name in own}
+    assert {name for kind in get_args(expected) for name in get_args(kind)} == {"auto", "portable", *levels}
 
 
 def test_the_bound_is_said() -> None:
