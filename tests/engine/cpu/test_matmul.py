@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import REGION_BYTES, HugePageArena
-from tests.engine.cpu.conftest import ByThreads
+from tests.engine.cpu.conftest import HERE, ByThreads
 
 SHAPES = [(896, 896), (64, 4864), (100, 70), (1, 1), (17, 3), (33, 2050)]
 """Outputs that are no whole groups, inputs that are no whole steps, and more inputs than one chunk."""
@@ -69,6 +71,17 @@ def test_a_row_has_the_same_bits_in_any_company(kept: torch.dtype, level: str) -
             at = rows * 2 // 3
             company[at] = row[0]
             assert torch.equal(packed(company)[at], alone[0]), (shape, rows)
+
+
+def test_int8_has_the_same_bits_at_every_level(at_level: Callable[[str], AbstractContextManager[None]]) -> None:
+    """With a bias, which is added after a rounding."""
+    for columns in (70, 1003):
+        found = []
+        for name in HERE:
+            with at_level(name):
+                packed, _ = made((100, columns), torch.int8, torch.bfloat16)
+                found.append([packed(inputs(rows, columns, torch.bfloat16)) for rows in (*range(1, 14), 70)])
+        assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=str)

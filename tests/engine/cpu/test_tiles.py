@@ -21,7 +21,8 @@ from tests.engine.cpu.conftest import ByThreads
 from tests.engine.cpu.test_matmul_grouped import FORMS, form_of, made
 
 pytestmark = pytest.mark.skipif(
-    library.level() is None or shutil.which("gcc") is None, reason="no C extension, or no gcc here"
+    library.level() is None or shutil.which("gcc") is None or "amx" not in library.LEVELS,
+    reason="no C extension, no gcc, or another kind of processor",
 )
 
 FLAGS = "-std=gnu11 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wno-psabi -Werror"
