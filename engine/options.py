@@ -40,7 +40,9 @@ class EngineOptions:
     """Keep packed weights in this directory, so that the next start need not pack them; unset: keep none."""
     cache_max_bytes: Bytes | None = None
     """Bytes that all packed weights in it may have; the oldest make room."""
-    cpu_level: Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "dotprod", "i8mm", "bfmmla"] | None = None
+    cpu_level: (
+        Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "dotprod", "i8mm", "bfmmla"] | None
+    ) = None
     """Instructions that the kernels of a CPU use; auto: the best the machine has."""
     attention: str | None = None
     """Attention backend."""
