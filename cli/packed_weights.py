@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
-from ..engine.checkpoint.packing_cache import PackedFile, PackingCache
+from ..engine.checkpoint.packing_cache import PackingCache, is_whole
 
 
 def print_packed_weights(directory: Path, *, clear: bool, verify: bool) -> int:
@@ -31,6 +31,6 @@ def print_packed_weights(directory: Path, *, clear: bool, verify: bool) -> int:
 
 def _is_whole(path: Path) -> bool:
     try:
-        return PackedFile(path).is_whole()
+        return is_whole(path)
     except (OSError, ValueError):
         return False

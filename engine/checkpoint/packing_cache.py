@@ -7,14 +7,16 @@ the budget. Knows neither torch nor layers.
 
 import json
 import logging
-import mmap
 import os
 import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterable, Mapping
-from hashlib import sha256
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,6 +41,9 @@ _SUFFIX, _PART = ".packed", ".part"
 _ABANDONED = 3600
 """Seconds after which nobody is writing a part any more."""
 _LARGEST_HEADER = 1 << 28
+_PIECE, _READERS = 1 << 23, 8
+"""Bytes that are read at a time, and at how many places at once: what takes time is mostly that the system finds memory
+for them."""
 
 
 class StoredArray(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +71,7 @@ class PackingHeader(msgspec.Struct, frozen=True):
 
 
 class CacheEntry(NamedTuple):
-    """A file of the cache; `used`: when it was last mapped, in seconds since 1970."""
+    """A file of the cache; `used`: when it was last read, in seconds since 1970."""
 
     path: Path
     bytes: int
@@ -74,32 +79,53 @@ class CacheEntry(NamedTuple):
     about: str
 
 
-class PackedFile:
-    """A file of the cache, mapped. Its arrays are views; what is written to them stays in this process."""
+class PackedWeights:
+    """What a file of the cache holds, in memory that the caller gives."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises:
-        OSError, ValueError: it is not there, or is none.
+    def __init__(self, path: Path, allocate: Callable[[int], Array]) -> None:
+        """Read all of it. `allocate(size)`: memory, uint8 [size].
+
+        Raises:
+            OSError, ValueError: it is not there, or is none.
         """
-        with path.open("rb") as file:
-            self.header, self._start = _read_header(file.fileno())
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        stored = [array for matrix in self.header.matrices.values() for array in matrix.arrays.values()]
-        if any(self._start + array.offset + _bytes_of(array) > len(self._map) for array in stored):
-            raise ValueError("the file ends early")
-        if hasattr(mmap, "MADV_WILLNEED"):
-            self._map.madvise(mmap.MADV_WILLNEED)
+        with path.open("rb", buffering=0) as file:
+            self.header, start = _read_header(file.fileno())
+            size = os.fstat(file.fileno()).st_size - start
+            stored = [array for matrix in self.header.matrices.values() for array in matrix.arrays.values()]
+            if any(array.offset + _bytes_of(array) > size for array in stored):
+                raise ValueError("the file ends early")
+            self._numbers = allocate(size)[:size]
+            fill = partial(_fill, file.fileno(), start, self._numbers)
+            with ThreadPoolExecutor(_READERS) as readers:
+                deque(readers.map(fill, range(0, size, _PIECE)), maxlen=0)
 
     def arrays(self, matrix: PackedMatrix) -> dict[str, Array]:
         return {
-            name: np.frombuffer(self._map, each.dtype, each.size, self._start + each.offset)
+            name: np.frombuffer(self._numbers.data, each.dtype, each.size, each.offset)
             for name, each in matrix.arrays.items()
         }
 
-    def is_whole(self) -> bool:
-        """Whether the arrays are what was written; reads all of them."""
-        with memoryview(self._map) as view:
-            return sha256(view[self._start :]).hexdigest() == self.header.content
+
+def is_whole(path: Path) -> bool:
+    """Whether the arrays of a file are what was written; reads all of them.
+
+    Raises:
+        OSError, ValueError: it is not there, or is none.
+    """
+    with path.open("rb") as file:
+        header, start = _read_header(file.fileno())
+        file.seek(start)
+        return file_digest(file, "sha256").hexdigest() == header.content
+
+
+def _fill(file: int, start: int, numbers: Array, first: int) -> None:
+    """Read a piece of `numbers` from its place in the file."""
+    left = numbers.data[first : first + _PIECE]
+    while left:
+        count = os.preadv(file, [left], start + first)
+        if not count:
+            raise ValueError("the file ends early")
+        left, first = left[count:], first + count
 
 
 class PackingCache(NamedTuple):
@@ -108,11 +134,11 @@ class PackingCache(NamedTuple):
     directory: Path
     budget: int
 
-    def find(self, key: str) -> PackedFile | None:
-        """The file of that key, marked as used. One that is damaged is removed."""
+    def find(self, key: str, allocate: Callable[[int], Array]) -> PackedWeights | None:
+        """What is kept under that key, marked as used. A file that is damaged is removed."""
         path = self._path(key)
         try:
-            found = PackedFile(path)
+            found = PackedWeights(path, allocate)
             os.utime(path)
         except FileNotFoundError:
             return None
@@ -149,7 +175,7 @@ class PackingCache(NamedTuple):
         return sorted((each for each in found if each), key=lambda entry: -entry.used)
 
     def clear(self) -> int:
-        """Remove everything; returns how many files that were. Engines that map one keep it until they end."""
+        """Remove everything; returns how many files that were."""
         paths = [path for suffix in (_SUFFIX, _PART) for path in self.directory.glob(f"*{suffix}")]
         for path in paths:
             path.unlink(missing_ok=True)
@@ -171,13 +197,23 @@ class PackingCache(NamedTuple):
             total -= oldest.bytes
 
 
+def _ordinary_memory(size: int) -> Array:
+    return np.empty(size, np.uint8)
+
+
 class Packing:
     """The packed matrices of one load: those that an earlier one kept, or else those that this one packs."""
 
-    def __init__(self, cache: PackingCache | None = None, key: str = "", about: str = "") -> None:
-        """Without a `cache` nothing is found, and nothing kept."""
+    def __init__(
+        self,
+        cache: PackingCache | None = None,
+        key: str = "",
+        about: str = "",
+        allocate: Callable[[int], Array] = _ordinary_memory,
+    ) -> None:
+        """Without a `cache` nothing is found, and nothing kept. `allocate`: the memory of what is found."""
         self._cache, self._key, self._about = cache, key, about
-        self._found = None if cache is None else cache.find(key)
+        self._found = None if cache is None else cache.find(key, allocate)
         self._made: dict[str, tuple[str, Mapping[str, Array]]] = {}
 
     @property

@@ -195,7 +195,7 @@ class _Matrix:
         sizes, out = (self.outputs, self._inputs), torch.float32 if self._use.float32 else x
         there = None
         if arrays is not None:
-            there = {name: memory.copy_of(torch.from_numpy(array)) for name, array in arrays.items()}
+            there = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if kept == "int4":
             return GroupedMatmul(GroupedFormat(*sizes, GROUP_SIZE, False, x, out), bias, memory, packed=there)
         if codes is None or codes.by_row:

@@ -17,6 +17,7 @@ from ..checkpoint.partition import PipelineStage, check_partition
 from ..checkpoint.weights import WeightLoader, WeightSource
 from ..config import ParallelConfig
 from ..cpu import library
+from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
@@ -136,7 +137,10 @@ class NativeBuilder:
             "" if shard.is_whole else f", rank {shard.group.rank} of {shard.group.size} in stage {shard.stage.index}"
         )
         about = f"{self.checkpoint.directory}: {kept} for {library.level()}{ranks}"
-        return Packing(context.cache, packing_key(weights.files, facts), about)
+        memory = HugePageArena()
+        return Packing(
+            context.cache, packing_key(weights.files, facts), about, lambda size: memory.allocate(size).numpy()
+        )
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
         """Build on torch's meta device, which holds shapes alone: every tensor is looked up and none is read."""
