@@ -89,8 +89,14 @@ def common_form(parts: Sequence[CodeRange]) -> CodeForm | None:
         if sizes := [size for size in GROUP_SIZES[wide] if divisor % size == 0]:
             zeros = next(kind for kind in (Zeros.OFFSETS, Zeros.POINTS, Zeros.MIDDLE) if kind in kinds)
             # A point times its scale may be longer than eleven bits.
-            return CodeForm(wide, max(sizes), zeros, exact and not kinds >= {Zeros.OFFSETS, Zeros.POINTS}, order)
+            exact = exact and not kinds >= {Zeros.OFFSETS, Zeros.POINTS}
+            return CodeForm(wide, _size_of_groups(sizes, len(parts[0].columns)), zeros, exact, order)
     return None
+
+
+def _size_of_groups(sizes: Sequence[int], inputs: int) -> int:
+    """The largest of those that fill up `inputs` least."""
+    return min(sizes, key=lambda size: (-(-inputs // size) * size, -size))
 
 
 def turn_codes(rows: GroupedRows, part: CodeRange, to: CodeForm) -> GroupedRows:

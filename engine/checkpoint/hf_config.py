@@ -16,6 +16,7 @@ from .model_spec import (
     RopeSpec,
     UnsupportedVariant,
 )
+from .quantization_config import read_quantization
 
 
 def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -35,9 +36,6 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     defaults = _ARCHITECTURES.get(architecture, _ArchitectureDefaults())
     fields = _Fields({**defaults.absent, **config}, where, defaults)
     try:
-        if quantization := config.get("quantization_config"):
-            method = f"quantised weights ({quantization.get('quant_method', 'unknown method')})"
-            raise fields.error(f"{method} are not supported; supported dtypes: {', '.join(DTYPES)}")
         if config.get("use_bidirectional_attention"):
             raise fields.error("use_bidirectional_attention is not supported; only causal attention is")
         return _spec(architecture, fields)
@@ -125,7 +123,8 @@ class _Fields(NamedTuple):
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in DTYPES:
             raise self.error(f"dtype {name} is not supported; supported: {', '.join(DTYPES)}")
-        return name
+        # What surrounds quantised matrices is made what kernels compute in.
+        return name if read_quantization(self.config, self.where) is None else "bfloat16"
 
     def activation(self) -> str:
         name = str(self.config.get("hidden_activation") or self.config.get("hidden_act") or "silu")

@@ -127,7 +127,7 @@ class CheckpointWeights:
             CheckpointError: no weights, a missing shard, a truncated file.
         """
         files, by_tensor = find_weights(directory)
-        self._where = directory
+        self.where = directory
         self._open: dict[Path, Any] = {path: _open(path) for path in files}
         self._files = dict.fromkeys(self._open[files[0]].keys(), files[0]) if by_tensor is None else by_tensor
         self._stored = {own_name(stored): stored for stored in self._files}
@@ -157,7 +157,7 @@ class CheckpointWeights:
         return StoredForm(_name(dtype), 8 * dtype.itemsize, plain=True)
 
     def codes(self, piece: TensorSlice) -> GroupedRows:
-        raise CheckpointError(f"{self._where}: tensor {piece.name} is stored as floats")
+        raise CheckpointError(f"{self.where}: tensor {piece.name} is stored as floats")
 
     def read(self, piece: TensorSlice) -> Tensor:
         return self.view(piece, STORED)
@@ -168,18 +168,9 @@ class CheckpointWeights:
         Raises:
             CheckpointError: the tensor is missing, or its shape or dtype is not what is expected.
         """
-        stored = self._stored.get(piece.name)
-        if stored is None:
-            raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the weights")
-        path = self._files[stored]
-        file = self._open[path]
-        try:
-            found = file[stored] if isinstance(file, dict) else file.get_slice(stored)
-        except (SafetensorError, KeyError) as error:
-            raise CheckpointError(f"{path}: tensor {stored} is missing, though the index puts it here") from error
-        is_tensor = isinstance(found, Tensor)
-        dtype = found.dtype if is_tensor else dtypes.get(found.get_dtype(), found.get_dtype())
-        shape = tuple(found.shape if is_tensor else found.get_shape())
+        stored, path, found = self._find(piece.name)
+        dtype, shape = _described(found)
+        dtype = dtypes.get(str(dtype), dtype)
         if dtype not in dtypes.values():
             supported = f"which is not supported ({', '.join(dtypes)} are)"
             raise CheckpointError(f"{path}: tensor {piece.name} has dtype {dtype}, {supported}")
@@ -187,8 +178,36 @@ class CheckpointWeights:
             meant = f"config.json means {list(piece.shape)}"
             raise CheckpointError(f"{path}: tensor {piece.name} has shape {list(shape)}, but {meant}")
         self._unread.discard(stored)
-        view: Tensor = found[piece.rows] if len(piece.shape) == 1 else found[piece.rows, piece.columns]
+        if not shape:
+            return found if isinstance(found, Tensor) else self._open[path].get_tensor(stored)
+        view: Tensor = found[piece.rows] if len(shape) == 1 else found[piece.rows, piece.columns]
         return view
+
+    def described(self, name: str) -> tuple[torch.dtype | str, tuple[int, ...]]:
+        """The dtype of tensor `name`, by its name in safetensors or as torch has it, and its shape.
+
+        Raises:
+            CheckpointError: the tensor is missing.
+        """
+        return _described(self._find(name)[2])
+
+    def _find(self, name: str) -> tuple[str, Path, Any]:
+        """The name in the file, the file, and the tensor or what `safe_open` has of it."""
+        stored = self._stored.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.where}: tensor {name} is missing from the weights")
+        path = self._files[stored]
+        file = self._open[path]
+        try:
+            return stored, path, file[stored] if isinstance(file, dict) else file.get_slice(stored)
+        except (SafetensorError, KeyError) as error:
+            raise CheckpointError(f"{path}: tensor {stored} is missing, though the index puts it here") from error
+
+
+def _described(found: Any) -> tuple[torch.dtype | str, tuple[int, ...]]:
+    if isinstance(found, Tensor):
+        return found.dtype, tuple(found.shape)
+    return found.get_dtype(), tuple(found.get_shape())
 
 
 def _open(path: Path) -> Any:

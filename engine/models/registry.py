@@ -69,12 +69,7 @@ class NativeBuilder:
         shard, spec = context.shard, self.spec
         directory, part = self.checkpoint.directory, self.checkpoint.language_part
         check_partition(spec, str(directory), shard.group.size, shard.stage, context.whole_experts)
-        weights = open_weights(self.checkpoint)
-        if weights.quantization is not None and context.quantization != "none":
-            message = (
-                f"{directory}: its weights are {weights.quantization} already; leave quantization out, or say none"
-            )
-            raise CheckpointError(message, field="quantization")
+        weights = self._open_weights(context)
         if part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
         packing = self._packing(context, weights)
@@ -104,6 +99,14 @@ class NativeBuilder:
         layers, part = self.spec.layers, self.checkpoint.language_part
         mine = loader.stage.layers(layers)
         return AdapterTargets(loader.adaptable, loader.dtype, loader.device, mine, layers, part)
+
+    def _open_weights(self, context: BuildContext) -> WeightSource:
+        weights = open_weights(self.checkpoint)
+        if weights.quantization is not None and context.quantization != "none":
+            where = self.checkpoint.directory
+            message = f"{where}: its weights are {weights.quantization} already; leave quantization out, or say none"
+            raise CheckpointError(message, field="quantization")
+        return weights
 
     def _calibrated(self, context: BuildContext) -> BuildContext:
         """With a plan for four bits, which takes the first half of `progress`."""
@@ -146,6 +149,7 @@ class NativeBuilder:
         """Build on torch's meta device, which holds shapes alone: every tensor is looked up and none is read."""
         stage = PipelineStage(0, parallel.pipeline, parallel.layers)
         check_partition(self.spec, str(self.checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
+        self._open_weights(context)
         self.build(BuildContext(context.dtype, torch.device("meta"), 1))
         return ""
 

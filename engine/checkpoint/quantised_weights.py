@@ -1,0 +1,94 @@
+"""Weights in safetensors of which some matrices are quantised, by the tensors they consist of."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..cpu.matmul_grouped import GroupedRows
+from .code_forms import StoredForm
+from .compressed_matrices import FP8, Fp8Matrix, Int8Matrix, PackedMatrix
+from .gptq_matrices import AwqMatrix, GptqMatrix
+from .matrix_parts import MatrixParts, StoredMatrix
+from .quantization_config import Awq, CompressedTensors, Gptq, ScaledFp8, StoredQuantization
+from .weights import CheckpointWeights, TensorSlice
+
+_SCALES_OF_OTHERS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+"""Names of what belongs to activations and the KV cache, which are quantised here in ways of their own, if at all."""
+
+
+class QuantizedWeights:
+    """A `WeightSource`: those in `weights`, whose config.json says that they are `stored` so."""
+
+    def __init__(self, weights: CheckpointWeights, stored: StoredQuantization) -> None:
+        self._weights, self._stored = weights, stored
+        self._matrices: dict[str, StoredMatrix | None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        module = name.removesuffix(".weight")
+        return (
+            name in self._weights or f"{module}.qweight" in self._weights or f"{module}.weight_packed" in self._weights
+        )
+
+    @property
+    def files(self) -> list[Path]:
+        return self._weights.files
+
+    @property
+    def bytes(self) -> int:
+        return self._weights.bytes
+
+    @property
+    def unread(self) -> list[str]:
+        return [name for name in self._weights.unread if not name.endswith(_SCALES_OF_OTHERS)]
+
+    @property
+    def quantization(self) -> str | None:
+        return self._stored.integers
+
+    def form(self, piece: TensorSlice) -> StoredForm:
+        matrix = self._matrix(piece)
+        return self._weights.form(piece) if matrix is None else matrix.form
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        matrix = self._matrix(piece)
+        return self._weights.read(piece) if matrix is None else matrix.floats(piece.rows)[:, piece.columns]
+
+    def codes(self, piece: TensorSlice) -> GroupedRows:
+        matrix = self._matrix(piece)
+        return self._weights.codes(piece) if matrix is None else matrix.codes(piece.rows)
+
+    def _matrix(self, piece: TensorSlice) -> StoredMatrix | None:
+        if piece.name not in self._matrices:
+            self._matrices[piece.name] = find_matrix(self._weights, piece.name, piece.shape, self._stored)
+        return self._matrices[piece.name]
+
+
+def find_matrix(
+    weights: CheckpointWeights, name: str, shape: tuple[int, ...], stored: StoredQuantization
+) -> StoredMatrix | None:
+    """The quantised matrix `name`; None: it is stored as plain floats, or is not there.
+
+    Raises:
+        CheckpointError: its tensors are not what the format says.
+    """
+    if len(shape) != 2 or not name.endswith(".weight"):
+        return None
+    parts = MatrixParts(weights, name, *shape)
+    if isinstance(stored, Gptq | Awq):
+        if not parts.has("qweight"):
+            return None
+        return GptqMatrix(parts, stored) if isinstance(stored, Gptq) else AwqMatrix(parts, stored)
+    if isinstance(stored, CompressedTensors) and parts.has("weight_packed"):
+        return PackedMatrix(parts, stored)
+    if not parts.has("weight"):
+        return None
+    dtype = parts.dtype("weight")
+    if dtype in (*FP8, *FP8.values()):
+        blocks = (
+            [stored.block] if isinstance(stored, ScaledFp8) else [each.block for each in stored.forms if each.floats]
+        )
+        return Fp8Matrix(parts, blocks)
+    if dtype in ("I8", torch.int8) and isinstance(stored, CompressedTensors):
+        return Int8Matrix(parts, stored)
+    return None
