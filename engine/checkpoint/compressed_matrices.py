@@ -24,7 +24,7 @@ from .quantization_config import CompressedTensors, CompressedWeights
 FP8 = {"F8_E4M3": torch.float8_e4m3fn}
 
 
-class PackedMatrix(CodedMatrix):
+class BitStreamMatrix(CodedMatrix):
     """compressed-tensors' pack-quantized: a row is one stream of bits; numbers and zero points have 2^(bits - 1) added.
     Zero points are packed along outputs. With `weight_g_idx` inputs belong to groups in any order."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cpu.matmul_grouped import GroupedRows
 from .code_forms import StoredForm
-from .compressed_matrices import FP8, Fp8Matrix, Int8Matrix, PackedMatrix
+from .compressed_matrices import FP8, BitStreamMatrix, Fp8Matrix, Int8Matrix
 from .gptq_matrices import AwqMatrix, GptqMatrix
 from .matrix_parts import MatrixParts, StoredMatrix
 from .quantization_config import Awq, CompressedTensors, Gptq, ScaledFp8, StoredQuantization
@@ -80,7 +80,7 @@ def find_matrix(
             return None
         return GptqMatrix(parts, stored) if isinstance(stored, Gptq) else AwqMatrix(parts, stored)
     if isinstance(stored, CompressedTensors) and parts.has("weight_packed"):
-        return PackedMatrix(parts, stored)
+        return BitStreamMatrix(parts, stored)
     if not parts.has("weight"):
         return None
     dtype = parts.dtype("weight")
