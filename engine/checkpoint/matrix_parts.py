@@ -18,7 +18,7 @@ NARROW = (torch.float16, torch.bfloat16)
 """The dtypes of scales that eleven bits hold."""
 
 
-class StoredMatrix(Protocol):
+class MatrixReader(Protocol):
     """A quantised matrix."""
 
     form: StoredForm

@@ -9,7 +9,7 @@ from ..cpu.matmul_grouped import GroupedRows
 from .code_forms import StoredForm
 from .compressed_matrices import FP8, BitStreamMatrix, Fp8Matrix, Int8Matrix
 from .gptq_matrices import AwqMatrix, GptqMatrix
-from .matrix_parts import MatrixParts, StoredMatrix
+from .matrix_parts import MatrixParts, MatrixReader
 from .quantization_config import Awq, CompressedTensors, Gptq, ScaledFp8, StoredQuantization
 from .weights import CheckpointWeights, TensorSlice
 
@@ -22,7 +22,7 @@ class QuantizedWeights:
 
     def __init__(self, weights: CheckpointWeights, stored: StoredQuantization) -> None:
         self._weights, self._stored = weights, stored
-        self._matrices: dict[str, StoredMatrix | None] = {}
+        self._matrices: dict[str, MatrixReader | None] = {}
 
     def __contains__(self, name: str) -> bool:
         module = name.removesuffix(".weight")
@@ -58,7 +58,7 @@ class QuantizedWeights:
         matrix = self._matrix(piece)
         return self._weights.codes(piece) if matrix is None else matrix.codes(piece.rows)
 
-    def _matrix(self, piece: TensorSlice) -> StoredMatrix | None:
+    def _matrix(self, piece: TensorSlice) -> MatrixReader | None:
         if piece.name not in self._matrices:
             self._matrices[piece.name] = find_matrix(self._weights, piece.name, piece.shape, self._stored)
         return self._matrices[piece.name]
@@ -66,7 +66,7 @@ class QuantizedWeights:
 
 def find_matrix(
     weights: CheckpointWeights, name: str, shape: tuple[int, ...], stored: StoredQuantization
-) -> StoredMatrix | None:
+) -> MatrixReader | None:
     """The quantised matrix `name`; None: it is stored as plain floats, or is not there.
 
     Raises:
