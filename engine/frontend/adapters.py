@@ -215,7 +215,7 @@ class AdapterTable:
     async def _read_again(self, key: AdapterKey, known: Adapter) -> None:
         try:
             found = await self._hold(key, known.path, known.bytes, "read again")
-        except InvalidArgument as error:
+        except (InvalidArgument, NotFound) as error:
             raise Unavailable(f"adapter '{known.name}' cannot be read again: {error.message}") from error
         self._drop_nameless(found.digest)
         self.find(key)  # it may have been unloaded meanwhile

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from charonia.cli.app import app
 
@@ -55,7 +56,7 @@ def tokenizer_only(making: ModuleType, tmp_path_factory: pytest.TempPathFactory)
 def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer_only: Path) -> Path:
     """`tiny` computes, `fake` counts, `slow` counts slowly and lets one wait, `broken` cannot be."""
     directory = tmp_path_factory.mktemp("repository")
-    write_model(directory, "tiny", checkpoint)
+    write_model(directory, "tiny", checkpoint, enable_lora="true", max_lora_bytes=30_000)
     write_model(directory, "fake", tokenizer_only, **FAKE)
     write_model(
         directory, "slow", tokenizer_only, **FAKE, fake_step_seconds=0.05, max_num_seqs=1, max_queued_requests=1
@@ -65,11 +66,22 @@ def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, token
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[Server]:
+def loras(checkpoint: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of adapters `a`, `b` and `c` of `checkpoint`, two of which `tiny` has room for."""
+    directory, adapters = tmp_path_factory.mktemp("loras"), sibling("adapters.py")
+    layers = adapters.layers_of(checkpoint, ("q_proj", "down_proj"))
+    for seed, name in enumerate("abc"):
+        adapters.write_adapter(directory / name, layers, seed, dtype=torch.float16, lora_alpha=8)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, repository: Path, loras: Path) -> Iterator[Server]:
     """One server over `repository` for all tests that leave it as it was."""
     files = str(tmp_path_factory.mktemp("files"))
     flags = ["--model-repository", str(repository), "--exit-on-error=false"]
     flags += ["--files-dir", files, "--files-max-bytes", "500000"]
+    flags += ["--allow-runtime-lora", "--lora-root", str(loras), "--metrics-names", "vllm"]
     with serving(tmp_path_factory.mktemp("s") / "t", *flags) as running:
         yield running
         assert running.stop() == 0, running.said

@@ -55,7 +55,11 @@ def imported(
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, imported: Imported, checkpoint: Path, tokenizer_only: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    imported: Imported,
+    checkpoint: Path,
+    tokenizer_only: Path,
+    loras: Path,
 ) -> Iterator[Server]:
     repository = imported.repository
     version = write_config(repository, "vllm", 'backend: "vllm" instance_group [ { count: 1 kind: KIND_MODEL } ]')
@@ -65,7 +69,8 @@ def server(
         for key, value in {**FAKE, "fake_step_seconds": 0.05, "kv_cache_blocks": 160}.items()
     )
     version = write_config(repository, "slow", f'backend: "vllm" {parameters}')
-    (version / "model.json").write_text(json.dumps({"model": str(tokenizer_only)}))
+    (version / "model.json").write_text(json.dumps({"model": str(tokenizer_only), "enable_lora": "true"}))
+    (version / "multi_lora.json").write_text(json.dumps({"alpaca": str(loras / "a")}))
     with served_well(tmp_path_factory.mktemp("v") / "t", "--model-repository", str(repository)) as running:
         yield running
 
@@ -204,6 +209,7 @@ def test_refusals_name_what_and_have_their_status(server: Server) -> None:
     for extra, text in (
         ({"image": ["aGk="]}, "parameter 'image' is not supported yet"),
         ({"lora_name": "alpaca"}, "LoRA feature is not enabled."),
+        ({"sampling_parameters": '{"lora_name": "alpaca"}'}, "LoRA feature is not enabled."),
         ({"guided_decoding": '{"regexp": "a"}'}, "'guided_decoding.regexp' is unknown"),
         ({"sampling_parameters": "{"}, "sampling_parameters is not JSON"),
         ({"stream": True, "exclude_input_in_output": False}, "`exclude_input_in_output` = False is not allowed."),
@@ -215,6 +221,16 @@ def test_refusals_name_what_and_have_their_status(server: Server) -> None:
     [refusal] = streamed(server, text_input=PROMPT.encode(), image=b"aGk=")
     assert isinstance(refusal, InferenceServerException)
     assert "'image' is not supported" in str(refusal)
+
+
+def test_adapters_are_those_of_multi_lora_json(server: Server) -> None:
+    assert generate(server, "slow", text_input=PROMPT, lora_name="alpaca", max_tokens=1)["text_output"]
+    sampling = json.dumps({"lora_name": "dolly", "max_tokens": 1})
+    body = {"text_input": PROMPT, "sampling_parameters": sampling}
+    refusal = httpx.post(f"{server.url}/v2/models/slow/generate", json=body, timeout=60)
+    assert (refusal.status_code, "adapter 'dolly' is not found" in refusal.text) == (404, True)
+    listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [(each["id"], each["parent"]) for each in listed if "parent" in each] == [("alpaca", "slow")]
 
 
 def test_a_client_that_leaves_frees_its_cache(server: Server) -> None:

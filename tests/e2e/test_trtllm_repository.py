@@ -11,6 +11,8 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
 from tritonclient.utils import InferenceServerException
 
 from .models import FAKE
@@ -24,12 +26,15 @@ LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer_only: Path) -> Iterator[Server]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer_only: Path, loras: Path
+) -> Iterator[Server]:
     models = tmp_path_factory.mktemp("models")
     ascii_only = write_ascii_tokenizer(tmp_path_factory.mktemp("ascii") / "ascii", checkpoint)
     repository = TrtllmRepository(models)
     repository.write_texts(ascii_only)
-    repository.write_llm("tensorrt_llm", ascii_only)
+    modules = json.dumps({"named": str(loras / "a")}).replace('"', r"\"")
+    repository.write_llm("tensorrt_llm", ascii_only, lora_cache_max_adapter_size="8", lora_modules=modules)
     repository.write_ensemble("ensemble", "tensorrt_llm")
     repository.write_llm("slow", tokenizer_only, **FAKE, fake_step_seconds=0.05, exclude_input_in_output="${x}")
     repository.write_bls("tensorrt_llm_bls", "tensorrt_llm")
@@ -144,7 +149,6 @@ def test_what_is_not_there_is_refused_by_name(server: Server) -> None:
     body = {"text_input": PROMPT, "max_tokens": 4}
     for field, value in (
         ("beam_width", 2),
-        ("lora_task_id", 3),
         ("prompt_vocab_size", 9),
         ("return_context_logits", True),
         ("guided_decoding_guide_type", "yaml"),
@@ -154,6 +158,47 @@ def test_what_is_not_there_is_refused_by_name(server: Server) -> None:
         assert field in refused["error"], refused
     nothing = {"beam_width": 1, "lora_task_id": 0, "guided_decoding_guide_type": "", "decoder_text_input": ""}
     assert ask(server, "ensemble", **body, **nothing)["text_output"]
+
+
+def test_an_adapter_that_a_client_brings_is_the_one_that_was_converted(server: Server, loras: Path) -> None:
+    tensors = load_file(loras / "a" / "adapter_model.safetensors")
+    modules = {"self_attn.q_proj": 1, "mlp.down_proj": 6}
+    rows, config = [], []
+    for name, down in tensors.items():
+        if name.endswith("lora_A.weight"):
+            up = tensors[name.replace("lora_A", "lora_B")]
+            layer, _, module = name.removeprefix("base_model.model.model.layers.").partition(".")
+            config.append((modules[module.removesuffix(".lora_A.weight")], int(layer), len(down)))
+            rows.append(np.concatenate([down.ravel(), up.ravel()]))
+    weights = np.zeros((1, len(rows), max(map(len, rows))), np.float16)
+    for row, values in zip(weights[0], rows, strict=True):
+        row[: len(values)] = values
+    brought = {"lora_weights": weights, "lora_config": np.array([config], np.int32)}
+    task = {"lora_task_id": np.array([[7]], np.uint64)}
+    base = tokens(server)
+    with pytest.raises(InferenceServerException, match=r"LoRA task 7 not found in cache\. Please send LoRA weights"):
+        tokens(server, **task)
+    assert tokens(server, **task, **brought) == tokens(server, **task) == tokens(server, lora_name="named") != base
+
+
+def tokens(server: Server, lora_name: str = "", **inputs: NDArray[Any]) -> list[int]:
+    """What `tensorrt_llm` answers to a prompt, greedily."""
+    inputs |= {
+        "input_ids": np.array([[20, 30, 40]], np.int32),
+        "input_lengths": np.array([[3]], np.int32),
+        "request_output_len": np.array([[12]], np.int32),
+        "end_id": np.array([[-1]], np.int32),
+    }
+    heard: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        client.start_stream(lambda result, error: heard.put((result, error)))
+        sent = [given(triton, name, array) for name, array in inputs.items()]
+        client.async_stream_infer("tensorrt_llm", sent, parameters={"lora_name": lora_name} if lora_name else None)
+        result, error = heard.get(timeout=60)
+        if error is not None:
+            raise error
+        answer: list[int] = result.as_numpy("output_ids").ravel().tolist()
+        return answer
 
 
 def running(server: Server, model: str) -> float:
