@@ -1,6 +1,6 @@
 """The sequences that hold a row, as arrays indexed by row, and the steps in flight. Keeps counters; decides nothing."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -61,7 +61,7 @@ class RunningSet:
     sequence ended or was preempted; plans in flight still have it. `capped`: rows with a lower `max_in_flight` than the
     others. `scoring`: rows that want log-probabilities of their prompts. `guided`: the key of each row whose tokens the
     host follows; `given`: (row, position, token) that it went on with and the executor has not been told of.
-    `itl_targets`: seconds between tokens that a row wants, of rows that say so. Each is
+    `itl_targets`: seconds between tokens that a row wants, of rows that say so. `adapters`: rows by adapter. Each is
     empty in most steps, which then touch none of it. Nor do they look for rows whose last token came while at least
     `min_remaining` tokens are still to come to every running row.
 
@@ -97,6 +97,7 @@ class RunningSet:
         self.guided: dict[int, int] = {}
         self.given: list[tuple[int, int, int]] = []
         self.itl_targets: dict[int, float] = {}
+        self.adapters: Counter[str] = Counter()
         self.min_remaining = UNLIMITED
         self.blocked: tuple[Sequence | None, int] = None, 0
         self._free = list(range(size))  # a heap
@@ -146,6 +147,8 @@ class RunningSet:
             self.scoring.add(row)
         if request.guided:
             self.guided[row] = request.key
+        if request.adapter:
+            self.adapters[request.adapter] += 1
         if sequence.target_itl is not None:
             self.itl_targets[row] = sequence.target_itl
         self.min_remaining = min(self.min_remaining, sequence.token_limit - sequence.known)
@@ -181,11 +184,19 @@ class RunningSet:
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
             sequence.row = None
+            if sequence.request.adapter:
+                self._leave_adapter(sequence.request.adapter)
             self.cache.close(table)
             self.waiting.wake_waiting_for(table.promised[table.committed :])
             if not self.ended[row]:
                 sequence.rank = sequence.seniority  # most of it is still cached
                 self.waiting.enqueue(sequence)
+
+    def _leave_adapter(self, adapter: str) -> None:
+        self.adapters[adapter] -= 1
+        if not self.adapters[adapter]:
+            del self.adapters[adapter]
+            self.waiting.wake_held()
 
     def await_results(self, rows: Iterable[int]) -> None:
         """Schedule these rows no more until their plans are back; those whose plans are back by now continue from what
@@ -219,6 +230,8 @@ class RunningSet:
         assert sorted([*np.flatnonzero(self.running).tolist(), *self.releasing]) == occupied
         assert self.prefilling <= self.sequences.keys() - self.releasing - self.awaiting_results
         assert self.guided == {row: self.keys[row] for row in occupied if self.sequences[row].request.guided}
+        named = [self.sequences[row].request.adapter for row in occupied]
+        assert self.adapters == Counter(filter(None, named)), "adapters are miscounted"
         assert self.itl_targets.keys() <= self.sequences.keys()
         assert {row for row, _, _ in self.given} <= self.guided.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}

@@ -63,7 +63,8 @@ class Sequence:
 
     `arrival_number` counts arrivals and breaks ties. `seniority`: the step it arrived in, later by `ageing_steps` for
     each class below the most urgent one. `rank`: its place in the waiting queue, see `Scheduler.add`. `row`: the one it
-    holds, if any. `awaited_hash`: the block it is parked for. `arrived_at`: when, by the scheduler's clock.
+    holds, if any. `awaited_hash`: the block it is parked for. `held_since`: the step
+    from which on it was held because too many adapters ran. `arrived_at`: when, by the scheduler's clock.
     `target_ttft`, `target_itl`: the request's, or what all have that say nothing. `shared`: tokens that the cache had
     of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
@@ -82,6 +83,7 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
     awaited_hash: bytes | None = None
+    held_since: int = 0
     long_prompt: bool = False
     admitted: bool = False
     prompt_logprobs_done: int = field(init=False)

@@ -273,11 +273,14 @@ class StepPacker:
         return reserved if self._config.admission == "no_evict" else reserved + self._rows.num_running
 
     def _admit(self, lane: PrefillLane, sequence: Sequence) -> None:
-        """Give the sequence a row and its first chunk; or park it until a block it can share is computed; or note that
-        it does not fit, whereupon none is admissible until more blocks are free."""
+        """Give the sequence a row and its first chunk; or park it until a block it can share is computed, or fewer
+        adapters run; or note that it does not fit, whereupon none is admissible until more blocks are free."""
         awaited = self._cache.awaits(sequence.hashes, sequence.shareable_tokens)
         if awaited is not None:
             self._waiting.park_until_computed(sequence, awaited)
+            return
+        if not self._has_adapter_room(sequence):
+            self._waiting.hold_for_adapter_room(sequence, self._step)
             return
         spare, free = self._spare_blocks(), self._cache.free_blocks
         table = self._cache.open(sequence.hashes, sequence.shareable_tokens)
@@ -291,6 +294,13 @@ class StepPacker:
         self._admitted_rows.append(row)
         self._appended.extend((row, block) for block in table.blocks)
         self._add_chunk(lane, row, missing)
+
+    def _has_adapter_room(self, sequence: Sequence) -> bool:
+        """Whether the sequence's adapter may run beside those that do."""
+        adapter, running, most = sequence.request.adapter, self._rows.adapters, self._config.max_loras
+        if not adapter or not most:
+            return True
+        return self._waiting.overdue(self._step) in (None, sequence) and (adapter in running or len(running) < most)
 
     # Blocks
 

@@ -15,6 +15,13 @@ RANK_ONLY_INTERVAL = 8
 OUTPUT_WEIGHT = 2.0
 """A generated token counts as much as so many computed prompt tokens, as in the paper."""
 
+MAX_HELD_STEPS = 256
+"""After so many steps a sequence that is held for its adapter's sake is the next with one: adapters that are asked for
+all the time do not keep it out forever."""
+
+_ADAPTER_ROOM = b"room for another adapter"
+"""In place of a block's hash: what sequences are parked for that are held."""
+
 _NOT_WAITING = 1 << 62
 _FIRST_SLOTS = 8
 
@@ -133,6 +140,7 @@ class WaitingQueue:
         self._num_admitted = 0
         self._parked: dict[bytes, list[Sequence]] = {}
         self._num_parked = 0
+        self._held: dict[Sequence, None] = {}  # those that were held and have not been admitted yet
 
     def __len__(self) -> int:
         return self._num_enqueued + self._num_parked
@@ -155,7 +163,7 @@ class WaitingQueue:
     @property
     def awaited_hashes(self) -> Iterable[bytes]:
         """Hashes of the blocks that parked sequences wait for."""
-        return self._parked.keys()
+        return self._parked.keys() - {_ADAPTER_ROOM}
 
     def peek(self, now: int, long: bool | None = None) -> Sequence | None:
         """The next sequence at step `now`: of all, or of the lane of long prompts or of short ones."""
@@ -188,7 +196,13 @@ class WaitingQueue:
         self._num_admitted += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its line, or from the parked ones."""
+        """Take a sequence out of its line, or from the parked ones, for good."""
+        self._take_out(sequence)
+        if sequence in self._held:
+            del self._held[sequence]
+            self.wake_held()  # it may have held the others
+
+    def _take_out(self, sequence: Sequence) -> None:
         if sequence.awaited_hash is not None:
             group = self._parked[sequence.awaited_hash]
             group.remove(sequence)
@@ -209,10 +223,26 @@ class WaitingQueue:
 
     def park_until_computed(self, sequence: Sequence, awaited: bytes) -> None:
         """Leave the sequence out until the block of this hash is settled."""
-        self.remove(sequence)
+        self._take_out(sequence)
         sequence.awaited_hash = awaited
         self._parked.setdefault(awaited, []).append(sequence)
         self._num_parked += 1
+
+    def hold_for_adapter_room(self, sequence: Sequence, now: int) -> None:
+        """Leave the sequence out until fewer adapters run."""
+        if sequence not in self._held:
+            sequence.held_since = now
+            self._held[sequence] = None
+        self.park_until_computed(sequence, _ADAPTER_ROOM)
+
+    def wake_held(self) -> None:
+        """Enqueue the sequences that are held: there may be room now."""
+        self.wake_waiting_for((_ADAPTER_ROOM,))
+
+    def overdue(self, now: int) -> Sequence | None:
+        """The sequence that was first held, if that was MAX_HELD_STEPS ago."""
+        first = next(iter(self._held), None)
+        return None if first is None or now - first.held_since < MAX_HELD_STEPS else first
 
     def wake_waiting_for(self, settled: Iterable[bytes]) -> None:
         """Enqueue the sequences parked for these blocks, which were committed or whose computation was given up."""

@@ -32,5 +32,13 @@ def _arrive(trial: SchedulerTrial, random: Random, longest: int) -> None:
     tenant = random.randrange(trial.world.tenants)
     guided = random.random() < 0.2
     trial.arrive(
-        family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant, scored=scored, guided=guided
+        family=family,
+        prompt=prompt,
+        new=new,
+        priority=priority,
+        stop=stop,
+        tenant=tenant,
+        scored=scored,
+        guided=guided,
+        adapter=random.randint(0, trial.world.adapters),
     )

@@ -17,7 +17,7 @@ from ...scheduler.plan import Continuation, SamplerParams, StepPlan, StepResult,
 from ...scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
-from ...scheduler.waiting_queue import RANK_ONLY_INTERVAL
+from ...scheduler.waiting_queue import MAX_HELD_STEPS, RANK_ONLY_INTERVAL
 from .scheduler_world import SchedulerWorld
 
 VOCABULARY = 1000
@@ -58,6 +58,8 @@ class SchedulerTrial:
             threaded=False,
         )
         self.executor.allocate(world.blocks)
+        self.executor.adapters.update(f"adapter {number}" for number in range(1, world.adapters + 1))
+        self._adapter_of: dict[int, str] = {}  # by row
         self.operations = 0
         self.plans = 0
         self.longest_wait = 0.0  # of the patience a sequence had
@@ -90,10 +92,11 @@ class SchedulerTrial:
         scored: bool = False,
         max_in_flight: int = 0,
         guided: bool = False,
+        adapter: int = 0,
     ) -> int:
         """Add a sequence with `prompt` tokens of a family. `stop`: which of its new tokens is a stop token, from 1;
         `scored`: it asks for the log-probabilities of its prompt; `guided`: what follows its tokens may come of the
-        host."""
+        host; `adapter`: 0 is none."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
         tokens = np.arange(first, first + prompt, dtype=np.int32)
@@ -109,7 +112,8 @@ class SchedulerTrial:
             deque(outputs), reason, self.plans, overtaken_until, deadline, work, prompt, unscored
         )
         stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
-        hashes = self.cache.digest(tokens)
+        name = f"adapter {adapter}" if adapter else ""
+        hashes = self.cache.digest(tokens, (name,))
         self.scheduler.add(
             SequenceRequest(
                 key=key,
@@ -123,6 +127,8 @@ class SchedulerTrial:
                 weight=float(1 << tenant),
                 max_in_flight=1 if guided else max_in_flight,
                 guided=guided,
+                extras=(name,),
+                adapter=name,
             )
         )
         self._check()
@@ -149,6 +155,8 @@ class SchedulerTrial:
         aside = 2 * config.max_num_seqs * self._longest_work()
         if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many
             before = (len(self.expected) + 1) * RANK_ONLY_INTERVAL * self._longest_work()
+        if self.world.adapters:  # all others may be held for longer, and go first
+            aside += MAX_HELD_STEPS + 2 * before
         return self.plans + overtaken, self.plans + overtaken + before + aside
 
     def _longest_work(self) -> int:
@@ -156,10 +164,12 @@ class SchedulerTrial:
 
     def _burden_others(self, work: int) -> None:
         """Extend the deadlines of the sequences that a newcomer may overtake."""
-        if self.world.tenants > 1:
+        if self.world.tenants > 1 or self.world.adapters:
             work = RANK_ONLY_INTERVAL * self._longest_work()
         for expected in self.expected.values():
-            if self.plans <= expected.overtaken_until or self.world.token_seconds:  # its prompt may be a long one
+            if (
+                self.plans <= expected.overtaken_until or self.world.token_seconds or self.world.adapters
+            ):  # its prompt may be a long one
                 expected.deadline += work
 
     def leave(self, key: int) -> None:
@@ -186,6 +196,9 @@ class SchedulerTrial:
         config = self.world.scheduler
         assert plan.tokens <= config.max_num_batched_tokens, "over the budget"
         assert len(self._flights) <= config.ahead, "too many plans ahead"
+        self._adapter_of.update((new.row, new.adapter) for new in plan.new)
+        running = {self._adapter_of[row] for row in plan.rows.tolist()} - {""}
+        assert len(running) <= (config.max_loras or len(running)), "too many adapters"
         cap = config.in_flight_per_sequence or config.ahead + 1
         in_flight = Counter(row for flight, _ in self._flights for row in flight.rows.tolist())
         assert all(in_flight[row] < cap for row in plan.rows.tolist()), "a row is in too many plans"

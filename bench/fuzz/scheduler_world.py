@@ -14,7 +14,8 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 class SchedulerWorld:
     """The sizes, rules and load of a trial. `live`: sequences that it adds at once. Of a random trial's prompts,
     `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for. `tenants`: their number; each
-    weighs twice the one before. `token_seconds`: the time of a token that the scheduler is told, roughly; 0 for none.
+    weighs twice the one before. `adapters`: their number, beside the model itself. `token_seconds`: the time of a token
+    that the scheduler is told, roughly; 0 for none.
     """
 
     blocks: int = 24
@@ -25,6 +26,7 @@ class SchedulerWorld:
     long_prompts: float = 0.3
     outputs: int = 20
     tenants: int = 1
+    adapters: int = 0
     token_seconds: float = 0.0
     scheduler: SchedulerConfig = SMALL
 
@@ -32,6 +34,7 @@ class SchedulerWorld:
     def drawn(cls, random: Random) -> "SchedulerWorld":
         rows = random.choice((1, 2, 4, 8))
         ahead = random.choice((0, 1, 2))
+        adapters = random.choice((0, 0, 2, 5))
         return cls(
             blocks=random.choice((8, 12, 24, 64)),
             block_size=random.choice((1, 2, 4)),
@@ -41,6 +44,7 @@ class SchedulerWorld:
             long_prompts=random.choice((0.0, 0.1, 0.4)),
             outputs=random.choice((4, 20, 60)),
             tenants=random.choice((1, 1, 2, 4)),
+            adapters=adapters,
             token_seconds=random.choice((0.0, 0.0, 1e-4, 0.02, 0.2)),
             scheduler=SchedulerConfig(
                 max_num_seqs=rows,
@@ -52,6 +56,7 @@ class SchedulerWorld:
                 ageing_steps=random.choice((1, 4, 16)),
                 target_ttft_ms=random.choice((None, None, 100)),
                 target_itl_ms=random.choice((None, None, 0, 50)),
+                max_loras=random.choice((1, 2)) if adapters else 0,
             ),
         )
 

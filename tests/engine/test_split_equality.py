@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from charonia.bench.inline_loop import LoopResult
-from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.executor import Executor, StepFuture
 from charonia.kvcache.manager import KVCacheManager
@@ -56,12 +56,13 @@ SHAPED = SamplerParams(
 
 
 class Asked(NamedTuple):
-    """How requests are served, and how they choose."""
+    """How requests are served, how they choose, and the adapters that they have in turn."""
 
     chunk: int = 19
     prefix: bool = True
     blocks: int = BLOCKS
     sampling: SamplerParams = SamplerParams()
+    adapters: tuple[str, ...] = ("",)
 
 
 ALONE = Asked(4096, False, 64)
@@ -93,7 +94,7 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
         in_flight_per_sequence=1 if stages > 1 else None,
     )
     scheduler = Scheduler(config, cache)
-    for request in requests(cache, asked.sampling):
+    for request in requests(cache, asked):
         scheduler.add(request)
     events = turn(scheduler, executor, cancelled)
     scheduler.check_integrity()
@@ -101,10 +102,18 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
     return events
 
 
-def requests(cache: KVCacheManager, sampling: SamplerParams) -> Iterable[SequenceRequest]:
+def requests(cache: KVCacheManager, asked: Asked) -> Iterable[SequenceRequest]:
     for key, prompt in enumerate(prompts()):
-        tokens = np.array(prompt, np.int32)
-        yield SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
+        tokens, adapter = np.array(prompt, np.int32), asked.adapters[key % len(asked.adapters)]
+        yield SequenceRequest(
+            key=key,
+            prompt=tokens,
+            max_tokens=NEW,
+            hashes=cache.digest(tokens, (adapter,)),
+            sampling=asked.sampling,
+            extras=(adapter,),
+            adapter=adapter,
+        )
 
 
 def turn(scheduler: Scheduler, executor: Executor, cancelled: dict[int, int]) -> Events:
@@ -280,3 +289,36 @@ def test_int8_on_two_ranks_is_as_near_as_on_one(threads: ModuleType, config: Cal
     one, two = (first_logprobs(threads.Layout(tensor), "int8") - right for tensor in (1, 2))
     assert not np.array_equal(one, two)
     assert np.square(two).mean() < 2 * np.square(one).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-linear-biased", (2,)),
+        ("qwen2", (1, 3)),
+        pytest.param("phi3", (2, 2), marks=pytest.mark.proof),
+        pytest.param("qwen2", (4,), marks=pytest.mark.proof),
+    ],
+)
+def test_rows_with_adapters_say_what_they_do_on_one_rank(
+    name: str,
+    layout: tuple[int, ...],
+    threads: ModuleType,
+    sibling: Callable[[str], ModuleType],
+    config: Callable[..., EngineConfig],
+    tmp_path: Path,
+) -> None:
+    """Each rank has its share of an adapter's matrices."""
+    adapters, settings = sibling("adapters.py"), config(name, lora=LoraConfig(max_bytes=1 << 26))
+    layers = adapters.layers_of(Path(settings.model))
+    paths = [str(adapters.write_adapter(tmp_path / str(seed), layers, seed)) for seed in range(2)]
+
+    def texts_on(split: Any, asked: Asked) -> dict[int, list[int]]:
+        with threads.ranks(settings, split) as executor:
+            found = [executor.load_adapter(path) for path in paths]
+            asked = asked._replace(adapters=("", *(digest for digests in found for digest in digests)))
+            assert len(asked.adapters) == 3, "ranks agree about what they read"
+            return texts(serve(executor, asked, split.stages, {}).outcome)
+
+    whole, split = texts_on(threads.Layout(), ALONE), texts_on(threads.Layout(*layout), Asked())
+    assert split == whole

@@ -163,7 +163,14 @@ class ThreadedExecutor:
         self._chosen.put(last[0])
         done.set_result(last[0])
 
+    def load_adapter(self, path: str) -> set[str]:
+        """The digests that ranks found."""
+        loads = [engine.loaded_adapters.load(path) for engine in self.engines]
+        return {load.result(PATIENCE).digest for load in loads}
+
     def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
         for worker in self._workers:
             worker.shutdown(cancel_futures=True)
 
