@@ -117,8 +117,8 @@ class LoraModule(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_lora_modules(given: Sequence[str]) -> dict[str, str]:
-    """The directories of --lora-modules by the names of the adapters. Raises `InvalidArgument` for a text that is
-    neither `name=directory` nor vLLM's JSON object, and for a name that is there twice."""
+    """The directories, or hub ids, of --lora-modules by the names of the adapters. Raises `InvalidArgument` for a text
+    that is neither `name=directory` nor vLLM's JSON object, and for a name that is there twice."""
     modules: dict[str, str] = {}
     for text in given:
         try:
@@ -132,7 +132,10 @@ def parse_lora_modules(given: Sequence[str]) -> dict[str, str]:
             raise InvalidArgument(f"--lora-modules: the name '{module.name}' is there twice")
         if module.base_model_name:
             log.warning("--lora-modules: base_model_name of '%s' has no effect: there is one model", module.name)
-        modules[module.name] = os.path.abspath(os.path.expanduser(module.path))
+        path = Path(module.path).expanduser()
+        # What is no directory and does not look like one may be a hub id.
+        local = path.exists() or module.path.startswith((".", "/", "~"))
+        modules[module.name] = os.path.abspath(path) if local else module.path
     return modules
 
 

@@ -11,6 +11,7 @@ from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..tokenization.checkpoint_files import read_json
+from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import find_weights
 from .config import EngineConfig, LoraConfig
 from .frontend.llm import LlmModel, TokenizerBundle, own_engine_spec
@@ -70,7 +71,7 @@ def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int])
         return ()
     weights, cache = _weight_bytes(Path(checkpoint), options), options.kv_cache_bytes or 0
     if options.enable_lora:
-        cache += options.max_lora_bytes or LoraConfig().max_bytes
+        weights += options.max_lora_bytes or LoraConfig().max_bytes
     device, replicas = options.device or "auto", options.data_parallel_size or 1
     if computes_on_host(device, gpus):
         return (MemoryNeed((weights + cache) * replicas),)
@@ -98,8 +99,22 @@ def examine(path: str, parameters: Mapping[str, Any]) -> str:
         return f"{checkpoint} is not here yet"
     config = engine_config(checkpoint, options, lora_modules)
     own_engine_spec(config)
+    unknown = [] if config.lora is None else _examine_adapters(config.lora)
     TokenizerBundle.load(checkpoint, options.chat_template or "", options.tokenizer or "")
-    return "" if options.executor == "fake" else examine_weights(config)
+    unknown.append("" if options.executor == "fake" else examine_weights(config))
+    return "; ".join(filter(None, unknown))
+
+
+def _examine_adapters(lora: LoraConfig) -> list[str]:
+    """Read the adapters of the start; whether their matrices fit the model, its load tells. Returns what is said of
+    those of the hub, which are not fetched."""
+    remote = []
+    for path in lora.modules.values():
+        if Path(path).is_dir() or path.startswith(("/", ".", "~")):
+            read_adapter(path, lora)
+        else:
+            remote.append(f"adapter {path} is not here yet")
+    return remote
 
 
 def _weight_bytes(directory: Path, options: EngineOptions) -> int:

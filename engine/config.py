@@ -49,7 +49,8 @@ class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters of a model: `max_loras` different ones in a step, none with a rank above `max_rank`, and `max_bytes` of
-    memory for all that one replica holds. `modules`: directories of those to load before the model serves, by name."""
+    memory for all that one replica holds. `modules`: directories or hub ids, by name, of those to load before the
+    model serves."""
 
     max_loras: int = 8
     max_rank: int = 64

@@ -65,14 +65,25 @@ def _only_model(directory: Path, files: Iterable[Path]) -> Path | None:
     return first[0] if first else None
 
 
+def locate_adapter(adapter: str) -> Path:
+    """The directory of an adapter, given as such or as a hub id, whose files are fetched first. Raises `NotFound` for
+    neither."""
+    directory = Path(adapter).expanduser()
+    if directory.is_dir():
+        return directory
+    if adapter.startswith((".", "/", "~")):
+        raise NotFound(f"there is no directory '{adapter}'")
+    return _fetch(adapter, ("adapter_config.json", "adapter_model.safetensors"))
+
+
 def refuse_adapter(directory: Path) -> None:
     """Raises `InvalidArgument` for a directory of a PEFT adapter, which has no model of its own."""
     config = directory / "adapter_config.json"
     if config.is_file():
         base = read_json(config).get("base_model_name_or_path")
         raise InvalidArgument(
-            f"{directory}: this is a PEFT adapter of {base!r} and no model; merge it into that one first "
-            "(merge_and_unload, save_pretrained)"
+            f"{directory}: this is a PEFT adapter of {base!r} and no model; serve that one with --enable-lora and "
+            "--lora-modules NAME=DIRECTORY, or merge it (merge_and_unload, save_pretrained)"
         )
 
 

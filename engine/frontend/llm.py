@@ -23,7 +23,7 @@ from ...core.statistics import VersionStatistics
 from ...telemetry.llm_metrics import LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ...tokenization.async_tokenizer import AsyncTokenizer
-from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_checkpoint
+from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_adapter, locate_checkpoint
 from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
 from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
@@ -232,10 +232,11 @@ class LlmModel:
         return self._adapters
 
     async def _load_first_adapters(self) -> None:
-        """Load those that are to be there before the model serves, one after the other."""
+        """Load those that are to be there before the model serves, one after the other: directories, or hub ids."""
         for name, path in (self._spec.lora.modules if self._spec.lora else {}).items():
             began = time.monotonic()
-            adapter = await self._adapter_table.load(name, path)
+            directory = await asyncio.to_thread(locate_adapter, path)
+            adapter = await self._adapter_table.load(name, str(directory))
             self._on_progress("adapters", 1.0, time.monotonic() - began, f"{name}, rank {adapter.rank}")
 
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:

@@ -90,11 +90,21 @@ def test_flags_about_executions_are_parameters_of_all_backends(tmp_path: Path) -
         check_backend("model", "no", builder.backend_directory)
 
 
-def test_adapters_have_names_and_directories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given = ("sql=loras/a=b", f'{{"name": "poet", "path": "{tmp_path}/x", "base_model_name": "gpt"}}', "home=~/x")
+def test_adapters_have_names_and_directories(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loras/a=b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    given = (
+        "sql=loras/a=b",
+        "hub=owner/name@main",
+        f'{{"name": "poet", "path": "{tmp_path}/x", "base_model_name": "gpt"}}',
+        "home=~/x",
+    )
     modules = parse_lora_modules(given)
     assert modules == {
-        "sql": str(Path.cwd() / "loras/a=b"),
+        "sql": str(tmp_path / "loras/a=b"),
+        "hub": "owner/name@main",
         "poet": f"{tmp_path}/x",
         "home": str(Path.home() / "x"),
     }

@@ -94,6 +94,28 @@ def test_good_language_models(making: Any, tmp_path: Path, capsys: pytest.Captur
     ]
 
 
+def test_adapters_are_read_too(
+    making: Any, sibling: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version, adapters = write_llm(making, tmp_path / "models"), sibling("adapters.py")
+    good = adapters.write_adapter(tmp_path / "good", adapters.layers_of(version, ("q_proj",)))
+    wrong = adapters.write_adapter(tmp_path / "wrong", adapters.layers_of(version, ("q_proj",)), use_dora=True)
+    for modules, says in (
+        ({"a": str(good)}, "good: charonia, version 1"),
+        ({"a": str(good), "b": "owner/name"}, "good: charonia, version 1; adapter owner/name is not here yet"),
+        ({"a": str(good), "b": str(wrong)}, "use_dora: DoRA is not supported"),
+        ({"a": str(tmp_path / "none")}, "there is no directory"),
+    ):
+        text = json.dumps(modules).replace('"', r"\"")
+        settings = {"enable_lora": "true", "lora_modules": text}
+        lines = [
+            f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in settings.items()
+        ]
+        (version.parent / "config.pbtxt").write_text("\n".join((LLM, *lines)))
+        assert print_check_report(tmp_path / "models", ConfigOptions()) == ("good" not in says)
+        assert says in capsys.readouterr().out
+
+
 def edit_config(version: Path, **changes: object) -> None:
     path = version / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

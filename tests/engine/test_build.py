@@ -36,6 +36,13 @@ def checkpoint(tmp_path: Path) -> Path:
         ({"quantization": "int8"}, (), [MemoryNeed(500)]),
         ({"kv_cache_bytes": "70"}, (), [MemoryNeed(1070)]),
         ({"kv_cache_bytes": "70", "data_parallel_size": "2"}, (), [MemoryNeed(2140)]),
+        ({"enable_lora": "true", "max_lora_bytes": "30", "data_parallel_size": "2"}, (), [MemoryNeed(2060)]),
+        ({"enable_lora": "true"}, (), [MemoryNeed(1000 + 2**30)]),
+        (
+            {"enable_lora": "true", "max_lora_bytes": "30", "tensor_parallel_size": "2"},
+            (0, 1),
+            [MemoryNeed(515, 0), MemoryNeed(515, 1)],
+        ),
         ({}, (0, 1), [MemoryNeed(1000, 0)]),
         ({"kv_cache_bytes": "70", "tensor_parallel_size": "2"}, (0, 1), [MemoryNeed(570, 0), MemoryNeed(570, 1)]),
         (

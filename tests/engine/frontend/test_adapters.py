@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -218,6 +220,45 @@ async def test_one_that_was_unloaded_and_is_loaded_again_while_it_is_used_stays(
         await world.table.unload("a")
         await world.table.load("a", path)
     assert (await world.ask("a"), world.engine.held) == ("aaaa", ["aaaa"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_comes_and_goes_every_sequence_has_its_adapter_and_the_room_is_kept(
+    world: World, seed: int
+) -> None:
+    random, names = Random(seed), "abcde"
+    most = 0
+
+    async def act(number: int) -> None:
+        nonlocal most
+        name, directory = random.choice(names), world.make(random.choice(names) * random.randint(1, 4))
+        with suppress(NotFound, InvalidArgument, asyncio.CancelledError):
+            match random.randrange(10):
+                case 0:
+                    await world.table.unload(name)
+                case 1 | 2:
+                    await world.table.load(name, directory, replace=random.random() < 0.5)
+                case _:
+                    with await world.use(name) as digest:
+                        for _ in range(random.randrange(5)):
+                            assert digest in world.engine.held
+                            most = max(most, sum(map(len, world.engine.held)))
+                            await asyncio.sleep(0)
+
+    for name in names:
+        await world.table.load(name, world.make(name * 3))
+    acts = [asyncio.create_task(act(number)) for number in range(150)]
+    for task in acts:
+        if random.random() < 0.1:
+            task.cancel()
+        if random.random() < 0.3:
+            await asyncio.sleep(0)
+    await asyncio.wait_for(asyncio.gather(*acts, return_exceptions=True), 30)
+    assert [task.exception() for task in acts if not task.cancelled() and task.exception()] == []
+    for name in list(world.table.named):
+        await world.table.unload(name)
+    await until(lambda: world.engine.held == [])
+    assert 0 < most <= 10 + 4  # one that is read for the first time is counted when it is there
 
 
 async def test_routers_see_which_adapters_run_and_wait(world: World) -> None:
