@@ -22,15 +22,26 @@ from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..processes.host import usable_cores
 from .checkpoint import ShapeName
 from .cli_errors import exit_on_error
-from .load.service_trials import Log, TrialSizes, TrialTarget, TrialVerdict, beside, mixed, prefill, prefix, throughput
+from .load.service_trials import (
+    Log,
+    TrialSizes,
+    TrialTarget,
+    TrialVerdict,
+    beside,
+    hostile,
+    mixed,
+    prefill,
+    prefix,
+    throughput,
+)
 from .offline import prepare_checkpoint
 from .peer_process import OURS, PeerProcess, PeerSpec
 from .peer_runner import PeerSetup
 from .roofline import Precision
 from .server_process import first_model, own_server
 
-TrialName: TypeAlias = Literal["throughput", "prefill", "beside", "mixed", "prefix"]
-_TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "beside", "mixed", "prefix")
+TrialName: TypeAlias = Literal["throughput", "prefill", "beside", "mixed", "prefix", "hostile"]
+_TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "beside", "mixed", "prefix", "hostile")
 SERVER_FLAGS: dict[Precision, list[str]] = {
     "bf16": ["--dtype", "bfloat16"],
     "fp16": ["--dtype", "float16"],
@@ -71,7 +82,8 @@ def _run(
             PeerSpec(OURS, precision, Path(sys.executable)), _setup(checkpoint, precision, sizes)
         ) as engine:
             return throughput(asked, engine, sizes, usable_cores().threads, log)
-    return {"prefill": prefill, "beside": beside, "mixed": mixed, "prefix": prefix}[trial](asked, sizes, log)
+    others = {"prefill": prefill, "beside": beside, "mixed": mixed, "prefix": prefix, "hostile": hostile}
+    return others[trial](asked, sizes, log)
 
 
 def _setup(checkpoint: Path, precision: Precision, sizes: TrialSizes) -> PeerSetup:

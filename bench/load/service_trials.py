@@ -1,12 +1,17 @@
 """The bars of a server under load, one trial each: throughput of the engine, streams that no prefill stalls, short
-prompts that no long one delays, prefixes that are computed once.
+prompts that no long one delays, prefixes that are computed once, constraints that cost nobody else.
 
 Each trial asks a running server and returns a ratio: the same work with and without what is examined, in turns.
 """
 
+import json
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count, islice
+from http.client import HTTPConnection
+from itertools import count, cycle, islice
 from statistics import median
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -229,6 +234,59 @@ def beside(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict
         TrialVerdict(f"TTFT of {what}, of its own alone", median(first), 1.9, False),
         TrialVerdict(f"{what}: their p99 ITL, of their median without it", median(gaps), 2.5, False),
     ]
+
+
+_HOSTILE = ("(a{1,500}){500}", "(" * 300 + "x" + ")*" * 300)
+"""Regular expressions that cost as much as the server lets them."""
+
+
+def hostile(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
+    """The p99 gap between tokens of running streams, and their throughput, while a client asks with one hostile
+    constraint after another, over those without."""
+    gaps, speeds = [], []
+    running = uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.running_new)
+    _warm(asked)
+    for _ in range(sizes.repeats):
+        alone = asked.put(running)
+        with _hostile_client(asked) as answers:
+            troubled = asked.put(running)
+        usual, slow = (float(np.percentile(steady_gaps(each.records), 99)) for each in (alone, troubled))
+        log(f"p99 gap {usual * 1e3:.1f} ms, {slow * 1e3:.1f} ms beside {len(answers)} answers: {Counter(answers)}")
+        gaps.append(slow / usual)
+        speeds.append(speed(troubled) / speed(alone))
+    what = f"{sizes.beside} streams beside hostile constraints"
+    return [
+        TrialVerdict(f"p99 ITL of {what}, of that without", median(gaps), 1.5, False),
+        TrialVerdict(f"throughput of {what}, of that without", median(speeds), 0.9, True),
+    ]
+
+
+@contextmanager
+def _hostile_client(asked: TrialTarget) -> Iterator[list[int]]:
+    """One that asks without a pause; yields the statuses of its answers."""
+    statuses: list[int] = []
+    left = threading.Event()
+
+    def ask() -> None:
+        connection = HTTPConnection(asked.place.host, asked.place.http_port, timeout=120)
+        for number, regex in enumerate(cycle(_HOSTILE)):
+            if left.is_set():
+                break
+            # A number of its own: the server remembers what it refused.
+            body = {"model": asked.model, "prompt": [1], "max_tokens": 1, "guided_regex": f"{number}{regex}"}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+            statuses.append(answer.status)
+        connection.close()
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        yield statuses
+    finally:
+        left.set()
+        client.join()
 
 
 def mixed(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
