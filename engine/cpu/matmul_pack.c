@@ -59,8 +59,16 @@ ALWAYS_INLINE uint16_t rounded(float value)
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Adding 1.5 * 2^23 leaves the nearest whole number in the last bits. */
-ALWAYS_INLINE int nearest(float value) { return (int)(as_bits(value + 12582912.0f) - 0x4b400000); }
+/* Adding 1.5 * 2^23 leaves the nearest whole number in the last bits; where the product before it would be fused with
+   that there is an instruction. */
+ALWAYS_INLINE int nearest(float value)
+{
+#ifdef __aarch64__
+    return (int)__builtin_rintf(value);
+#else
+    return (int)(as_bits(value + 12582912.0f) - 0x4b400000);
+#endif
+}
 
 /* As bits: then what is no number is larger than all that are. */
 ALWAYS_INLINE float largest(const void *row, int kind, int64_t inputs)

@@ -10,8 +10,16 @@ enum { SPAN = 32 };
 /* What the largest number of a span may become before it is rounded: its scale is the best of these. */
 static const float targets[] = {-8.25f, -8.0f, -7.75f, -7.25f, -6.75f, -6.25f};
 
-/* Adding 1.5 * 2^23 leaves the nearest whole number. */
-ALWAYS_INLINE float nearest(float value) { return (value + 12582912.0f) - 12582912.0f; }
+/* Adding 1.5 * 2^23 leaves the nearest whole number; where the product before it would be fused with that there is an
+   instruction. */
+ALWAYS_INLINE float nearest(float value)
+{
+#ifdef __aarch64__
+    return __builtin_rintf(value);
+#else
+    return (value + 12582912.0f) - 12582912.0f;
+#endif
+}
 
 ALWAYS_INLINE float sum_of(float *parts)
 {
