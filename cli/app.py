@@ -49,7 +49,7 @@ def serve(
     Parameters
     ----------
     model
-        A checkpoint directory, a hub id, or a model repository.
+        A checkpoint directory, a file in GGUF, a hub id, or a model repository.
     """
     import uvloop
 

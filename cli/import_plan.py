@@ -14,16 +14,18 @@ from typing import NamedTuple
 
 from ..core.errors import InvalidArgument, NotFound, Unsupported
 from ..repository.backend_registry import torch_config_guesser
-from ..repository.config_defaults import LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
+from ..repository.config_defaults import GGUF_SUFFIX, LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
 from ..repository.config_io import config_from_json, config_to_text, find_config
 from ..repository.model_source import find_versions, is_checkpoint, is_repository
 
 _MODEL_FILES = {".onnx": "model.onnx", ".pt": "model.pt", ".pth": "model.pt", ".ts": "model.pt", ".pt2": "model.pt2"}
 """Ending of a model's file -> its name in a version's folder."""
 
+_SETTINGS = '# Settings of its engine: parameters { key: "max_num_seqs" value { string_value: "32" } }\n'
 _PLAIN_NAMES = re.compile(r"model|onnx|[0-9]+")
 """Names of files and folders that say nothing of a model."""
 
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+")
 _MAX_NAME_BYTES = 255
 
@@ -98,7 +100,7 @@ def _checkpoint_plan(directory: Path) -> ImportPlan:
     described = _described(directory / "config.json")
     text = _config_text(backend)
     if backend == LANGUAGE_MODEL_BACKEND:
-        text += '# Settings of its engine: parameters { key: "max_num_seqs" value { string_value: "32" } }\n'
+        text += _SETTINGS
     return ImportPlan("", f"{kind} ({described})" if described else kind, (ImportedFile(directory, "1"),), text)
 
 
@@ -130,10 +132,13 @@ def _only_model_file(directory: Path) -> Path:
 def _file_plan(file: Path) -> ImportPlan:
     if not file.is_file():
         raise InvalidArgument(f"'{file}' is neither a file nor a directory")
+    if file.suffix == GGUF_SUFFIX:
+        parts = tuple(ImportedFile(each, f"1/{each.name}") for each in _shards(file))
+        return ImportPlan("", "a language model in GGUF", parts, _config_text(LANGUAGE_MODEL_BACKEND) + _SETTINGS)
     if file.suffix not in _MODEL_FILES:
         hint = "; of a checkpoint, name the directory" if file.suffix in (".safetensors", ".bin", ".json") else ""
         raise InvalidArgument(
-            f"'{file}' is no model that is known here: those end with {', '.join(_MODEL_FILES)}{hint}"
+            f"'{file}' is no model that is known here: those end with {', '.join((*_MODEL_FILES, GGUF_SUFFIX))}{hint}"
         )
     place = _MODEL_FILES[file.suffix]
     files = [ImportedFile(file, f"1/{place}")]
@@ -148,6 +153,15 @@ def _file_plan(file: Path) -> ImportPlan:
         + config_to_text(guessed)
     )
     return ImportPlan("", "a TorchScript model, whose tensors are a guess", tuple(files), text)
+
+
+def _shards(file: Path) -> list[Path]:
+    """The files of a model in GGUF that `file` is one of."""
+    own = _SHARD.sub("", file.stem)
+    if own == file.stem:
+        return [file]
+    parts = (each for each in file.parent.iterdir() if each.suffix == GGUF_SUFFIX and each.stem != own)
+    return sorted(each for each in parts if _SHARD.sub("", each.stem) == own)
 
 
 def _config_text(backend: str) -> str:
@@ -171,7 +185,7 @@ def _guessed_name(path: Path) -> str:
     snapshot = _SNAPSHOT.fullmatch(str(path))
     if snapshot:
         return _checked_name(snapshot[1].rpartition("--")[2])
-    names = [path.name if path.is_dir() else path.stem, *(parent.name for parent in path.parents)]
+    names = [path.name if path.is_dir() else _SHARD.sub("", path.stem), *(parent.name for parent in path.parents)]
     telling = (name for name in names if name and not _PLAIN_NAMES.fullmatch(name))
     plain = re.sub(r"[^\w.-]+", "-", next(telling, "model")).strip("-.")
     return _checked_name(plain or "model")

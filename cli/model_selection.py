@@ -149,8 +149,9 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
             message = f"--backend {options.backend} serves no checkpoint; {', '.join(others)} and {last} do"
             raise InvalidArgument(message)
         if options.revision and Path(model).exists():
-            raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is a directory")
-        wanted = f"{model}@{options.revision}" if options.revision else model
+            raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is here")
+        hub_id, colon, kind = model.partition(":")
+        wanted = f"{hub_id}@{options.revision}{colon}{kind}" if options.revision else model
         source = checkpoint_source(wanted, _served_names(options.served_model_name), engine, options.backend)
         if taken := {source.name, *source.aliases} & json.loads(engine.get("lora_modules", "{}")).keys():
             raise InvalidArgument(f"--lora-modules: the name '{min(taken)}' is the model's: an adapter needs another")

@@ -2,6 +2,7 @@
 table of backends. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import msgspec
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
-from ..tokenization.checkpoint_files import read_json
+from ..tokenization.checkpoint_files import locate_checkpoint, read_json
+from ..tokenization.gguf_file import GgufFile, read_gguf
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import find_weights
 from .config import EngineConfig, LoraConfig
@@ -95,7 +97,7 @@ def examine(path: str, parameters: Mapping[str, Any]) -> str:
     from .worker.loaded_rank import check_rank_config as examine_weights  # torch takes a second to import
 
     checkpoint, options, lora_modules = _read(path, parameters)
-    if not Path(checkpoint).is_dir():
+    if not Path(checkpoint).exists():
         return f"{checkpoint} is not here yet"
     config = engine_config(checkpoint, options, lora_modules)
     own_engine_spec(config)
@@ -120,6 +122,8 @@ def _examine_adapters(lora: LoraConfig) -> list[str]:
 def _weight_bytes(directory: Path, options: EngineOptions) -> int:
     """Bytes that the weights take in memory; errors in them are told when they are loaded."""
     try:
+        if directory.exists() and (gguf := locate_checkpoint(str(directory))).is_file():
+            return _gguf_bytes(read_gguf(gguf), options)
         stored = sum(file.stat().st_size for file in find_weights(directory).files if file.exists())
     except CharoniaError:
         return 0
@@ -129,6 +133,18 @@ def _weight_bytes(directory: Path, options: EngineOptions) -> int:
     stored_width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     width = 1 if options.quantization in _QUANTIZED else _WIDTHS.get(options.dtype or "auto", stored_width)
     return int(stored * (width / stored_width))
+
+
+def _gguf_bytes(file: GgufFile, options: EngineOptions) -> int:
+    """Numbers in blocks stay in about as many bits, those of five and six in eight, where C's kernels multiply with
+    them; the table of embeddings becomes floats."""
+    float_bytes, total = _WIDTHS.get(options.dtype or "auto", 2), 0.0
+    integers = float_bytes < 4 and options.device in (None, "auto", "cpu")
+    for tensor in file.tensors.values():
+        numbers = prod(tensor.shape)
+        total += numbers * (tensor.type.kept_bytes if integers and tensor.type.values > 1 else float_bytes)
+        total += numbers * float_bytes if tensor.name == "token_embd.weight" else 0
+    return int(total)
 
 
 def _read(path: str, parameters: Mapping[str, Any]) -> tuple[str, EngineOptions, str]:

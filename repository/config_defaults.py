@@ -38,6 +38,9 @@ TRITON_BACKENDS = (
 )
 """A version's files are tried in this order."""
 
+GGUF_SUFFIX = ".gguf"
+"""The ending of language models that are one file, or several shards."""
+
 LANGUAGE_MODEL_BACKEND = "charonia"
 LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "vllm", "tensorrtllm", "llmapi")
 ENCODER_BACKEND = "encoder"
@@ -95,8 +98,12 @@ def detect_checkpoint_backend(directory: Path) -> str:
     return ENCODER_BACKEND if encodes else LANGUAGE_MODEL_BACKEND
 
 
+def has_gguf(directory: Path) -> bool:
+    return any(True for _ in directory.glob(f"*{GGUF_SUFFIX}"))
+
+
 def _detect_backend(config: ConfigMessage, directory: Path) -> None:
-    if (directory / "config.json").is_file() or (directory / "modules.json").is_file():
+    if (directory / "config.json").is_file() or (directory / "modules.json").is_file() or has_gguf(directory):
         config.backend = detect_checkpoint_backend(directory)
         return
     for each in TRITON_BACKENDS:

@@ -13,11 +13,13 @@ from pathlib import Path
 from ..core.declared_models import DeclaredModels
 from ..core.errors import CharoniaError, InvalidArgument
 from .config_defaults import (
+    GGUF_SUFFIX,
     LANGUAGE_MODEL_BACKEND,
     PIPELINE_BACKEND,
     canonical_backend,
     detect_checkpoint_backend,
     fill_backend,
+    has_gguf,
 )
 from .config_io import CONFIG_FILE_NAMES, ConfigMessage, find_config, line_of, new_config, parse_config_file
 
@@ -26,7 +28,8 @@ log = logging.getLogger(__name__)
 _VERSION = re.compile(r"[1-9][0-9]*")
 _MISNAMED_VERSION = re.compile(r"0[0-9]*")
 _DATA_FOLDERS = ("warmup", "initial_state")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,12 @@ def file_stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory holds a checkpoint, or an adapter, which the engine refuses by name."""
-    return any((directory / name).is_file() for name in ("config.json", "modules.json", "adapter_config.json"))
+    """Whether a directory holds a checkpoint, or an adapter, which the engine refuses by name; or it is a file in GGUF,
+    or holds one."""
+    if directory.is_file():
+        return directory.suffix == GGUF_SUFFIX
+    known = ("config.json", "modules.json", "adapter_config.json")
+    return any((directory / name).is_file() for name in known) or has_gguf(directory)
 
 
 def is_repository(directory: Path) -> bool:
@@ -181,7 +188,8 @@ def _is_model_folder(folder: Path) -> bool:
 def checkpoint_source(
     model: str, names: Sequence[str] = (), parameters: Mapping[str, str] | None = None, backend: str = ""
 ) -> ModelSource:
-    """The source of a checkpoint directory or hub id (`owner/name` or `owner/name@revision`).
+    """The source of a checkpoint directory, a file in GGUF, or a hub id (`owner/name` or `owner/name@revision`, of a
+    model in GGUF with `:Q4_K_M` or the like behind it).
 
     The first of `names` is the model's, the others are its aliases. By default it is named after the last part, and
     served by the backend that its files call for. Raises `InvalidArgument` if `model` is neither.
@@ -193,11 +201,11 @@ def checkpoint_source(
         raise InvalidArgument(f"there is no directory '{model}'")
     if not is_checkpoint(path) and (path.exists() or not _HUB_ID.fullmatch(model)):
         raise InvalidArgument(
-            f"'{model}' is neither a checkpoint (a directory with config.json), nor a model repository "
-            "(folders with config.pbtxt or numbered versions), nor a hub id (owner/name)"
+            f"'{model}' is neither a checkpoint (a directory with config.json, or a file in GGUF), nor a model "
+            "repository (folders with config.pbtxt or numbered versions), nor a hub id (owner/name)"
         )
     config = new_config()
-    config.name = names[0] if names else (path if path.exists() else Path(model.partition("@")[0])).resolve().name
+    config.name = names[0] if names else _own_name(path if path.exists() else Path(re.split("[@:]", model)[0]))
     config.backend = canonical_backend(backend) or (
         detect_checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL_BACKEND
     )
@@ -205,6 +213,11 @@ def checkpoint_source(
         config.parameters[key].string_value = value
     checkpoint = str(path.resolve()) if path.exists() else model
     return ModelSource(config.name, config, (VersionSource("1", checkpoint),), aliases=tuple(names[1:]))
+
+
+def _own_name(path: Path) -> str:
+    path = path.resolve()
+    return _SHARD.sub("", path.stem) if path.suffix == GGUF_SUFFIX else path.name
 
 
 def in_order_of_need(sources: Iterable[ModelSource]) -> list[ModelSource]:

@@ -135,7 +135,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     name = file.text("tokenizer.ggml.pre", "")
     rule = _RULES.get(name)
     if rule is None:
-        told = f"its pre-tokenizer {name!r} is not supported; supported: {', '.join(_RULES)}"
+        told = f"its pre-tokenizer {name!r} is not supported (supported: {', '.join(_RULES)})"
         raise file.error(
             f"{told if name else 'it does not name its pre-tokenizer'}; --tokenizer names another checkpoint"
         )

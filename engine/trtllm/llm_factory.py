@@ -71,6 +71,8 @@ def read_model_info(model: str, max_model_len: int | None) -> TrtllmModelInfo:
         )
         raise InvalidArgument(message, field="model")
     directory = locate_checkpoint(model)
+    if directory.is_file():
+        raise InvalidArgument(f"{directory}: TensorRT-LLM reads no model in GGUF; our own engine does", field="model")
     config = read_json(directory / "config.json")
     if "pretrained_config" in config and "build_config" in config:
         return _prebuilt_engine(directory, config, max_model_len)

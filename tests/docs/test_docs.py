@@ -40,6 +40,7 @@ PAGES = (
     "structured-outputs.md",
     "messages.md",
     "adapters.md",
+    "checkpoints.md",
     "pipelines.md",
     "repositories.md",
     "tools-and-reasoning.md",

@@ -1,5 +1,6 @@
 """Models in GGUF say what transformers says of the checkpoints they were made from."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.cli.import_plan import ImportedFile, plan_import
+from charonia.core.request import ChatMessage, Conversation
+from charonia.engine.build import examine, memory_needed
+from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.frontend.llm import TokenizerBundle
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
+from charonia.repository.model_source import checkpoint_source, read_model
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import SamplerParams
 from charonia.scheduler.scheduler import Scheduler
@@ -100,3 +107,69 @@ def test_greedy_tokens_are_transformers_with_the_same_weights(
     model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32)
     assert [chosen_after(model, *each) for each in zip(asked, texts, strict=True)] == texts
     assert len({token for text in texts for token in text}) > 2
+
+
+@pytest.fixture
+def served(checkpoint: Callable[..., Path], sibling: Callable[[str], ModuleType], tmp_path: Path) -> Path:
+    """A model with the tokenizer of its checkpoint."""
+    original = checkpoint("llama")
+    model = json.loads((original / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    tokenizer = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3 if token.startswith("<|") else 1 for token in tokens],
+        "merges": [" ".join(pair) for pair in model["merges"]],
+        "eos_token_id": 0,
+    }
+    extra = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    extra["tokenizer.chat_template"] = (original / "chat_template.jinja").read_text()
+    return Path(sibling("gguf_models.py").write_gguf(original, tmp_path / "tiny-Q8_0.gguf", "Q8_0", extra))
+
+
+def test_a_file_is_all_that_a_server_needs(served: Path, checkpoint: Callable[..., Path]) -> None:
+    own, original = TokenizerBundle.load(str(served)), TokenizerBundle.load(str(checkpoint("llama")))
+    conversation = Conversation((ChatMessage("user", "Grüße aus München"),))
+    assert own.tokenizer.prompt_ids(conversation) == original.tokenizer.prompt_ids(conversation)
+    assert own.defaults.eos == original.defaults.eos == (0,)
+    source = checkpoint_source(str(served))
+    assert (source.name, source.backend, source.versions[0].path) == ("tiny-Q8_0", "charonia", str(served))
+    assert checkpoint_source(str(served.parent)).versions[0].path == str(served.parent)
+    assert examine(str(served), {}) == examine(str(served.parent), {}) == ""
+    [need] = memory_needed(str(served), {"device": "cpu"}, ())
+    assert served.stat().st_size < need.size < 2 * served.stat().st_size
+
+
+def test_a_repository_may_have_the_file_in_a_version_of_its_model(served: Path, tmp_path: Path) -> None:
+    plan = plan_import(served)
+    assert (plan.name, plan.kind) == ("tiny-Q8_0", "a language model in GGUF")
+    assert plan.files == (ImportedFile(served, "1/tiny-Q8_0.gguf"),)
+    shards = [served.with_name(f"big-0000{number}-of-00002.gguf") for number in (1, 2)]
+    for shard in shards:
+        shard.touch()
+    found = plan_import(shards[1])
+    assert (found.name, [each.source for each in found.files]) == ("big", shards)
+    model = tmp_path / "repository" / "tiny"
+    (model / "1").mkdir(parents=True)
+    served.rename(model / "1" / "model.gguf")
+    source = read_model(model)
+    assert source.backend == "charonia"
+    assert examine(source.versions[0].path, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("owner/Name-GGUF:Q4_K_M", "Name-GGUF"), ("owner/Name-GGUF@main:Q4_K_M", "Name-GGUF"), ("owner/Name@v2", "Name")],
+)
+def test_a_hub_id_gives_its_name(given: str, name: str) -> None:
+    source = checkpoint_source(given)
+    assert (source.name, source.versions[0].path) == (name, given)
+
+
+def test_weights_that_are_integers_are_not_quantised_again(served: Path) -> None:
+    executor = InlineExecutor(EngineConfig(model=str(served), device="cpu", quantization="int4"))
+    with pytest.raises(CheckpointError, match="its weights are Q8_0 already; leave quantization out") as error:
+        executor.load(lambda phase, fraction: None)
+    assert error.value.field == "quantization"
+    executor.close()
