@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..engine.attention.backend import AttentionBackend, CacheSpec
 from ..engine.attention.selector import create_backend
 from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
+from ..engine.checkpoint.open_weights import open_weights
+from ..engine.frontend.llm import TokenizerBundle
 from ..engine.layers.step_context import StepContext
 from ..engine.models.interfaces import Decoder
 from ..engine.models.registry import checkpoint_builder
@@ -77,8 +78,8 @@ def score(name: str, model: ScoredModel, windows: list[Tensor]) -> PerplexitySco
 
 def windows_of(checkpoint: Path, texts: list[str], most: int) -> list[Tensor]:
     """About `most` tokens, from the beginning of each text alike; no window spans two texts."""
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    ids = [torch.tensor(tokenizer.encode(text).ids) for text in texts]
+    tokenizer = TokenizerBundle.load(str(checkpoint)).tokenizer
+    ids = [torch.tensor(tokenizer.encode(text)) for text in texts]
     found: list[Tensor] = []
     for start in range(0, max(map(len, ids)), WINDOW):
         for each in ids:
@@ -106,7 +107,11 @@ def is_held_out(origin: str) -> bool:
 def compare(
     checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[PerplexityScore, ...]:
-    """The perplexities of the same windows: in `dtype`, and quantised with activations in `dtype`."""
+    """The perplexities of the same windows: in `dtype`, and quantised with activations in `dtype`. Weights that are
+    integers already are computed with as such in `dtype`, and as floats in float32, which comes first."""
+    if open_weights(open_checkpoint(checkpoint)).quantization is not None:
+        precisions = {"dequantised": torch.float32, "integers": dtype}
+        return tuple(score(name, ScoredModel(checkpoint, each, "none"), windows) for name, each in precisions.items())
     names = {"none": str(dtype).removeprefix("torch."), "int8": "int8", "int4": "int4"}
     return tuple(score(name, ScoredModel(checkpoint, dtype, how), windows) for how, name in names.items())
 
@@ -124,7 +129,7 @@ def main(
     Parameters
     ----------
     checkpoint
-        Directory with weights and tokenizer.json.
+        Directory with weights and tokenizer.json, or a file in GGUF.
     text
         Files to predict, UTF-8.
     tokens

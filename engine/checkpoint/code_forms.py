@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cpu import library
 from ..cpu.matmul_grouped import GROUP_SIZES, GroupedRows
 
 
@@ -102,6 +103,8 @@ def _size_of_groups(sizes: Sequence[int], inputs: int) -> int:
 def turn_codes(rows: GroupedRows, part: CodeRange, to: CodeForm) -> GroupedRows:
     """Of `rows`, whole outputs in `part.form`, the inputs of `part` in the form `to`, a common form of it and more."""
     form, columns = part.form, part.columns
+    if to.order is None and to == form and len(columns) == part.width:
+        return rows
     codes = rows.weights[:, columns.start : columns.stop]
     if to.by_row:
         return GroupedRows(codes, rows.scales)
@@ -124,6 +127,14 @@ def dequantise_codes(rows: GroupedRows, form: CodeForm) -> Tensor:
     """Whole outputs in `form` as float32 [n, inputs], inputs as they come."""
     codes, scales, zeros, offsets = rows
     inputs = codes.shape[1]
+    if form.order is zeros is None and scales.numel() * form.group_size == codes.numel() and _in_c(rows):
+        wide = torch.empty(codes.shape)
+        middle, least = (form.middle, 0) if offsets is None else (0, offsets.data_ptr())
+        sizes = scales.numel(), form.group_size, middle
+        library.bind_function("charonia_dequantise")(
+            codes.data_ptr(), scales.data_ptr(), least, *sizes, wide.data_ptr()
+        )
+        return wide
 
     def spread(groups: Tensor) -> Tensor:
         return groups if form.group_size == 0 else groups.repeat_interleave(form.group_size, 1)[:, :inputs]
@@ -139,6 +150,12 @@ def dequantise_codes(rows: GroupedRows, form: CodeForm) -> Tensor:
     ordered = torch.empty_like(wide)
     ordered[:, form.order] = wide
     return ordered
+
+
+def _in_c(rows: GroupedRows) -> bool:
+    parts = [part for part in rows if part is not None]
+    whole = all(part.device.type == "cpu" and part.is_contiguous() for part in parts)
+    return whole and library.level() is not None
 
 
 def as_int8(codes: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cpu import library
 from ..cpu.matmul_grouped import GroupedRows
 from .code_forms import CodeForm, Zeros
 
@@ -18,7 +19,16 @@ from .code_forms import CodeForm, Zeros
 def decode_rows(kind: str, rows: Tensor) -> GroupedRows:
     """The codes of `rows` uint8 [n, bytes] of a type in BLOCKS, whole blocks, in the form that is told there."""
     found = BLOCKS[kind]
-    return found.decode(_split(rows, -1, found.bytes))
+    if rows.device.type != "cpu" or library.level() is None:
+        return found.decode(_split(rows, -1, found.bytes))
+    rows, numbers = rows.contiguous(), rows.shape[1] // found.bytes * found.numbers
+    codes = torch.empty(len(rows), numbers, dtype=torch.uint8)
+    scales = torch.empty(len(rows), numbers // found.form.group_size)
+    offsets = torch.empty_like(scales) if found.form.zeros is Zeros.OFFSETS else None
+    addresses = codes.data_ptr(), scales.data_ptr(), 0 if offsets is None else offsets.data_ptr()
+    number, count = list(BLOCKS).index(kind), codes.numel() // found.numbers
+    library.bind_function("charonia_decode_blocks")(number, rows.data_ptr(), count, *addresses)
+    return GroupedRows(codes, scales, None, offsets)
 
 
 def _split(x: Tensor, *sizes: int) -> Tensor:
@@ -107,11 +117,16 @@ def _q6_k(blocks: Tensor) -> GroupedRows:
 
 
 class BlockType(NamedTuple):
-    """A type of blocks of so many `bytes`, and the form of the codes that `decode` makes of them."""
+    """A type of blocks of so many `bytes`, and the form of the codes that `decode` makes of them, where C does not."""
 
     decode: Callable[[Tensor], GroupedRows]
     bytes: int
     form: CodeForm
+
+    @property
+    def numbers(self) -> int:
+        """In a block."""
+        return 32 if self.bytes < 64 else 256
 
 
 BLOCKS: Mapping[str, BlockType] = {
@@ -124,5 +139,5 @@ BLOCKS: Mapping[str, BlockType] = {
     "Q5_K": BlockType(_q5_k, 176, CodeForm(8, 32, Zeros.OFFSETS, exact=False)),
     "Q6_K": BlockType(_q6_k, 210, CodeForm(8, 16, exact=False)),
 }
-"""By ggml's names. Codes of five and six bits are given as eight. In the last three a scale is a product of two, longer
-than eleven bits."""
+"""By ggml's names, in the order of gguf_blocks.c. Codes of five and six bits are given as eight. In the last three a
+scale is a product of two, longer than eleven bits."""

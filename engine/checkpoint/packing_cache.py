@@ -37,6 +37,7 @@ FORMAT = 1
 _PREFIX = struct.Struct("<16sQ32s")
 """Magic, the header's bytes, their SHA-256; the header is JSON, and arrays begin at the page after it."""
 _MAGIC, _PAGE = b"charonia packed\n", 4096
+_CACHE_LINE = 64
 _SUFFIX, _PART = ".packed", ".part"
 _ABANDONED = 3600
 """Seconds after which nobody is writing a part any more."""
@@ -198,7 +199,8 @@ class PackingCache(NamedTuple):
 
 
 def _ordinary_memory(size: int) -> Array:
-    return np.empty(size, np.uint8)
+    whole = np.empty(size + _CACHE_LINE, np.uint8)  # kernels read from the beginning of cache lines on
+    return whole[-whole.ctypes.data % _CACHE_LINE :][:size]
 
 
 class Packing:

@@ -47,6 +47,8 @@ SIGNATURES = {
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
     "charonia_quantise_int4": "plllppp",
+    "charonia_decode_blocks": "iplppp",
+    "charonia_dequantise": "pppllip",
     "charonia_pack_spans": "pppppll",
     "charonia_lora": "lppplppplllli",
     "charonia_pool_start": "l>p",

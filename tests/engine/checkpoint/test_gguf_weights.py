@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -26,6 +27,7 @@ from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.checkpoint.weights import TensorSlice
+from charonia.engine.cpu import library
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.tokenization.gguf_file import TENSOR_TYPES, read_gguf
 
@@ -61,6 +63,12 @@ def test_blocks_are_decoded_to_the_last_bit(kind: str) -> None:
     rows = blocks.reshape(5, -1)
     found = dequantise_codes(decode_rows(kind, torch.from_numpy(rows)), BLOCKS[kind].form)
     assert np.array_equal(found.numpy(), gguf.quants.dequantize(rows, numbers))
+    with patch.object(library, "level", lambda: None):
+        by_torch = decode_rows(kind, torch.from_numpy(rows))
+        assert torch.equal(dequantise_codes(by_torch, BLOCKS[kind].form), found)
+    for one, other in zip(decode_rows(kind, torch.from_numpy(rows)), by_torch, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
 
 
 def test_the_table_of_types_is_the_format_s() -> None:
