@@ -136,7 +136,7 @@ def test_products_of_bf16_have_the_documented_order(columns: int, scale: float, 
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("level", reversed(LEVELS))
+@pytest.mark.parametrize("level", LEVELS[::-1])
 @pytest.mark.one_in(8)
 def test_a_row_has_the_same_bits_in_any_company(level: str, kept: torch.dtype, emulate: Emulate) -> None:
     emulate(level)
