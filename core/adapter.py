@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 class Adapter(msgspec.Struct, frozen=True):
     """An adapter under the `name` that requests give it. `path`: the directory it was read from. `digest`: hexadecimal
     SHA-256 of what was read; equal digests are equal computations. `rank`: the largest of its matrices. `bytes`: of
-    memory that it takes in one replica."""
+    memory that it takes in one replica. The last three say nothing where TensorRT-LLM reads it."""
 
     name: str
     path: str

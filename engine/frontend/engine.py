@@ -4,7 +4,7 @@ Token ids in, token ids out. Knows no engine.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -95,7 +95,8 @@ class EngineSpec:
     `tokenizer`: another directory or hub id to read the tokenizer from. `parsers`: how the model writes calls
     of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them. `most_in_background`:
     sequences at a time of requests that no client waits for. `target_tenants`: those whose requests may have targets of
-    their own, `*` for all. `lora`: of adapters that are loaded while it serves, None where there are none of those."""
+    their own, `*` for all. `lora`: of adapters that are loaded while it serves, None where there are none of those.
+    `adapters`: directories of those that the engine reads itself, by name."""
 
     backend: str
     checkpoint: str
@@ -108,6 +109,7 @@ class EngineSpec:
     most_in_background: int = 32
     target_tenants: frozenset[str] = frozenset()
     lora: LoraConfig | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names

@@ -217,7 +217,9 @@ class LlmModel:
 
     @property
     def adapters(self) -> Mapping[str, Adapter] | None:
-        return None if self._adapters is None else self._adapters.named
+        if self._adapters is not None:
+            return self._adapters.named
+        return {name: Adapter(name, path, "", 0, 0) for name, path in self._spec.adapters.items()} or None
 
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> Adapter:
         return await self._adapter_table.load(name, path, replace)
@@ -228,7 +230,10 @@ class LlmModel:
     @property
     def _adapter_table(self) -> AdapterTable:
         if self._adapters is None:
-            raise InvalidArgument(f"model '{self._config.name}' takes no adapters: it needs enable_lora")
+            message = (
+                f"model '{self._config.name}' takes no adapters while it serves: that is enable_lora of our engine"
+            )
+            raise InvalidArgument(message)
         return self._adapters
 
     async def _load_first_adapters(self) -> None:

@@ -21,4 +21,12 @@ def trtllm_engine_spec(model: str, options: TrtllmOptions) -> EngineSpec:
         return TrtllmClient(TrtllmRuntimeLoader(model, options), options, on_progress, metrics)
 
     template = options.chat_template or ""
-    return EngineSpec(BACKEND, options.tokenizer or model, connect, capabilities, template, parsers=options.parsers)
+    return EngineSpec(
+        BACKEND,
+        options.tokenizer or model,
+        connect,
+        capabilities,
+        template,
+        parsers=options.parsers,
+        adapters=options.adapters,
+    )

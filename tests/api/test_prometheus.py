@@ -32,6 +32,7 @@ def measure() -> Iterator[Measurement]:
         Reading("charonia_requests_total", 3, {"outcome": "stop", "reason": ""}),
         Reading("charonia_kv_cache_usage_ratio", 0.5),
         Reading("charonia_step_tokens", step),
+        Reading("vllm:lora_requests_info", 1.5, {"max_lora": "8", "running_lora_adapters": "a,b"}),
     ]
     yield Measurement(LABELS, readings)
 
@@ -56,6 +57,8 @@ async def test_the_text(client: httpx.AsyncClient) -> None:
         f'charonia_step_tokens_bucket{{{model},le="+Inf"}} 2',
         f"charonia_step_tokens_sum{{{model}}} 3.0",
         f"charonia_step_tokens_count{{{model}}} 2",
+        r'vllm:lora_requests_info{max_lora="8",model="m\"1\\\n",model_name="m\"1\\\n",'
+        'running_lora_adapters="a,b",version="1"} 1.5',
         r'vllm:request_success_total{finished_reason="stop",model="m\"1\\\n",model_name="m\"1\\\n",version="1"} 3',
     ):
         assert line in lines

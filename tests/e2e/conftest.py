@@ -81,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path, loras: Pa
     files = str(tmp_path_factory.mktemp("files"))
     flags = ["--model-repository", str(repository), "--exit-on-error=false"]
     flags += ["--files-dir", files, "--files-max-bytes", "500000"]
-    flags += ["--allow-runtime-lora", "--lora-root", str(loras), "--metrics-names", "vllm"]
+    flags += ["--allow-runtime-lora", "--lora-root", str(loras)]
     with serving(tmp_path_factory.mktemp("s") / "t", *flags) as running:
         yield running
         assert running.stop() == 0, running.said
