@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from ...core.adapter import Adapter
@@ -87,6 +88,8 @@ class AdapterTable:
         self._limits = limits
         self._model = model
         self._named: dict[AdapterKey, Adapter] = {}
+        self._shown: dict[str, Adapter] = {}
+        """Those of `_named` that no client sent: each request for one looks it up."""
         self._held: dict[str, HeldAdapter] = {}
         """By digest, the one that was named last at the end."""
         self._leaving: dict[str, HeldAdapter] = {}
@@ -100,7 +103,7 @@ class AdapterTable:
     @property
     def named(self) -> Mapping[str, Adapter]:
         """All adapters that requests may name, held or not, but those that clients sent."""
-        return {key: adapter for key, adapter in self._named.items() if isinstance(key, str)}
+        return MappingProxyType(self._shown)
 
     def has(self, key: AdapterKey) -> bool:
         return key in self._named
@@ -125,7 +128,7 @@ class AdapterTable:
         """Take its name away; the sequences that use it end with it."""
         self.find(name)
         adapter = self._named.pop(name)
-        del self._sequences[name]
+        del self._shown[name], self._sequences[name]
         log.info("model '%s': adapter '%s' is unloaded", self._model, name)
         self._drop_nameless(adapter.digest)
 
@@ -196,6 +199,8 @@ class AdapterTable:
             adapter = await self._hold(key, path, min(stored, self._limits.max_bytes), "loaded")
             held, former = self._held[adapter.digest], self._named.get(key)
             self._named[key] = adapter
+            if isinstance(key, str):
+                self._shown[key] = adapter
             if scratch is not None and held.adapter is adapter:
                 held.scratch = scratch
             elif scratch is not None:
