@@ -81,12 +81,13 @@ def check(
     tensorrt_llm: Annotated[bool, Parameter(negative=())] = False,
     options: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions(),  # noqa: B008
 ) -> int:
-    """Say what is wrong with a model repository, without serving it; the status is 1 if a model would not load.
+    """Say what is wrong with a model repository or a checkpoint, without serving it; the status is 1 if a model would
+    not load. Of a checkpoint it tells the format, memory, and the bound of this machine's speed.
 
     Parameters
     ----------
     repository
-        Directory of models; with --tensorrt-llm, a checkpoint to generate with.
+        Directory of models, a checkpoint, or a file in GGUF; with --tensorrt-llm, a checkpoint to generate with.
     tensorrt_llm
         Instead, hold the installed TensorRT-LLM against what its adapter expects.
     """

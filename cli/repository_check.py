@@ -5,6 +5,7 @@ that only loading finds is not found.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -14,13 +15,16 @@ from typing import NamedTuple
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
 from ..core.model import ModelConfig
+from ..engine.build import describe
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
+from ..repository.config_defaults import LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
 from ..repository.config_validation import ignored_field_message, ignored_fields
 from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
+from ..tokenization.checkpoint_files import GGUF_SUFFIX
 from .options import ConfigOptions
 
 
@@ -50,11 +54,13 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
     Raises `InvalidArgument` if the directory is missing or empty, or an option is wrong.
     """
     status = 0
+    if is_language_model(repository):
+        return _print_checkpoint_report(repository)
     with model_checker(options) as check:
         catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
         if not catalog.model_names():
             if is_checkpoint(repository):
-                message = f"'{repository}' is a checkpoint and no model repository: charonia serve {repository}"
+                message = f"'{repository}' is an encoder and no model repository: charonia import {repository}"
                 raise InvalidArgument(message)
             raise InvalidArgument(f"nothing to check: model repository '{repository}' has no folders")
         for name in catalog.model_names():
@@ -65,6 +71,23 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
                 print(f"{name}: WRONG: {error.message}")
                 status = 1
     return status
+
+
+def is_language_model(path: Path) -> bool:
+    """Whether it is a checkpoint that generates text, or a file in GGUF."""
+    if not os.path.isdir(path):  # pathlib's raise errors at names that no file can have
+        return os.path.isfile(path) and path.suffix == GGUF_SUFFIX
+    return is_checkpoint(path) and detect_checkpoint_backend(path) == LANGUAGE_MODEL_BACKEND
+
+
+def _print_checkpoint_report(path: Path) -> int:
+    try:
+        for line in describe(str(path)):
+            print(f"{path.name}: {line}")
+    except CharoniaError as error:
+        print(f"{path.name}: WRONG: {error.message}")
+        return 1
+    return 0
 
 
 def _check_model(source: ModelSource, builder: ModelBuilder, services: ModelServices) -> CheckedModel:

@@ -119,6 +119,17 @@ def _examine_adapters(lora: LoraConfig) -> list[str]:
     return remote
 
 
+def describe(path: str) -> list[str]:
+    """What serving a checkpoint would be like on this machine, line by line.
+
+    Raises:
+        CharoniaError: it would not load.
+    """
+    from .worker.checkpoint_report import describe_checkpoint  # torch takes a second to import
+
+    return [*describe_checkpoint(path), *filter(None, [examine(path, {})])]
+
+
 def _weight_bytes(directory: Path, options: EngineOptions) -> int:
     """Bytes that the weights take in memory; errors in them are told when they are loaded."""
     try:

@@ -292,7 +292,7 @@ class WeightLoader:
             tensor = self._weights.read(piece).to(self.device, self.dtype) if form.plain else self.concatenate([piece])
             self._shared[key] = tensor
             self.reading.count(piece, form, mapped=True)
-            self.count_floats([piece])
+            self.count_floats([piece], product=False)
         return tensor
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:
@@ -336,17 +336,20 @@ class WeightLoader:
             assert found is not None, "a common form is of codes"
             yield first, turn_codes(self._weights.codes(part), found, to)
 
-    def count_served(self, pieces: Iterable[TensorSlice], kept: str, bits: float, error: float | None) -> None:
-        """Those of `pieces` that are stored quantised are kept as `kept`, `bits` a number (see `ServedForm`)."""
+    def count_served(
+        self, pieces: Iterable[TensorSlice], kept: str, bits: float, error: float | None, product: bool = True
+    ) -> None:
+        """Matrices are kept as `kept`, `bits` a number (see `ServedForm`), to be read whole by each step if they belong
+        to a `product`."""
         for piece in pieces:
             form = self._weights.form(piece)
-            if not form.plain:
-                self.served.add(ServedForm(form.name, kept, error), piece.size, form.bits, bits)
+            served = ServedForm(form.name, kept, error, form.plain)
+            self.served.add(served, piece.size, form.bits, bits, product)
 
-    def count_floats(self, pieces: Iterable[TensorSlice]) -> None:
-        """Those of `pieces` that are stored quantised are made floats of the model's dtype."""
+    def count_floats(self, pieces: Iterable[TensorSlice], product: bool = True) -> None:
+        """Matrices are floats of the model's dtype."""
         error = 0.0 if self.dtype == torch.float32 else torch.finfo(self.dtype).eps / 2
-        self.count_served(pieces, _name(self.dtype), 8 * self.dtype.itemsize, error)
+        self.count_served(pieces, _name(self.dtype), 8 * self.dtype.itemsize, error, product)
 
     def _code_range(self, piece: TensorSlice) -> CodeRange | None:
         codes = self._weights.form(piece).codes

@@ -178,14 +178,26 @@ class _Matrix:
         else:
             self._pack(product, codes)
             loader.packing.add(self.label, kept, {name: tensor.numpy() for name, tensor in product.arrays.items()})
+        self._count(codes)
+        return product
+
+    def _count(self, codes: CodeForm | None) -> None:
+        """As a product with `codes`, or in the precision that is asked for."""
+        loader, kept = self._loader, self.precision
         if codes is not None:
-            bits = 8 * sum(each.nbytes for each in product.arrays.values()) / (self.outputs * self._inputs)
+            numbers = self.outputs * self._inputs
+            bits = 8 if codes.by_row else 8 * self._grouped_format(codes).line_bytes / numbers
             loader.count_served(self._slices, str(codes), bits, 0.0 if codes.exact else SCALE_ERROR)
-        elif self.precision == "none":
+        elif kept == "none":
             loader.count_floats(self._slices)
         else:
             loader.count_served(self._slices, kept, 8 * (BYTES if kept == "int4" else 1), None)
-        return product
+
+    def _grouped_format(self, codes: CodeForm) -> GroupedFormat:
+        x = self._loader.dtype
+        points, offsets = codes.zeros is Zeros.POINTS, codes.zeros is Zeros.OFFSETS
+        out = torch.float32 if self._use.float32 else x
+        return GroupedFormat(self.outputs, self._inputs, codes.group_size, points, x, out, codes.bits, offsets)
 
     def _product(
         self, kept: str, codes: CodeForm | None, bias: Tensor | None, arrays: Mapping[str, Array] | None
@@ -201,9 +213,7 @@ class _Matrix:
         if codes is None or codes.by_row:
             dtype = torch.int8 if kept == _STORED else getattr(torch, kept)
             return PackedMatmul(MatmulFormat(*sizes, dtype, x, out), bias, memory, there)
-        points, offsets = codes.zeros is Zeros.POINTS, codes.zeros is Zeros.OFFSETS
-        form = GroupedFormat(*sizes, codes.group_size, points, x, out, codes.bits, offsets)
-        return GroupedMatmul(form, bias, memory, codes.order, there)
+        return GroupedMatmul(self._grouped_format(codes), bias, memory, codes.order, there)
 
     def _pack(self, product: PackedMatmul | GroupedMatmul, codes: CodeForm | None) -> None:
         if codes is not None:
@@ -221,6 +231,8 @@ class _Matrix:
 
     def in_torch(self, bias: Tensor | None) -> Matmul:
         loader, sizes = self._loader, (self.outputs, self._inputs)
+        dry = loader.device.type == "meta"  # the kernels will compute it, where they can
+        self._count(self.codes if dry and library.supports(loader.dtype, torch.device("cpu")) else None)
         if self.precision == "int4":
             tiles = (quantize_int4(rows.to(loader.device), self._squares) for _, rows in loader.tiles(self._slices))
             weights, scales = (
@@ -237,7 +249,6 @@ class _Matrix:
         if self._use is LM_HEAD:
             [table] = self._slices
             return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
-        loader.count_floats(self._slices)
         return torch_matmul(loader.concatenate(self._slices), bias)
 
     def sample(self) -> Tensor:

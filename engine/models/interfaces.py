@@ -10,6 +10,7 @@ from ...scheduler.plan import MaskArray
 from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.model_spec import DecoderShape
+from ..checkpoint.served_forms import ServedForms
 from ..config import ParallelConfig
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens
@@ -64,11 +65,12 @@ class Decoder(Protocol):
 
 class BuiltDecoder(NamedTuple):
     """A decoder of one rank, and the shape of the whole model. `adapters`: the products that adapters may change; None
-    where they change none."""
+    where they change none. `served`: what its matrices are kept as, where that is known."""
 
     decoder: Decoder
     shape: DecoderShape
     adapters: AdapterTargets | None = None
+    served: ServedForms | None = None
 
 
 class CheckpointBuilder(Protocol):

@@ -80,7 +80,7 @@ class NativeBuilder:
         packing.keep()
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
-        built = BuiltDecoder(decoder, spec, self._adapter_targets(loader))
+        built = BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served)
         if context.observer is not None:
             return built  # the model will be built again, and says it then
         if served := loader.served.lines():

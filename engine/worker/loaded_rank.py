@@ -3,11 +3,9 @@
 Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -18,12 +16,11 @@ from ..attention.backend import AttentionBackend, CacheSpec
 from ..attention.selector import capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
-from ..checkpoint.model_spec import DTYPES, DecoderShape, ModelSpec
+from ..checkpoint.model_spec import DTYPES, DecoderShape
 from ..checkpoint.packing_cache import open_packing_cache
+from ..checkpoint.served_forms import ServedForms
 from ..config import EngineConfig
 from ..cpu import library
-from ..layers.calibration import HIGHER_SHARE
-from ..layers.int4 import BYTES
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
 from .adapters import RankAdapters
@@ -31,20 +28,16 @@ from .device import resolve_device
 from .executor import Capacity
 from .logprobs import LOGITS_PIECE
 from .model_runner import ModelRunner
+from .roofline import measure_roofline
 from .row_states import RowStates
 
 WHOLE_MODEL = Shard()
 
-CACHED = 1 << 26
-"""Weights of fewer bytes may stay in the processor's caches: memory does not bound them."""
-
-_SAMPLE, _READS = 1 << 27, 4
-"""Bytes that are read to measure the memory's speed, and how often."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A rank that is ready to compute; `shape` is the whole model's. `adapters`: None where none may be loaded."""
+    """A rank that is ready to compute; `shape` is the whole model's. `adapters`: None where none may be loaded.
+    `served`: what the matrices are kept as, where that is known."""
 
     config: EngineConfig
     context: BuildContext
@@ -52,6 +45,7 @@ class LoadedRank:
     attention: AttentionBackend
     runner: ModelRunner
     adapters: RankAdapters | None = None
+    served: ServedForms | None = None
 
     @property
     def loaded_adapters(self) -> RankAdapters:
@@ -84,7 +78,7 @@ class LoadedRank:
         machine = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
         quantization = self.context.quantization
         kept = str(self.context.dtype).removeprefix("torch.") if quantization == "none" else quantization
-        bound = measure_roofline(self.shape, kept) if self.context.shard.is_whole else None
+        bound = measure_roofline(self.shape, kept, self.served) if self.context.shard.is_whole else None
         return machine if bound is None else f"{machine}; {bound}"
 
 
@@ -105,7 +99,7 @@ def load_rank(
     found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
     capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
-    decoder, shape, targets = found.build(context)
+    decoder, shape, targets, served = found.build(context)
     if config.lora is not None and targets is None:
         message = "enable_lora: this model is computed by transformers, where layers take no adapters"
         raise InvalidArgument(message, field="enable_lora")
@@ -116,9 +110,8 @@ def load_rank(
     attention = create_backend(config.attention, spec)
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
     rows = RowStates(context.max_positions, block_size, context.device, {} if adapters is None else adapters)
-    return LoadedRank(
-        config, context, shape, attention, ModelRunner(decoder, attention, rows, context.device), adapters
-    )
+    runner = ModelRunner(decoder, attention, rows, context.device)
+    return LoadedRank(config, context, shape, attention, runner, adapters, served)
 
 
 def check_rank_config(config: EngineConfig) -> str:
@@ -184,57 +177,3 @@ def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) ->
     else:
         free, granted, taken = available_memory(), config.host_memory, own_anonymous_memory()
     return free // neighbours if granted is None else min(free // neighbours, granted // neighbours - taken)
-
-
-class Roofline(NamedTuple):
-    """The bound of memory on decoding: on a CPU each token of a lone sequence reads every weight it goes through once.
-    `weights`: bytes read for a token, kept as `kind`; `bandwidth`: bytes a second."""
-
-    weights: int
-    kind: str
-    bandwidth: float
-
-    def __str__(self) -> str:
-        return (
-            f"memory read at {self.bandwidth / 1e9:.0f} GB/s now, {self.weights / 1e6:.0f} MB of {self.kind} weights"
-            f" a token: one sequence decodes at most {self.bandwidth / self.weights:.0f} tokens/s"
-        )
-
-
-def measure_roofline(shape: DecoderShape, kind: str) -> Roofline | None:
-    """The bound of a model whose matrices are kept as `kind`; measures the memory, for less than 0.2 s. None where no
-    model of ours computes, or memory is not what bounds it."""
-    weights = token_bytes(shape, kind) if isinstance(shape, ModelSpec) else 0
-    if weights < CACHED:
-        return None
-    return Roofline(weights, kind, read_bandwidth())
-
-
-def token_bytes(spec: ModelSpec, kind: str) -> int:
-    """Bytes of the matrices that one token goes through; int4 has a head, and some layers, in int8."""
-    weights = token_weights(spec)
-    if kind != "int4":
-        return weights * (1 if kind == "int8" else getattr(torch, kind).itemsize)
-    head = spec.vocab_size * spec.hidden_size
-    return head + int((weights - head) * (HIGHER_SHARE + (1 - HIGHER_SHARE) * BYTES))
-
-
-def token_weights(spec: ModelSpec) -> int:
-    """Numbers in the matrices that one token goes through; of a mixture, in those of the experts it is routed to."""
-    attention = 2 * spec.hidden_size * (spec.heads + spec.kv_heads) * spec.head_dim
-    dense = 3 * spec.hidden_size * spec.intermediate_size
-    widths = [dense] * spec.layers
-    if spec.experts is not None:
-        sparse = 3 * spec.hidden_size * spec.experts.intermediate_size * spec.experts.per_token
-        widths = [sparse if mixed else dense for mixed in spec.experts.sparse_layers]
-    return spec.layers * attention + sum(widths) + spec.vocab_size * spec.hidden_size
-
-
-def read_bandwidth() -> float:
-    """Bytes a second that torch's threads read from memory, the best of a few times."""
-    sample, seconds = torch.ones(_SAMPLE // 4), []
-    for _ in range(_READS):
-        begin = time.perf_counter()
-        sample.sum()
-        seconds.append(time.perf_counter() - begin)
-    return _SAMPLE / min(seconds)

@@ -11,6 +11,8 @@ from charonia.cli.options import ConfigOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument
 
+DEMO = Path(__file__).parents[2] / "examples/model_repository/demo/1"
+
 GOOD = """
 backend: "identity"
 input { name: "A" data_type: TYPE_FP32 dims: 16 }
@@ -205,11 +207,22 @@ def test_a_model_that_cannot_be_read_leaves_the_others_alone(
 def test_what_is_no_repository(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="has no folders"):
         print_check_report(tmp_path, ConfigOptions())
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match="is a checkpoint and no model repository: charonia serve"):
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(InvalidArgument, match="is an encoder and no model repository: charonia import"):
         print_check_report(tmp_path, ConfigOptions())
     with pytest.raises(InvalidArgument, match="cannot read model repository '/xxx"):
         print_check_report(Path("/" + "x" * 300), ConfigOptions())
+
+
+def test_of_a_checkpoint_it_says_what_serving_it_is_like(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_check_report(DEMO, ConfigOptions()) == 0
+    said = capsys.readouterr().out
+    assert "LlamaForCausalLM, 4 layers" in said
+    assert "all matrices are stored as bfloat16" in said
+    assert "MB of weights" in said
+    (tmp_path / "config.json").write_text("{}")
+    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    assert "WRONG" in capsys.readouterr().out
 
 
 def test_options_that_are_wrong(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def batch(sequences: list[torch.Tensor], block_size: int) -> StepBatch:
 def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
     """[all tokens, vocabulary] of the sequences in one packed step."""
     found = checkpoint_builder(open_checkpoint(directory))
-    model, shape = found.build(BuildContext(dtype, CPU, found.max_position))
+    model, shape, *_ = found.build(BuildContext(dtype, CPU, found.max_position))
     cache = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
     attention = create_backend(backend, cache)
     attention.allocate(40)

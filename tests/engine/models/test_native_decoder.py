@@ -74,7 +74,7 @@ def test_a_program_changes_no_bit(
 
     monkeypatch.setattr(DecoderProgram, "begin", counted)
     found = checkpoint_builder(open_checkpoint(checkpoint(name)))
-    decoder, shape = found.build(BuildContext(dtype, CPU, 128))
+    decoder, shape, *_ = found.build(BuildContext(dtype, CPU, 128))
     attention = NativeAttention(CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU))
     before = torch.get_num_threads()
     try:
@@ -100,7 +100,7 @@ def test_a_layer_that_wrongly_says_it_can_be_recorded_fails(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MixtureOfExperts, "untraceable", None)
-    decoder, shape = checkpoint_builder(open_checkpoint(checkpoint("mixtral"))).build(
+    decoder, shape, *_ = checkpoint_builder(open_checkpoint(checkpoint("mixtral"))).build(
         BuildContext(torch.float32, CPU, 128)
     )
     spec = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, torch.float32, CPU)

@@ -4,19 +4,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from charonia.core.errors import InvalidArgument
+from charonia.engine.build import describe
 from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.checkpoint.open_weights import open_weights
-from charonia.engine.checkpoint.weights import TensorSlice
+from charonia.engine.checkpoint.weights import TensorSlice, WeightLoader
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.cpu import library
+from charonia.engine.layers.mlp import GatedMLP, GatedMLPSpec
+from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.worker.loaded_rank import check_rank_config
 from tests.engine.models.test_models import CPU, KIN, NAMES, PARTS, logits, prompts, right_logits, typical_error
@@ -109,8 +113,23 @@ class _Rank(SingleRank):
     def __init__(self, rank: int) -> None:
         self.rank, self.size = rank, 2
 
-    def all_gather(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        return part
+
+@pytest.mark.parametrize(
+    ("style", "kept"),
+    [
+        (
+            "gptq in another order",
+            "14 matrices gptq 4 bits in groups of 32, inputs in an order of their own as 4 bits",
+        ),
+        ("w8a8", "14 matrices compressed-tensors 8 bits, activations too as 8 bits by output, exactly"),
+        ("fp8 blocks", "14 matrices fp8 by blocks of 32 x 32 as bfloat16, off by at most 0.39%"),
+    ],
+)
+@KERNELS
+def test_a_check_says_what_loading_would(quantised: Quantised, style: str, kept: str) -> None:
+    lines = describe(str(quantised("llama", style)[0]))
+    assert lines[1].startswith(kept)
+    assert [line.partition(":")[0] for line in lines[2:]] == ["memory", "speed"]
 
 
 @KERNELS
@@ -126,8 +145,9 @@ def test_ranks_share_quantised_matrices(quantised: Quantised, style: str) -> Non
     total = torch.zeros(5, 64)
     for rank in (0, 1):
         context = BuildContext(torch.bfloat16, CPU, 64, Shard(_Rank(rank)))
-        decoder = checkpoint_builder(open_checkpoint(small)).build(context).decoder
-        total += decoder._layers[0]._mlp.partial(x).float()  # type: ignore[attr-defined]
+        loader = WeightLoader(open_weights(open_checkpoint(small)), context)
+        mine = GatedMLP(loader, GatedMLPSpec("model.layers.0.mlp", 64, 96))
+        total += mine.partial(x, cast(StepContext, None)).float()  # which adapters alone look at
     assert (total - expected).abs().max() < 0.03 * expected.abs().max()
 
 

@@ -13,14 +13,8 @@ from charonia.engine.checkpoint.model_spec import ExpertsSpec
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.options import EngineOptions
-from charonia.engine.worker.loaded_rank import (
-    CACHED,
-    Roofline,
-    load_rank,
-    measure_roofline,
-    read_bandwidth,
-    token_weights,
-)
+from charonia.engine.worker.loaded_rank import load_rank
+from charonia.engine.worker.roofline import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 

@@ -1,0 +1,75 @@
+"""The bound that memory sets on decoding: a model's bytes, and how fast this machine reads them."""
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from ..checkpoint.model_spec import DecoderShape, ModelSpec
+from ..checkpoint.served_forms import ServedForms
+from ..layers.calibration import HIGHER_SHARE
+from ..layers.int4 import BYTES
+
+CACHED = 1 << 26
+"""Weights of fewer bytes may stay in the processor's caches: memory does not bound them."""
+
+_SAMPLE, _READS = 1 << 27, 4
+"""Bytes that are read to measure the memory's speed, and how often."""
+
+
+class Roofline(NamedTuple):
+    """The bound of memory on decoding: on a CPU each token of a lone sequence reads every weight it goes through once.
+    `weights`: bytes read for a token, kept as `kind`; `bandwidth`: bytes a second."""
+
+    weights: int
+    kind: str
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return (
+            f"memory read at {self.bandwidth / 1e9:.0f} GB/s now, {self.weights / 1e6:.0f} MB of {self.kind} weights"
+            f" a token: one sequence decodes at most {self.bandwidth / self.weights:.0f} tokens/s"
+        )
+
+
+def measure_roofline(shape: DecoderShape, kind: str, served: ServedForms | None = None) -> Roofline | None:
+    """The bound of a model whose matrices are kept as `kind`, or, of a quantised file, as they are `served`; measures
+    the memory, for less than 0.2 s. None where no model of ours computes, or memory is not what bounds it."""
+    weights = 0
+    if isinstance(shape, ModelSpec) and served is not None and served.quantised:
+        weights, kind = int(token_weights(shape) * served.bits / 8), f"{served.bits:.1f}-bit"
+    elif isinstance(shape, ModelSpec):
+        weights = token_bytes(shape, kind)
+    if weights < CACHED:
+        return None
+    return Roofline(weights, kind, read_bandwidth())
+
+
+def token_bytes(spec: ModelSpec, kind: str) -> int:
+    """Bytes of the matrices that one token goes through; int4 has a head, and some layers, in int8."""
+    weights = token_weights(spec)
+    if kind != "int4":
+        return weights * (1 if kind == "int8" else getattr(torch, kind).itemsize)
+    head = spec.vocab_size * spec.hidden_size
+    return head + int((weights - head) * (HIGHER_SHARE + (1 - HIGHER_SHARE) * BYTES))
+
+
+def token_weights(spec: ModelSpec) -> int:
+    """Numbers in the matrices that one token goes through; of a mixture, in those of the experts it is routed to."""
+    attention = 2 * spec.hidden_size * (spec.heads + spec.kv_heads) * spec.head_dim
+    dense = 3 * spec.hidden_size * spec.intermediate_size
+    widths = [dense] * spec.layers
+    if spec.experts is not None:
+        sparse = 3 * spec.hidden_size * spec.experts.intermediate_size * spec.experts.per_token
+        widths = [sparse if mixed else dense for mixed in spec.experts.sparse_layers]
+    return spec.layers * attention + sum(widths) + spec.vocab_size * spec.hidden_size
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that torch's threads read from memory, the best of a few times."""
+    sample, seconds = torch.ones(_SAMPLE // 4), []
+    for _ in range(_READS):
+        begin = time.perf_counter()
+        sample.sum()
+        seconds.append(time.perf_counter() - begin)
+    return _SAMPLE / min(seconds)
