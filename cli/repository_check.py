@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
 from ..core.model import ModelConfig
-from ..engine.build import describe
+from ..engine.build import describe, is_model_file
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_defaults import LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
@@ -24,7 +24,6 @@ from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
-from ..tokenization.checkpoint_files import GGUF_SUFFIX
 from .options import ConfigOptions
 
 
@@ -76,7 +75,7 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
 def is_language_model(path: Path) -> bool:
     """Whether it is a checkpoint that generates text, or a file in GGUF."""
     if not os.path.isdir(path):  # pathlib's raise errors at names that no file can have
-        return os.path.isfile(path) and path.suffix == GGUF_SUFFIX
+        return os.path.isfile(path) and is_model_file(path)
     return is_checkpoint(path) and detect_checkpoint_backend(path) == LANGUAGE_MODEL_BACKEND
 
 

@@ -11,7 +11,7 @@ import msgspec
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
-from ..tokenization.checkpoint_files import locate_checkpoint, read_json
+from ..tokenization.checkpoint_files import GGUF_SUFFIX, locate_checkpoint, read_json
 from ..tokenization.gguf_file import GgufFile, read_gguf
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import find_weights
@@ -117,6 +117,11 @@ def _examine_adapters(lora: LoraConfig) -> list[str]:
         else:
             remote.append(f"adapter {path} is not here yet")
     return remote
+
+
+def is_model_file(path: Path) -> bool:
+    """Whether the name is that of a language model in one file."""
+    return path.suffix == GGUF_SUFFIX
 
 
 def describe(path: str) -> list[str]:
