@@ -105,10 +105,11 @@ def _checkpoint_plan(directory: Path) -> ImportPlan:
 
 
 def _described(config: Path) -> str:
-    """Class and dtype as a checkpoint's config has them; wrong ones are told when it is checked."""
+    """Class and dtype, or method of quantising, as a checkpoint's config has them; its check tells wrong ones."""
     try:
         fields = json.loads(config.read_bytes())
-        known = [*(fields.get("architectures") or ())[:1], fields.get("dtype") or fields.get("torch_dtype")]
+        stored = (fields.get("quantization_config") or {}).get("quant_method")
+        known = [*(fields.get("architectures") or ())[:1], stored or fields.get("dtype") or fields.get("torch_dtype")]
     except (OSError, ValueError, AttributeError, TypeError):
         return ""
     return ", ".join(str(each) for each in known if each)
