@@ -165,7 +165,7 @@ def test_nothing_stays_of_what_cannot_be_served(
 
 
 def test_other_files_are_told_apart(tmp_path: Path) -> None:
-    for name in ("model.safetensors", "model.gguf"):
+    for name in ("model.safetensors", "model.h5"):
         file = spoiled(tmp_path, name) / name
         with pytest.raises(InvalidArgument, match=r"is no model that is known here: those end with \.onnx, \.pt"):
             plan_import(file)
