@@ -16,7 +16,7 @@ from .inline_loop import run_to_end
 from .peer_runner import PeerSetup
 
 BLOCK = 16
-_FIELDS: dict[str, dict[str, str]] = {
+PRECISIONS: dict[str, dict[str, str]] = {
     "bf16": {"dtype": "bfloat16"},
     "fp16": {"dtype": "float16"},
     "fp32": {"dtype": "float32"},
@@ -55,4 +55,4 @@ def _config(setup: PeerSetup) -> EngineConfig:
         max_model_len=setup.length,
         cache=CacheConfig(block_size=BLOCK),
     )
-    return msgspec.structs.replace(plain, **_FIELDS[setup.precision])
+    return msgspec.structs.replace(plain, **PRECISIONS[setup.precision])

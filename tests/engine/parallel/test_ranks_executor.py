@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from charonia.core.adapter import Adapter
 from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core.process import build_executor
@@ -22,6 +23,9 @@ from charonia.engine.parallel.rank_messages import (
     ComputeStep,
     JoinRanks,
     LeaveRanks,
+    LoadRankAdapter,
+    RankAdapterLoaded,
+    RankAdapterRefused,
     RankCommand,
     RankFailed,
     RankJoined,
@@ -29,6 +33,7 @@ from charonia.engine.parallel.rank_messages import (
     RankReport,
     RankStarted,
     StepComputed,
+    UnloadRankAdapter,
     WeightsProgress,
     decode_command,
     encode_message,
@@ -362,3 +367,33 @@ def test_what_cannot_be_split_is_refused_before_a_rank_is_started(making: Module
     ):
         with pytest.raises(InvalidArgument, match=reason):
             build_executor(EngineConfig(model=str(tmp_path), parallel=parallel))
+
+
+def test_an_adapter_is_there_when_every_rank_has_its_share(loaded: Stage) -> None:
+    loading = loaded.executor.load_adapter("somewhere")
+    for rank in loaded.ranks:
+        assert rank.receive() == LoadRankAdapter("somewhere")
+    loaded.ranks[1].report(RankAdapterLoaded(Adapter("", "somewhere", "d", 8, 70)))
+    assert not loading.done()
+    loaded.ranks[0].report(RankAdapterLoaded(Adapter("", "somewhere", "d", 8, 30)))
+    assert loading.result(10) == Adapter("", "somewhere", "d", 8, 100)
+
+
+def test_a_share_of_an_adapter_that_another_rank_refuses_is_forgotten_before_the_next(loaded: Stage) -> None:
+    loading = loaded.executor.load_adapter("somewhere")
+    loaded.ranks[0].report(RankAdapterLoaded(Adapter("", "somewhere", "d", 8, 30)))
+    loaded.ranks[1].report(RankAdapterRefused("no such layer", ErrorCode.INVALID_ARGUMENT, "lora_path"))
+    with pytest.raises(InvalidArgument, match="no such layer"):
+        loading.result(10)
+    loaded.executor.load_adapter("elsewhere")
+    told = [LoadRankAdapter("somewhere"), UnloadRankAdapter("d"), LoadRankAdapter("elsewhere")]
+    assert [loaded.ranks[0].receive() for _ in told] == told
+
+
+def test_an_adapter_that_a_lost_rank_was_loading_fails(loaded: Stage) -> None:
+    loading = loaded.executor.load_adapter("somewhere")
+    loaded.played.lose(1)
+    with pytest.raises(Unavailable, match="rank 1 of 2 fell over"):
+        loading.result(10)
+    with pytest.raises(Unavailable):
+        loaded.executor.load_adapter("somewhere").result(10)
