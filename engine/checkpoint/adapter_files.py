@@ -14,6 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...core.errors import InvalidArgument, NotFound
 from ...tokenization.checkpoint_files import read_json, refuse_lfs_pointer
 from ..config import LoraConfig
@@ -190,31 +192,32 @@ def _ends_as(module: str, pattern: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
-def _read_bounded(file: Path, most: int, limit: str) -> bytearray:
-    """The file's bytes. It is read and not mapped: whoever writes to it meanwhile changes nothing that was checked."""
+def _read_bounded(file: Path, most: int, limit: str) -> memoryview:
+    """The file's bytes. It is read and not mapped: whoever writes to it meanwhile changes nothing that was checked. Nor
+    is the memory zeroed before, for which a step would wait that needs Python's lock."""
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         if size > most:
             raise _refusal(f"{file}: {size} bytes, more than the {most} {limit}")
-        content = bytearray(size)
+        content = memoryview(np.empty(size, np.uint8))
         if opened.readinto(content) != size:
             raise _refusal(f"{file}: truncated while it was read")
     return content
 
 
-def _read_tensors(file: Path, content: bytearray) -> Iterator[tuple[str, StoredMatrix]]:
+def _read_tensors(file: Path, content: memoryview) -> Iterator[tuple[str, StoredMatrix]]:
     """The file's tensors by name (https://github.com/huggingface/safetensors: the header's length in eight bytes, the
     header in JSON, the numbers)."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > min(_MOST_HEADER_BYTES, len(content) - 8):
         raise _refusal(f"{file}: truncated, or not a safetensors file")
     try:
-        header = json.loads(content[8 : 8 + length])
+        header = json.loads(bytes(content[8 : 8 + length]))
     except (ValueError, RecursionError) as error:
         raise _refusal(f"{file}: its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise _refusal(f"{file}: its header is no JSON object")
-    data = memoryview(content)[8 + length :]
+    data = content[8 + length :]
     for name, entry in header.items():
         if name != "__metadata__":
             yield name, _stored_matrix(f"{file}: tensor {name}", entry, data)

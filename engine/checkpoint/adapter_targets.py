@@ -35,7 +35,9 @@ class _TargetPart:
     def share(self, adapted: AdaptedModule, memory: "_AdapterMemory") -> LoraPart:
         """This rank's share of what is added."""
         a = _matrix(adapted.a)[:, self._columns]
-        b = torch.cat([_matrix(adapted.b)[rows.start : rows.stop] for rows in self._rows])
+        whole = _matrix(adapted.b)
+        some = [whole[rows.start : rows.stop] for rows in self._rows]
+        b = some[0] if len(some) == 1 else torch.cat(some)
         b = pack_outputs(b) if memory.native else b.t()
         return LoraPart(self._first, self.outputs, memory.copy_of(a), memory.copy_of(b), adapted.scale)
 

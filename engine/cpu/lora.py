@@ -92,8 +92,8 @@ class StepAdapters:
 
 def pack_outputs(b: Tensor) -> Tensor:
     """B^T [outputs, rank] as the kernels read it: [panels, rank, PANEL], zeros behind the last output."""
-    padded = F.pad(b, (0, 0, 0, -len(b) % PANEL))
-    return padded.view(-1, PANEL, b.shape[1]).transpose(1, 2)
+    padded = F.pad(b, (0, 0, 0, -len(b) % PANEL)) if len(b) % PANEL else b
+    return padded.reshape(-1, PANEL, b.shape[1]).transpose(1, 2)
 
 
 class NativeLora:
