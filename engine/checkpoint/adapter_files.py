@@ -121,6 +121,13 @@ def read_adapter(path: str, limits: LoraConfig) -> AdapterFiles:
     directory = Path(path).expanduser()
     if not directory.is_dir():
         raise NotFound(f"there is no directory '{path}'", field="lora_path")
+    try:
+        return _read(directory, limits)
+    except OSError as error:
+        raise _refusal(f"{directory}: cannot be read: {error}") from error
+
+
+def _read(directory: Path, limits: LoraConfig) -> AdapterFiles:
     config = read_adapter_config(directory, limits.max_rank)
     file = directory / WEIGHTS_FILE
     if not file.is_file():
@@ -199,7 +206,7 @@ def _read_bounded(file: Path, most: int, limit: str) -> memoryview:
         size = os.fstat(opened.fileno()).st_size
         if size > most:
             raise _refusal(f"{file}: {size} bytes, more than the {most} {limit}")
-        content = memoryview(np.empty(size, np.uint8))
+        content = np.empty(size, np.uint8).data
         if opened.readinto(content) != size:
             raise _refusal(f"{file}: truncated while it was read")
     return content

@@ -125,13 +125,17 @@ def _execute_command(
 
 def _report_adapter(report: Callable[[RankReport], None], loaded: Future[Adapter]) -> None:
     """Called by the thread that loaded."""
-    with suppress(OSError, CancelledError):
-        try:
-            report(RankAdapterLoaded(loaded.result()))
-        except CharoniaError as error:
-            report(RankAdapterRefused(error.message, error.code, error.field or ""))
-        except (RuntimeError, ValueError, MemoryError) as error:
-            report(RankAdapterRefused(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))
+    outcome: RankReport
+    try:
+        outcome = RankAdapterLoaded(loaded.result())
+    except CancelledError:
+        return  # the rank leaves
+    except CharoniaError as error:
+        outcome = RankAdapterRefused(error.message, error.code, error.field or "")
+    except Exception as error:
+        outcome = RankAdapterRefused(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+    with suppress(OSError):  # the core is gone
+        report(outcome)
 
 
 def _read_masks(connection: Connection) -> MaskArray:

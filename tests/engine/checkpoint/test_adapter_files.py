@@ -131,6 +131,17 @@ def test_what_is_missing_is_named(write: Write, tmp_path: Path) -> None:
         read_adapter(str(directory), LIMITS)
 
 
+def test_a_file_that_the_system_does_not_give_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write()
+
+    def denied(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(InvalidArgument, match=r"cannot be read: .*Permission denied"):
+        read_adapter(str(directory), LIMITS)
+
+
 def test_a_file_that_is_too_large_is_not_read(write: Write) -> None:
     directory = write()
     with (directory / WEIGHTS_FILE).open("r+b") as file:
