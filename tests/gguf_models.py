@@ -75,7 +75,9 @@ def rounded_checkpoint(checkpoint: Path, target: Path, kind: str) -> Path:
 
 
 def stored_type(name: str, values: Any, kind: str) -> gguf.GGMLQuantizationType:
-    """Vectors and routers stay as they are."""
+    """Vectors and routers stay as they are; in Q4_K_M values and the way down are Q6_K."""
+    if kind == "Q4_K_M":
+        kind = "Q6_K" if any(part in name for part in ("attn_v", "v_proj", "ffn_down", "down_proj")) else "Q4_K"
     plain = values.ndim == 1 or "_inp" in name or name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
     return gguf.GGMLQuantizationType["F32" if plain else kind]
 
