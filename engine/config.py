@@ -1,5 +1,7 @@
 """The configuration of one engine: small frozen values, parsed once from its options."""
 
+from typing import Annotated, Literal, TypeAlias, get_args
+
 import msgspec
 
 from ..processes.host import usable_cores
@@ -58,6 +60,35 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
 
 
+SpeculationMethod: TypeAlias = Literal["ngram"]
+SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What drafts, and how: vLLM's names. `num_speculative_tokens`: the most of a sequence that a step verifies.
+    `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both.
+
+    Raises:
+        ValueError: fewer at most than at least.
+    """
+
+    method: SpeculationMethod
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 4
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+
+    def __post_init__(self) -> None:
+        least, most = self.lookup_range
+        if least > most:
+            raise ValueError(f"prompt_lookup_min {least} exceeds prompt_lookup_max {most}")
+
+    @property
+    def lookup_range(self) -> tuple[int, int]:
+        """The fewest and the most tokens to look up: 5 where neither is given, as in vLLM."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return least or most or 5, most or least or 5
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`model`: checkpoint directory or hub id. `tokenizer`: another, to read the tokenizer from. `chat_template`: a
     file or a template in place of its own. `tool_call_parser`, `reasoning_parser`: how its answers are written, "auto"
@@ -75,7 +106,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory in bytes, weights included, None whatever is free; `gpu_memory` likewise of each GPU's, where it computes on
     some. The frontend fills these in, and the threads.
 
-    `lora`: None where no adapter may be loaded.
+    `lora`: None where no adapter may be loaded. `speculation`: None where nothing is drafted.
 
     `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
     rank of this machine is enough; "fake" counts (next token = last + 1) and is for measuring everything around the
@@ -110,6 +141,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     fake: FakeConfig = FakeConfig()
     lora: LoraConfig | None = None
+    speculation: SpeculationConfig | None = None
 
     def threads_each(self, ranks: int = 1) -> int:
         """The threads of each of `ranks` that share a machine."""

@@ -11,7 +11,15 @@ import msgspec
 
 from ..core.errors import InvalidArgument, describe_validation_error, did_you_mean
 from ..scheduler.config import SchedulerConfig
-from .config import CacheConfig, EngineConfig, FakeConfig, LoraConfig, ParallelConfig
+from .config import (
+    SPECULATION_METHODS,
+    CacheConfig,
+    EngineConfig,
+    FakeConfig,
+    LoraConfig,
+    ParallelConfig,
+    SpeculationConfig,
+)
 
 T = TypeVar("T")
 
@@ -98,6 +106,8 @@ class EngineOptions:
     """Size of the KV cache in blocks, instead of a share."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
+    speculative_config: str | None = None
+    """Draft tokens and verify several in one step: JSON, as in {"method": "ngram", "num_speculative_tokens": 4}."""
     tokenizer: str | None = None
     """Directory or hub id to read the tokenizer from, in place of the checkpoint's."""
     chat_template: str | None = None
@@ -182,7 +192,8 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     JSON object of their names and paths.
 
     Raises:
-        InvalidArgument: the fake executor is set up, and another one computes; or adapters are, and none is taken.
+        InvalidArgument: the fake executor is set up, and another one computes; or adapters are, and none is taken; or
+            see `read_speculation_config`.
     """
     given = options.given()
     if options.executor != "fake" and (stray := next(filter(given.__contains__, _FAKE_FIELDS), None)):
@@ -196,6 +207,8 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
         given["target_tenants"] = tuple(name.strip() for name in options.target_tenants.split(","))
     parallel = ParallelConfig(**_take(given, _PARALLEL_FIELDS))
     given["lora"] = _lora_config(given, lora_modules)
+    if (written := given.pop("speculative_config", None)) is not None:
+        given["speculation"] = read_speculation_config(written)
     return EngineConfig(model=model, cache=cache, scheduler=scheduler, parallel=parallel, fake=fake, **given)
 
 
@@ -213,6 +226,39 @@ def _lora_config(options: dict[str, Any], modules: str) -> LoraConfig | None:
         name = {field: name for name, field in _LORA_FIELDS.items()}.get(given, "lora_modules")
         raise InvalidArgument(f"{name} needs enable_lora", field=name)
     return None
+
+
+_NOT_SPECULATED = {
+    **dict.fromkeys(("model", "draft_tensor_parallel_size", "revision", "use_heterogeneous_vocab"), "no model drafts"),
+    **dict.fromkeys(("quantization", "kv_cache_dtype", "max_model_len", "parallel_drafting"), "no model drafts"),
+    **dict.fromkeys(("tensor_parallel_size", "draft_sample_method"), "no model drafts"),
+    **dict.fromkeys(
+        ("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+        "a draft is accepted where it is what would have been sampled without it",
+    ),
+    "num_speculative_tokens_per_batch_size": "num_speculative_tokens is for all",
+}
+"""vLLM's keys that mean nothing to our engine, with the reason."""
+
+
+def read_speculation_config(written: str) -> SpeculationConfig:
+    """What `speculative_config` says.
+
+    Raises:
+        InvalidArgument: it is no JSON object, or a key, a method or a number of it means nothing here.
+    """
+    field = "speculative_config"
+    try:
+        found = msgspec.json.decode(written, type=dict[str, Any])
+        if stray := next(filter(_NOT_SPECULATED.__contains__, found), None):
+            raise InvalidArgument(f"{field}: {stray} is not served: {_NOT_SPECULATED[stray]}", field=field)
+        return msgspec.convert(found, SpeculationConfig)
+    except msgspec.ValidationError as error:
+        path, reason, *_ = describe_validation_error(error)
+        reason = f"must be one of {', '.join(SPECULATION_METHODS)}" if path == "method" else reason
+        raise InvalidArgument(f"{field}: {path or 'it'} {reason}", field=field) from None
+    except msgspec.DecodeError as error:
+        raise InvalidArgument(f"{field} must be a JSON object: {error}", field=field) from None
 
 
 def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

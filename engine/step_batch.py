@@ -31,7 +31,7 @@ class SampledTokens(NamedTuple):
     """Tokens that a decoder chooses by itself, from the logits as they are.
 
     It writes them into `tokens`, int32 [S], chosen as `sampling` [S] says (None: the likeliest ones). `selected` [S],
-    ascending: which of the places with logits they are chosen at, each the last of its row; None is all of them.
+    ascending: which of the places with logits they are chosen at; None is all of them.
     `mask_of` [S]: which of the masks, that come while the step is computed, says what each may be, -1 for none; their
     logits are changed. None: no token has one.
     """

@@ -77,9 +77,9 @@ class NewSequence(NamedTuple):
 class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
-    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`, `given`, then the
-    rows. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the
-    host has seen its last token) and the append-only block table.
+    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`, `given`, `drafted`,
+    then the rows. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again
+    before the host has seen its last token) and the append-only block table.
     """
 
     step: int
@@ -92,7 +92,8 @@ class StepPlan(NamedTuple):
     samples: NDArray[np.bool_]
     """[R] whether the row's last computed token is the newest known one, so that a next token is sampled."""
     num_logits: IntArray
-    """[R] how many of the row's last computed tokens want logits: 0, 1 to sample, more for prompt log-probabilities."""
+    """[R] how many of the row's last computed tokens want logits: 0, 1 to sample, more to sample after drafts or for
+    prompt log-probabilities."""
     appended: IntArray
     """[A, 2] (row, block id) pairs to append to block tables, in order."""
     new: tuple[NewSequence, ...]
@@ -102,6 +103,11 @@ class StepPlan(NamedTuple):
     """[G, 3] (row, position, token): tokens that no step sampled, for sequences that the executor has."""
     masked: IntArray = NO_ROWS
     """[M] sampled rows whose token is chosen among those that a mask allows, in the order of the masks."""
+    drafts: IntArray = NO_ROWS
+    """[R] how many of a row's last computed tokens are drafts: a token is sampled at each, and at the one before the
+    first. Empty where no row has any."""
+    drafted: IntArray = NO_ROWS
+    """[D] the drafts themselves, row after row."""
 
     @property
     def tokens(self) -> int:

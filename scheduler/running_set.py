@@ -1,7 +1,7 @@
 """The sequences that hold a row, as arrays indexed by row, and the steps in flight. Keeps counters; decides nothing."""
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -22,13 +22,15 @@ UNLIMITED = 1 << 30
 
 class InFlightStep(NamedTuple):
     """A plan without a result. `scheduled_ends` [R]: tokens of each of its `rows` [R] that are scheduled after it.
-    `sampled_rows`: rows that are to bring a token, in the plan's order. `work`: what it computes."""
+    `sampled_rows`: rows that are to bring a token, in the plan's order; one with drafts occurs once for each of them
+    too. `work`: what it computes. `drafts`: their number, by row."""
 
     step: int
     rows: LongArray
     scheduled_ends: IntArray
     sampled_rows: list[int]
     work: StepWork
+    drafts: Mapping[int, int] = {}
 
 
 @dataclass(slots=True)
@@ -138,7 +140,8 @@ class RunningSet:
         self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
-        self.max_in_flight[row] = min(request.max_in_flight or self._most_in_flight, self._most_in_flight)
+        most = 1 if sequence.drafts else request.max_in_flight
+        self.max_in_flight[row] = min(most or self._most_in_flight, self._most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
         if self.max_in_flight[row] < self._most_in_flight:
@@ -237,7 +240,7 @@ class RunningSet:
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}
         in_flight, pending = self.steps_in_flight(), _counter(self.size)
         for flight in self.in_flight:
-            pending[flight.sampled_rows] += 1
+            np.add.at(pending, flight.sampled_rows, 1)
         assert set(np.flatnonzero(in_flight).tolist()) <= set(occupied), "a plan has a row without a sequence"
         for row in occupied:
             self._check_counters(row, int(pending[row]))

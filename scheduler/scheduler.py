@@ -18,6 +18,7 @@ from .plan import Continuation, IntArray, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import UNLIMITED, InFlightStep, RunningSet, SchedulerTotals
 from .sequence import Sequence, SequenceRequest
+from .speculation import Speculation, SpeculationTotals
 from .step_packer import StepPacker
 from .waiting_queue import Fairness, WaitingQueue
 
@@ -33,7 +34,7 @@ class Scheduler:
 
     `schedule()` may be called again before the last plan's result is applied, up to `ahead` plans beyond the oldest
     unapplied one; results are applied in the order of the plans. `make_budget`: another policy for prompts, to be
-    compared with.
+    compared with. `speculation`: None drafts nothing.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Scheduler:
         config: SchedulerConfig,
         cache: KVCacheManager,
         make_budget: Callable[[SchedulerConfig], PrefillBudget] = PrefillBudget,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
+        self.speculation = speculation
         self._cache = cache
         self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
         self._make_budget = make_budget
@@ -63,8 +66,14 @@ class Scheduler:
         """Counted since the last `reset_totals`."""
         return self._rows.totals
 
+    @property
+    def totals_of_speculation(self) -> SpeculationTotals | None:
+        return None if self.speculation is None else self.speculation.totals
+
     def reset_totals(self) -> None:
         self._rows.totals = SchedulerTotals()
+        if self.speculation is not None:
+            self.speculation.reset_totals()
 
     def reset_step_times(self) -> None:
         """Forget the times of steps so far: they say nothing of those to come."""
@@ -118,6 +127,7 @@ class Scheduler:
             target_ttft=_seconds(self.config.target_ttft_ms) if ttft is None else ttft,
             target_itl=_seconds(self.config.target_itl_ms) if itl is None else itl,
         )
+        sequence.drafts = self.speculation is not None and self.speculation.drafts_for(sequence)
         self._fairness.sequence_arrived(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
@@ -149,7 +159,8 @@ class Scheduler:
         """Plan the next step. None: nothing can run now, or `ahead` plans are already under way."""
         if self.in_flight > self.config.ahead:
             return None
-        packed = StepPacker(self.config, self._rows, self._fairness, self._prefill, self._step, self._elapsed).pack()
+        parts = self.config, self._rows, self._fairness, self._prefill
+        packed = StepPacker(*parts, self._step, self._elapsed, self.speculation).pack()
         if packed is None:
             return None
         plan, flight = packed
@@ -179,6 +190,8 @@ class Scheduler:
         if seconds:
             self._prefill.observe_step(flight.work, seconds)
             self._elapsed += seconds
+        if flight.drafts:
+            self._observe_drafts(flight, result)
         ending = frozenset(row for row, each in guided.items() if each.ends)
         updates = _process_result(rows, flight, _continued(result, guided) if guided else result, ending)
         for row, each in guided.items():
@@ -193,6 +206,14 @@ class Scheduler:
             self._end(key)
         rows.release_settled()
         return updates
+
+    def _observe_drafts(self, flight: InFlightStep, result: StepResult) -> None:
+        """Learn how many drafts were right. Those that were not are paid for as prompt tokens are."""
+        assert self.speculation is not None
+        for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
+            if (drafted := flight.drafts.get(row, 0)) and not self._rows.ended[row]:
+                self.speculation.observe(drafted, count - 1)
+                self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
 
     def _commit_full_blocks(self) -> None:
         """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""
@@ -316,12 +337,12 @@ def _reconcile(rows: RunningSet, flight: InFlightStep, result: StepResult, kept:
     """Move the counters of all rows that ran, where not all brought the one token a sample that later plans count on.
 
     A row that got another number waits until those plans are back, and continues from what is computed: less than
-    planned where tokens did not come (a rejected draft, say), and in any case without the newest known token, which has
-    to run, again if it brought no successor.
+    planned where tokens did not come (after a rejected draft), and in any case without the newest known token, which
+    has to run, again if it brought no successor.
     """
     ran, surplus = flight.rows, np.zeros(rows.size, np.int32)
     surplus[result.rows] = kept
-    surplus[flight.sampled_rows] -= 1
+    np.subtract.at(surplus, flight.sampled_rows, 1)
     rows.expected[ran] += surplus[ran]
     rows.computed[ran] = np.minimum(flight.scheduled_ends, rows.known[ran] - 1)
     rows.await_results(ran[surplus[ran] != 0].tolist())

@@ -1,6 +1,7 @@
 """A sequence to run, and what the scheduler remembers of it while it waits or runs. No counters: see running_set.py."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
@@ -67,6 +68,7 @@ class Sequence:
     from which on it was held because too many adapters ran. `arrived_at`: when, by the scheduler's clock.
     `target_ttft`, `target_itl`: the request's, or what all have that say nothing. `shared`: tokens that the cache had
     of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
+    `drafts`: tokens are drafted for it; `draft_state` is the drafter's own.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
 
@@ -86,6 +88,8 @@ class Sequence:
     held_since: int = 0
     long_prompt: bool = False
     admitted: bool = False
+    drafts: bool = False
+    draft_state: dict[str, Any] = field(default_factory=dict)
     prompt_logprobs_done: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from .plan import NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
+from .speculation import Speculation
 from .waiting_queue import Fairness, queue_order
 
 MIN_PIPELINE_GROUP = 8
@@ -46,7 +47,7 @@ class StepPacker:
     `counts` [rows]: tokens each row computes in this step, 0 for those outside. `budget_left`: tokens not spent.
     `work`: everything it computes so far. `appended`: (row, block) pairs that the executor has not been told of.
     `short_of_blocks`: a row lacks blocks, so no sequence is admitted; and `admitted_rows` left enough blocks for the
-    others, so they are never preempted in the same step.
+    others, so they are never preempted in the same step. `drafts`: tokens that rows are to verify.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class StepPacker:
         prefill: PrefillBudget,
         step: int,
         clock: float,
+        speculation: Speculation | None = None,
     ) -> None:
         self._config, self._rows, self._fairness, self._prefill = config, rows, fairness, prefill
+        self._speculation = speculation
         self._step, self._clock = step, clock
         self._cache, self._waiting = rows.cache, rows.waiting
         # Of decoding rows at first. The last token of all is never computed: nothing follows it.
@@ -67,6 +70,7 @@ class StepPacker:
         self._work = StepWork()
         self._appended: list[tuple[int, int]] = []
         self._admitted_rows: list[int] = []
+        self._drafts: dict[int, list[int]] = {}
         self._short_of_blocks = False
 
     def pack(self) -> tuple[StepPlan, InFlightStep] | None:
@@ -83,14 +87,21 @@ class StepPacker:
         rows, counts = self._rows, self._counts[chosen]
         starts, expected = rows.scheduled[chosen], rows.expected[chosen]
         ends = starts + counts
+        drafts = NO_ROWS
+        if self._drafts:
+            drafts = np.array([len(self._drafts.get(row, ())) for row in chosen.tolist()], np.int32)
+            expected = expected + drafts
         samples: BoolArray = ends == expected
         num_logits = samples.astype(np.int32)
+        if self._drafts:
+            num_logits += drafts
         for row in rows.scoring:  # all places of a chunk that is followed by prompt tokens to be scored
             if self._counts[row] and rows.scheduled[row] < len(rows.sequences[row].request.prompt) - 1:
                 num_logits[np.searchsorted(chosen, row)] = self._counts[row]
         new = tuple([self._new_sequence(row) for row in self._admitted_rows])
         rows.scheduled[chosen], rows.expected[chosen] = ends, expected + samples
         sampled = list(compress(chosen.tolist(), samples.tolist()))
+        drafted = {row: self._drafts[row] for row in sampled if row in self._drafts} if self._drafts else {}
         for row in rows.prefilling.intersection(sampled) if rows.prefilling else ():
             rows.prefilling.remove(row)
             rows.decode_limit[row] = rows.token_limit[row] - 1
@@ -102,7 +113,12 @@ class StepPacker:
         rows.given.clear()
         plan_rows = chosen.astype(np.int32)
         plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed, given)
-        return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
+        if not drafted:
+            return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
+        plan = plan._replace(drafts=drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
+        sampled = [row for row in sampled for _ in range(1 + len(drafted.get(row, ())))]
+        lengths = {row: len(tokens) for row, tokens in drafted.items()}
+        return plan, InFlightStep(self._step, chosen, ends, sampled, self._work, lengths)
 
     def _new_sequence(self, row: int) -> NewSequence:
         sequence = self._rows.sequences[row]
@@ -144,6 +160,36 @@ class StepPacker:
         self._work = StepWork(tokens, sum(map(mul, given, rows.scheduled[decoding].tolist())))
         for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
             self._grow(row)
+        if self._speculation is not None:
+            self._add_drafts(self._speculation)
+
+    def _add_drafts(self, speculation: Speculation) -> None:
+        """Let rows that sample verify drafts too. No other row is preempted for them."""
+        rows, left = self._rows, self._budget_left
+        wanted: dict[int, int] = {}
+        ready = (self._counts == 1) & (rows.scheduled == rows.known - 1) & (rows.expected == rows.known)
+        for row in ready.nonzero()[0].tolist():
+            if rows.sequences[row].drafts:
+                most = self._room_for_drafts(row, min(speculation.most, left))
+                if most > 0:
+                    wanted[row] = most
+                    left -= most
+        found = speculation.draft([(rows.sequences[row], most) for row, most in wanted.items()]) if wanted else []
+        for row, tokens in zip(wanted, found, strict=True):
+            if drafts := tokens[: self._room_for_drafts(row, len(tokens))]:
+                self._drafts[row] = drafts
+                self._set_count(row, 1 + len(drafts))
+                self._grow(row)
+
+    def _room_for_drafts(self, row: int, most: int) -> int:
+        """How many drafts the row may have: each could be followed by a token, and the blocks are its own, promised to
+        it, or free even if every running row took one."""
+        rows, size, known = self._rows, self._cache.block_size, int(self._rows.known[row])
+        most = min(most, int(rows.token_limit[row]) - 1 - known)
+        held = int(rows.capacity[row])
+        if known + most <= held or self._config.admission == "no_evict":
+            return most
+        return min(most, held - known + size * max(self._cache.free_blocks - rows.num_running, 0))
 
     def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
         """Let rows compute only a few tokens more than one each where free rows wait for the same step; the others

@@ -36,7 +36,7 @@ FOREIGN_BANS = {
 INNER_FLOORS = {
     "engine": (
         ".options",
-        "cpu gpu grammars",
+        "cpu gpu grammars drafters",
         "checkpoint",
         "layers",
         "attention",

@@ -5,6 +5,7 @@ last one plus one, so every token of every sequence is known beforehand.
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -17,6 +18,7 @@ from ...scheduler.plan import Continuation, SamplerParams, StepPlan, StepResult,
 from ...scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
+from ...scheduler.speculation import DraftRequest, Speculation
 from ...scheduler.waiting_queue import MAX_HELD_STEPS, RANK_ONLY_INTERVAL
 from .scheduler_world import SchedulerWorld
 
@@ -41,6 +43,25 @@ class ExpectedSequence:
     started: bool = False
 
 
+class _RandomDrafter:
+    """Each drafted token is the right one with this probability; now and then there are fewer, or none."""
+
+    def __init__(self, random: Random, accuracy: float) -> None:
+        self._random, self._accuracy = random, accuracy
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._guess(request) for request in requests]
+
+    def _guess(self, request: DraftRequest) -> list[int]:
+        last = int([*request.prompt, *request.outputs][-1])
+        tokens = range(last + 1, last + 1 + self._random.choice((0, 1, request.k, request.k + 1)))
+        wrong = (self._random.random() > self._accuracy for _ in tokens)
+        return [
+            self._random.randrange(-1, VOCABULARY + 1) if each else token
+            for token, each in zip(tokens, wrong, strict=True)
+        ]
+
+
 class SchedulerTrial:
     """Each method is one call of the scheduler or the cache, then a check of everything; `operations` counts them.
 
@@ -50,7 +71,9 @@ class SchedulerTrial:
     def __init__(self, world: SchedulerWorld, seed: int = 0) -> None:
         self.world = world
         self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching)
-        self.scheduler = Scheduler(world.scheduler, self.cache)
+        drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
+        speculation = Speculation(drafter, world.drafts, VOCABULARY) if world.drafts else None
+        self.scheduler = Scheduler(world.scheduler, self.cache, speculation=speculation)
         self.executor = FakeExecutor(
             Capacity(VOCABULARY, world.scheduler.max_model_len, 1, world.blocks),
             block_size=world.block_size,
@@ -202,6 +225,9 @@ class SchedulerTrial:
         cap = config.in_flight_per_sequence or config.ahead + 1
         in_flight = Counter(row for flight, _ in self._flights for row in flight.rows.tolist())
         assert all(in_flight[row] < cap for row in plan.rows.tolist()), "a row is in too many plans"
+        drafting = [row for row, drafts in zip(plan.rows.tolist(), plan.drafts.tolist(), strict=False) if drafts]
+        assert not any(map(in_flight.__getitem__, drafting)), "drafts after a token that the host does not know"
+        assert not any(row in self.scheduler.guided_rows for row in drafting), "drafts for a guided row"
 
     def apply(self) -> StepUpdates | None:
         """Apply the oldest result in flight, if there is one."""

@@ -16,6 +16,7 @@ class SchedulerWorld:
     `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for. `tenants`: their number; each
     weighs twice the one before. `adapters`: their number, beside the model itself. `token_seconds`: the time of a token
     that the scheduler is told, roughly; 0 for none.
+    `drafts`: the most tokens that are drafted for a sequence in a step, each right with `draft_accuracy`.
     """
 
     blocks: int = 24
@@ -28,6 +29,8 @@ class SchedulerWorld:
     tenants: int = 1
     adapters: int = 0
     token_seconds: float = 0.0
+    drafts: int = 0
+    draft_accuracy: float = 0.0
     scheduler: SchedulerConfig = SMALL
 
     @classmethod
@@ -46,6 +49,8 @@ class SchedulerWorld:
             tenants=random.choice((1, 1, 2, 4)),
             adapters=adapters,
             token_seconds=random.choice((0.0, 0.0, 1e-4, 0.02, 0.2)),
+            drafts=random.choice((0, 0, 1, 2, 5)),
+            draft_accuracy=random.choice((0.0, 0.5, 0.9, 1.0)),
             scheduler=SchedulerConfig(
                 max_num_seqs=rows,
                 max_num_batched_tokens=rows + random.choice((0, 1, 4, 16)),

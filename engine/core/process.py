@@ -22,10 +22,12 @@ from ...processes.child_process import on_parent_death, print_traceback
 from ...processes.log_forwarding import LogForwarder
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.speculation import Speculation
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
-from ..config import CacheConfig, EngineConfig, LoraConfig
+from ..config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
+from ..drafters.ngram import NgramDrafter
 from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
@@ -109,7 +111,8 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     executor.allocate(blocks)
     progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
-    scheduler = Scheduler(scheduler_config(config, length), cache)
+    speculation = _speculation(config.speculation, capacity.vocab_size)
+    scheduler = Scheduler(scheduler_config(config, length), cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
     progress.report("warm-up", 0.0)
@@ -119,6 +122,12 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     here = capacity.machine and config.parallel.backend == "mp"
     cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
     return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
+
+
+def _speculation(config: SpeculationConfig | None, vocab_size: int) -> Speculation | None:
+    if config is None:
+        return None
+    return Speculation(NgramDrafter(*config.lookup_range), config.num_speculative_tokens, vocab_size)
 
 
 def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:

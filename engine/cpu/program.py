@@ -65,9 +65,9 @@ class ProgramInputs(NamedTuple):
 
     `hidden_states` [N, hidden] are the source of a program that does not embed token ids. Logits are computed for the
     packed places `logits_indices`, int64 [S], ascending; none: hidden states are the result. Tokens are sampled from
-    logits as `samples` says, each behind the last token of its row, where they are stored in the batch's token ids; the
-    row must have room for it. `listener` is called with the step's times when it is finished. `adapters`: of rows that
-    have one.
+    logits as `samples` says, each behind the token at whose place it is, where it is stored in the batch's token ids;
+    the row must have room for it. `listener` is called with the step's times when it is finished. `adapters`: of rows
+    that have one.
     """
 
     batch: StepBatch

@@ -28,18 +28,22 @@ static void *allocate(Arena *arena, int64_t bytes)
     return found;
 }
 
-/* The packed place where each row's tokens begin, and the index in token_ids of each sampled token: a sampled place is the
-   last of its row, and the token goes behind it. */
+/* The packed place where each row's tokens begin, and the index in token_ids of each sampled token: behind the token at
+   whose place it is sampled. */
 static void locate_rows(StepLayout *l, int64_t *firsts)
 {
     const StepArguments *a = l->arguments;
     int64_t sampled = 0, first = 0;
     for (int64_t r = 0; r < a->step.rows; r++) {
         firsts[r] = first;
-        first += a->step.counts[r];
-        if (sampled < a->sampled_count && a->logits_indices[a->sampled_of ? a->sampled_of[sampled] : sampled] == first - 1)
-            l->sampled_to[sampled++] =
-                a->step.lines[r] * a->token_ids_stride + a->step.starts[r] + a->step.counts[r];
+        const int64_t next = a->step.lines[r] * a->token_ids_stride + a->step.starts[r] + 1, end = first + a->step.counts[r];
+        for (; sampled < a->sampled_count; sampled++) {
+            const int64_t place = a->logits_indices[a->sampled_of ? a->sampled_of[sampled] : sampled];
+            if (place >= end)
+                break;
+            l->sampled_to[sampled] = next + place - first;
+        }
+        first = end;
     }
 }
 

@@ -26,7 +26,6 @@ NOT_SERVED: Mapping[str, str] = {
     "trust_remote_code": "no code of a checkpoint is run",
     "hf_overrides": "change the checkpoint's config.json",
     "override_generation_config": "change the checkpoint's generation_config.json",
-    "speculative_config": "speculation, but with --backend tensorrtllm",
 }
 """Arguments for what our own engine does not do, with the way out or the reason."""
 
@@ -46,7 +45,6 @@ ELSEWHERE = {
     "max_cpu_loras": "the parameter 'max_lora_bytes' in config.pbtxt",
     "lora_dtype": "adapters are computed with in the model's type",
     "fully_sharded_loras": "ranks hold their slices of an adapter",
-    "speculative_config": "nothing is drafted; the text is the same",
 }
 """What stands for an argument in a repository, in place of what is said of the flag."""
 
@@ -69,6 +67,7 @@ OWN_NAMES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "num_gpu_blocks_override": "kv_cache_blocks",
     "enable_prefix_caching": "prefix_caching",
+    "speculative_config": "speculative_config",
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",

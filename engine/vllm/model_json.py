@@ -11,7 +11,7 @@ from ...core.errors import InvalidArgument, did_you_mean
 from ...telemetry.host_metrics import usable_gpus
 from ...tokenization.checkpoint_files import read_json
 from ..build import computes_on_host
-from ..options import EngineOptions, parse_settings
+from ..options import EngineOptions, parse_settings, read_speculation_config
 from .arguments import (
     CHANGES_ANSWERS,
     ELSEWHERE,
@@ -29,6 +29,7 @@ _PATHS = ("model", "tokenizer")
 _OF_THE_BACKEND = {"REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK"}
 """Parameters in config.pbtxt that ask for what is always so: metrics, and readiness that asks the engine."""
 _DEVICES = "GPU_DEVICE_IDS"
+_SPECULATION = "speculative_config"
 
 
 class ModelJson(NamedTuple):
@@ -100,7 +101,9 @@ def _translated(arguments: Mapping[str, Any], device: str | None) -> tuple[dict[
     for name, value in arguments.items():
         if name in CHANGES_ANSWERS and not _asks_for_nothing(name, value):
             raise InvalidArgument(f"argument '{name}' is not served: {CHANGES_ANSWERS[name]}")
-        if name in OWN_NAMES:
+        if name == _SPECULATION and (reason := _why_undrafted(value)):
+            idle[name] = reason
+        elif name in OWN_NAMES:
             settings |= _setting(name, OWN_VALUES.get((name, str(value)), value))
         elif not _asks_for_nothing(name, value):
             idle[name] = _reason(name)
@@ -123,11 +126,24 @@ def _setting(name: str, value: Any) -> dict[str, Any]:
     """The setting of one argument; none where it is null."""
     if value is None:
         return {}
+    if name == _SPECULATION:
+        value = msgspec.json.encode(value).decode()
     try:
         return parse_settings({OWN_NAMES[name]: value}, EngineOptions).given()
     except InvalidArgument as error:
         reason = error.message.partition(f"'{OWN_NAMES[name]}' ")[2]
         raise InvalidArgument(f"argument '{name}' {reason}") from None
+
+
+def _why_undrafted(value: Any) -> str:
+    """Why a `speculative_config` has no effect; empty where our engine drafts so."""
+    if value is None:
+        return ""
+    try:
+        read_speculation_config(msgspec.json.encode(value).decode())
+    except InvalidArgument as error:
+        return f"nothing is drafted, the text is the same: {error.message}"
+    return ""
 
 
 def _reason(name: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from random import Random
 
 import numpy as np
@@ -146,16 +147,26 @@ class FakeExecutor:
         assert (plan.samples <= plan.num_logits).all(), "a sample without logits"
         assert (plan.num_logits <= plan.counts).all(), "logits of tokens that are not computed"
         ran = list(zip(*(array.tolist() for array in (plan.rows, plan.starts, plan.counts, plan.samples)), strict=True))
+        guesses = self._guesses(plan)
         for row, start, count, _ in ran:
-            self._compute(self._rows[row], start, count)
+            self._compute(self._rows[row], start, count, guesses.get(row, []))
         ends = {row: len(self._rows[row].tokens) for row, *_ in ran}
-        sampled = [row for row, start, count, samples in ran if samples and start + count == ends[row]]
+        drafts = {row: len(guessed) for row, guessed in guesses.items()}
+        sampled = [
+            row
+            for row, start, count, _ in filter(itemgetter(3), ran)
+            if start + count == ends[row] + drafts.get(row, 0)
+        ]
         drawn, logprobs = list[list[int]](), list[Logprobs | None]()
         assert set(plan.masked.tolist()) <= set(sampled), "a mask for a row that is not sampled"
         mask_of = dict(zip(plan.masked.tolist(), range(len(plan.masked)), strict=True))
         for place, row in ((each, self._rows[each]) for each in sampled):
             if masks is not None and place in mask_of:
                 drawn.append([self._allowed_successor(row.tokens[-1], masks[mask_of[place]])])
+            elif place in guesses:
+                right = self._successors(row.tokens[-1], len(guesses[place]) + 1)
+                drawn.append([*_verified(guesses[place], right)])
+                row.computed = len(row.tokens) + len(drawn[-1]) - 1
             else:
                 drawn.append(list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst))))
             row.tokens.extend(drawn[-1])
@@ -167,11 +178,27 @@ class FakeExecutor:
         rows, offsets, counts, tokens = (np.array(column, np.int32) for column in columns)
         return StepResult(plan.step, rows, offsets, counts, tokens, logprobs if any(logprobs) else (), prompt_logprobs)
 
-    def _compute(self, row: FakeRow, start: int, count: int) -> None:
+    def _guesses(self, plan: StepPlan) -> dict[int, list[int]]:
+        """The drafts of each row that has some."""
+        if not len(plan.drafts):
+            return {}
+        drafted, found = iter(plan.drafted.tolist()), dict[int, list[int]]()
+        for row, drafts, count, samples in zip(
+            *(each.tolist() for each in (plan.rows, plan.drafts, plan.counts, plan.samples)), strict=True
+        ):
+            if drafts:
+                assert samples, "drafts that do not follow the newest token"
+                assert drafts < count, "the token before the drafts is not computed"
+                found[row] = [next(drafted) for _ in range(drafts)]
+        assert next(drafted, None) is None, "drafts without a row"
+        return found
+
+    def _compute(self, row: FakeRow, start: int, count: int, guessed: list[int]) -> None:
         """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""
         assert count >= 1, "a row without work"
         assert not row.adapter or row.adapter in self.adapters, f"adapter {row.adapter} is not loaded"
-        end = min(start + count, len(row.tokens))
+        known = [*row.tokens, *guessed]
+        end = min(start + count, len(known))
         if end <= start:
             return
         assert start <= row.computed, "a gap between what is computed and what is to be"
@@ -180,9 +207,9 @@ class FakeExecutor:
             assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
         if self._check_contents:  # write the new positions, then read all of them
             slots = (np.array(row.blocks)[:, None] * self._block_size + np.arange(self._block_size)).ravel()[:end]
-            known = np.array(row.tokens[:end])
-            self._slots[slots[start:]] = known[start:]
-            assert (self._slots[slots] == known).all(), "a block holds another sequence's tokens"
+            there = np.array(known[:end])
+            self._slots[slots[start:]] = there[start:]
+            assert (self._slots[slots] == there).all(), "a block holds another sequence's tokens"
         row.computed = end
 
     def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
@@ -212,3 +239,11 @@ class FakeExecutor:
         for _ in range(count):
             token = (token + 1) % self._capacity.vocab_size
             yield token
+
+
+def _verified(guessed: list[int], right: Iterator[int]) -> Iterator[int]:
+    """The right tokens as far as the guess had them, and the one after."""
+    for guess, token in zip([*guessed, None], right, strict=True):
+        yield token
+        if guess != token:
+            return

@@ -1,14 +1,14 @@
 """One rank's computation of steps: rows, model, attention, sampler. Knows nothing of processes."""
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import compress, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.logprobs import PromptLogprobs
+from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..layers.step_context import StepContext
@@ -17,6 +17,7 @@ from ..step_batch import SampledTokens
 from .logprobs import LOGITS_PIECE, sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
+from .verification import verify_samples
 
 _NONE: IntArray = np.zeros(0, np.int32)
 
@@ -225,10 +226,9 @@ class ModelRunner:
         inputs, tokens, scores = step.inputs, step.tokens, step.prompt_logprobs
         if inputs is None or (tokens is None and step.samples is None):
             return StepResult(step.plan.step, _NONE, _NONE, _NONE, _NONE)
-        ones = np.ones_like(inputs.rows)
         if tokens is None:
             assert step.samples is not None
-            return StepResult(step.plan.step, inputs.rows, inputs.positions, ones, step.samples.tokens)
+            return _step_result(step.plan, inputs, step.samples.tokens)
         if inputs.scored is not None and step.scored_logits is not None:
             scores = inputs.scored.read(step.scored_logits)
         logprobs = None
@@ -236,7 +236,23 @@ class ModelRunner:
             wanted = tokens[self._to(np.fromiter(inputs.logprobs, np.int64))].long()
             logprobs = sampled_logprobs(step.sample_logits, wanted, inputs.logprobs, len(tokens))
         chosen = tokens.cpu().numpy()
-        return StepResult(step.plan.step, inputs.rows, inputs.positions, ones, chosen, logprobs or (), scores)
+        return _step_result(step.plan, inputs, chosen, logprobs or (), scores)
 
     def _to(self, places: LongArray) -> Tensor:
         return torch.from_numpy(places).to(self._device)
+
+
+def _step_result(
+    plan: StepPlan,
+    inputs: StepInputs,
+    tokens: IntArray,
+    logprobs: Sequence[Logprobs | None] = (),
+    scores: Sequence[tuple[int, PromptLogprobs]] = (),
+) -> StepResult:
+    """The result of a step that chose `tokens` [S]; of those at drafts, the ones that count."""
+    if not len(plan.drafts):
+        ones = np.ones_like(inputs.rows)
+        return StepResult(plan.step, inputs.rows, inputs.positions, ones, tokens, logprobs, scores)
+    rows, offsets, counts, kept = verify_samples(plan, tokens)
+    told = [*compress(logprobs, kept.tolist())]
+    return StepResult(plan.step, rows, offsets, counts, tokens[kept], told, scores)

@@ -27,14 +27,16 @@ from ..step_batch import (
 from .logits_processors import LogitsProcessors
 from .logprobs import LOGITS_PIECE, PromptSpan, ScoredTokens
 from .sampler import as_signed64, is_greedy
+from .verification import end_ranges
 
 
 class StepInputs(NamedTuple):
     """One step: its tokens, where logits are wanted, and how S tokens are chosen.
 
-    `logits_indices` [L] are packed places, ascending. `rows` [S] are sampled, `positions` [S] are those of the tokens
-    to be chosen, `selected` [S] which of the L places they are chosen at; None is all. `sampling` [S]; None: all are
-    greedy. `processed`: which of the S have their logits changed on the host; `logprobs`: which of them want how many
+    `logits_indices` [L] are packed places, ascending. `rows` [S] are sampled, one with drafts several times;
+    `positions` [S] are those of the tokens to be chosen, `selected` [S] which of the L places they are chosen at; None
+    is all. `sampling` [S]; None: all are greedy.
+    `processed`: which of the S have their logits changed on the host; `logprobs`: which of them want how many
     likeliest tokens reported. `masked` [S]: which of the step's masks each has, -1 for none; None: none has one.
     `scored`: the prompts' tokens whose log-probability is wanted, if any is. `adapters`: of rows that have one.
     """
@@ -118,6 +120,9 @@ class RowStates:
         if len(plan.given):
             rows, positions, tokens = plan.given.T
             self.store_tokens(rows, positions, torch.from_numpy(np.ascontiguousarray(tokens)))
+        if len(plan.drafted):
+            positions = end_ranges(plan.starts + plan.counts - 1, plan.drafts)
+            self.store_tokens(plan.rows.repeat(plan.drafts), positions, torch.from_numpy(plan.drafted))
 
     def has_room_for(self, plan: StepPlan) -> bool:
         """Whether `apply_plan` leaves the tables of token and block ids where they are."""
@@ -133,7 +138,12 @@ class RowStates:
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
         batch = StepBatch(plan.rows, plan.starts, plan.counts, self._tokens, self._tables, self._block_size)
         ends = plan.starts + plan.counts
-        rows, positions = plan.rows[plan.samples], ends[plan.samples]
+        if len(plan.drafts):
+            times = (plan.drafts + 1)[plan.samples]
+            rows = plan.rows[plan.samples].repeat(times)
+            positions = end_ranges(ends[plan.samples], times).astype(np.int32)
+        else:
+            rows, positions = plan.rows[plan.samples], ends[plan.samples]
         places, selected, scored = self._logits_places(plan, batch)
         sampling = None
         if self._drawing:
@@ -172,6 +182,9 @@ class RowStates:
     ) -> tuple[LongArray, LongArray | None, ScoredTokens | None]:
         """Packed places whose logits are computed together, those that are sampled (None: all), and scored tokens."""
         last: LongArray = batch.first_places + plan.counts - 1
+        sampled: LongArray = last[plan.samples]
+        if len(plan.drafts):
+            sampled = end_ranges(sampled, (plan.drafts + 1)[plan.samples])
         spans: list[PromptSpan] = []
         scored_places: list[LongArray] = []
         for at, row in enumerate(plan.rows.tolist() if self._scoring else ()):
@@ -184,17 +197,17 @@ class RowStates:
                 spans.append(PromptSpan(row, start + 1, length, top_n))
                 scored_places.append(np.arange(first, first + length))
         if not spans:
-            return last[plan.samples], None, None
+            return sampled, None, None
         places = np.concatenate(scored_places)
         rows = np.repeat([span.row for span in spans], [span.length for span in spans])
         positions = np.concatenate([np.arange(span.first, span.first + span.length) for span in spans])
         tokens = gather_entries(self._tokens, rows, positions).long()
         logits = int(plan.num_logits.sum())
         if logits > LOGITS_PIECE:
-            return last[plan.samples], None, ScoredTokens(spans, tokens, self._to(places), None)
-        together = np.repeat(last + 1 - plan.num_logits.cumsum(), plan.num_logits) + np.arange(logits)
+            return sampled, None, ScoredTokens(spans, tokens, self._to(places), None)
+        together = end_ranges(last, plan.num_logits)
         scored = ScoredTokens(spans, tokens, self._to(places), np.searchsorted(together, places))
-        return together, np.searchsorted(together, last[plan.samples]), scored
+        return together, np.searchsorted(together, sampled), scored
 
     def process_logits(self, inputs: StepInputs, logits: Tensor, masks: MaskArray | None) -> None:
         """Change the float32 `logits` of `inputs.processed` in place, as their rows ask, and then their masks."""
@@ -216,7 +229,7 @@ class RowStates:
             forbid_tokens(changed, masks[mask_of[mask_of >= 0]])
             logits[under] = changed
 
-    def store_tokens(self, rows: IntArray, positions: IntArray, tokens: Tensor) -> None:
+    def store_tokens(self, rows: IntArray, positions: IntArray | LongArray, tokens: Tensor) -> None:
         """Store `tokens` [S], chosen here or by another rank, at `positions` [S] of `rows` [S]."""
         if self._device.type == "cpu":
             self._tokens.numpy()[rows, positions] = tokens.numpy()

@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, LoraConfig, ParallelConfig
+from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.options import EngineOptions, engine_config, parse_settings
 from charonia.scheduler.config import SchedulerConfig
 
@@ -49,6 +49,7 @@ ALL = {
     "max_loras": "4",
     "max_lora_rank": "16",
     "max_lora_bytes": "1000",
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     "fake_step_seconds": "0.5",
     "fake_token_seconds": "0",
     "fake_vocab_size": "384",
@@ -94,6 +95,7 @@ def test_every_name_arrives() -> None:
         ),
         fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5),
         lora=LoraConfig(max_loras=4, max_rank=16, max_bytes=1000),
+        speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
     )
     assert set(ALL) == set(EngineOptions.__dataclass_fields__)
 
@@ -119,6 +121,35 @@ def test_adapters_are_taken_only_where_they_are_enabled() -> None:
     for modules in ("[]", "{", '{"sql": 1}'):
         with pytest.raises(InvalidArgument, match="lora_modules must be a JSON object of names and directories"):
             engine_config("x", EngineOptions(enable_lora=True), modules)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("ngram", "must be a JSON object: "),
+        ("[]", "it must be an object"),
+        ("{}", "method must be one of ngram"),
+        ('{"method": "eagle3"}', "method must be one of ngram"),
+        ('{"method": "ngram", "model": "draft"}', "model is not served: no model drafts"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be an integer >= 1"),
+        ('{"method": "ngram", "num_tokens": 3}', "num_tokens is unknown"),
+        (
+            '{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 5}',
+            "it is wrong: prompt_lookup_min 6 exceeds prompt_lookup_max 5",
+        ),
+    ],
+)
+def test_a_speculative_config_that_means_nothing_is_refused_by_name(written: str, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^speculative_config:? {says}") as refusal:
+        engine_config("x", EngineOptions(speculative_config=written))
+    assert refusal.value.field == "speculative_config"
+
+
+def test_ngrams_are_of_five_tokens_unless_said_otherwise() -> None:
+    config = SpeculationConfig(method="ngram")
+    assert config.lookup_range == (5, 5)
+    assert SpeculationConfig(method="ngram", prompt_lookup_min=2).lookup_range == (2, 2)
+    assert SpeculationConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=4).lookup_range == (2, 4)
 
 
 def test_nothing_given_is_the_engines_choice() -> None:

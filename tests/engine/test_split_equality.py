@@ -2,7 +2,7 @@
 requests. Ranks are threads here; processes have tests of their own."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, SamplerParams, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 
 BLOCK, NEW, VOCAB = 16, 18, 384
 LENGTHS = (3, 9, 44, 5, 10, 8, 17, 2, 21, 6)
@@ -63,6 +64,7 @@ class Asked(NamedTuple):
     blocks: int = BLOCKS
     sampling: SamplerParams = SamplerParams()
     adapters: tuple[str, ...] = ("",)
+    drafter: Drafter | None = None
 
 
 ALONE = Asked(4096, False, 64)
@@ -93,7 +95,8 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
         ahead=ahead or stages - 1,
         in_flight_per_sequence=1 if stages > 1 else None,
     )
-    scheduler = Scheduler(config, cache)
+    speculation = None if asked.drafter is None else Speculation(asked.drafter, 4, VOCAB)
+    scheduler = Scheduler(config, cache, speculation=speculation)
     for request in requests(cache, asked):
         scheduler.add(request)
     events = turn(scheduler, executor, cancelled)
@@ -272,6 +275,38 @@ def test_ranks_choose_alike_while_plans_run_ahead(
         found = serve(executor, Asked(sampling=SHAPED), 1, {}, ahead=2).outcome
     assert texts(found) == texts(one_rank("llama", SHAPED))
     assert found.most_in_flight == 3
+
+
+class _FirstRight:
+    """Of what other rows are answered with: the first tokens are right, the last one of a draft is wrong."""
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self._answers = {tuple(prompt): answers[key] for key, prompt in enumerate(prompts())}
+        self.drafted = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        self.drafted += len(requests)
+        found = []
+        for request in requests:
+            answer, done = self._answers[tuple(request.prompt.tolist())], len(request.outputs)
+            found.append([*answer[done : done + request.k - 1], 0][: request.k])
+        return found
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 3)], ids=["TP 2", "PP 3"])
+def test_drafts_are_verified_on_ranks_as_on_one(
+    layout: tuple[int, ...],
+    threads: ModuleType,
+    config: Callable[..., EngineConfig],
+    one_rank: Callable[..., LoopResult],
+) -> None:
+    """Every stage has the drafts, and later the token in place of the wrong one."""
+    split, right = threads.Layout(*layout), one_rank("llama", SHAPED)
+    drafter = _FirstRight(right.tokens)
+    with threads.ranks(config("llama"), split) as executor:
+        events = serve(executor, Asked(sampling=SHAPED, drafter=drafter), split.stages, {})
+    assert texts(events.outcome) == texts(right)
+    assert drafter.drafted > 20
 
 
 def test_int8_on_two_ranks_is_as_near_as_on_one(threads: ModuleType, config: Callable[..., EngineConfig]) -> None:

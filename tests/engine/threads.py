@@ -20,9 +20,10 @@ from torch import Tensor
 from charonia.engine.checkpoint.build_context import Shard
 from charonia.engine.checkpoint.partition import PipelineStage
 from charonia.engine.config import EngineConfig
+from charonia.engine.parallel.rank_messages import SampledBatch
 from charonia.engine.worker.executor import Capacity, ProgressCallback
 from charonia.engine.worker.loaded_rank import LoadedRank, load_rank
-from charonia.scheduler.plan import IntArray, MaskSource, StepPlan, StepResult
+from charonia.scheduler.plan import MaskSource, StepPlan, StepResult
 
 PATIENCE = 10
 T = TypeVar("T")
@@ -145,7 +146,7 @@ class ThreadedExecutor:
     def _step(self, engine: LoadedRank, plan: StepPlan, told: list[StepResult], masks: MaskSource | None) -> StepResult:
         if not engine.context.shard.stage.last:
             for result in told:
-                engine.runner.store_remote_tokens(*chosen(result))
+                engine.runner.store_remote_tokens(*SampledBatch.from_results([result]))
         return engine.runner.run_step(plan, masks)
 
     def _land(self, futures: list[Future[StepResult]], done: Future[StepResult]) -> None:
@@ -173,12 +174,6 @@ class ThreadedExecutor:
             engine.close()
         for worker in self._workers:
             worker.shutdown(cancel_futures=True)
-
-
-def chosen(result: StepResult) -> tuple[IntArray, IntArray, IntArray]:
-    """Rows, positions and tokens of what it chose, one a row."""
-    assert set(result.counts.tolist()) <= {1}
-    return result.rows, result.offsets, result.tokens
 
 
 @contextmanager

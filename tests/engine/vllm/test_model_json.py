@@ -57,6 +57,17 @@ def test_arguments_become_our_settings(tmp_path: Path) -> None:
     parse_settings(dict.fromkeys(OWN_NAMES.values()), EngineOptions)
 
 
+def test_speculation_that_is_not_served_changes_no_text_and_is_said(tmp_path: Path) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    found = read(tmp_path, HUB | {"speculative_config": ngram})
+    assert json.loads(found.parameters["speculative_config"]) == ngram
+    assert not found.idle
+    found = read(tmp_path, HUB | {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}})
+    assert found.parameters == HUB
+    assert "the text is the same: speculative_config: method must be one of" in found.idle["speculative_config"]
+    assert read(tmp_path, HUB | {"speculative_config": None}) == (HUB, {})
+
+
 def test_a_checkpoint_is_found_beside_the_file_or_anywhere(tmp_path: Path) -> None:
     checkpoint, version = tmp_path / "owner" / "name", tmp_path / "1"
     checkpoint.mkdir(parents=True)

@@ -1,0 +1,110 @@
+"""Drafts what followed the last time that a sequence had the tokens it ends with: in quotes, edits, lists and code.
+
+After vLLM's method of the same name, and Saxena, "Prompt Lookup Decoding" (2023).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...scheduler.plan import IntArray
+from ...scheduler.speculation import DraftRequest
+
+LOOKS = 16
+"""So many of the latest places are compared for the longest match."""
+
+_FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_STATE = "ngram"
+
+
+class NgramDrafter:
+    """A sequence that ends with `shortest` to `longest` tokens it had before goes on as then; the longest match counts,
+    of equals the latest."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest, self._longest = shortest, longest
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """See `Drafter.propose`."""
+        return [self._propose_one(request) for request in requests]
+
+    def _propose_one(self, request: DraftRequest) -> list[int]:
+        index = request.state.get(_STATE)
+        if index is None:
+            index = request.state[_STATE] = NgramIndex(request.prompt, self._shortest)
+        index.extend(request.outputs[len(index.tokens) - len(request.prompt) :])
+        place = index.find(self._longest)
+        return [] if place is None else index.continuation(place, request.k)
+
+
+class NgramIndex:
+    """A sequence's `tokens`, and where each `n` of them that follow each other occurred last, and before that. A place
+    is the position of the token after them; the end of the sequence is none, for nothing follows yet."""
+
+    def __init__(self, prompt: IntArray, n: int) -> None:
+        self._n = n
+        self.tokens: list[int] = prompt.tolist()
+        keys, places = _keys(prompt, n)[:-1], range(n, len(prompt))
+        self._latest = dict(zip(keys.tolist(), places, strict=True))
+        self._before = [-1] * min(n, len(prompt)) + _previous(keys, n).tolist()
+
+    def extend(self, outputs: Iterable[int]) -> None:
+        for token in outputs:
+            place = len(self.tokens)
+            self._before.append(-1)
+            if place >= self._n:
+                key = self._last_key()
+                self._before[place] = self._latest.get(key, -1)
+                self._latest[key] = place
+            self.tokens.append(token)
+
+    def _last_key(self) -> int:
+        key = 0
+        for token in self.tokens[-self._n :]:
+            key = (key * _FACTOR + token + 1) & _WORD
+        return key
+
+    def find(self, longest: int) -> int | None:
+        """The place after the longest match of the sequence's end, of `n` to `longest` tokens, among the latest."""
+        if len(self.tokens) <= self._n:
+            return None
+        place, best, length = self._latest.get(self._last_key(), -1), None, self._n - 1
+        for _ in range(LOOKS):
+            if place < 0 or length == longest:
+                break
+            matched = self._matched(place, longest)
+            if matched > length:
+                best, length = place, matched
+            place = self._before[place]
+        return best
+
+    def _matched(self, place: int, longest: int) -> int:
+        """How many tokens before `place` are those that the sequence ends with."""
+        tokens, end = self.tokens, len(self.tokens)
+        for length in range(min(longest, place)):
+            if tokens[place - 1 - length] != tokens[end - 1 - length]:
+                return length
+        return min(longest, place)
+
+    def continuation(self, place: int, k: int) -> list[int]:
+        """The `k` tokens from `place` on; what repeats itself is repeated."""
+        found = self.tokens[place : place + k]
+        return [found[at % len(found)] for at in range(k)]
+
+
+def _keys(tokens: IntArray, n: int) -> NDArray[np.uint64]:
+    """A number for each `n` tokens that follow each other, modulo 2^64; equal ones may be of different tokens."""
+    keys = np.zeros(max(len(tokens) - n + 1, 0), np.uint64)
+    for at in range(n):
+        keys = keys * np.uint64(_FACTOR) + tokens[at : at + len(keys)].astype(np.uint64) + np.uint64(1)
+    return keys
+
+
+def _previous(keys: NDArray[np.uint64], n: int) -> NDArray[np.int64]:
+    """For each key the place of the same one before it, -1 for the first; the place of keys[i] is i + n."""
+    order = np.argsort(keys, kind="stable")
+    found = np.full(len(keys), -1)
+    same = keys[order[1:]] == keys[order[:-1]]
+    found[order[1:][same]] = order[:-1][same] + n
+    return found

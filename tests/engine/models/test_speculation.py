@@ -1,0 +1,167 @@
+"""Whatever is drafted, the text is the one without drafts: greedy or drawn, with whatever else a step does."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.drafters.ngram import NgramDrafter
+from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import LogitsParams, SamplerParams, StepPlan
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
+
+VOCABULARY, BLOCK, NEW, MOST = 384, 16, 32, 5
+LENGTHS = (1, 7, 16, 31, 40, 64, 65, 90)
+
+SAMPLINGS = {
+    "greedy": SamplerParams(),
+    "drawn": SamplerParams(1.0, seed=5),
+    "filtered": SamplerParams(0.8, 20, 0.9, seed=2**64 - 1, min_p=0.01),
+    "penalties": SamplerParams(
+        0.9, seed=3, logits=LogitsParams(1.3, 0.4, 0.2, ((5, 2.0),), ((7, 8),), min_tokens=9, stop_token_ids=(1, 2))
+    ),
+    "log-probabilities": SamplerParams(logprobs=2, prompt_logprobs=1),
+}
+
+
+class HalfRight:
+    """Knows what each prompt is answered with; after some right tokens, as chance has it, it guesses wrong."""
+
+    def __init__(self, answers: Sequence[tuple[list[int], list[int]]]) -> None:
+        self._answers = {tuple(prompt): answer for prompt, answer in answers}
+        self._random = Random(7)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._guess(request) for request in requests]
+
+    def _guess(self, request: DraftRequest) -> list[int]:
+        done = len(request.outputs)
+        tokens = self._answers[tuple(request.prompt.tolist())][done : done + request.k]
+        for place in range(self._random.randint(0, len(tokens)), len(tokens)):
+            tokens[place] = (tokens[place] + 1) % VOCABULARY
+        return tokens
+
+
+class Model:
+    """An executor with its model, whose requests are all of one sampling."""
+
+    def __init__(self, checkpoint: Path, **config: str) -> None:
+        cache = CacheConfig(block_size=BLOCK)
+        self.executor = InlineExecutor(EngineConfig(model=str(checkpoint), device="cpu", cache=cache, **config))  # type: ignore[arg-type]
+        self.executor.load(lambda phase, fraction: None)
+
+    def run(
+        self, sampling: SamplerParams, drafter: Drafter | None = None, tight: bool = False, **scheduling: int
+    ) -> tuple[LoopResult, list[StepPlan], Speculation | None]:
+        asked, plans = prompts(), list[StepPlan]()
+        blocks = 24 if tight else 100
+        cache = KVCacheManager(blocks, BLOCK)
+        config = SchedulerConfig(max_num_seqs=8, max_model_len=128, **scheduling)  # type: ignore[arg-type]
+        self.executor.allocate(blocks)
+        speculation = None if drafter is None else Speculation(drafter, MOST, VOCABULARY)
+        scheduler = Scheduler(config, cache, speculation=speculation)
+        requests = [
+            SequenceRequest(
+                key=key,
+                prompt=np.array(prompt, np.int32),
+                max_tokens=NEW,
+                hashes=cache.digest(prompt),
+                sampling=sampling,
+                stop_token_ids=frozenset((1, 2)),
+            )
+            for key, prompt in enumerate(asked)
+        ]
+        outcome = run_to_end(scheduler, self.executor, requests, observe=plans.append)
+        scheduler.check_integrity()
+        return outcome, plans, speculation
+
+
+def prompts() -> list[list[int]]:
+    random = Random(11)
+    return [[random.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Model]]:
+    made: dict[str, Model] = {}
+
+    def make(name: str = "llama", **config: str) -> Model:
+        key = f"{name} {config}"
+        if key not in made:
+            made[key] = Model(checkpoint(name), **config)
+        return made[key]
+
+    yield make
+    for model in made.values():
+        model.executor.close()
+
+
+def assert_the_same(model: Model, sampling: SamplerParams, tight: bool = False, **scheduling: int) -> None:
+    plain, _, _ = model.run(sampling)
+    answers = [(prompt, plain.tokens[key]) for key, prompt in enumerate(prompts())]
+    outcome, plans, speculation = model.run(sampling, HalfRight(answers), tight, **scheduling)
+    assert outcome.tokens == plain.tokens
+    assert outcome.finished == plain.finished
+    assert outcome.logprobs.keys() == plain.logprobs.keys()
+    for key, logprobs in plain.logprobs.items():
+        assert [each.ids for each in outcome.logprobs[key]] == [each.ids for each in logprobs]
+    assert outcome.scores.keys() == plain.scores.keys()
+    assert speculation is not None
+    totals = speculation.totals
+    assert totals.draft_tokens > totals.accepted_tokens > 20, "nothing was right, or nothing was wrong"
+    assert sum(totals.accepted_by_place) == totals.accepted_tokens
+    assert (sum(len(plan.new) for plan in plans) > len(LENGTHS)) == tight
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_drafts_change_no_text(sampling: SamplerParams, models: Callable[..., Model]) -> None:
+    assert_the_same(models(), sampling)
+
+
+@pytest.mark.parametrize(
+    ("tight", "scheduling"),
+    [
+        (False, {"max_num_batched_tokens": 23}),
+        (True, {}),
+        (True, {"ahead": 1}),
+        (False, {"ahead": 2, "in_flight_per_sequence": 1}),
+    ],
+    ids=["chunks", "preempted", "ahead and preempted", "as in a pipeline"],
+)
+def test_drafts_change_no_text_whatever_the_scheduler_does(
+    tight: bool, scheduling: dict[str, int], models: Callable[..., Model]
+) -> None:
+    assert_the_same(models(), SAMPLINGS["drawn"], tight, **scheduling)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "int4"},
+        {"attention": "reference"},
+    ],
+    ids=["bfloat16", "int8", "int4", "torch"],
+)
+def test_drafts_change_no_text_in_any_precision(config: dict[str, str], models: Callable[..., Model]) -> None:
+    """The products of a row do not depend on the rows beside it, nor its attention on the tokens that come with it."""
+    assert_the_same(models(**config), SAMPLINGS["greedy"])
+    assert_the_same(models(**config), SAMPLINGS["drawn"])
+
+
+def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Model]) -> None:
+    plain, steps, _ = models().run(SamplerParams())
+    outcome, fewer, speculation = models().run(SamplerParams(), NgramDrafter(1, 4))
+    assert outcome.tokens == plain.tokens
+    assert speculation is not None
+    assert speculation.totals.accepted_tokens > 0
+    assert len(fewer) <= len(steps)

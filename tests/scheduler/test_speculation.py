@@ -1,0 +1,167 @@
+"""Drafts in plans: what is verified, what is accepted, and what it costs others."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from charonia.engine.worker.fake_executor import FakeExecutor
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import StepPlan, StepUpdates
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.speculation import DraftRequest, Speculation
+
+RIGHT = 2
+"""Tokens of each draft that are what the executor says, the last one and one more each time."""
+
+
+class Counting:
+    """Drafts RIGHT tokens that are right, and then wrong ones."""
+
+    def __init__(self, right: int = RIGHT) -> None:
+        self._right = right
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        lasts = [int([*request.prompt, *request.outputs][-1]) for request in requests]
+        return [[last + 1 + at if at < self._right else 7 for at in range(9)] for last in lasts]
+
+
+class Loop:
+    """A scheduler that speculates over the fake executor, step by step."""
+
+    def __init__(
+        self, right: int = RIGHT, most: int = 4, blocks: int = 64, vocab_size: int = 1000, **config: int
+    ) -> None:
+        self.cache = KVCacheManager(blocks, 4)
+        self.scheduler = Scheduler(
+            SchedulerConfig(**config),  # type: ignore[arg-type]
+            self.cache,
+            speculation=Speculation(Counting(right), 4, vocab_size),
+        )
+        self.executor = FakeExecutor(block_size=4, threaded=False)
+        self.executor.allocate(blocks)
+
+    def add(self, key: int, prompt: int, new: int, **asked: object) -> None:
+        tokens = np.arange(100, 100 + prompt, dtype=np.int32)
+        self.scheduler.add(SequenceRequest(key=key, prompt=tokens, max_tokens=new, **asked))  # type: ignore[arg-type]
+
+    def step(self) -> tuple[StepPlan, StepUpdates]:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        updates = self.scheduler.apply(self.executor.execute(plan).result())
+        self.scheduler.check_integrity()
+        return plan, updates
+
+
+def test_a_step_brings_the_drafts_that_are_right_and_one_token_more() -> None:
+    loop = Loop()
+    loop.add(1, prompt=3, new=20)
+    loop.step()
+    plan, updates = loop.step()
+    assert (plan.starts.tolist(), plan.counts.tolist(), plan.drafts.tolist()) == ([3], [5], [4])
+    assert plan.drafted.tolist() == [104, 105, 7, 7]
+    assert plan.num_logits.tolist() == [5]
+    assert updates.tokens == [104, 105, 106]
+    plan, updates = loop.step()
+    assert (plan.starts.tolist(), updates.tokens) == ([6], [107, 108, 109])
+    totals = loop.scheduler.totals_of_speculation
+    assert totals is not None
+    assert (totals.drafts, totals.draft_tokens, totals.accepted_tokens) == (2, 8, 4)
+    assert totals.accepted_by_place == [2, 2, 0, 0]
+
+
+def test_no_draft_reaches_beyond_the_last_token() -> None:
+    loop = Loop(right=9)
+    loop.add(1, prompt=3, new=4)
+    loop.step()
+    plan, updates = loop.step()
+    assert plan.counts.tolist() == [3]
+    assert updates.tokens == [104, 105, 106]
+    assert updates.finished == [(1, "length")]
+    assert loop.cache.free_blocks == 64
+
+
+def test_a_stop_token_ends_a_run_of_accepted_ones() -> None:
+    loop = Loop(right=9)
+    loop.add(1, prompt=3, new=40, stop_token_ids=frozenset([105]))
+    loop.step()
+    _, updates = loop.step()
+    assert updates.tokens == [104, 105]
+    assert updates.finished == [(1, "stop")]
+
+
+def test_the_budget_of_a_step_bounds_drafts() -> None:
+    loop = Loop(max_num_seqs=4, max_num_batched_tokens=6)
+    for key in range(3):
+        loop.add(key, prompt=1, new=30)
+    loop.step()
+    for _ in range(6):
+        plan, _ = loop.step()
+        assert 3 < plan.tokens <= 6
+
+
+def test_drafts_take_no_block_that_others_may_need() -> None:
+    """Eight blocks for two sequences: with drafts for both they need one each, and another in reserve."""
+    loop = Loop(right=0, blocks=4)
+    loop.add(1, prompt=4, new=4)
+    loop.add(2, prompt=4, new=4)
+    loop.step()
+    preemptions = 0
+    while loop.scheduler.has_work:
+        loop.step()
+        preemptions += loop.scheduler.totals.preemptions
+    assert preemptions == 0
+
+
+def test_guided_sequences_have_no_drafts() -> None:
+    loop = Loop()
+    loop.add(1, prompt=3, new=9, guided=True, max_in_flight=1)
+    loop.step()
+    plan, _ = loop.step()
+    assert plan.counts.tolist() == [1]
+    assert not len(plan.drafts)
+
+
+def test_a_token_that_there_is_not_ends_a_draft() -> None:
+    loop = Loop(vocab_size=105)
+    loop.add(1, prompt=3, new=9)
+    loop.step()
+    plan, _ = loop.step()
+    assert plan.drafted.tolist() == [104]
+
+
+def test_only_accepted_tokens_are_found_by_others() -> None:
+    loop = Loop(right=0)
+    loop.add(1, prompt=4, new=9)
+    while loop.scheduler.has_work:
+        loop.step()
+    said = np.arange(100, 112, dtype=np.int32)
+    wrong = np.concatenate([said[:5], [7, 7, 7]]).astype(np.int32)
+    assert loop.cache.shareable(loop.cache.digest(said), 12) == 8
+    assert loop.cache.shareable(loop.cache.digest(wrong), 9) == 4
+
+
+def test_with_plans_ahead_a_sequence_that_drafts_is_in_one_at_a_time() -> None:
+    loop = Loop(ahead=1)
+    loop.add(1, prompt=3, new=9)
+    first = loop.scheduler.schedule()
+    assert first is not None
+    assert loop.scheduler.schedule() is None
+    loop.scheduler.apply(loop.executor.execute(first).result())
+    plan, _ = loop.step()
+    assert plan.drafts.tolist() == [4]
+
+
+def test_a_tenant_pays_for_what_was_rejected() -> None:
+    """Two tenants with the same prompts and the same number of tokens, in turns: wrong drafts cost the one its turn."""
+    services = []
+    for right in (4, 0):
+        loop = Loop(right=right)
+        loop.add(1, prompt=3, new=6, tenant="a")
+        loop.add(2, prompt=3, new=6, tenant="b")
+        while loop.scheduler.has_work:
+            loop.step()
+        services.append(loop.scheduler._fairness.service[:2].tolist())
+    assert services[0] == [3 + 2 * 6] * 2
+    assert all(paid > 3 + 2 * 6 for paid in services[1])
