@@ -78,6 +78,8 @@ class Scheduler:
     def reset_step_times(self) -> None:
         """Forget the times of steps so far: they say nothing of those to come."""
         self._prefill = self._make_budget(self.config)
+        if self.speculation is not None:
+            self.speculation.reset_step_times()
 
     @property
     def running(self) -> int:
@@ -189,6 +191,8 @@ class Scheduler:
         flight = rows.in_flight.popleft()
         if seconds:
             self._prefill.observe_step(flight.work, seconds)
+            if self.speculation is not None and not flight.work.prefill_tokens:
+                self.speculation.observe_step(flight.work.decode_tokens, seconds)
             self._elapsed += seconds
         if flight.drafts:
             self._observe_drafts(flight, result)

@@ -68,7 +68,8 @@ class Sequence:
     from which on it was held because too many adapters ran. `arrived_at`: when, by the scheduler's clock.
     `target_ttft`, `target_itl`: the request's, or what all have that say nothing. `shared`: tokens that the cache had
     of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
-    `drafts`: tokens are drafted for it; `draft_state` is the drafter's own.
+    `drafts`: tokens are drafted for it; `draft_state` is the drafter's own; `draft_chance`: the
+    probability that a drafted token is right, as it seems; `draft_guess`: outputs there were, and what was to follow.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
 
@@ -90,6 +91,8 @@ class Sequence:
     admitted: bool = False
     drafts: bool = False
     draft_state: dict[str, Any] = field(default_factory=dict)
+    draft_chance: float | None = None
+    draft_guess: tuple[int, list[int]] = (0, [])
     prompt_logprobs_done: int = field(init=False)
 
     def __post_init__(self) -> None:

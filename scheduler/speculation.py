@@ -5,12 +5,25 @@ without drafts: the same logits, the same number of the counter. Drafts are acce
 So the text is the same with drafts and without, whoever drafts, and however. Knows no rows, no blocks and no text.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .plan import IntArray
 from .sequence import Sequence
+
+FIRST_CHANCE, HIGHEST_CHANCE = 0.7, 0.98
+"""The probability that a drafted token is right, before any was, and at most."""
+
+CHANCE_WEIGHT, COST_WEIGHT = 0.2, 0.2
+"""Weights of the newest token, and of the newest step, in moving averages."""
+
+PROBE_STEPS = 64
+"""One step in so many has no drafts, and the first with its number of sequences: others are held against its time."""
+
+BYSTANDER_SLOWDOWN = 1.05
+"""A step that also computes sequences without drafts takes at most so many times as long with those of the others."""
 
 
 class DraftRequest(NamedTuple):
@@ -41,29 +54,115 @@ class SpeculationTotals:
     accepted_by_place: list[int] = field(default_factory=list)
 
 
+class DecodeCosts:
+    """Seconds of steps that only decode, by their number of tokens, as measured: in between the measured ones in
+    proportion, and beyond them like the nearest, so that what was never tried is tried."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._seconds: dict[int, float] = {}
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        known = self._seconds.get(tokens)
+        if known is None:
+            insort(self._sizes, tokens)
+            self._seconds[tokens] = seconds
+        else:
+            self._seconds[tokens] += COST_WEIGHT * (min(max(seconds, known / 2), known * 2) - known)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, tokens: int) -> bool:
+        return tokens in self._seconds
+
+    def seconds(self, tokens: int) -> float:
+        """There must be some measured ones."""
+        at = bisect_left(self._sizes, tokens)
+        low, high = self._sizes[max(at - 1, 0)], self._sizes[min(at, len(self._sizes) - 1)]
+        part = (tokens - low) / (high - low) if low < high else 0.0
+        return self._seconds[low] + part * (self._seconds[high] - self._seconds[low])
+
+
 class Speculation:
     """What `drafter` drafts, `most` tokens a sequence and step at most, of a vocabulary of `vocab_size` tokens."""
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
         self._drafter, self.most, self._vocab_size = drafter, most, vocab_size
+        self._costs = DecodeCosts()
+        self._chance = FIRST_CHANCE
+        self._steps = 0
         self.totals = SpeculationTotals()
         self.reset_totals()
 
     def reset_totals(self) -> None:
         self.totals = SpeculationTotals(accepted_by_place=[0] * self.most)
+        self._chance = FIRST_CHANCE
+
+    def reset_step_times(self) -> None:
+        self._costs = DecodeCosts()
 
     def drafts_for(self, sequence: Sequence) -> bool:
         """Whether the sequence may have drafts: not where the host makes something of each token."""
         return not sequence.request.guided
 
-    def draft(self, asked: Tokens[tuple[Sequence, int]]) -> list[list[int]]:
-        """Tokens to verify for each sequence, so many at most."""
+    def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
+        """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else."""
         requests = [
             DraftRequest(each.request.prompt, each.outputs, most, each.draft_state, each.request.tenant)
             for each, most in asked
         ]
         proposed = self._drafter.propose(requests)
-        return [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
+        guesses = [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
+        for (sequence, _), guess in zip(asked, guesses, strict=True):
+            self._judge(sequence)
+            sequence.draft_guess = len(sequence.outputs), guess
+        lengths = self._worthwhile([each for each, _ in asked], guesses, decoding)
+        return [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
+
+    def _judge(self, sequence: Sequence) -> None:
+        """Hold the last guess against what has come since, whether it was verified or not: that costs nothing."""
+        if sequence.draft_chance is None:
+            sequence.draft_chance = self._chance
+        begin, guess = sequence.draft_guess
+        for token, guessed in zip(sequence.outputs[begin : begin + len(guess)], guess, strict=False):
+            right = token == guessed
+            sequence.draft_chance += CHANCE_WEIGHT * (right - sequence.draft_chance)
+            self._chance += CHANCE_WEIGHT / 8 * (right - self._chance)
+            if not right:
+                break
+
+    def _worthwhile(self, sequences: Tokens[Sequence], guesses: Tokens[list[int]], decoding: int) -> list[int]:
+        """How many tokens of each guess to verify: those that together bring the most tokens a second, by the time that
+        steps took. Sequences beside them, which get none, are not to wait noticeably longer."""
+        self._steps += 1
+        if not self._costs:
+            return [len(guess) for guess in guesses]
+        lengths = [0] * len(guesses)
+        if decoding not in self._costs or self._steps % PROBE_STEPS == 0:
+            return lengths
+        alone = self._costs.seconds(decoding)
+        gains: list[tuple[float, int]] = []
+        for at, (sequence, guess) in enumerate(zip(sequences, guesses, strict=True)):
+            chance = min(sequence.draft_chance or 0.0, HIGHEST_CHANCE)
+            gains += [(chance ** (place + 1), at) for place in range(len(guess))]
+        gains.sort(reverse=True)
+        shared = sum(map(bool, guesses)) < decoding
+        best, rate, gained = 0, decoding / alone, 0.0
+        for number, (gain, _) in enumerate(gains, 1):
+            gained += gain
+            seconds = self._costs.seconds(decoding + number)
+            if shared and seconds > BYSTANDER_SLOWDOWN * alone:
+                break
+            if (decoding + gained) / seconds > rate:
+                best, rate = number, (decoding + gained) / seconds
+        for _, at in gains[:best]:
+            lengths[at] += 1
+        return lengths
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """A step that only decoded, `tokens` of them with its drafts, took so long."""
+        self._costs.observe(tokens, seconds)
 
     def _possible(self, tokens: Tokens[int], most: int) -> list[int]:
         """The tokens up to the first that there is not."""

@@ -174,7 +174,8 @@ class StepPacker:
                 if most > 0:
                     wanted[row] = most
                     left -= most
-        found = speculation.draft([(rows.sequences[row], most) for row, most in wanted.items()]) if wanted else []
+        asked = [(rows.sequences[row], most) for row, most in wanted.items()]
+        found = speculation.draft(asked, self._work.decode_tokens) if asked else []
         for row, tokens in zip(wanted, found, strict=True):
             if drafts := tokens[: self._room_for_drafts(row, len(tokens))]:
                 self._drafts[row] = drafts

@@ -69,6 +69,9 @@ class EngineState(NamedTuple):
     masks: int = 0
     mask_seconds: float = 0.0
     forced_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -87,6 +90,9 @@ class EngineState(NamedTuple):
         yield Reading("charonia_grammar_masks_total", self.masks)
         yield Reading("charonia_grammar_mask_seconds_total", self.mask_seconds)
         yield Reading("charonia_forced_tokens_total", self.forced_tokens)
+        yield Reading("charonia_drafts_total", self.drafts)
+        yield Reading("charonia_draft_tokens_total", self.draft_tokens)
+        yield Reading("charonia_accepted_tokens_total", self.accepted_tokens)
 
 
 class LlmMetrics:

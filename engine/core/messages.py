@@ -109,7 +109,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
     cache, and found there; grammars compiled, the seconds that took, and those found compiled; masks made for tokens,
-    the seconds of the step loop that took, and tokens that a grammar left no choice about."""
+    the seconds of the step loop that took, and tokens that a grammar left no choice about; drafts that were verified,
+    their tokens, and those of them that were accepted."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -120,6 +121,9 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     masks: int = 0
     mask_seconds: float = 0.0
     forced_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 NO_STEP = StepStats()

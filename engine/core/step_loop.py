@@ -231,4 +231,7 @@ class EngineCore:
         if self._grammars is not None:
             grammars = self._grammars.totals
             compiled = grammars.compiled, grammars.seconds, grammars.hits
-        return CoreTotals(*counted, *compiled, guides.masks, guides.seconds, guides.forced)
+        drafted = (0, 0, 0)
+        if (speculation := self._scheduler.totals_of_speculation) is not None:
+            drafted = speculation.drafts, speculation.draft_tokens, speculation.accepted_tokens
+        return CoreTotals(*counted, *compiled, guides.masks, guides.seconds, guides.forced, *drafted)

@@ -237,6 +237,9 @@ class EngineClient:
             masks=totals.masks,
             mask_seconds=totals.mask_seconds,
             forced_tokens=totals.forced_tokens,
+            drafts=totals.drafts,
+            draft_tokens=totals.draft_tokens,
+            accepted_tokens=totals.accepted_tokens,
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
         )

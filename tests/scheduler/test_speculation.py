@@ -20,24 +20,24 @@ class Counting:
     """Drafts RIGHT tokens that are right, and then wrong ones."""
 
     def __init__(self, right: int = RIGHT) -> None:
-        self._right = right
+        self.right = right
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         lasts = [int([*request.prompt, *request.outputs][-1]) for request in requests]
-        return [[last + 1 + at if at < self._right else 7 for at in range(9)] for last in lasts]
+        return [[last + 1 + at if at < self.right else 7 for at in range(9)] for last in lasts]
 
 
 class Loop:
     """A scheduler that speculates over the fake executor, step by step."""
 
     def __init__(
-        self, right: int = RIGHT, most: int = 4, blocks: int = 64, vocab_size: int = 1000, **config: int
+        self, right: int = RIGHT, most: int = 4, blocks: int = 64, vocab_size: int = 32_000, **config: int
     ) -> None:
-        self.cache = KVCacheManager(blocks, 4)
+        self.cache, self.drafter = KVCacheManager(blocks, 4), Counting(right)
         self.scheduler = Scheduler(
             SchedulerConfig(**config),  # type: ignore[arg-type]
             self.cache,
-            speculation=Speculation(Counting(right), 4, vocab_size),
+            speculation=Speculation(self.drafter, 4, vocab_size),
         )
         self.executor = FakeExecutor(block_size=4, threaded=False)
         self.executor.allocate(blocks)
@@ -165,3 +165,54 @@ def test_a_tenant_pays_for_what_was_rejected() -> None:
         services.append(loop.scheduler._fairness.service[:2].tolist())
     assert services[0] == [3 + 2 * 6] * 2
     assert all(paid > 3 + 2 * 6 for paid in services[1])
+
+
+def timed(seconds: dict[int, float], accuracy: int, steps: int = 300) -> list[int]:
+    """Drafted tokens of each step of a lone sequence, where steps take so long by their tokens."""
+    loop, drafted = Loop(right=accuracy, blocks=1000, max_model_len=2000), list[int]()
+    loop.add(1, prompt=3, new=1900)
+    for _ in range(steps):
+        plan = loop.scheduler.schedule()
+        assert plan is not None
+        loop.scheduler.apply(loop.executor.execute(plan).result(), seconds[plan.tokens])
+        drafted.append(len(plan.drafted))
+    return drafted[100:]
+
+
+def test_right_drafts_are_verified_while_that_is_faster() -> None:
+    cheap = {1: 1.0, 2: 1.0, 3: 1.1, 4: 1.3, 5: 1.6}
+    assert timed(cheap, accuracy=9).count(4) > 190
+    assert set(timed(cheap, accuracy=9)) == {0, 4}  # some have none, to time that too
+    dear = {1: 1.0, 2: 2.1, 3: 3.2, 4: 4.3, 5: 5.4}
+    assert set(timed(dear, accuracy=9)) == {0}
+
+
+def test_a_drafter_that_is_wrong_costs_nothing_after_a_while_and_is_believed_again() -> None:
+    costs = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}
+    assert set(timed(costs, accuracy=0)) == {0}
+    loop = Loop(right=0, blocks=1000, max_model_len=2000)
+    loop.add(1, prompt=3, new=1900)
+    loop.drafter.right = 0
+    drafts = []
+    for step in range(120):
+        loop.drafter.right = 9 if step > 80 else 0
+        plan = loop.scheduler.schedule()
+        assert plan is not None
+        loop.scheduler.apply(loop.executor.execute(plan).result(), costs[plan.tokens])
+        drafts.append(len(plan.drafted))
+    assert drafts[40:80] == [0] * 40
+    assert drafts[-10:].count(4) >= 9
+
+
+def test_a_sequence_without_drafts_hardly_waits_for_those_with() -> None:
+    """One of two drafts: its drafts may not slow the other one down."""
+    loop = Loop(right=9, blocks=1000, max_model_len=2000)
+    loop.add(1, prompt=3, new=900)
+    loop.add(2, prompt=3, new=900, guided=True, max_in_flight=1)
+    drafts = []
+    for _ in range(100):
+        plan = loop.scheduler.schedule()
+        assert plan is not None
+        loop.scheduler.apply(loop.executor.execute(plan).result(), 1.0 + 0.02 * max(plan.tokens - 2, 0))
+        drafts.append(len(plan.drafted))
+    assert max(drafts[50:]) == 2
