@@ -38,6 +38,7 @@ PAGES = (
     "clients.md",
     "responses.md",
     "structured-outputs.md",
+    "speculation.md",
     "messages.md",
     "adapters.md",
     "checkpoints.md",
@@ -102,6 +103,8 @@ def engine_default(option: str) -> Any:
     """What the engine's configuration says at the place that the option changes."""
     if option == "enable_lora":
         return engine_config("m", EngineOptions()).lora is not None
+    if option == "speculative_config":
+        return engine_config("m", EngineOptions()).speculation
     plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
     plain |= {"enable_lora": True} if option.startswith("max_lora") else {}
     untouched = dict(leaves(engine_config("m", EngineOptions(**plain))))
