@@ -34,7 +34,7 @@ class World:
     """Rows of a real decoder, as the runner keeps them."""
 
     def __init__(self, directory: Path, rows: int = 3) -> None:
-        self.decoder, shape, _ = checkpoint_builder(open_checkpoint(directory)).build(
+        self.decoder, shape, *_ = checkpoint_builder(open_checkpoint(directory)).build(
             BuildContext(torch.float32, CPU, 128)
         )
         spec = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, BLOCK, torch.float32, CPU)
