@@ -188,11 +188,13 @@ def shard_paths(path: Path) -> tuple[Path, ...]:
 def _read_one(path: Path) -> GgufFile:
     try:
         refuse_lfs_pointer(path)
+        if not path.stat().st_size:
+            raise InvalidArgument(f"{path}: no GGUF file: it is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return GgufFile(path, (path,), *_Header(path, content).read())
     except FileNotFoundError:
         raise NotFound(f"{path}: the file is missing") from None
-    except ValueError as error:  # an empty file can't be mapped
+    except ValueError as error:
         raise InvalidArgument(f"{path}: no GGUF file: {error}") from error
     except OSError as error:
         raise InvalidArgument(f"{path}: {error}") from error

