@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import InvalidArgument, NotFound, Unsupported
+from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name, shard_paths
 from ..repository.backend_registry import torch_config_guesser
-from ..repository.config_defaults import GGUF_SUFFIX, LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
+from ..repository.config_defaults import LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
 from ..repository.config_io import config_from_json, config_to_text, find_config
 from ..repository.model_source import find_versions, is_checkpoint, is_repository
 
@@ -25,7 +26,6 @@ _SETTINGS = '# Settings of its engine: parameters { key: "max_num_seqs" value { 
 _PLAIN_NAMES = re.compile(r"model|onnx|[0-9]+")
 """Names of files and folders that say nothing of a model."""
 
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+")
 _MAX_NAME_BYTES = 255
 
@@ -134,7 +134,7 @@ def _file_plan(file: Path) -> ImportPlan:
     if not file.is_file():
         raise InvalidArgument(f"'{file}' is neither a file nor a directory")
     if file.suffix == GGUF_SUFFIX:
-        parts = tuple(ImportedFile(each, f"1/{each.name}") for each in _shards(file))
+        parts = tuple(ImportedFile(each, f"1/{each.name}") for each in shard_paths(file) if each.exists())
         return ImportPlan("", "a language model in GGUF", parts, _config_text(LANGUAGE_MODEL_BACKEND) + _SETTINGS)
     if file.suffix not in _MODEL_FILES:
         hint = "; of a checkpoint, name the directory" if file.suffix in (".safetensors", ".bin", ".json") else ""
@@ -154,15 +154,6 @@ def _file_plan(file: Path) -> ImportPlan:
         + config_to_text(guessed)
     )
     return ImportPlan("", "a TorchScript model, whose tensors are a guess", tuple(files), text)
-
-
-def _shards(file: Path) -> list[Path]:
-    """The files of a model in GGUF that `file` is one of."""
-    own = _SHARD.sub("", file.stem)
-    if own == file.stem:
-        return [file]
-    parts = (each for each in file.parent.iterdir() if each.suffix == GGUF_SUFFIX and each.stem != own)
-    return sorted(each for each in parts if _SHARD.sub("", each.stem) == own)
 
 
 def _config_text(backend: str) -> str:
@@ -186,7 +177,7 @@ def _guessed_name(path: Path) -> str:
     snapshot = _SNAPSHOT.fullmatch(str(path))
     if snapshot:
         return _checked_name(snapshot[1].rpartition("--")[2])
-    names = [path.name if path.is_dir() else _SHARD.sub("", path.stem), *(parent.name for parent in path.parents)]
+    names = [path.name if path.is_dir() else gguf_model_name(path), *(parent.name for parent in path.parents)]
     telling = (name for name in names if name and not _PLAIN_NAMES.fullmatch(name))
     plain = re.sub(r"[^\w.-]+", "-", next(telling, "model")).strip("-.")
     return _checked_name(plain or "model")

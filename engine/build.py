@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument
+from ..core.gguf_files import GGUF_SUFFIX
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
-from ..tokenization.checkpoint_files import GGUF_SUFFIX, locate_checkpoint, read_json
+from ..tokenization.checkpoint_files import locate_checkpoint, read_json
 from ..tokenization.gguf_file import GgufFile, read_gguf
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import find_weights

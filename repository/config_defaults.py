@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
+from ..core.gguf_files import GGUF_SUFFIX
 from .config_io import ConfigMessage
 from .native_models import BLS, NATIVE_BACKENDS, native_backend
 
@@ -37,9 +38,6 @@ TRITON_BACKENDS = (
     TritonBackend("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
 )
 """A version's files are tried in this order."""
-
-GGUF_SUFFIX = ".gguf"
-"""The ending of language models that are one file, or several shards."""
 
 LANGUAGE_MODEL_BACKEND = "charonia"
 LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "vllm", "tensorrtllm", "llmapi")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..core.declared_models import DeclaredModels
 from ..core.errors import CharoniaError, InvalidArgument
+from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name
 from .config_defaults import (
-    GGUF_SUFFIX,
     LANGUAGE_MODEL_BACKEND,
     PIPELINE_BACKEND,
     canonical_backend,
@@ -29,7 +29,6 @@ _VERSION = re.compile(r"[1-9][0-9]*")
 _MISNAMED_VERSION = re.compile(r"0[0-9]*")
 _DATA_FOLDERS = ("warmup", "initial_state")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?")
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ def checkpoint_source(
 
 def _own_name(path: Path) -> str:
     path = path.resolve()
-    return _SHARD.sub("", path.stem) if path.suffix == GGUF_SUFFIX else path.name
+    return gguf_model_name(path) if path.suffix == GGUF_SUFFIX else path.name
 
 
 def in_order_of_need(sources: Iterable[ModelSource]) -> list[ModelSource]:

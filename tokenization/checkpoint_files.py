@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidArgument, NotFound
+from ..core.gguf_files import GGUF_SUFFIX, shard_paths
 
 SMALL_FILES = ("*.json", "*.jinja")
-GGUF_SUFFIX = ".gguf"
 
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
-_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.I)
 """Files beside a model: what turns images into embeddings, and what quantisation was judged by."""
 
@@ -58,7 +57,7 @@ def find_gguf(directory: Path) -> Path | None:
 
 
 def _only_model(directory: Path, files: Iterable[Path]) -> Path | None:
-    first = [file for file in files if not _LATER_SHARD.search(file.name) and not _NO_MODEL.search(file.name)]
+    first = [file for file in files if shard_paths(file)[0] == file and not _NO_MODEL.search(file.name)]
     if len(first) > 1:
         names = ", ".join(sorted(file.name for file in first)[:8])
         raise InvalidArgument(f"{directory}: it has {len(first)} models in GGUF; name one of them: {names}")

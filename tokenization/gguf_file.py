@@ -5,7 +5,6 @@ no tensor's data. Specification: ggml, docs/gguf.md.
 """
 
 import mmap
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import InvalidArgument, NotFound
+from ..core.gguf_files import shard_paths
 from .checkpoint_files import refuse_lfs_pointer
 
 _MAGIC = b"GGUF"
@@ -25,7 +25,6 @@ _LARGEST_HEADER = 1 << 28
 """Bytes that metadata and table of tensors may take. Vocabularies of 260,000 tokens take 20 million."""
 _MOST_DIMS = 4
 _ALIGNMENT = 32
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _NUMBERS = {
     0: "<u1",
     1: "<i1",
@@ -176,13 +175,6 @@ def read_gguf(path: Path) -> GgufFile:
     if others and (total := first.number("split.tensors.count")) != len(tensors):
         raise first.error(f"its shards have {len(tensors)} tensors, not {total} as split.tensors.count says")
     return GgufFile(first.path, shards, first.metadata, tensors)
-
-
-def shard_paths(path: Path) -> tuple[Path, ...]:
-    """All files of the model that `path` is a file of, by their names; itself if it is the only one."""
-    if (part := _SHARD.fullmatch(path.name)) is None or not 1 <= int(part[2]) <= int(part[3]):
-        return (path,)
-    return tuple(path.with_name(f"{part[1]}-{number:05}-of-{part[3]}.gguf") for number in range(1, int(part[3]) + 1))
 
 
 def _read_one(path: Path) -> GgufFile:

@@ -154,7 +154,7 @@ class CheckpointWeights:
 
     def form(self, piece: TensorSlice) -> StoredForm:
         dtype = self.read(piece).dtype
-        return StoredForm(_name(dtype), 8 * dtype.itemsize, plain=True)
+        return StoredForm(dtype_name(dtype), 8 * dtype.itemsize, plain=True)
 
     def codes(self, piece: TensorSlice) -> GroupedRows:
         raise CheckpointError(f"{self.where}: tensor {piece.name} is stored as floats")
@@ -349,7 +349,7 @@ class WeightLoader:
     def count_floats(self, pieces: Iterable[TensorSlice], product: bool = True) -> None:
         """Matrices are floats of the model's dtype."""
         error = 0.0 if self.dtype == torch.float32 else torch.finfo(self.dtype).eps / 2
-        self.count_served(pieces, _name(self.dtype), 8 * self.dtype.itemsize, error, product)
+        self.count_served(pieces, dtype_name(self.dtype), 8 * self.dtype.itemsize, error, product)
 
     def _code_range(self, piece: TensorSlice) -> CodeRange | None:
         codes = self._weights.form(piece).codes
@@ -368,5 +368,6 @@ class WeightLoader:
                 self.reading.count(part, form)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json and options have it."""
     return str(dtype).removeprefix("torch.")

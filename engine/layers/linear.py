@@ -17,7 +17,7 @@ from ..checkpoint.build_context import TensorGroup, rank_slice
 from ..checkpoint.code_forms import CodeForm, Zeros, as_int8
 from ..checkpoint.packing_cache import Array
 from ..checkpoint.served_forms import SCALE_ERROR
-from ..checkpoint.weights import TensorSlice, WeightLoader
+from ..checkpoint.weights import TensorSlice, WeightLoader, dtype_name
 from ..cpu import library
 from ..cpu.matmul import MatmulFormat, PackedMatmul
 from ..cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
@@ -167,10 +167,8 @@ class _Matrix:
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
         """For the C kernels: as an earlier load kept it, if one did."""
         loader, codes = self._loader, self.codes
-        found, asked = (
-            loader.packing.find(self.label),
-            {"none": _name(loader.dtype)}.get(self.precision, self.precision),
-        )
+        found = loader.packing.find(self.label)
+        asked = dtype_name(loader.dtype) if self.precision == "none" else self.precision
         kept = found[0] if found else asked if codes is None else _STORED
         product = self._product(kept, codes, bias, found[1] if found else None)
         if found:
@@ -258,10 +256,6 @@ class _Matrix:
     @property
     def _squares(self) -> Tensor | None:
         return self._loader.context.plan.squares.get(self.label)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class TorchInt8Matmul:

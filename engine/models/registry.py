@@ -14,7 +14,7 @@ from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVaria
 from ..checkpoint.open_weights import open_weights
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
-from ..checkpoint.weights import WeightLoader, WeightSource
+from ..checkpoint.weights import WeightLoader, WeightSource, dtype_name
 from ..config import ParallelConfig
 from ..cpu import library
 from ..cpu.memory import HugePageArena
@@ -126,7 +126,7 @@ class NativeBuilder:
                 "cache_dir has no effect: only the C kernels' packed weights are kept, and these do not compute here"
             )
             return Packing()
-        shard, dtype = context.shard, str(context.dtype).removeprefix("torch.")
+        shard, dtype = context.shard, dtype_name(context.dtype)
         facts = {
             "config": self.checkpoint.config,
             "dtype": dtype,

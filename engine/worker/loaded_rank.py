@@ -19,6 +19,7 @@ from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DTYPES, DecoderShape
 from ..checkpoint.packing_cache import open_packing_cache
 from ..checkpoint.served_forms import ServedForms
+from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig
 from ..cpu import library
 from ..models.interfaces import CheckpointBuilder
@@ -79,7 +80,7 @@ class LoadedRank:
         threads = torch.get_num_threads()
         machine = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
         quantization = self.context.quantization
-        kept = str(self.context.dtype).removeprefix("torch.") if quantization == "none" else quantization
+        kept = dtype_name(self.context.dtype) if quantization == "none" else quantization
         bound = measure_roofline(self.shape, kept, self.served) if self.context.shard.is_whole else None
         return machine if bound is None else f"{machine}; {bound}"
 
