@@ -145,13 +145,6 @@ TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TIL
 #include "matmul_span_tile.inc"
 TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
 
-#define SIX_ROWS(kind) {kind##_1x1, kind##_2x1, kind##_3x1, kind##_4x1, kind##_5x1, kind##_6x1}
-#define PLANS(kind, chunk)                                                                       \
-    {                                                                                            \
-        {2, 2, 2, 1280, 2, {kind##_1x2, kind##_2x2}}, {6, 6, 1, 1280, 6, SIX_ROWS(kind)},        \
-            {INT64_MAX, 6, 1, chunk, 60, SIX_ROWS(kind)},                                        \
-    }
-
 static const Plan fp32_plans[] = PLANS(fp32, 384);
 static const Plan bf16_plans[] = PLANS(bf16, 384);
 static const Plan int8_plans[] = PLANS(int8, 256);

@@ -175,12 +175,6 @@ ALWAYS_INLINE void store_floats(const Tile *t, const int32x4_t *sums, int row, i
 #include "matmul_pair_tile.inc"
 TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
 
-#define SIX_ROWS(kind) {kind##_1x1, kind##_2x1, kind##_3x1, kind##_4x1, kind##_5x1, kind##_6x1}
-#define PLANS(kind, chunk)                                                                \
-    {                                                                                     \
-        {2, 2, 2, 1280, 2, {kind##_1x2, kind##_2x2}}, {6, 6, 1, 1280, 6, SIX_ROWS(kind)}, \
-            {INT64_MAX, 6, 1, chunk, 60, SIX_ROWS(kind)},                                 \
-    }
 #define SPAN_PLANS(kind) {{6, 6, 1, 1280, 6, SIX_ROWS(kind)}, {INT64_MAX, 6, 1, 256, 60, SIX_ROWS(kind)}}
 
 static const Plan bf16_plans[] = PLANS(bf16, 384);

@@ -60,4 +60,12 @@ ALWAYS_INLINE int32x4_t four_zeros(const char *line, int vector) {
     return vmovl_s16(vld1_s16((const int16_t *)(line + LINE / 2) + 4 * vector));
 }
 
+/* The plans of tiles with one to six rows, for few rows and for many. */
+#define SIX_ROWS(kind) {kind##_1x1, kind##_2x1, kind##_3x1, kind##_4x1, kind##_5x1, kind##_6x1}
+#define PLANS(kind, chunk)                                                                \
+    {                                                                                     \
+        {2, 2, 2, 1280, 2, {kind##_1x2, kind##_2x2}}, {6, 6, 1, 1280, 6, SIX_ROWS(kind)}, \
+            {INT64_MAX, 6, 1, chunk, 60, SIX_ROWS(kind)},                                 \
+    }
+
 #endif
