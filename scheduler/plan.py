@@ -1,6 +1,7 @@
 """The types between scheduler and executor: the plan of one step, and its result. Both are diffs."""
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -53,7 +54,7 @@ class SamplerParams(NamedTuple):
 
 
 MaskArray: TypeAlias = NDArray[np.int32]
-"""The tokens that M rows may get, [M, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set for token t."""
+"""The tokens that M places may get, [M, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set for token t."""
 
 MaskSource: TypeAlias = Callable[[], MaskArray]
 """Makes the masks of a step, once, while it is computed."""
@@ -102,7 +103,8 @@ class StepPlan(NamedTuple):
     given: IntArray = NO_TOKENS
     """[G, 3] (row, position, token): tokens that no step sampled, for sequences that the executor has."""
     masked: IntArray = NO_ROWS
-    """[M] sampled rows whose token is chosen among those that a mask allows, in the order of the masks."""
+    """[M] sampled rows whose token is chosen among those that a mask allows, in the order of `rows`; one with drafts is
+    named for each of them too, for each has a mask."""
     drafts: IntArray = NO_ROWS
     """[R] how many of a row's last computed tokens are drafts: a token is sampled at each, and at the one before the
     first. Empty where no row has any."""
@@ -113,6 +115,14 @@ class StepPlan(NamedTuple):
     def tokens(self) -> int:
         """Tokens computed by this step, over all rows."""
         return sum(self.counts.tolist())
+
+    def drafts_by_row(self) -> dict[int, list[int]]:
+        """The drafts of each row that has some."""
+        if not len(self.drafts):
+            return {}
+        drafted = iter(self.drafted.tolist())
+        numbers = zip(self.rows.tolist(), self.drafts.tolist(), strict=True)
+        return {row: [*islice(drafted, number)] for row, number in numbers if number}
 
 
 class StepResult(NamedTuple):

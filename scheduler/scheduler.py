@@ -129,7 +129,7 @@ class Scheduler:
             target_ttft=_seconds(self.config.target_ttft_ms) if ttft is None else ttft,
             target_itl=_seconds(self.config.target_itl_ms) if itl is None else itl,
         )
-        sequence.drafts = self.speculation is not None and self.speculation.drafts_for(sequence)
+        sequence.drafts = self.speculation is not None
         self._fairness.sequence_arrived(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
@@ -194,10 +194,10 @@ class Scheduler:
             if self.speculation is not None and not flight.work.prefill_tokens:
                 self.speculation.observe_step(flight.work.decode_tokens, seconds)
             self._elapsed += seconds
-        if flight.drafts:
-            self._observe_drafts(flight, result)
+        rejected = self._observe_drafts(flight, result) if flight.drafts else {}
         ending = frozenset(row for row, each in guided.items() if each.ends)
-        updates = _process_result(rows, flight, _continued(result, guided) if guided else result, ending)
+        continued = _continued(result, guided) if guided else result
+        updates = _process_result(rows, flight, continued, ending, rejected)
         for row, each in guided.items():
             if rows.running[row]:
                 first = int(rows.known[row]) - len(each.tokens)
@@ -211,13 +211,18 @@ class Scheduler:
         rows.release_settled()
         return updates
 
-    def _observe_drafts(self, flight: InFlightStep, result: StepResult) -> None:
-        """Learn how many drafts were right. Those that were not are paid for as prompt tokens are."""
+    def _observe_drafts(self, flight: InFlightStep, result: StepResult) -> dict[int, int]:
+        """Learn how many drafts were right; how many were not, by row. Those are paid for as prompt tokens are."""
         assert self.speculation is not None
+        rejected: dict[int, int] = {}
         for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
-            if (drafted := flight.drafts.get(row, 0)) and not self._rows.ended[row]:
+            drafted = flight.drafts.get(row, 0)
+            if drafted + 1 > count:
+                rejected[row] = drafted + 1 - count
+            if drafted and not self._rows.ended[row]:
                 self.speculation.observe(drafted, count - 1)
                 self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
+        return rejected
 
     def _commit_full_blocks(self) -> None:
         """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""
@@ -272,9 +277,11 @@ def _continued(result: StepResult, guided: Mapping[int, Continuation]) -> StepRe
     )
 
 
-def _process_result(rows: RunningSet, flight: InFlightStep, result: StepResult, ending: frozenset[int]) -> StepUpdates:
+def _process_result(
+    rows: RunningSet, flight: InFlightStep, result: StepResult, ending: frozenset[int], rejected: Mapping[int, int]
+) -> StepUpdates:
     """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new. `ending`: rows
-    whose sequence ends with these tokens.
+    whose sequence ends with these tokens. `rejected`: how many of its drafts were not right, by row.
 
     Raises:
         RuntimeError: the result does not continue what is known.
@@ -303,8 +310,8 @@ def _process_result(rows: RunningSet, flight: InFlightStep, result: StepResult, 
         rows.min_remaining = int(remaining[remaining > 0].min(initial=UNLIMITED))
     for row, token in zip(owners, tokens, strict=True):
         outputs[row].append(token)
-    if rows.awaiting_results or owners != flight.sampled_rows:
-        _reconcile(rows, flight, result, kept)
+    if rows.awaiting_results or rejected or owners != flight.sampled_rows:
+        _reconcile(rows, flight, result, kept, rejected)
     else:
         rows.computed[flight.rows] = flight.scheduled_ends
     started, rows.started = rows.started, []
@@ -337,16 +344,20 @@ def _truncate_at_ends(
     return kept, [(rows.keys[result.rows[place]], reason) for place, reason in finished]
 
 
-def _reconcile(rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray) -> None:
+def _reconcile(
+    rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray, rejected: Mapping[int, int]
+) -> None:
     """Move the counters of all rows that ran, where not all brought the one token a sample that later plans count on.
 
     A row that got another number waits until those plans are back, and continues from what is computed: less than
-    planned where tokens did not come (after a rejected draft), and in any case without the newest known token, which
-    has to run, again if it brought no successor.
+    planned where drafts were rejected, whatever the host has put in their place, or tokens did not come; and in any
+    case without the newest known token, which has to run, again if it brought no successor.
     """
-    ran, surplus = flight.rows, np.zeros(rows.size, np.int32)
+    ran, surplus, ends = flight.rows, np.zeros(rows.size, np.int32), flight.scheduled_ends
     surplus[result.rows] = kept
     np.subtract.at(surplus, flight.sampled_rows, 1)
     rows.expected[ran] += surplus[ran]
-    rows.computed[ran] = np.minimum(flight.scheduled_ends, rows.known[ran] - 1)
-    rows.await_results(ran[surplus[ran] != 0].tolist())
+    if rejected:
+        ends = ends - np.array([rejected.get(row, 0) for row in ran.tolist()], np.int32)
+    rows.computed[ran] = np.minimum(ends, rows.known[ran] - 1)
+    rows.await_results([*ran[surplus[ran] != 0].tolist(), *rejected])

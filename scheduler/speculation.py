@@ -6,6 +6,7 @@ So the text is the same with drafts and without, whoever drafts, and however. Kn
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -85,10 +86,14 @@ class DecodeCosts:
 
 
 class Speculation:
-    """What `drafter` drafts, `most` tokens a sequence and step at most, of a vocabulary of `vocab_size` tokens."""
+    """What `drafter` drafts, `most` tokens a sequence and step at most, of a vocabulary of `vocab_size` tokens.
+
+    `possible_drafts`: what the host, by a guided sequence's key, makes of drafts, of which so many at most are wanted.
+    """
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
         self._drafter, self.most, self._vocab_size = drafter, most, vocab_size
+        self.possible_drafts: Callable[[int, list[int], int], list[int]] = lambda key, drafts, most: []
         self._costs = DecodeCosts()
         self._chance = FIRST_CHANCE
         self._steps = 0
@@ -102,10 +107,6 @@ class Speculation:
     def reset_step_times(self) -> None:
         self._costs = DecodeCosts()
 
-    def drafts_for(self, sequence: Sequence) -> bool:
-        """Whether the sequence may have drafts: not where the host makes something of each token."""
-        return not sequence.request.guided
-
     def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
         """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else."""
         requests = [
@@ -114,6 +115,9 @@ class Speculation:
         ]
         proposed = self._drafter.propose(requests)
         guesses = [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
+        for at, (sequence, most) in enumerate(asked):
+            if sequence.request.guided:
+                guesses[at] = self.possible_drafts(sequence.request.key, guesses[at], most)
         for (sequence, _), guess in zip(asked, guesses, strict=True):
             self._judge(sequence)
             sequence.draft_guess = len(sequence.outputs), guess

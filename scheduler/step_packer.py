@@ -167,7 +167,7 @@ class StepPacker:
         """Let rows that sample verify drafts too. No other row is preempted for them."""
         rows, left = self._rows, self._budget_left
         wanted: dict[int, int] = {}
-        ready = (self._counts == 1) & (rows.scheduled == rows.known - 1) & (rows.expected == rows.known)
+        ready = (self._counts > 0) & (rows.scheduled + self._counts == rows.known) & (rows.expected == rows.known)
         for row in ready.nonzero()[0].tolist():
             if rows.sequences[row].drafts:
                 most = self._room_for_drafts(row, min(speculation.most, left))
@@ -179,7 +179,7 @@ class StepPacker:
         for row, tokens in zip(wanted, found, strict=True):
             if drafts := tokens[: self._room_for_drafts(row, len(tokens))]:
                 self._drafts[row] = drafts
-                self._set_count(row, 1 + len(drafts))
+                self._set_count(row, int(self._counts[row]) + len(drafts))
                 self._grow(row)
 
     def _room_for_drafts(self, row: int, most: int) -> int:

@@ -5,7 +5,10 @@ was sampled. Knows rows only as numbers that stand for keys.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +34,10 @@ class ThinkingLimit:
     def due(self) -> list[int]:
         return [] if self.ended or self._left > 0 else self._end
 
+    def may_be_due(self, tokens: int) -> bool:
+        """Whether so many more tokens may make it due."""
+        return not self.ended and self._left <= tokens
+
     def count(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             self._left -= 1
@@ -52,53 +59,104 @@ class SequenceGuide:
         self._matcher, self._thinking, self._jumps = matcher, thinking, jumps
         self.parameter = parameter
         self._due: list[int] = []
+        self._due_is_forced = False
+        self._accepted = 0
         self._allowance = _FREE_SECONDS
         self._problem = ""
         self._note_due()
-
-    @property
-    def wants_mask(self) -> bool:
-        return self._matcher is not None or bool(self._due)
 
     @property
     def error(self) -> str:
         """Why the sequence cannot go on; empty while it can."""
         return self._problem or ("" if self._matcher is None else self._matcher.error)
 
-    def fill_mask(self, mask: TokenMask) -> None:
-        """Write which tokens may come next; all, if that cannot be said any more."""
+    def wants_masks(self, drafts: int = 0) -> bool:
+        """Whether something may be forbidden next, or within so many drafts."""
+        return (
+            self._matcher is not None
+            or bool(self._due)
+            or (self._thinking is not None and self._thinking.may_be_due(drafts))
+        )
+
+    def possible_drafts(self, drafts: Sequence[int], most: int) -> list[int]:
+        """The first of `drafts` that may come, `most` at most. Where something else has to come they end with that, and
+        where nothing is drafted, with what the grammar forces."""
+        found: list[int] = []
+        rest = deque(drafts)
+        with self._looking_ahead():
+            while len(found) < most and not self.error:
+                if not (self._due or rest or self._jumps):
+                    rest.extend(self._forced())
+                token = next(iter(self._due or rest), None)
+                if token is None or not self._allows(token):
+                    break
+                if rest and rest.popleft() != token:
+                    rest.clear()
+                self._advance(token)
+                if self._finished:  # it is for the place before: nothing is chosen after it
+                    break
+                found.append(token)
+        return found
+
+    def fill_masks(self, masks: MaskArray, drafts: Sequence[int]) -> None:
+        """Write which tokens may come next, and after each of the possible `drafts`: [1 + drafts, words]; all, where
+        that cannot be said any more."""
+        with self._looking_ahead():
+            for mask, token in zip(masks, [*drafts, None], strict=True):
+                self._fill_mask(mask)
+                if token is not None and not self.error:
+                    self._advance(token)
+
+    def _fill_mask(self, mask: TokenMask) -> None:
         began = time.thread_time()
         if self._due:
             mask[:] = 0
             mask[self._due[0] // 32] = np.array(1 << self._due[0] % 32, np.uint32).view(np.int32)
         elif self._matcher is not None:
             self._matcher.fill_mask(mask)
+        else:
+            mask[:] = -1
         self._allowance -= time.thread_time() - began - _SECONDS_PER_TOKEN
         if self._allowance < 0:
             self._problem = "this grammar takes too long to follow"
         if self.error:
             mask[:] = -1
 
-    def follow(self, token: int) -> Continuation:
-        """Go on by a token that was sampled; what comes after it without being sampled."""
-        del self._due[:1]  # it was the only one allowed
-        self._accept([token])
+    def follow(self, tokens: Iterable[int]) -> Continuation:
+        """Go on by tokens that were sampled; what comes after them without being sampled."""
+        for token in tokens:
+            self._advance(token)
         forced: list[int] = []
-        if self._jumps and (forced := self._due or self._forced()):
-            self._due = []
-            self._accept(forced)
-        return Continuation(forced, self._matcher is not None and self._matcher.finished)
+        while self._jumps and self._due:
+            forced.append(self._due[0])
+            self._advance(self._due[0])
+        return Continuation(forced, self._finished)
+
+    @property
+    def _finished(self) -> bool:
+        return self._matcher is not None and self._matcher.finished
+
+    def _advance(self, token: int) -> None:
+        """Go on by one token, the one that is due if any is. What is due then follows from the tokens so far, however
+        they came."""
+        was_forced = bool(self._due) and self._due_is_forced
+        del self._due[:1]
+        if self._matcher is not None:
+            self._matcher.accept([token])
+            self._accepted += 1
+        if self._thinking is not None:
+            self._thinking.count([token])
+        if self._due:
+            return
+        self._note_due()
+        if not self._due and self._jumps and not was_forced:
+            self._due, self._due_is_forced = self._forced(), True
+
+    def _allows(self, token: int) -> bool:
+        return self._matcher is None or self._matcher.acceptable([token]) == 1
 
     def _forced(self) -> list[int]:
         return [] if self._matcher is None else self._matcher.forced_tokens()
-
-    def _accept(self, tokens: list[int]) -> None:
-        if self._matcher is not None:
-            self._matcher.accept(tokens)
-        if self._thinking is not None:
-            self._thinking.count(tokens)
-        if not self._due:
-            self._note_due()
 
     def _note_due(self) -> None:
         if self._thinking is None or not self._thinking.due:
@@ -106,6 +164,20 @@ class SequenceGuide:
         due, self._thinking = list(self._thinking.due), None
         # A grammar that begins within it says what the rest may be.
         self._due = due if self._matcher is None else due[: self._matcher.acceptable(due)]
+        self._due_is_forced = False
+
+    @contextmanager
+    def _looking_ahead(self) -> Iterator[None]:
+        """What is accepted within is taken back."""
+        before = self._due.copy(), self._due_is_forced, copy(self._thinking)
+        accepted = self._accepted
+        try:
+            yield
+        finally:
+            if self._matcher is not None and self._accepted > accepted:
+                self._matcher.rollback(self._accepted - accepted)
+            self._accepted = accepted
+            self._due, self._due_is_forced, self._thinking = before
 
 
 @dataclass(slots=True)
@@ -137,17 +209,27 @@ class Guides:
             for key in keys:
                 self._live.pop(key, None)
 
+    def possible_drafts(self, key: int, drafts: Sequence[int], most: int) -> list[int]:
+        """See `SequenceGuide.possible_drafts`."""
+        began = time.perf_counter()
+        found = self._live[key].possible_drafts(drafts, most) if key in self._live else []
+        self.totals.seconds += time.perf_counter() - began
+        return found
+
     def mask_plan(self, plan: StepPlan, rows: Mapping[int, int]) -> tuple[StepPlan, MaskSource | None]:
         """The plan with its masked rows, and what makes their masks. `rows`: key by row of guided sequences."""
         if not self._live:
             return plan, None
-        sampled = plan.rows[plan.samples].tolist()
-        keys = {row: rows[row] for row in sampled if row in rows}
-        guides = {row: self._live[key] for row, key in keys.items() if key in self._live}
-        masked = {row: guide for row, guide in guides.items() if guide.wants_mask}
+        drafts = plan.drafts_by_row()
+        masked: dict[int, tuple[SequenceGuide, list[int]]] = {}
+        for row in plan.rows[plan.samples].tolist():
+            guide = self._live.get(rows[row]) if row in rows else None
+            if guide is not None and guide.wants_masks(len(drafts.get(row, ()))):
+                masked[row] = guide, drafts.get(row, [])
         if not masked:
             return plan, None
-        return plan._replace(masked=np.array(list(masked), np.int32)), lambda: self._make_masks([*masked.values()])
+        places = [row for row, (_, drafted) in masked.items() for _ in range(1 + len(drafted))]
+        return plan._replace(masked=np.array(places, np.int32)), lambda: self._make_masks([*masked.values()])
 
     def follow(
         self, result: StepResult, rows: Mapping[int, int]
@@ -162,7 +244,7 @@ class Guides:
             guide = self._live.get(rows[row]) if row in rows else None
             if guide is None or not count:
                 continue
-            way = guide.follow(int(result.tokens[end - 1]))
+            way = guide.follow(result.tokens[end - count : end].tolist())
             if guide.error:
                 parameter = guide.parameter
                 failed.append(RequestRejected(rows[row], f"{parameter}: {guide.error}", parameter))
@@ -171,11 +253,12 @@ class Guides:
                 self.totals.forced += len(way.tokens)
         return ways, failed
 
-    def _make_masks(self, guides: list[SequenceGuide]) -> MaskArray:
+    def _make_masks(self, places: list[tuple[SequenceGuide, list[int]]]) -> MaskArray:
         began = time.perf_counter()
-        masks = np.empty((len(guides), self._words), np.int32)
-        for mask, guide in zip(masks, guides, strict=True):
-            guide.fill_mask(mask)
-        self.totals.masks += len(guides)
+        ends = np.cumsum([1 + len(drafts) for _, drafts in places]).tolist()
+        masks = np.empty((ends[-1], self._words), np.int32)
+        for (guide, drafts), end in zip(places, ends, strict=True):
+            guide.fill_masks(masks[end - 1 - len(drafts) : end], drafts)
+        self.totals.masks += len(masks)
         self.totals.seconds += time.perf_counter() - began
         return masks

@@ -77,6 +77,8 @@ class EngineCore:
         self._adapters = CoreAdapters(executor, self.inbox.reply, scheduler.uses_adapter)
         self._grammars = grammars
         self._guides = Guides(vocab_size)
+        if scheduler.speculation is not None:
+            scheduler.speculation.possible_drafts = self._guides.possible_drafts
         self._failed: list[RequestRejected] = []
         self._scheduler = scheduler
         self._cache = cache

@@ -159,14 +159,14 @@ class FakeExecutor:
         ]
         drawn, logprobs = list[list[int]](), list[Logprobs | None]()
         assert set(plan.masked.tolist()) <= set(sampled), "a mask for a row that is not sampled"
-        mask_of = dict(zip(plan.masked.tolist(), range(len(plan.masked)), strict=True))
+        masks_of: dict[int, list[MaskArray]] = {}
+        for place, mask in zip(plan.masked.tolist(), () if masks is None else masks, strict=masks is not None):
+            masks_of.setdefault(place, []).append(mask)
         for place, row in ((each, self._rows[each]) for each in sampled):
-            if masks is not None and place in mask_of:
-                drawn.append([self._allowed_successor(row.tokens[-1], masks[mask_of[place]])])
-            elif place in guesses:
-                right = self._successors(row.tokens[-1], len(guesses[place]) + 1)
-                drawn.append([*_verified(guesses[place], right)])
-                row.computed = len(row.tokens) + len(drawn[-1]) - 1
+            allowed = masks_of.get(place)
+            if allowed or place in guesses:
+                drawn.append(self._verified(row.tokens[-1], guesses.get(place, []), allowed))
+                row.computed = min(row.computed, len(row.tokens) + len(drawn[-1]) - 1)
             else:
                 drawn.append(list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst))))
             row.tokens.extend(drawn[-1])
@@ -182,16 +182,11 @@ class FakeExecutor:
         """The drafts of each row that has some."""
         if not len(plan.drafts):
             return {}
-        drafted, found = iter(plan.drafted.tolist()), dict[int, list[int]]()
-        for row, drafts, count, samples in zip(
-            *(each.tolist() for each in (plan.rows, plan.drafts, plan.counts, plan.samples)), strict=True
-        ):
-            if drafts:
-                assert samples, "drafts that do not follow the newest token"
-                assert drafts < count, "the token before the drafts is not computed"
-                found[row] = [next(drafted) for _ in range(drafts)]
-        assert next(drafted, None) is None, "drafts without a row"
-        return found
+        assert plan.drafts.sum() == len(plan.drafted), "drafts without a row"
+        for drafts, count, samples in zip(plan.drafts.tolist(), plan.counts.tolist(), plan.samples, strict=True):
+            assert samples or not drafts, "drafts that do not follow the newest token"
+            assert drafts < count, "the token before the drafts is not computed"
+        return plan.drafts_by_row()
 
     def _compute(self, row: FakeRow, start: int, count: int, guessed: list[int]) -> None:
         """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""
@@ -235,15 +230,17 @@ class FakeExecutor:
         assert len(allowed), "a mask that allows nothing"
         return int(allowed[np.searchsorted(allowed, token + 1) % len(allowed)])
 
+    def _verified(self, token: int, guessed: list[int], masks: list[MaskArray] | None) -> list[int]:
+        """The tokens that follow `token` as far as the guess had them, and the one after. `masks`: at each place."""
+        found: list[int] = []
+        for place, guess in enumerate([*guessed, None]):
+            token = next(self._successors(token, 1)) if masks is None else self._allowed_successor(token, masks[place])
+            found.append(token)
+            if token != guess:
+                break
+        return found
+
     def _successors(self, token: int, count: int) -> Iterator[int]:
         for _ in range(count):
             token = (token + 1) % self._capacity.vocab_size
             yield token
-
-
-def _verified(guessed: list[int], right: Iterator[int]) -> Iterator[int]:
-    """The right tokens as far as the guess had them, and the one after."""
-    for guess, token in zip([*guessed, None], right, strict=True):
-        yield token
-        if guess != token:
-            return

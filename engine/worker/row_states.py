@@ -155,8 +155,8 @@ class RowStates:
         processed = self._processors.processed_places(rows)
         masked: LongArray | None = None
         if len(plan.masked):
-            masks = {row: number for number, row in enumerate(plan.masked.tolist())}
-            masked = np.array([masks.get(row, -1) for row in rows.tolist()], np.int64)
+            masked = np.full(len(rows), -1, np.int64)
+            masked[np.isin(rows, plan.masked)] = np.arange(len(plan.masked))
             # What a mask changes in place cannot be reported.
             processed = np.union1d(processed, [at for at in logprobs if masked[at] >= 0]).astype(np.int64)
         indices, adapters = self._to(places), self._step_adapters(batch) if self._adapters else None

@@ -7,7 +7,7 @@ import numpy as np
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import StepPlan, StepUpdates
+from charonia.scheduler.plan import Continuation, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import DraftRequest, Speculation
@@ -34,10 +34,11 @@ class Loop:
         self, right: int = RIGHT, most: int = 4, blocks: int = 64, vocab_size: int = 32_000, **config: int
     ) -> None:
         self.cache, self.drafter = KVCacheManager(blocks, 4), Counting(right)
+        self.speculation = Speculation(self.drafter, 4, vocab_size)
         self.scheduler = Scheduler(
             SchedulerConfig(**config),  # type: ignore[arg-type]
             self.cache,
-            speculation=Speculation(self.drafter, 4, vocab_size),
+            speculation=self.speculation,
         )
         self.executor = FakeExecutor(block_size=4, threaded=False)
         self.executor.allocate(blocks)
@@ -114,13 +115,22 @@ def test_drafts_take_no_block_that_others_may_need() -> None:
     assert preemptions == 0
 
 
-def test_guided_sequences_have_no_drafts() -> None:
+def test_what_the_host_appends_takes_the_place_of_rejected_drafts() -> None:
+    """Two of four drafts are right, and three tokens follow unsampled: nothing that was computed is in their place."""
     loop = Loop()
-    loop.add(1, prompt=3, new=9, guided=True, max_in_flight=1)
+    loop.speculation.possible_drafts = lambda key, drafts, most: drafts[:most]
+    loop.add(1, prompt=3, new=20, guided=True, max_in_flight=1)
     loop.step()
-    plan, _ = loop.step()
-    assert plan.counts.tolist() == [1]
-    assert not len(plan.drafts)
+    plan = loop.scheduler.schedule()
+    assert plan is not None
+    assert plan.drafted.tolist() == [104, 105, 7, 7]
+    follows = {0: Continuation([107, 108])}
+    updates = loop.scheduler.apply(loop.executor.execute(plan).result(), guided=follows)
+    assert updates.tokens == [104, 105, 106, 107, 108]
+    loop.scheduler.check_integrity()
+    plan, updates = loop.step()
+    assert (plan.starts.tolist(), plan.counts.tolist(), plan.drafted.tolist()) == ([6], [7], [109, 110, 7, 7])
+    assert updates.tokens == [109, 110, 111]
 
 
 def test_a_token_that_there_is_not_ends_a_draft() -> None:

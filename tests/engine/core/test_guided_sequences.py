@@ -1,9 +1,10 @@
 """Sequences under grammars, on a core that computes: what they write, and that nothing else changes."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, SamplerParams
 from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 
 EOS = 0
 BLOCK_SIZE = 8
@@ -58,6 +60,7 @@ class Served:
         ahead: int = 0,
         blocks: int = 64,
         make: Callable[[EngineConfig], Any] = InlineExecutor,
+        drafter: Drafter | None = None,
         **scheduling: Any,
     ) -> None:
         config = EngineConfig(model=str(model), device="cpu", cache=CacheConfig(block_size=BLOCK_SIZE))
@@ -66,7 +69,9 @@ class Served:
         self.executor.allocate(blocks)
         self.cache = KVCacheManager(blocks, BLOCK_SIZE)
         limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, ahead=ahead)
-        self.scheduler = Scheduler(msgspec.structs.replace(limits, **scheduling), self.cache)
+        self.speculation = None if drafter is None else Speculation(drafter, 5, capacity.vocab_size)
+        limits = msgspec.structs.replace(limits, **scheduling)
+        self.scheduler = Scheduler(limits, self.cache, speculation=self.speculation)
         self.vocabulary = read_vocabulary(str(model), "", capacity.vocab_size)
         self.grammars = GrammarPool(lambda: LLGuidanceBackend(self.vocabulary, LIMITS._replace(step_items=2000)))
         self.core = EngineCore(
@@ -119,6 +124,24 @@ class Served:
     def ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+
+class HalfRight:
+    """Drafts the `answers` that it was told, by prompt; after some tokens of them, as chance has it, others."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        self._random = Random(3)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._guess(request) for request in requests]
+
+    def _guess(self, request: DraftRequest) -> list[int]:
+        done = len(request.outputs)
+        tokens = self.answers.get(tuple(request.prompt.tolist()), [])[done : done + request.k]
+        for place in range(self._random.randint(0, len(tokens)), len(tokens)):
+            tokens[place] = self._random.randrange(1, 300)
+        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +353,59 @@ def test_answers_to_one_prompt_have_a_matcher_each(plain: Served) -> None:
     answers = plain.run(*requests)
     assert all(is_valid(plain.text(answer)) for answer in answers.values())
     assert len({tuple(answer.tokens) for answer in answers.values()}) > 1
+
+
+def every_kind(served: Served) -> list[AddRequest]:
+    """Requests under grammars and thinking budgets, and free ones."""
+    end, tool = served.ids(THINK_END), {"triggers": ["x"], "structures": [{"begin": "x", "schema": SCHEMA, "end": "y"}]}
+    thinking = {"thinking": 5, "thinking_end": end}
+    letters = GuidedDecoding("regex", "[a-z ]{9}(hello|help me){2}[0-9]{3}")
+    penalised = LogitsParams(1.2, 0.3, 0.1, ((9, 2.0),), min_tokens=7, stop_token_ids=(EOS,))
+    return [
+        ask(1),
+        ask(2, sampling=SamplerParams()),
+        ask(3, sampling=WARM._replace(logprobs=2)),
+        ask(4, letters, WARM._replace(logits=penalised)),
+        ask(5, GUIDE._replace(after=THINK_END), **thinking),
+        ask(6, GUIDE._replace(after=THINK_END), WARM._replace(logprobs=1), **thinking),
+        ask(7, None, **thinking, max_tokens=25),
+        ask(8, None, SamplerParams(logprobs=0), **thinking, max_tokens=25),
+        ask(9, GuidedDecoding("structural_tag", json.dumps(tool)), WARM._replace(temperature=3.0)),
+        ask(10, GuidedDecoding("choice", '["aaaaaa", "aaaaab", "bbbbbb"]')),
+        ask(11, None, max_tokens=25),
+        ask(12, letters, max_tokens=17),
+    ]
+
+
+def reported(answer: Answer) -> list[list[int]]:
+    return [each.ids for each in answer.logprobs if each is not None]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"ahead": 1}, {"blocks": 16}, {"max_num_batched_tokens": 11}, {"ahead": 1, "in_flight_per_sequence": 1}],
+    ids=["plain", "ahead", "preempted", "few tokens a step", "as in a pipeline"],
+)
+def test_drafts_change_no_guided_text(plain: Served, model: Path, others: dict[str, Any]) -> None:
+    """Nor where thinking ends, a grammar begins, or something is forced within what is accepted."""
+    requests, drafter = every_kind(plain), HalfRight()
+    without = plain.run(*requests)
+    drafter.answers = {tuple(each.prompt): without[each.key].tokens for each in requests}
+    served = Served(model, drafter=drafter, **others)
+    assert served.speculation is not None
+    served.speculation.observe_step = lambda tokens, seconds: None  # type: ignore[method-assign]
+    try:
+        answers = served.run(*requests)
+    finally:
+        served.close()
+    for key, expected in without.items():
+        assert answers[key].refused is None
+        assert (answers[key].tokens, answers[key].reason) == (expected.tokens, expected.reason), key
+        assert reported(answers[key]) == reported(expected)
+    shorter = {key for key in without if len(answers[key].runs) < len(without[key].runs)}
+    if not others:
+        assert shorter >= without.keys() - {10}, "a choice is forced after its first token"
+    assert served.speculation.totals.draft_tokens > served.speculation.totals.accepted_tokens > 9
 
 
 def test_a_grammar_is_compiled_once(plain: Served) -> None:

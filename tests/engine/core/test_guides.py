@@ -15,8 +15,12 @@ class Script:
     """A matcher of one text: `forced` says how many tokens of it have to come without a choice."""
 
     def __init__(self, *tokens: int, forced: int = 0, breaks: bool = False) -> None:
-        self._tokens, self._forced, self._breaks = list(tokens), forced, breaks
+        self._text, self._done, self._forced, self._breaks = list(tokens), 0, forced, breaks
         self.error = ""
+
+    @property
+    def _tokens(self) -> list[int]:
+        return self._text[self._done :]
 
     @property
     def complete(self) -> bool:
@@ -26,13 +30,15 @@ class Script:
 
     def fill_mask(self, mask: TokenMask) -> None:
         mask[:] = 0
-        mask[self._tokens[0] // 32] = np.array(1 << self._tokens[0] % 32, np.uint32).view(np.int32)
+        for token in self._tokens[:1]:
+            mask[token // 32] = np.array(1 << token % 32, np.uint32).view(np.int32)
         self.error = "it broke" if self._breaks else self.error
 
     def accept(self, tokens: Sequence[int]) -> bool:
         for token in tokens:
-            if not self._tokens or self._tokens.pop(0) != token:
+            if self._tokens[:1] != [token]:
                 self.error = "not allowed"
+            self._done += 1
         return not self.error
 
     def acceptable(self, tokens: Sequence[int]) -> int:
@@ -42,7 +48,15 @@ class Script:
         return self._tokens[: self._forced]
 
     def rollback(self, tokens: int) -> None:
-        raise NotImplementedError
+        self._done -= tokens
+
+
+def allowed(guide: SequenceGuide, *drafts: int) -> list[list[int]]:
+    """Tokens that may come next, and after each draft."""
+    masks = np.zeros((1 + len(drafts), 2), np.int32)
+    guide.fill_masks(masks, drafts)
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
 
 
 def ints(*values: int) -> IntArray:
@@ -83,9 +97,9 @@ def test_what_has_to_come_follows_and_the_end_is_told() -> None:
 
 def test_nothing_is_skipped_where_every_token_is_to_be_reported() -> None:
     guide = SequenceGuide(Script(1, 2, 3, forced=2), jumps=False)
-    assert guide.follow(1) == Continuation([])
-    assert guide.follow(2) == Continuation([])
-    assert guide.follow(3) == Continuation([], True)
+    assert guide.follow([1]) == Continuation([])
+    assert guide.follow([2]) == Continuation([])
+    assert guide.follow([3]) == Continuation([], True)
 
 
 def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
@@ -102,7 +116,7 @@ def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
 def test_a_grammar_that_takes_too_long_is_ended() -> None:
     guide = SequenceGuide(Script(*[1] * 9))
     guide._allowance = -1.0
-    guide.fill_mask(np.zeros(2, np.int32))
+    allowed(guide)
     assert "too long" in guide.error
 
 
@@ -118,7 +132,7 @@ def test_rows_of_sequences_that_have_ended_are_left_alone() -> None:
 def thought(guide: SequenceGuide, *tokens: int) -> list[int]:
     found: list[int] = []
     for token in tokens:
-        found += [token, *guide.follow(token).tokens]
+        found += [token, *guide.follow([token]).tokens]
     return found
 
 
@@ -128,25 +142,79 @@ def test_thinking_ends_at_its_limit_once() -> None:
 
 
 def test_no_thinking_at_all_begins_with_its_end() -> None:
-    guide, mask = SequenceGuide(None, ThinkingLimit(0, [35, 9])), np.zeros(2, np.int32)
-    assert guide.wants_mask
-    guide.fill_mask(mask)
-    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [35]
-    assert guide.follow(35) == Continuation([9])
-    assert not guide.wants_mask
+    guide = SequenceGuide(None, ThinkingLimit(0, [35, 9]))
+    assert guide.wants_masks()
+    assert allowed(guide) == [[35]]
+    assert guide.follow([35]) == Continuation([9])
+    assert not guide.wants_masks()
 
 
 def test_thinking_whose_tokens_are_reported_is_ended_token_by_token() -> None:
-    guide, mask = SequenceGuide(None, ThinkingLimit(1, [8, 9]), jumps=False), np.zeros(2, np.int32)
-    for token, allowed in ((1, None), (8, 8), (9, 9)):
-        if allowed is not None:
-            guide.fill_mask(mask)
-            assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [allowed]
-        assert guide.follow(token) == Continuation([])
-    assert not guide.wants_mask
+    guide = SequenceGuide(None, ThinkingLimit(1, [8, 9]), jumps=False)
+    for token, due in ((1, None), (8, 8), (9, 9)):
+        if due is not None:
+            assert allowed(guide) == [[due]]
+        assert guide.follow([token]) == Continuation([])
+    assert not guide.wants_masks()
 
 
 def test_a_grammar_that_begins_within_the_end_of_thinking_says_what_follows() -> None:
     guide = SequenceGuide(Script(1, 8, 5), ThinkingLimit(1, [8, 9]))
-    assert guide.follow(1) == Continuation([8])
-    assert guide.follow(5) == Continuation([], True)
+    assert guide.follow([1]) == Continuation([8])
+    assert guide.follow([5]) == Continuation([], True)
+
+
+def test_drafts_are_cut_where_the_grammar_forbids_them() -> None:
+    guide = SequenceGuide(Script(1, 2, 3, 4))
+    assert guide.possible_drafts([1, 2, 9, 4], 9) == [1, 2]
+    assert guide.possible_drafts([1, 2, 3, 4], 3) == [1, 2, 3]
+    assert guide.possible_drafts([5], 3) == []
+    assert guide.possible_drafts([], 3) == []
+    assert guide.possible_drafts([1, 2, 3, 4, 7], 9) == [1, 2, 3], "4 is the last"
+    assert allowed(guide, 1, 2) == [[1], [2], [3]], "nothing was accepted yet"
+
+
+def test_a_draft_says_what_is_forced_after_it() -> None:
+    """After 1 there is no choice about 2 and 3: a draft that says otherwise ends there."""
+    guide = SequenceGuide(Script(1, 2, 3, 4, 5, forced=2))
+    assert guide.possible_drafts([1, 9, 9, 9], 9) == [1, 2, 3]
+    assert guide.possible_drafts([1, 2, 3, 4], 9) == [1, 2, 3, 4]
+    assert guide.possible_drafts([1, 2, 3, 4], 2) == [1, 2]
+    assert guide.follow([1, 2]) == Continuation([3]), "the rest of what is forced follows"
+    assert guide.follow([4]) == Continuation([5], True)
+
+
+def test_what_is_forced_is_drafted_where_every_token_is_reported() -> None:
+    guide = SequenceGuide(Script(1, 2, 3, 4, forced=2), jumps=False)
+    assert guide.possible_drafts([], 9) == [1, 2, 3]
+    assert guide.possible_drafts([1], 2) == [1, 2]
+    assert guide.follow([1, 2, 3]) == Continuation([])
+
+
+def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
+    for matcher in (None, Script(1, 2, 8, 9, 5)):
+        guide = SequenceGuide(matcher, ThinkingLimit(2, [8, 9]))
+        assert guide.wants_masks(2)
+        assert guide.possible_drafts([1, 2, 3, 4], 9)[:4] == [1, 2, 8, 9]
+        assert allowed(guide, 1, 2, 8)[2:] == [[8], [9]]
+        assert guide.follow([1, 2, 8]) == Continuation([9])
+    free = SequenceGuide(None, ThinkingLimit(4, [8, 9]))
+    assert not free.wants_masks(3)
+    assert free.possible_drafts([1, 8, 9, 4, 5, 6], 9) == [1, 8, 9, 4, 5, 6]
+    assert free.follow([1, 8, 9]) == Continuation([])
+    assert not free.wants_masks(9)
+
+
+def test_a_row_with_drafts_has_a_mask_at_each_place() -> None:
+    guides = Guides(VOCABULARY)
+    for key in (7, 8):
+        guides.add(key, SequenceGuide(Script(1, 2, 35)))
+    ones = plan(4, 5)
+    drafting = ones._replace(counts=ints(3, 1), drafts=ints(2, 0), drafted=ints(1, 2))
+    masked, source = guides.mask_plan(drafting, {4: 7, 5: 8})
+    assert masked.masked.tolist() == [4, 4, 4, 5]
+    assert source is not None
+    bits = np.unpackbits(source().view(np.uint8), axis=1, bitorder="little")
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[1], [2], [35], [1]]
+    tokens = StepResult(0, ints(4, 5), ints(1, 1), ints(3, 1), ints(1, 2, 35, 1))
+    assert guides.follow(tokens, {4: 7, 5: 8}) == ({4: Continuation([], True)}, [])
