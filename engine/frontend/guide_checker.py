@@ -6,8 +6,10 @@ Knows nothing of grammars.
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import NamedTuple, TypeAlias
 
@@ -25,6 +27,10 @@ _RETRY_SECONDS = 60.0
 """How long a constraint that cost a process is refused without another try: the machine may have been busy."""
 _CACHE_BYTES = 8 << 20
 _ENTRY_BYTES = 512
+_PAUSE_TIMES, _LONGEST_PAUSE = 20, 2.0
+"""A tenant whose constraint was refused waits with its next one so many times as long as checking that took, and at
+most so many seconds: who sends nothing but bad ones gets a twentieth of a core, whatever they cost."""
+_MAX_PAUSES, _MAX_PAUSING = 1024, 8
 _ANY_OBJECT = '{"type":"object"}'
 
 Verdict: TypeAlias = CheckedGuide | CharoniaError
@@ -75,6 +81,52 @@ def _size(verdict: CheckedGuide) -> int:
     return _ENTRY_BYTES + sum(map(len, (verdict.text, verdict.error, *verdict.left_out)))
 
 
+@dataclass(slots=True)
+class _Pause:
+    """Until when a tenant pauses, by `time.monotonic`, and how many of its constraints wait for that."""
+
+    until: float = 0.0
+    waiting: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RefusalPauses:
+    """The pauses of tenants whose latest constraint was refused; of too many of them the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, _Pause] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """The block in which a tenant's constraint is checked: after a refusal one at a time, and not before the pause
+        has ended. Raises `QueueFull` where many wait for that."""
+        pause = self._of.get(tenant)
+        if pause is None:
+            yield
+            return
+        if pause.waiting >= _MAX_PAUSING:
+            message = f"{pause.waiting} constraints wait already, after one that was refused"
+            raise QueueFull(message, retry_after=_LONGEST_PAUSE)
+        pause.waiting += 1
+        try:
+            async with pause.lock:
+                await asyncio.sleep(pause.until - time.monotonic())
+                yield
+        finally:
+            pause.waiting -= 1
+
+    def observe(self, tenant: str, refused: bool, seconds: float) -> None:
+        """Checking a constraint of the tenant took so long."""
+        pause = self._of.pop(tenant, None)
+        if refused:
+            pause = self._of[tenant] = pause or _Pause()
+            pause.until = time.monotonic() + min(_PAUSE_TIMES * seconds, _LONGEST_PAUSE)
+        elif pause is not None:
+            pause.until = 0.0
+        if len(self._of) > _MAX_PAUSES:
+            self._of.popitem(last=False)
+
+
 class GuideChecker:
     """Checks the constraints of one model's requests. Lives in one event loop, until `close`.
 
@@ -89,6 +141,7 @@ class GuideChecker:
         self._idle: list[GuideProcess] = []
         self._checks: dict[bytes, asyncio.Task[Verdict]] = {}
         self._good, self._refused = VerdictCache(), VerdictCache()
+        self._pauses = RefusalPauses()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -97,8 +150,8 @@ class GuideChecker:
         """How many processes run."""
         return len(self._processes)
 
-    async def check(self, guide: GuidedDecoding) -> EnforcedGuide:
-        """The constraint as an engine gets it.
+    async def check(self, guide: GuidedDecoding, tenant: str = "") -> EnforcedGuide:
+        """The constraint as an engine gets it. What is known needs no turn of the `tenant`.
 
         Raises:
             InvalidArgument: it is wrong, or costs too much; in the words of the library.
@@ -110,29 +163,32 @@ class GuideChecker:
         key = _content_key(guide)
         verdict: Verdict | None = self._good.get(key) or self._refused.get(key)
         if verdict is None:
-            verdict = await asyncio.shield(self._checks.get(key) or self._begin(key, guide))
+            verdict = await asyncio.shield(self._checks.get(key) or self._begin(key, guide, tenant))
         if isinstance(verdict, CharoniaError):
             raise verdict
         if verdict.error:
             raise InvalidArgument(f"{guide.parameter}: {verdict.error}", field=guide.parameter)
         return EnforcedGuide(guide._replace(text=verdict.text), verdict.left_out)
 
-    def _begin(self, key: bytes, guide: GuidedDecoding) -> "asyncio.Task[Verdict]":
+    def _begin(self, key: bytes, guide: GuidedDecoding, tenant: str) -> "asyncio.Task[Verdict]":
         if self._closed:
             raise Unavailable("the model is being unloaded")
         if len(self._checks) >= _MAX_WAITING:
             message = f"{len(self._checks)} constraints wait to be compiled already"
             raise QueueFull(message, retry_after=self._limits.seconds)
         # A task of its own: others may wait for it too, and the answer is kept when nobody does any more.
-        task = self._checks[key] = asyncio.create_task(self._run(key, guide))
+        task = self._checks[key] = asyncio.create_task(self._run(key, guide, tenant))
         return task
 
-    async def _run(self, key: bytes, guide: GuidedDecoding) -> Verdict:
+    async def _run(self, key: bytes, guide: GuidedDecoding, tenant: str) -> Verdict:
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
         try:
-            verdict, lasting = await loop.run_in_executor(self._threads, self._check_in_process, guide)
+            async with self._pauses.turn(tenant):
+                began = time.monotonic()
+                verdict, lasting = await loop.run_in_executor(self._threads, self._check_in_process, guide)
+                self._pauses.observe(tenant, bool(verdict.error), time.monotonic() - began)
         except CharoniaError as error:
             return error
         except Exception as error:

@@ -261,12 +261,10 @@ class LlmModel:
                 if plan.warning:
                     context.warn(plan.warning)
                 self._spec.check_guide(plan.guide)
-                if plan.guide is not None:
+                add = build_add_request(request, context, plan.prompt, bundle.defaults, info, banned, adapter)
+                if plan.guide is not None:  # the dearest check is the last
                     plan = replace(plan, guide=await self._enforce(plan.guide, context))
-                defaults = bundle.defaults
-                add = plan.complete(
-                    build_add_request(request, context, plan.prompt, defaults, info, banned, adapter),
-                )
+                add = plan.complete(add)
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
                 with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
@@ -315,7 +313,7 @@ class LlmModel:
         """The constraint as the engine gets it; the client is told what of it is not enforced."""
         if self._guides is None:
             return guide
-        enforced, left_out = await self._guides.check(guide)
+        enforced, left_out = await self._guides.check(guide, context.tenant)
         if left_out:
             context.warn(f"{guide.parameter}: not enforced: {', '.join(left_out)}")
         return enforced

@@ -93,6 +93,26 @@ async def test_too_many_that_wait_are_refused(
     assert (await checker.check(schema("3"))).guide.text == "3"
 
 
+async def test_a_tenant_pauses_after_a_refusal_and_others_do_not(
+    checker: GuideChecker, asked: list[GuidedDecoding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guide_checker, "_PAUSE_TIMES", 1e9)  # the longest pause, whatever checking takes here
+    monkeypatch.setattr(guide_checker, "_LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(guide_checker, "_MAX_PAUSING", 2)
+    assert (await checker.check(schema("good"), "hostile")).guide.text == "GOOD"
+    with pytest.raises(InvalidArgument, match="it is wrong"):
+        await checker.check(schema("bad", strict=True), "hostile")
+    waiting = [asyncio.create_task(checker.check(schema(str(number)), "hostile")) for number in range(2)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(QueueFull, match="2 constraints wait already, after one that was refused"):
+        await checker.check(schema("c"), "hostile")
+    assert (await checker.check(schema("good"), "hostile")).guide.text == "GOOD"  # known
+    assert (await checker.check(schema("other"), "friend")).guide.text == "OTHER"
+    assert [each.text for each in asked] == ["good", "bad", "other"]
+    assert [each.guide.text for each in await asyncio.gather(*waiting)] == ["0", "1"]
+    assert (await checker.check(schema("d"), "hostile")).guide.text == "D"  # the last one was good
+
+
 async def test_a_reader_that_leaves_takes_nothing_along(checker: GuideChecker, asked: list[GuidedDecoding]) -> None:
     leaving, staying = (asyncio.create_task(checker.check(schema("a"))) for _ in range(2))
     await asyncio.sleep(0)
