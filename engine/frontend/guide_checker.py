@@ -27,9 +27,9 @@ _RETRY_SECONDS = 60.0
 """How long a constraint that cost a process is refused without another try: the machine may have been busy."""
 _CACHE_BYTES = 8 << 20
 _ENTRY_BYTES = 512
-_PAUSE_TIMES, _LONGEST_PAUSE = 20, 2.0
-"""A tenant whose constraint was refused waits with its next one so many times as long as checking that took, and at
-most so many seconds: who sends nothing but bad ones gets a twentieth of a core, whatever they cost."""
+_PAUSE_TIMES, _SHORTEST_PAUSE, _LONGEST_PAUSE = 20, 0.1, 2.0
+"""A tenant whose constraint was refused waits with its next one so many times as long as checking that took, within so
+many seconds: who sends nothing but bad ones gets a twentieth of a core, and ten answers a second."""
 _MAX_PAUSES, _MAX_PAUSING = 1024, 8
 _ANY_OBJECT = '{"type":"object"}'
 
@@ -120,7 +120,7 @@ class RefusalPauses:
         pause = self._of.pop(tenant, None)
         if refused:
             pause = self._of[tenant] = pause or _Pause()
-            pause.until = time.monotonic() + min(_PAUSE_TIMES * seconds, _LONGEST_PAUSE)
+            pause.until = time.monotonic() + min(max(_PAUSE_TIMES * seconds, _SHORTEST_PAUSE), _LONGEST_PAUSE)
         elif pause is not None:
             pause.until = 0.0
         if len(self._of) > _MAX_PAUSES:
