@@ -6,6 +6,7 @@ Each trial asks a running server and returns a ratio: the same work with and wit
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -269,10 +270,10 @@ def _hostile_client(asked: TrialTarget) -> Iterator[list[int]]:
 
     def ask() -> None:
         connection = HTTPConnection(asked.place.host, asked.place.http_port, timeout=120)
-        for number, regex in enumerate(cycle(_HOSTILE)):
+        for regex in cycle(_HOSTILE):
             if left.is_set():
                 break
-            # A number of its own: the server remembers what it refused.
+            number = time.monotonic_ns()  # of its own: the server remembers what it refused
             body = {"model": asked.model, "prompt": [1], "max_tokens": 1, "guided_regex": f"{number}{regex}"}
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
