@@ -261,6 +261,17 @@ class GuidedDecoding(NamedTuple):
         return None if kind is None else cls(kind, text)
 
 
+MAX_DRAFTS = 32
+"""Tokens that a step may draft for a sequence, whoever says how many."""
+
+
+class DraftLimit(NamedTuple):
+    """The most tokens that a step may draft for a sequence; 0 drafts none. `parameter`: the request's, for errors."""
+
+    most: int
+    parameter: str = "speculative_k"
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One text generation. `priority` 0 is the most urgent class; `cache_salt` and the tenant part the prefix cache.
 
@@ -274,8 +285,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool calls are told apart from the text, which has neither. `lenient_limits`: those that the model can't have are no
     errors: `max_tokens` that don't fit beside the prompt are as many as do, reasoning that there is none of has no
     budget. `tools`: which of them may be called. `thinking_budget`: tokens of reasoning after which the model is made
-    to end it; None is no limit. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the first ones are
-    never written, the others end the text and stay in it.
+    to end it; None is no limit. `drafts`: None leaves speculation to the model. `prediction`: what the answer will
+    likely be; where it is right, it comes faster. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the
+    first ones are never written, the others end the text and stay in it.
 
     Raises:
         InvalidArgument: `priority` or a target is negative, or the request asks for nothing at all.
@@ -301,6 +313,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     lenient_limits: bool = False
     tools: ToolUse | None = None
     thinking_budget: int | None = None
+    drafts: DraftLimit | None = None
+    prediction: str = ""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -333,12 +347,15 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class Usage(msgspec.Struct, frozen=True):
     """Tokens counted so far; `cached_tokens` of the prompt came out of the prefix cache, `reasoning_tokens` of the
-    completion were reasoning."""
+    completion were reasoning. When the text has ended: tokens of the request's prediction, if it had one, that the
+    completion has, `accepted_prediction_tokens`, and those that it has not."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):

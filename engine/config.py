@@ -4,8 +4,13 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
+from ..core.request import MAX_DRAFTS
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
+
+LOGITS_PIECE = 64
+"""Most places of a step whose logits are computed at once, sampled ones apart: with more of them a head is no faster,
+and logits of a whole chunk would take more memory than all else in a step."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +78,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     method: SpeculationMethod
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 4
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)] = 4
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
 
@@ -142,6 +147,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fake: FakeConfig = FakeConfig()
     lora: LoraConfig | None = None
     speculation: SpeculationConfig | None = None
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that a step may draft for a sequence; those with predictions may have more."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
+    def most_sampled(self) -> int:
+        """Places of a step that may be sampled: memory is left for their logits."""
+        sampled = self.scheduler.max_num_seqs * (1 + self.most_drafts)
+        return max(min(sampled, self.scheduler.max_num_batched_tokens), LOGITS_PIECE)
 
     def threads_each(self, ranks: int = 1) -> int:
         """The threads of each of `ranks` that share a machine."""

@@ -61,11 +61,11 @@ class RunningSet:
     `prefilling`: running rows that were not sampled in this stay; all other running rows decode. `awaiting_results`: a
     result was not what later plans built on; these rows are not scheduled until those plans are back. `releasing`: the
     sequence ended or was preempted; plans in flight still have it. `capped`: rows with a lower `max_in_flight` than the
-    others. `scoring`: rows that want log-probabilities of their prompts. `guided`: the key of each row whose tokens the
-    host follows; `given`: (row, position, token) that it went on with and the executor has not been told of.
-    `itl_targets`: seconds between tokens that a row wants, of rows that say so. `adapters`: rows by adapter. Each is
-    empty in most steps, which then touch none of it. Nor do they look for rows whose last token came while at least
-    `min_remaining` tokens are still to come to every running row.
+    others. `scoring`: rows that want log-probabilities of their prompts. `drafting`: those that may have drafts.
+    `guided`: the key of each row whose tokens the host follows; `given`: (row, position, token) that it went on with
+    and the executor has not been told of. `itl_targets`: seconds between tokens that a row wants, of rows that say so.
+    `adapters`: rows by adapter. Each is empty in most steps, which then touch none of it. Nor do they look for rows
+    whose last token came while at least `min_remaining` tokens are still to come to every running row.
 
     `closed_rows`: rows freed since the last plan. `started`: (key, prompt tokens found in the prefix cache) of
     sequences first admitted since the last updates. `blocked`: the sequence that was last found not to fit, and the
@@ -95,7 +95,7 @@ class RunningSet:
         self.tables: dict[int, BlockTable] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.prefilling, self.awaiting_results, self.releasing = (set[int]() for _ in range(3))
-        self.capped, self.scoring = set[int](), set[int]()
+        self.capped, self.scoring, self.drafting = set[int](), set[int](), set[int]()
         self.guided: dict[int, int] = {}
         self.given: list[tuple[int, int, int]] = []
         self.itl_targets: dict[int, float] = {}
@@ -148,6 +148,8 @@ class RunningSet:
             self.capped.add(row)
         if sequence.lacks_prompt_logprobs:
             self.scoring.add(row)
+        if sequence.drafts:
+            self.drafting.add(row)
         if request.guided:
             self.guided[row] = request.key
         if request.adapter:
@@ -181,6 +183,7 @@ class RunningSet:
             self.awaiting_results.discard(row)
             self.capped.discard(row)
             self.scoring.discard(row)
+            self.drafting.discard(row)
             self.guided.pop(row, None)
             self.itl_targets.pop(row, None)
             heappush(self._free, row)
@@ -235,6 +238,7 @@ class RunningSet:
         assert self.guided == {row: self.keys[row] for row in occupied if self.sequences[row].request.guided}
         named = [self.sequences[row].request.adapter for row in occupied]
         assert self.adapters == Counter(filter(None, named)), "adapters are miscounted"
+        assert self.drafting == {row for row in occupied if self.sequences[row].drafts}
         assert self.itl_targets.keys() <= self.sequences.keys()
         assert {row for row, _, _ in self.given} <= self.guided.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}

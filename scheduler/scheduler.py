@@ -129,7 +129,8 @@ class Scheduler:
             target_ttft=_seconds(self.config.target_ttft_ms) if ttft is None else ttft,
             target_itl=_seconds(self.config.target_itl_ms) if itl is None else itl,
         )
-        sequence.drafts = self.speculation is not None
+        if self.speculation is not None:
+            sequence.drafts = self.speculation.most_drafts(request)
         self._fairness.sequence_arrived(slot)
         self._arrivals += 1
         self._live[request.key] = sequence

@@ -23,6 +23,8 @@ class SequenceRequest:
     `adapter`: the digest of the one that computes it; "" is the model itself.
     `target_ttft`, `target_itl`: seconds to its first token and between tokens that are wanted, `inf` where nobody
     waits; None leaves them to the scheduler.
+    `drafts_wanted`: the most tokens that a step may draft for it; None leaves that to the scheduler. `prediction`:
+    what its new tokens will likely be.
     """
 
     key: int
@@ -40,6 +42,8 @@ class SequenceRequest:
     adapter: str = ""
     target_ttft: float | None = None
     target_itl: float | None = None
+    drafts_wanted: int | None = None
+    prediction: IntArray | None = None
 
     def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
         """Raises `InvalidArgument` where the sequence could never run, whatever else runs: the model's length or the
@@ -68,7 +72,7 @@ class Sequence:
     from which on it was held because too many adapters ran. `arrived_at`: when, by the scheduler's clock.
     `target_ttft`, `target_itl`: the request's, or what all have that say nothing. `shared`: tokens that the cache had
     of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
-    `drafts`: tokens are drafted for it; `draft_state` is the drafter's own; `draft_chance`: the
+    `drafts`: the most tokens that are drafted for it in a step; `draft_state` is the drafter's own; `draft_chance`: the
     probability that a drafted token is right, as it seems; `draft_guess`: outputs there were, and what was to follow.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
@@ -89,7 +93,7 @@ class Sequence:
     held_since: int = 0
     long_prompt: bool = False
     admitted: bool = False
-    drafts: bool = False
+    drafts: int = 0
     draft_state: dict[str, Any] = field(default_factory=dict)
     draft_chance: float | None = None
     draft_guess: tuple[int, list[int]] = (0, [])

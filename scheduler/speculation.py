@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .plan import IntArray
-from .sequence import Sequence
+from .sequence import Sequence, SequenceRequest
 
 FIRST_CHANCE, HIGHEST_CHANCE = 0.7, 0.98
 """The probability that a drafted token is right, before any was, and at most."""
 
 CHANCE_WEIGHT, COST_WEIGHT = 0.2, 0.2
 """Weights of the newest token, and of the newest step, in moving averages."""
+
+PREDICTED_DRAFTS = 16
+"""Tokens of a prediction that a step verifies at most: where it is right, it is for long."""
 
 PROBE_STEPS = 64
 """One step in so many has no drafts, and the first with its number of sequences: others are held against its time."""
@@ -29,13 +32,15 @@ BYSTANDER_SLOWDOWN = 1.05
 
 class DraftRequest(NamedTuple):
     """A sequence for which at most `k` tokens are to be drafted. `prompt` and `outputs` are all its tokens, not to be
-    changed; `state` is the drafter's own from the sequence's first request to its last."""
+    changed; `state` is the drafter's own from the sequence's first request to its last. `prediction`: what the client
+    says that the outputs will likely be."""
 
     prompt: IntArray
     outputs: Tokens[int]
     k: int
     state: dict[str, Any]
     tenant: str = ""
+    prediction: IntArray | None = None
 
 
 class Drafter(Protocol):
@@ -86,13 +91,15 @@ class DecodeCosts:
 
 
 class Speculation:
-    """What `drafter` drafts, `most` tokens a sequence and step at most, of a vocabulary of `vocab_size` tokens.
+    """What `drafter` drafts, `most` tokens a sequence and step at most, of a vocabulary of `vocab_size` tokens; those
+    with a prediction may have PREDICTED_DRAFTS, also where `most` is 0. `most_sampled`: places of a step that may be
+    sampled.
 
     `possible_drafts`: what the host, by a guided sequence's key, makes of drafts, of which so many at most are wanted.
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
-        self._drafter, self.most, self._vocab_size = drafter, most, vocab_size
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int, most_sampled: int = 1 << 30) -> None:
+        self._drafter, self.most, self._vocab_size, self.most_sampled = drafter, most, vocab_size, most_sampled
         self.possible_drafts: Callable[[int, list[int], int], list[int]] = lambda key, drafts, most: []
         self._costs = DecodeCosts()
         self._chance = FIRST_CHANCE
@@ -101,16 +108,28 @@ class Speculation:
         self.reset_totals()
 
     def reset_totals(self) -> None:
-        self.totals = SpeculationTotals(accepted_by_place=[0] * self.most)
+        self.totals = SpeculationTotals(accepted_by_place=[0] * self.most)  # more are added as they come
         self._chance = FIRST_CHANCE
 
     def reset_step_times(self) -> None:
         self._costs = DecodeCosts()
 
+    def most_drafts(self, request: SequenceRequest) -> int:
+        """Tokens that a step may draft for a sequence."""
+        most = self.most if request.prediction is None else max(self.most, PREDICTED_DRAFTS)
+        return most if request.drafts_wanted is None else min(most, request.drafts_wanted)
+
     def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
         """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else."""
         requests = [
-            DraftRequest(each.request.prompt, each.outputs, most, each.draft_state, each.request.tenant)
+            DraftRequest(
+                each.request.prompt,
+                each.outputs,
+                most,
+                each.draft_state,
+                each.request.tenant,
+                each.request.prediction,
+            )
             for each, most in asked
         ]
         proposed = self._drafter.propose(requests)
@@ -181,5 +200,6 @@ class Speculation:
         totals.drafts += 1
         totals.draft_tokens += drafted
         totals.accepted_tokens += accepted
+        totals.accepted_by_place += [0] * (accepted - len(totals.accepted_by_place))
         for place in range(accepted):
             totals.accepted_by_place[place] += 1

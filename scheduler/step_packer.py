@@ -160,20 +160,20 @@ class StepPacker:
         self._work = StepWork(tokens, sum(map(mul, given, rows.scheduled[decoding].tolist())))
         for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
             self._grow(row)
-        if self._speculation is not None:
+        if self._speculation is not None and rows.drafting:
             self._add_drafts(self._speculation)
 
     def _add_drafts(self, speculation: Speculation) -> None:
         """Let rows that sample verify drafts too. No other row is preempted for them."""
-        rows, left = self._rows, self._budget_left
+        rows = self._rows
+        left = min(self._budget_left, speculation.most_sampled - rows.num_running - len(self._waiting))
         wanted: dict[int, int] = {}
         ready = (self._counts > 0) & (rows.scheduled + self._counts == rows.known) & (rows.expected == rows.known)
-        for row in ready.nonzero()[0].tolist():
-            if rows.sequences[row].drafts:
-                most = self._room_for_drafts(row, min(speculation.most, left))
-                if most > 0:
-                    wanted[row] = most
-                    left -= most
+        for row in sorted(rows.drafting.intersection(ready.nonzero()[0].tolist())):
+            most = self._room_for_drafts(row, min(rows.sequences[row].drafts, left))
+            if most > 0:
+                wanted[row] = most
+                left -= most
         asked = [(rows.sequences[row], most) for row, most in wanted.items()]
         found = speculation.draft(asked, self._work.decode_tokens) if asked else []
         for row, tokens in zip(wanted, found, strict=True):

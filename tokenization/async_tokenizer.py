@@ -35,6 +35,9 @@ class AsyncTokenizer:
         size = _SHORT + 1 if isinstance(prompt, Conversation) else len(prompt) if isinstance(prompt, str) else 0
         return await self._run(size, self._tokenizer.prompt_ids, prompt, special, limit, kept)
 
+    async def text_ids(self, text: str, limit: TokenLimit, field: str) -> list[int]:
+        return await self._run(len(text), self._tokenizer.text_ids, text, False, limit, field)
+
     async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
 

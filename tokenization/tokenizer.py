@@ -90,7 +90,7 @@ class Tokenizer:
             field, text = "prompt", prompt
         else:
             field, text, special = "messages", self._render(prompt), False
-        return self._bounded(text, special, limit, field) if kept is None else self._last(text, special, kept)
+        return self.text_ids(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos).
@@ -104,9 +104,9 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
-    def _bounded(self, text: str, special: bool, limit: TokenLimit | None, field: str) -> list[int]:
-        """The token ids of a text; one that is far too long is refused by its beginning, as each character costs the
-        library a microsecond and 200 bytes.
+    def text_ids(self, text: str, special: bool, limit: TokenLimit | None, field: str) -> list[int]:
+        """The token ids of the text in `field`; one that is far too long is refused by its beginning, as each character
+        costs the library a microsecond and 200 bytes.
 
         A beginning counts if it has twice as many tokens as may be: its last ones may be others in the whole text.
         """

@@ -110,17 +110,20 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
         message = f"{where}.tool_call_id must be the id of the call that this is the result of"
         raise InvalidArgument(message, field=f"{where}.tool_call_id")
     calls, reasoning = _calls(where, given.tool_calls or ()), _reasoning(where, given)
-    content = given.content
-    if isinstance(content, list):
-        content = "".join(_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content))
-    elif content is None and (calls or reasoning):
-        content = ""
-    if not isinstance(content, str):
-        message = f"{where}.content must be a string or a list of text parts"
-        raise InvalidArgument(message, field=f"{where}.content")
+    content = "" if given.content is None and (calls or reasoning) else content_text(where, given.content)
     # Templates know "system"; "developer" is OpenAI's newer word for it.
     role = "system" if role == "developer" else role
     return ChatMessage(role, content, given.name or "", reasoning, calls, given.tool_call_id or "")
+
+
+def content_text(where: str, content: Any) -> str:
+    """The text of the `content` of what is at `where`. Raises `InvalidArgument` if it is none, nor parts of one."""
+    if isinstance(content, list):
+        return "".join(_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+    if not isinstance(content, str):
+        message = f"{where}.content must be a string or a list of text parts"
+        raise InvalidArgument(message, field=f"{where}.content")
+    return content
 
 
 def _calls(where: str, calls: list[_Call] | tuple[()]) -> tuple[ToolCall, ...]:

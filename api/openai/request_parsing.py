@@ -7,7 +7,7 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, Prompt, SamplingParams, TokenizeRequest, ToolUse
-from .chat_messages import parse_messages
+from .chat_messages import content_text, parse_messages
 from .json_body import convert_fields, shortened, supported_members
 from .schemas import (
     CHAT_NO_OP_VALUES,
@@ -110,7 +110,13 @@ def _answer_options(fields: ChatBody, tools: ToolUse | None) -> dict[str, Any]:
     if tools is not None and not reads:
         message = "separate_reasoning can't be false with tools: calls are told apart from the text with the reasoning"
         raise InvalidArgument(message, field="separate_reasoning")
-    return {"reads_answer": reads, "tools": tools, "thinking_budget": fields.thinking_budget}
+    predicted = "" if fields.prediction is None else content_text("prediction", fields.prediction.content)
+    return {
+        "reads_answer": reads,
+        "tools": tools,
+        "thinking_budget": fields.thinking_budget,
+        "prediction": predicted,
+    }
 
 
 def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
@@ -201,7 +207,7 @@ def _parsed(
     _check_answers(len(prompts), spec.best_of)
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
-    guided_decoding = fields.guide()
+    guided_decoding, drafts = fields.guide(), fields.drafts
     requests = tuple(
         GenerateRequest(
             id=spec.id,
@@ -214,6 +220,7 @@ def _parsed(
             target_itl_ms=fields.target_itl_ms or 0.0,
             adapter=fields.lora_name or "",
             guided_decoding=guided_decoding,
+            drafts=drafts,
             choice=choice,
             choice_count=spec.best_of,
             prompt_count=len(prompts),

@@ -228,8 +228,14 @@ class OpenAIResponseWriter:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
-            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "completion_tokens_details": {"reasoning_tokens": reasoning, **self._predicted()},
         }
+
+    def _predicted(self) -> dict[str, int]:
+        """What became of the prediction in answers that have ended, if there was one."""
+        predicted = [usage for usage in self._usage.values() if usage.accepted_prediction_tokens is not None]
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        return {name: sum(getattr(usage, name) for usage in predicted) for name in names} if predicted else {}
 
 
 def _prompt_logprobs(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:

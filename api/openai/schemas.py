@@ -5,13 +5,13 @@ The reference is OpenAI's API (https://platform.openai.com/docs/api-reference) w
 of `SamplingParams` are fields of the bodies of completions and chat.
 """
 
-from typing import Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import MAX_LOGPROBS
-from ...core.request import SamplingParams
+from ...core.request import MAX_DRAFTS, DraftLimit, SamplingParams
 from .constraint_fields import ConstraintFields
 from .json_body import NoOpValues, shortened
 
@@ -57,6 +57,19 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuous_usage_stats: bool | None = None
 
 
+class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`k`: the most tokens that a step drafts for the answer."""
+
+    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)]
+
+
+class PredictedContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's predicted output: what the answer will likely be, as a text or its parts."""
+
+    content: Any
+    type: Literal["content"]
+
+
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """What `reasoning_effort` may be."""
 
@@ -82,6 +95,16 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     lora_name: str | None = None
+    speculative: SpeculativeOptions | bool | None = None
+
+    @property
+    def drafts(self) -> DraftLimit | None:
+        """Raises `InvalidArgument` for `true`, which does not say how many."""
+        if self.speculative is True:
+            raise InvalidArgument("speculative must be false, or an object with k", field="speculative")
+        if isinstance(self.speculative, SpeculativeOptions):
+            return DraftLimit(self.speculative.k, "speculative.k")
+        return None if self.speculative is None else DraftLimit(0, "speculative")
 
 
 def thinking_variables(thinks: bool) -> dict[str, Any]:
@@ -123,6 +146,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
+    prediction: PredictedContent | None = None
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class Inbox:
             adapter=message.adapter,
             target_ttft=message.target_ttft,
             target_itl=message.target_itl,
+            drafts_wanted=message.drafts,
+            prediction=np.array(message.prediction, np.int32) if message.prediction else None,
         )
         new = NewRequest(request, deadline, arrived)
         if message.guide is None or not guided:

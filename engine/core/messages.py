@@ -21,7 +21,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     model's eos included (unless ignored). Prompt and `max_tokens` together must fit the model's length. `weight`: the
     tenant's share. `timeout`: seconds left to it; 0 is no limit. `target_ttft`, `target_itl`: as in `SequenceRequest`.
     `guide`: as in `GenerateRequest`. `adapter`: the digest of one that is loaded; "" is the model itself. `thinking`:
-    after this many new tokens, unless they end in it before, the sequence goes on with `thinking_end`.
+    after this many new tokens, unless they end in it before, the sequence goes on with `thinking_end`. `drafts`: tokens
+    that a step may draft for it, None as many as the engine does; `prediction`: what its new tokens will likely be.
     """
 
     key: int
@@ -40,6 +41,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     target_itl: float | None = None
     thinking: int | None = None
     thinking_end: list[int] = []
+    drafts: int | None = None
+    prediction: list[int] = []
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):

@@ -26,8 +26,9 @@ from ...scheduler.speculation import Speculation
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
-from ..config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
+from ..config import CacheConfig, EngineConfig, LoraConfig
 from ..drafters.ngram import NgramDrafter
+from ..drafters.prediction import PredictionDrafter
 from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
@@ -111,7 +112,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     executor.allocate(blocks)
     progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
-    speculation = _speculation(config.speculation, capacity.vocab_size)
+    speculation = _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(scheduler_config(config, length), cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
@@ -124,10 +125,11 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
 
 
-def _speculation(config: SpeculationConfig | None, vocab_size: int) -> Speculation | None:
-    if config is None:
-        return None
-    return Speculation(NgramDrafter(*config.lookup_range), config.num_speculative_tokens, vocab_size)
+def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
+    """Requests may bring predictions, whatever is configured."""
+    own = config.speculation
+    drafter, most = (None, 0) if own is None else (NgramDrafter(*own.lookup_range), own.num_speculative_tokens)
+    return Speculation(PredictionDrafter(drafter, most), most, vocab_size, config.most_sampled)
 
 
 def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:

@@ -39,9 +39,10 @@ def build_add_request(
     engine: CoreReady,
     bad_words: Sequence[tuple[int, ...]] = (),
     adapter: str = "",
+    prediction: Sequence[int] = (),
 ) -> AddRequest:
-    """The engine's request for one sequence; its number is the engine's to give. `bad_words`: the request's, as token
-    ids. `adapter`: as the engine knows it.
+    """The engine's request for one sequence; its number is the engine's to give. `bad_words` and `prediction`: the
+    request's, as token ids. `adapter`: as the engine knows it.
 
     Raises:
         InvalidArgument: it asks for something that this engine never has.
@@ -76,6 +77,8 @@ def build_add_request(
         timeout=request.timeout or (_NO_TIMEOUT if context.background else 0.0),
         target_ttft=_target(request.target_ttft_ms, context),
         target_itl=_target(request.target_itl_ms, context),
+        drafts=None if request.drafts is None else request.drafts.most,
+        prediction=list(prediction[: engine.max_model_len]),
     )
 
 

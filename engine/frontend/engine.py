@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, GuidedDecoding
+from ...scheduler.speculation import PREDICTED_DRAFTS
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import LoraConfig
@@ -19,7 +20,12 @@ from .admission import QueueTicket
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
-_PARAMETERS = {"adapter": "lora_name", "lora_task": "lora_task_id", "wants_prompt_logprobs": "prompt_logprobs"}
+_PARAMETERS = {
+    "adapter": "lora_name",
+    "lora_task": "lora_task_id",
+    "prediction": "prediction",
+    "wants_prompt_logprobs": "prompt_logprobs",
+}
 """Fields of a request that not every engine can satisfy -> what clients call them."""
 
 ANY_TENANT = "*"
@@ -96,7 +102,8 @@ class EngineSpec:
     of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them. `most_in_background`:
     sequences at a time of requests that no client waits for. `target_tenants`: those whose requests may have targets of
     their own, `*` for all. `lora`: of adapters that are loaded while it serves, None where there are none of those.
-    `adapters`: directories of those that the engine reads itself, by name."""
+    `adapters`: directories of those that the engine reads itself, by name. `most_drafts`: tokens that a step may draft
+    for a sequence."""
 
     backend: str
     checkpoint: str
@@ -110,6 +117,7 @@ class EngineSpec:
     target_tenants: frozenset[str] = frozenset()
     lora: LoraConfig | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
+    most_drafts: int = 0
 
     def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names
@@ -125,12 +133,23 @@ class EngineSpec:
                 if not self.target_tenants & {tenant, ANY_TENANT}:
                     message = f"parameter '{name}' is not for this client; --target-tenants says for which it is"
                     raise InvalidArgument(message, field=name)
+        self._check_drafts(request)
         self.check_guide(request.guided_decoding)
 
     def check_guide(self, guide: GuidedDecoding | None) -> None:
         """As `check_request`, of what an answer is held to."""
         if guide is not None:
             self._check("guided_decoding", guide.parameter)
+
+    def _check_drafts(self, request: GenerateRequest) -> None:
+        if (asked := request.drafts) is None:
+            return
+        self._check("drafts", asked.parameter)
+        most = max(self.most_drafts, PREDICTED_DRAFTS) if request.prediction else self.most_drafts
+        if asked.most > most:
+            why = "" if most else ": without a prediction nothing drafts for this model"
+            message = f"parameter '{asked.parameter}' must be at most {most}, got {asked.most}{why}"
+            raise InvalidArgument(message, field=asked.parameter)
 
     def _check(self, name: str, parameter: str) -> None:
         if name not in self.capabilities:

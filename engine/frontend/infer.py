@@ -167,6 +167,7 @@ def parse_infer_request(
         choice_count=options.n,
         adapter=options.lora_name,
         guided_decoding=options.guide,
+        drafts=options.drafts,
         echo=(layout.echoes and not options.stream) if excluded is None else not excluded,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(options.n))

@@ -28,6 +28,7 @@ from ...tokenization.generation_defaults import GenerationDefaults, read_generat
 from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
+from ..drafters.prediction import PredictionFollower
 from .adapters import AdapterEngine, AdapterTable
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_background
@@ -74,7 +75,9 @@ class TokenizerBundle:
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """The spec of our own engine."""
-    capabilities = frozenset({"guided_decoding", "targets", "thinking_budget", "wants_prompt_logprobs"})
+    capabilities = frozenset(
+        {"drafts", "guided_decoding", "prediction", "targets", "thinking_budget", "wants_prompt_logprobs"}
+    )
     if config.lora is not None:
         capabilities |= {"adapter", "lora_task"}
     connect = partial(EngineClient, config)
@@ -91,7 +94,15 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         most_in_background=most_in_background(rows * config.data_parallel_size, limits),
         target_tenants=frozenset(config.target_tenants),
         lora=config.lora,
+        most_drafts=config.most_drafts,
     )
+
+
+def _with_prediction(last: GenerateChunk, follower: PredictionFollower) -> GenerateChunk:
+    """The last chunk of a text that the follower has seen the rest of, with what became of its prediction."""
+    follower.extend(last.token_ids)
+    counted = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
+    return msgspec.structs.replace(last, usage=msgspec.structs.replace(last.usage, **counted))
 
 
 class LlmModel:
@@ -253,7 +264,8 @@ class LlmModel:
             self._spec.check_request(request, context.tenant)
             with self._admit(request, context) as ticket, await self._use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
-                prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(info.max_model_len), kept=kept)
+                limit = TokenLimit(info.max_model_len)
+                prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
@@ -261,7 +273,12 @@ class LlmModel:
                 if plan.warning:
                     context.warn(plan.warning)
                 self._spec.check_guide(plan.guide)
-                add = build_add_request(request, context, plan.prompt, bundle.defaults, info, banned, adapter)
+                predicted = list[int]()
+                if request.prediction:
+                    predicted = await tokenizer.text_ids(request.prediction, limit, "prediction")
+                follower = PredictionFollower(predicted) if predicted else None
+                defaults = bundle.defaults
+                add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
                 if plan.guide is not None:  # the dearest check is the last
                     plan = replace(plan, guide=await self._enforce(plan.guide, context))
                 add = plan.complete(add)
@@ -269,10 +286,12 @@ class LlmModel:
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
                 with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
                     while (chunk := builder.build_chunk(await stream.read())).finish_reason is None:
+                        if follower is not None:
+                            follower.extend(chunk.token_ids)
                         yield chunk
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
-            yield chunk
+            yield chunk if follower is None else _with_prediction(chunk, follower)
 
     def _with_adapter(self, request: GenerateRequest, context: RequestContext) -> GenerateRequest:
         """The request with the adapter that the model was asked for by, if it was. Raises `InvalidArgument` if it names

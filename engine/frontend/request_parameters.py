@@ -11,7 +11,7 @@ import msgspec
 import orjson
 
 from ...core.errors import InvalidArgument, describe_validation_error, did_you_mean
-from ...core.request import GuidedDecoding, GuidedDecodingKind, ParameterValue, SamplingParams
+from ...core.request import MAX_DRAFTS, DraftLimit, GuidedDecoding, GuidedDecodingKind, ParameterValue, SamplingParams
 from ...core.structured_outputs import JsonText, only_guide, parse_structured_outputs
 from ...core.tensor import Tensor
 
@@ -47,6 +47,11 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     guided_decoding_guide: str = ""
     structured_outputs: JsonText = ""
     guided_decoding: JsonText = ""
+    speculative_k: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)] | None = None
+
+    @property
+    def drafts(self) -> DraftLimit | None:
+        return None if self.speculative_k is None else DraftLimit(self.speculative_k)
 
     @property
     def guide(self) -> GuidedDecoding | None:

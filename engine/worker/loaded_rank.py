@@ -27,7 +27,6 @@ from ..models.registry import checkpoint_builder
 from .adapters import RankAdapters
 from .device import resolve_device
 from .executor import Capacity
-from .logprobs import LOGITS_PIECE
 from .model_runner import ModelRunner
 from .roofline import measure_roofline
 from .row_states import RowStates
@@ -66,9 +65,7 @@ class LoadedRank:
         # A step takes memory beside weights and cache: activations of its tokens, and logits of its rows or of a piece
         # of a prompt (float32, three times: logits, probabilities, their sums). Adapters may come.
         activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
-        drafts = 0 if self.config.speculation is None else self.config.speculation.num_speculative_tokens
-        sampled = min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens)
-        logits = max(sampled, LOGITS_PIECE) * shape.vocab_size * 12
+        logits = self.config.most_sampled * shape.vocab_size * 12
         lora = 0 if self.config.lora is None else self.config.lora.max_bytes // self.config.parallel.world
         free = _free_memory(self.context.device, neighbours, self.config) - activations - logits - lora
         machine = self._machine() if self.context.device.type == "cpu" else ""

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import LongArray
-
-LOGITS_PIECE = 64
-"""Most places of a step whose logits are computed at once, sampled ones apart: with more of them a head is no faster,
-and logits of a whole chunk would take more memory than all else in a step."""
+from ..config import LOGITS_PIECE
 
 
 def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:

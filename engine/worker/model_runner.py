@@ -11,10 +11,11 @@ from torch import Tensor
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
+from ..config import LOGITS_PIECE
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder, PendingStep
 from ..step_batch import SampledTokens
-from .logprobs import LOGITS_PIECE, sampled_logprobs
+from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
 from .verification import verify_samples

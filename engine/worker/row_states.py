@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray, LongArray, MaskArray, NewSequence, StepPlan
+from ..config import LOGITS_PIECE
 from ..cpu.lora import RankAdapter, StepAdapters
 from ..cpu.sampling import forbid_tokens
 from ..step_batch import (
@@ -25,7 +26,7 @@ from ..step_batch import (
     to_device,
 )
 from .logits_processors import LogitsProcessors
-from .logprobs import LOGITS_PIECE, PromptSpan, ScoredTokens
+from .logprobs import PromptSpan, ScoredTokens
 from .sampler import as_signed64, is_greedy
 from .verification import end_ranges
 

@@ -34,7 +34,7 @@ class Loop:
         self, right: int = RIGHT, most: int = 4, blocks: int = 64, vocab_size: int = 32_000, **config: int
     ) -> None:
         self.cache, self.drafter = KVCacheManager(blocks, 4), Counting(right)
-        self.speculation = Speculation(self.drafter, 4, vocab_size)
+        self.speculation = Speculation(self.drafter, most, vocab_size)
         self.scheduler = Scheduler(
             SchedulerConfig(**config),  # type: ignore[arg-type]
             self.cache,
@@ -113,6 +113,26 @@ def test_drafts_take_no_block_that_others_may_need() -> None:
         loop.step()
         preemptions += loop.scheduler.totals.preemptions
     assert preemptions == 0
+
+
+def test_a_request_may_want_fewer_drafts_or_none() -> None:
+    loop = Loop(right=9, max_num_seqs=4)
+    for key, wanted in enumerate((None, 2, 0, 9)):
+        loop.add(key, prompt=3, new=20, drafts_wanted=wanted)
+    loop.step()
+    plan, _ = loop.step()
+    assert plan.drafts.tolist() == [4, 2, 0, 4]
+
+
+def test_a_prediction_may_have_more_drafts_where_memory_for_logits_is() -> None:
+    loop = Loop(right=30, most=0)
+    predicted = np.arange(104, 140, dtype=np.int32)
+    loop.add(1, prompt=3, new=60, prediction=predicted)
+    loop.add(2, prompt=3, new=60)
+    loop.step()
+    assert loop.step()[0].drafts.tolist() == [9, 0], "the drafter knows no more"
+    loop.speculation.most_sampled = 7
+    assert loop.step()[0].drafts.tolist() == [5, 0]
 
 
 def test_what_the_host_appends_takes_the_place_of_rejected_drafts() -> None:

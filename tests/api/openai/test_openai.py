@@ -9,7 +9,15 @@ import pytest
 
 from charonia.api.openai.response_writer import system_fingerprint
 from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
-from charonia.core.request import ChatMessage, Conversation, GenerateRequest
+from charonia.core.request import (
+    ChatMessage,
+    Conversation,
+    DraftLimit,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    Usage,
+)
 
 from ..conftest import LLM
 
@@ -187,6 +195,30 @@ async def test_what_reaches_the_gateway(client: httpx.AsyncClient, gateway: Any)
     got = {name: getattr(request.sampling, name) for name in sampling}
     lists = {"stop_token_ids": (4, 5), "stop": ("a", "b"), "bad_words": ("c",), "logit_bias": {7: -100.0}}
     assert got == sampling | lists | {"allowed_token_ids": (3, 4)}
+
+
+@pytest.mark.parametrize(("path", "base"), [(CHAT, HI), (TEXT, PROMPT)])
+@pytest.mark.parametrize(
+    ("asked", "drafts"),
+    [(None, None), (False, DraftLimit(0, "speculative")), ({"k": 3}, DraftLimit(3, "speculative.k"))],
+)
+async def test_how_many_tokens_are_drafted(
+    client: httpx.AsyncClient, gateway: Any, path: str, base: dict[str, Any], asked: Any, drafts: DraftLimit | None
+) -> None:
+    assert (await client.post(path, json=base | {"speculative": asked})).status_code == 200
+    assert gateway.asked[0].drafts == drafts
+
+
+@pytest.mark.parametrize("content", ["a text", [{"type": "text", "text": "a "}, {"type": "text", "text": "text"}]])
+async def test_a_predicted_answer(client: httpx.AsyncClient, gateway: Any, content: Any) -> None:
+    usage = Usage(5, 1, accepted_prediction_tokens=4, rejected_prediction_tokens=2)
+    gateway.chunks = (GenerateChunk(text="x", token_ids=(1,), usage=usage, finish_reason=FinishReason.STOP),)
+    body = HI | {"n": 2, "prediction": {"type": "content", "content": content}}
+    details = (await client.post(CHAT, json=body)).json()["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": 0, "accepted_prediction_tokens": 8, "rejected_prediction_tokens": 4}
+    assert [request.prediction for request in gateway.asked] == ["a text"] * 2
+    streamed = events(await client.post(CHAT, json=body | {"n": 1, "stream": True, "stream_options": USAGE}))
+    assert streamed[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 4
 
 
 async def test_one_stop_string_may_come_alone(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -410,6 +442,12 @@ REFUSED = [
     ({"guided_decoding_guide": "w.*"}, "guided_decoding_guide_type"),
     ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),
     ({"lora_name": 5}, "lora_name"),
+    ({"speculative": True}, "speculative"),
+    ({"speculative": 4}, "speculative"),
+    ({"speculative": {}}, "speculative.k"),
+    ({"speculative": {"k": -1}}, "speculative.k"),
+    ({"speculative": {"k": 33}}, "speculative.k"),
+    ({"speculative": {"k": 1, "method": "ngram"}}, "speculative.method"),
     ({"bogus": None}, "bogus"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -551,6 +589,12 @@ async def test_refused_by_name(
             HI | {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages[0].content[0].text",
         ),
+        (TEXT, PROMPT | {"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        (CHAT, HI | {"prediction": "x"}, "prediction"),
+        (CHAT, HI | {"prediction": {"type": "content"}}, "prediction.content"),
+        (CHAT, HI | {"prediction": {"type": "text", "content": "x"}}, "prediction.type"),
+        (CHAT, HI | {"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+        (CHAT, HI | {"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction.content[0].type"),
         (CHAT, HI | {"max_completion_tokens": -1}, "max_completion_tokens"),
         (CHAT, HI | {"max_completion_tokens": 0}, "max_completion_tokens"),
         (CHAT, HI | {"max_tokens": -1}, "max_tokens"),

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import GuidedDecoding, InferRequest, SamplingParams
+from charonia.core.request import DraftLimit, GuidedDecoding, InferRequest, SamplingParams
 from charonia.core.tensor import Tensor
 from charonia.engine.frontend.infer import OWN_LAYOUT, parse_infer_request
 from charonia.engine.frontend.request_parameters import ResponseOptions, parse_request_parameters
@@ -39,6 +39,15 @@ def test_what_shapes_a_text_has_its_names_too() -> None:
     assert parse_request_parameters(plain, None)[1] == ResponseOptions(n=2)
     penalties = {"sampling_param_presence_penalty": "1", "frequency_penalty": -1}
     assert sampling(**penalties) == SamplingParams(presence_penalty=1, frequency_penalty=-1)
+
+
+def test_how_many_tokens_are_drafted() -> None:
+    assert parse_request_parameters({}, None)[1].drafts is None
+    assert parse_request_parameters({"speculative_k": "3"}, None)[1].drafts == DraftLimit(3, "speculative_k")
+    request = InferRequest(id="", inputs=PROMPT, parameters={"speculative_k": 0})
+    assert parse_infer_request(request, OWN_LAYOUT).requests[0].drafts == DraftLimit(0)
+    with pytest.raises(InvalidArgument, match="'speculative_k' must be"):
+        parse_request_parameters({"speculative_k": 33}, None)
 
 
 def test_numbers_may_come_as_text() -> None:

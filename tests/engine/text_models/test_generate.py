@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import aclosing
 
+import msgspec
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
@@ -13,6 +14,7 @@ from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
     ChatMessage,
     Conversation,
+    DraftLimit,
     FinishReason,
     GenerateChunk,
     GenerateRequest,
@@ -220,6 +222,36 @@ async def test_refusals_name_the_field(load: Load) -> None:
     assert model.stats().failure == 13
     huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
     assert text(await generate(model, huge)) == " w2"
+
+
+async def test_what_was_predicted_is_counted_or_refused(load: Load, engine: str) -> None:
+    model = await load()
+    predicted = GenerateRequest(id="1", prompt="w1", prediction="w2 w3 w9 w5", sampling=SamplingParams(max_tokens=6))
+    less = msgspec.structs.replace(predicted, drafts=DraftLimit(3))
+    none = GenerateRequest(id="1", prompt="w1", drafts=DraftLimit(3, "speculative.k"))
+    if engine != "core":
+        for request, field in ((predicted, "prediction"), (none, r"speculative.k")):
+            with pytest.raises(InvalidArgument, match="not supported") as refusal:
+                await generate(model, request)
+            assert refusal.value.field == field
+        return
+    for request in (predicted, less):
+        chunks = await generate(model, request)
+        assert text(chunks) == " w2 w3 w4 w5 w6 w7"
+        usage = chunks[-1].usage
+        assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (3, 1)
+    totals = model.client.state()
+    assert totals.accepted_tokens >= 2
+    with pytest.raises(
+        InvalidArgument, match="must be at most 0, got 3: without a prediction nothing drafts"
+    ) as refusal:
+        await generate(model, none)
+    assert refusal.value.field == "speculative.k"
+    assert text(await generate(model, msgspec.structs.replace(none, drafts=DraftLimit(0))))
+    with pytest.raises(InvalidArgument, match="must be at most 16, got 17"):
+        await generate(model, msgspec.structs.replace(predicted, drafts=DraftLimit(17)))
+    with pytest.raises(InvalidArgument, match="prediction are"):
+        await generate(model, msgspec.structs.replace(predicted, prediction="w1 " * 1000))
 
 
 async def test_logprobs_come_with_their_tokens(load: Load) -> None:

@@ -1,0 +1,124 @@
+"""Drafts what a client says that the answer will likely be (OpenAI's predicted outputs): the text follows it, leaves it
+where something is changed, and comes back to it.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+
+from ...scheduler.speculation import Drafter, DraftRequest
+
+_SHORTEST, _LONGEST = 2, 16
+"""Tokens at a text's end by which its place is found again."""
+
+_AHEAD, _BEHIND = 12, 4
+"""So many of the places where the last two tokens occur are compared, after the last right token and before it."""
+
+_STATE = "prediction"
+
+
+class PredictionDrafter:
+    """Drafts from the prediction of requests that have one, while their text follows it; for all others, and meanwhile,
+    `other` drafts, at most `most` tokens."""
+
+    def __init__(self, other: Drafter | None = None, most: int = 0) -> None:
+        self._other, self._most = other, most
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
+        """See `Drafter.propose`."""
+        found: list[Sequence[int]] = [self._predicted(request) for request in requests]
+        left = [at for at, tokens in enumerate(found) if not tokens]
+        if self._other is not None and left:
+            asked = [requests[at]._replace(k=min(requests[at].k, self._most)) for at in left]
+            for at, tokens in zip(left, self._other.propose(asked), strict=True):
+                found[at] = tokens
+        return found
+
+    def _predicted(self, request: DraftRequest) -> Sequence[int]:
+        if request.prediction is None:
+            return ()
+        follower = request.state.get(_STATE)
+        if follower is None:
+            follower = request.state[_STATE] = PredictionFollower(request.prediction.tolist())
+        follower.extend(request.outputs[follower.followed :])
+        expected: list[int] = follower.expected(request.k)
+        return expected
+
+
+class PredictionFollower:
+    """The place in `prediction` where a text stands. `followed`: tokens of the text so far."""
+
+    def __init__(self, prediction: list[int]) -> None:
+        self._prediction = prediction
+        self._place: int | None = 0  # of the token that comes next, as it seems
+        self._last_right = 0
+        self._misses = 0
+        self._tail: deque[int] = deque(maxlen=_LONGEST)
+        self._pairs: dict[tuple[int, int], list[int]] | None = None
+        self._had = bytearray(len(prediction))
+        self.followed = 0
+
+    @property
+    def accepted(self) -> int:
+        """Tokens of the prediction that the text has."""
+        return sum(self._had)
+
+    @property
+    def rejected(self) -> int:
+        """Tokens of the prediction that the text has not."""
+        return len(self._had) - self.accepted
+
+    def expected(self, most: int) -> list[int]:
+        """The tokens that come next, `most` at most; none where the text has left the prediction."""
+        return [] if self._place is None else self._prediction[self._place : self._place + most]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens of the text."""
+        for token in tokens:
+            self._tail.append(token)
+            self.followed += 1
+            place = self._place
+            if place is not None and self._prediction[place : place + 1] == [token]:
+                self._stand_at(place + 1, 1)
+            else:
+                self._miss()
+
+    def _miss(self) -> None:
+        self._misses += 1
+        found = self._find()
+        if found is not None:
+            self._stand_at(*found)
+        elif self._misses == 1 and self._place is not None:
+            self._place += 1  # as if a token was replaced by another one
+        else:
+            self._place = None
+
+    def _stand_at(self, place: int, matched: int) -> None:
+        self._had[place - matched : place] = b"\1" * matched
+        self._place = self._last_right = place
+        self._misses = 0
+
+    def _find(self) -> tuple[int, int] | None:
+        """The place after the longest match of the text's end, the next one after the last right token; and its
+        length."""
+        if len(self._tail) < _SHORTEST:
+            return None
+        if self._pairs is None:
+            self._pairs = {}
+            for at in range(_SHORTEST, len(self._prediction) + 1):
+                self._pairs.setdefault((self._prediction[at - 2], self._prediction[at - 1]), []).append(at)
+        places = self._pairs.get((self._tail[-2], self._tail[-1]), [])
+        middle = bisect_left(places, self._last_right)
+        nearby = [*places[middle : middle + _AHEAD], *places[max(middle - _BEHIND, 0) : middle][::-1]]
+        best: tuple[int, int] | None = None
+        for place in nearby:
+            length = self._matched(place)
+            if best is None or length > best[1]:
+                best = place, length
+        return best
+
+    def _matched(self, place: int) -> int:
+        """How many tokens before `place` are those that the text ends with."""
+        most = min(len(self._tail), place)
+        pairs = ((self._prediction[place - 1 - at], self._tail[-1 - at]) for at in range(most))
+        return next((at for at, (one, other) in enumerate(pairs) if one != other), most)
