@@ -240,8 +240,6 @@ async def test_what_was_predicted_is_counted_or_refused(load: Load, engine: str)
         assert text(chunks) == " w2 w3 w4 w5 w6 w7"
         usage = chunks[-1].usage
         assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (3, 1)
-    totals = model.client.state()
-    assert totals.accepted_tokens >= 2
     with pytest.raises(
         InvalidArgument, match="must be at most 0, got 3: without a prediction nothing drafts"
     ) as refusal:
