@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
-from ..core.request import MAX_DRAFTS
+from ..core.request import MAX_DRAFTS, DraftReport
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
 
@@ -112,6 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     some. The frontend fills these in, and the threads.
 
     `lora`: None where no adapter may be loaded. `speculation`: None where nothing is drafted.
+    `per_request_spec_decode_metrics`: what answers tell of their drafts.
 
     `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
     rank of this machine is enough; "fake" counts (next token = last + 1) and is for measuring everything around the
@@ -147,6 +148,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fake: FakeConfig = FakeConfig()
     lora: LoraConfig | None = None
     speculation: SpeculationConfig | None = None
+    per_request_spec_decode_metrics: DraftReport = "none"
 
     @property
     def most_drafts(self) -> int:

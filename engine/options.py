@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 import msgspec
 
 from ..core.errors import InvalidArgument, describe_validation_error, did_you_mean
+from ..core.request import DraftReport
 from ..scheduler.config import SchedulerConfig
 from .config import (
     SPECULATION_METHODS,
@@ -108,6 +109,8 @@ class EngineOptions:
     """Share the cache of equal prompt beginnings."""
     speculative_config: str | None = None
     """Draft tokens and verify several in one step: JSON, as in {"method": "ngram", "num_speculative_tokens": 4}."""
+    per_request_spec_decode_metrics: DraftReport | None = None
+    """What answers tell of their drafts, in `metrics.speculative_decoding`."""
     tokenizer: str | None = None
     """Directory or hub id to read the tokenizer from, in place of the checkpoint's."""
     chat_template: str | None = None

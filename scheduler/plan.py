@@ -153,7 +153,8 @@ class StepUpdates(NamedTuple):
 
     `started`: (key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates.
     `keys[i]` got `counts[i]` of the concatenated `tokens`. `finished`: (key, finish reason). `logprobs`: as in
-    StepResult. `prompt_logprobs`: (key, those of the prompt's next tokens), each token's once.
+    StepResult. `prompt_logprobs`: (key, those of the prompt's next tokens), each token's once. `drafts`: (key, tokens
+    that were drafted, how many of them were accepted).
     """
 
     keys: list[int]
@@ -163,3 +164,4 @@ class StepUpdates(NamedTuple):
     finished: list[tuple[int, str]]
     logprobs: Sequence[Logprobs | None] = ()
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
+    drafts: Sequence[tuple[int, int, int]] = ()

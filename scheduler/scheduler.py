@@ -195,10 +195,14 @@ class Scheduler:
             if self.speculation is not None and not flight.work.prefill_tokens:
                 self.speculation.observe_step(flight.work.decode_tokens, seconds)
             self._elapsed += seconds
-        rejected = self._observe_drafts(flight, result) if flight.drafts else {}
+        drafts = self._observe_drafts(flight, result) if flight.drafts else {}
+        rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, each in guided.items() if each.ends)
         continued = _continued(result, guided) if guided else result
         updates = _process_result(rows, flight, continued, ending, rejected)
+        if drafts:
+            live = [(rows.keys[row], *counts) for row, counts in drafts.items() if not rows.ended[row]]
+            updates = updates._replace(drafts=live)
         for row, each in guided.items():
             if rows.running[row]:
                 first = int(rows.known[row]) - len(each.tokens)
@@ -212,18 +216,18 @@ class Scheduler:
         rows.release_settled()
         return updates
 
-    def _observe_drafts(self, flight: InFlightStep, result: StepResult) -> dict[int, int]:
-        """Learn how many drafts were right; how many were not, by row. Those are paid for as prompt tokens are."""
+    def _observe_drafts(self, flight: InFlightStep, result: StepResult) -> dict[int, tuple[int, int]]:
+        """Learn how many drafts were right: for each row that had some, their number and how many were. The others are
+        paid for as prompt tokens are."""
         assert self.speculation is not None
-        rejected: dict[int, int] = {}
+        found: dict[int, tuple[int, int]] = {}
         for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
-            drafted = flight.drafts.get(row, 0)
-            if drafted + 1 > count:
-                rejected[row] = drafted + 1 - count
-            if drafted and not self._rows.ended[row]:
-                self.speculation.observe(drafted, count - 1)
-                self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
-        return rejected
+            if drafted := flight.drafts.get(row, 0):
+                found[row] = drafted, count - 1
+                if not self._rows.ended[row]:
+                    self.speculation.observe(drafted, count - 1)
+                    self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
+        return found
 
     def _commit_full_blocks(self) -> None:
         """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""

@@ -15,7 +15,7 @@ import orjson
 from ...core.gateway import ServedAdapter
 from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.model import ModelConfig
-from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
+from ...core.request import DraftSummary, FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
 from .request_parsing import ResponseSpec
 
@@ -132,6 +132,7 @@ class OpenAIResponseWriter:
         self._details = spec.return_token_ids or spec.continuous_usage
         """Whether even an event of text alone has other fields that change."""
         self._usage: dict[int, Usage] = {}
+        self._drafts: list[DraftSummary] = []
         self._offsets: dict[int, int] = {}
         self._around: dict[tuple[int, bool], list[bytes]] = {}
         self._calling: set[int] = set()
@@ -154,7 +155,9 @@ class OpenAIResponseWriter:
             )
             for index, answer in enumerate(shown)
         ]
-        body = {**self._head, "object": self._format.object, "choices": choices, "usage": self._total()}
+        self._drafts = [answer.drafts for answer in answers if answer.drafts is not None]
+        usage = {"usage": self._total(), **self._metrics()}
+        body = {**self._head, "object": self._format.object, "choices": choices, **usage}
         if (most := self._spec.prompt_logprobs) is not None:
             self._format.show_prompts(
                 body, "prompt_logprobs", [_prompt_logprobs(answer.prompt_logprobs, most) for answer in shown]
@@ -170,6 +173,8 @@ class OpenAIResponseWriter:
             self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)
             begin, prompt_ids = self._event([opening], prompt_ids), ()
         self._usage[index] = chunk.usage
+        if chunk.drafts is not None:
+            self._drafts.append(chunk.drafts)
         if chunk.tool_calls:
             self._calling.add(index)
         chunk = self._shown(chunk)
@@ -202,6 +207,7 @@ class OpenAIResponseWriter:
             self._format.show_prompts(chunk, "prompt_token_ids", [prompt_ids])
         if self._spec.include_usage:
             chunk["usage"] = self._total() if self._spec.continuous_usage or not choices else None
+            chunk |= {} if choices else self._metrics()
         return sse_event(orjson.dumps(chunk))
 
     def _with_details(self, choice: JsonObject, chunk: GenerateChunk, called: bool) -> JsonObject:
@@ -230,6 +236,13 @@ class OpenAIResponseWriter:
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
             "completion_tokens_details": {"reasoning_tokens": reasoning, **self._predicted()},
         }
+
+    def _metrics(self) -> JsonObject:
+        """vLLM's `metrics` where the model reports drafts: those of one answer, for several there is no sum."""
+        if not self._drafts:
+            return {}
+        single = msgspec.to_builtins(self._drafts[0]) if len(self._usage) == 1 else None
+        return {"metrics": {"speculative_decoding": single}}
 
     def _predicted(self) -> dict[str, int]:
         """What became of the prediction in answers that have ended, if there was one."""

@@ -145,6 +145,10 @@ class Replica:
                     self._settle(stream)
                 stream.push(tokens[at:end], now, logprobs[at:end])
             at = end
+        if self._config.per_request_spec_decode_metrics != "none":
+            for key, drafted, accepted in updates.drafts:
+                if key in streams:
+                    streams[key].stats.drafts.append((drafted, accepted))
         for key, reason in updates.finished:
             if key in streams:
                 streams[key].finish(FinishReason(reason))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from ...core.errors import InvalidArgument
-from ...core.request import GenerateRequest, GuidedDecoding
+from ...core.request import DraftReport, GenerateRequest, GuidedDecoding
 from ...scheduler.speculation import PREDICTED_DRAFTS
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
@@ -103,7 +103,7 @@ class EngineSpec:
     sequences at a time of requests that no client waits for. `target_tenants`: those whose requests may have targets of
     their own, `*` for all. `lora`: of adapters that are loaded while it serves, None where there are none of those.
     `adapters`: directories of those that the engine reads itself, by name. `most_drafts`: tokens that a step may draft
-    for a sequence."""
+    for a sequence; `draft_report`: what answers tell of them."""
 
     backend: str
     checkpoint: str
@@ -118,6 +118,7 @@ class EngineSpec:
     lora: LoraConfig | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     most_drafts: int = 0
+    draft_report: DraftReport = "none"
 
     def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names
@@ -141,11 +142,15 @@ class EngineSpec:
         if guide is not None:
             self._check("guided_decoding", guide.parameter)
 
+    def most_drafts_of(self, request: GenerateRequest) -> int:
+        """Tokens that a step may draft for a request that says nothing of it."""
+        return max(self.most_drafts, PREDICTED_DRAFTS) if request.prediction else self.most_drafts
+
     def _check_drafts(self, request: GenerateRequest) -> None:
         if (asked := request.drafts) is None:
             return
         self._check("drafts", asked.parameter)
-        most = max(self.most_drafts, PREDICTED_DRAFTS) if request.prediction else self.most_drafts
+        most = self.most_drafts_of(request)
         if asked.most > most:
             why = "" if most else ": without a prediction nothing drafts for this model"
             message = f"parameter '{asked.parameter}' must be at most {most}, got {asked.most}{why}"

@@ -17,7 +17,15 @@ from ...core.adapter import Adapter
 from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
-from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
+from ...core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    GuidedDecoding,
+    InferRequest,
+    InferResponse,
+    TokenizeRequest,
+    summarize_drafts,
+)
 from ...core.request_context import Outcome, RequestContext
 from ...core.statistics import VersionStatistics
 from ...telemetry.llm_metrics import LlmMetrics
@@ -95,6 +103,7 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         target_tenants=frozenset(config.target_tenants),
         lora=config.lora,
         most_drafts=config.most_drafts,
+        draft_report=config.per_request_spec_decode_metrics,
     )
 
 
@@ -291,7 +300,15 @@ class LlmModel:
                         yield chunk
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
-            yield chunk if follower is None else _with_prediction(chunk, follower)
+            chunk = chunk if follower is None else _with_prediction(chunk, follower)
+            yield self._with_drafts(chunk, request, stats)
+
+    def _with_drafts(self, last: GenerateChunk, request: GenerateRequest, stats: SequenceStats) -> GenerateChunk:
+        """The last chunk of a text with the report of its drafts, where there may be some and it is wanted."""
+        report, most = self._spec.draft_report, self._spec.most_drafts_of(request)
+        if report == "none" or not most:
+            return last
+        return msgspec.structs.replace(last, drafts=summarize_drafts(stats.drafts, most, report == "detailed"))
 
     def _with_adapter(self, request: GenerateRequest, context: RequestContext) -> GenerateRequest:
         """The request with the adapter that the model was asked for by, if it was. Raises `InvalidArgument` if it names

@@ -40,6 +40,7 @@ class SequenceStats:
         self.prompt: int | None = None
         self.cached: int | None = None
         self.generated = 0
+        self.drafts: list[tuple[int, int]] = []  # tokens drafted and accepted in each step that drafted, if reported
         self.finish_reason: FinishReason | None = None
         self.end: RequestEnd | None = None
 

@@ -68,6 +68,7 @@ OWN_NAMES: Mapping[str, str] = {
     "num_gpu_blocks_override": "kv_cache_blocks",
     "enable_prefix_caching": "prefix_caching",
     "speculative_config": "speculative_config",
+    "per_request_spec_decode_metrics": "per_request_spec_decode_metrics",
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",

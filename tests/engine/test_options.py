@@ -49,6 +49,7 @@ ALL = {
     "max_loras": "4",
     "max_lora_rank": "16",
     "max_lora_bytes": "1000",
+    "per_request_spec_decode_metrics": "summary",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     "fake_step_seconds": "0.5",
     "fake_token_seconds": "0",
@@ -96,6 +97,7 @@ def test_every_name_arrives() -> None:
         fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5),
         lora=LoraConfig(max_loras=4, max_rank=16, max_bytes=1000),
         speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
+        per_request_spec_decode_metrics="summary",
     )
     assert set(ALL) == set(EngineOptions.__dataclass_fields__)
 

@@ -64,6 +64,7 @@ def test_a_step_brings_the_drafts_that_are_right_and_one_token_more() -> None:
     assert plan.drafted.tolist() == [104, 105, 7, 7]
     assert plan.num_logits.tolist() == [5]
     assert updates.tokens == [104, 105, 106]
+    assert updates.drafts == [(1, 4, 2)]
     plan, updates = loop.step()
     assert (plan.starts.tolist(), updates.tokens) == ([6], [107, 108, 109])
     totals = loop.scheduler.totals_of_speculation

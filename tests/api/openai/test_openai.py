@@ -17,6 +17,7 @@ from charonia.core.request import (
     GenerateChunk,
     GenerateRequest,
     Usage,
+    summarize_drafts,
 )
 
 from ..conftest import LLM
@@ -219,6 +220,30 @@ async def test_a_predicted_answer(client: httpx.AsyncClient, gateway: Any, conte
     assert [request.prediction for request in gateway.asked] == ["a text"] * 2
     streamed = events(await client.post(CHAT, json=body | {"n": 1, "stream": True, "stream_options": USAGE}))
     assert streamed[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 4
+
+
+@pytest.mark.parametrize("detailed", [False, True])
+async def test_what_an_answer_tells_of_its_drafts(client: httpx.AsyncClient, gateway: Any, detailed: bool) -> None:
+    drafts = summarize_drafts([(3, 3), (2, 0), (3, 1)], 3, detailed)
+    end = GenerateChunk(text="x", token_ids=(1,), usage=Usage(5, 7), finish_reason=FinishReason.STOP, drafts=drafts)
+    gateway.chunks = (end,)
+    expected = {
+        "mean_acceptance_length": 1 + 4 / 3,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [1, 1, 0, 1],
+        "acceptance_histogram_by_draft_length": {"2": [1, 0, 0], "3": [0, 1, 0, 1]},
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 4,
+        "num_draft_tokens": 8,
+        "num_spec_tokens": 3,
+    } | ({"per_step_accepted": [3, 0, 1], "per_step_drafted": [3, 2, 3]} if detailed else {})
+    for path, body in ((CHAT, HI), (TEXT, PROMPT)):
+        assert (await client.post(path, json=body)).json()["metrics"] == {"speculative_decoding": expected}
+        several = await client.post(path, json=body | {"n": 2})
+        assert several.json()["metrics"] == {"speculative_decoding": None}
+        *others, last = events(await client.post(path, json=body | {"stream": True, "stream_options": USAGE}))
+        assert last["metrics"] == {"speculative_decoding": expected}
+        assert not any("metrics" in event for event in others)
 
 
 async def test_one_stop_string_may_come_alone(client: httpx.AsyncClient, gateway: Any) -> None:
