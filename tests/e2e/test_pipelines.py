@@ -145,6 +145,7 @@ input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
 """,
 }
+CONFIGS["narrow"] = CONFIGS["marked"].replace("ensemble_scheduling {", "ensemble_scheduling { max_inflight_requests: 1")
 SOURCES = {"double": DOUBLE, "mark": MARK, "asks": ASKS, "says": SAYS}
 SCALE = """
 import factors
@@ -251,12 +252,14 @@ def test_tokens_stream_through_a_graph(server: Server) -> None:
     parts = stream(server, "marked", text_input="hello", max_tokens=6)  # an absent `stream` means true here
     assert len(parts) > 1
     assert unmarked(parts) == "".join(alone)
+    narrow = stream(server, "narrow", text_input="hello", max_tokens=6)
+    assert unmarked(narrow) == "".join(alone)
     answer = httpx.post(f"{server.url}/v2/models/marked/generate", json={"text_input": "hello", "max_tokens": 6})
     assert answer.json()["text_output"] == f"<{''.join(alone)}>"
     lines = httpx.get(server.metrics_url).text.splitlines()
     assert "# TYPE texts_marked counter" in lines
     [count] = [float(line.rpartition(" ")[2]) for line in lines if line.startswith('texts_marked{model="mark"}')]
-    assert count == len(parts) + 1
+    assert count == len(parts) + len(narrow) + 1
 
 
 def test_tokens_stream_over_grpc(server: Server) -> None:

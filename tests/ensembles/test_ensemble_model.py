@@ -22,6 +22,8 @@ from charonia.telemetry.shared_state import SharedState
 from charonia.telemetry.trace_file import TraceFileWriter
 from charonia.telemetry.trace_settings import TraceControl, parse_trace_config
 
+from ..waiting import until
+
 NUMBER = "data_type: TYPE_INT32 dims: [ 1 ]"
 CONFIGS = {
     "square": f'backend: "square" input {{ name: "IN" {NUMBER} }} output {{ name: "OUT" {NUMBER} }}'
@@ -227,3 +229,16 @@ async def test_a_step_that_is_loaded_anew_loses_no_request(served: Served) -> No
         await served.ask("squares", 1)
     await served.load("echo")
     assert await served.ask("squares", 1) == [1]
+
+
+async def test_a_reader_may_leave_while_a_step_is_unloaded(served: Served) -> None:
+    delays = {"IN": np.arange(4, dtype=np.int32), "DELAY": np.full(4, 30, np.uint32), "WAIT": np.zeros(1, np.uint32)}
+    stream = served.responses("delayed", **delays)
+    assert await anext(stream) == 0
+    unloading = asyncio.create_task(served.gateway.lifecycle.unload("repeat"))
+    await until(lambda: not served.gateway.is_model_ready("repeat"))
+    await stream.aclose()
+    await asyncio.wait_for(unloading, 10)
+    await served.load("repeat", "echo")
+    assert await served.ask("squares", 2) == [2, 2]
+    assert [each async for each in served.responses("delayed", **delays)] == [0, 1, 2, 3]

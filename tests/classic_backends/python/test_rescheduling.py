@@ -171,6 +171,22 @@ async def test_what_cannot_come_again_does_not(tmp_path: Path, decoupled: bool, 
     assert values(response)["Y"] == [7]
 
 
+async def test_a_request_that_got_its_last_response_does_not_come_again(tmp_path: Path) -> None:
+    body = """
+    passes = 0
+
+    def execute(self, requests):
+        for r in requests:
+            self.passes += 1
+            r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            r.get_response_sender().send(y([self.passes]), flags=FINAL)
+    """
+    async with python_model(tmp_path, body, decoupled=True, **settings(ITERATIVE)) as model:
+        seen = [[values(each)["Y"] for each in await answers(model, ask(number))] for number in range(3)]
+        assert seen == [[[1]], [[2]], [[3]]]
+        await until(lambda: used_slots(model) == 0)
+
+
 async def test_coroutines_of_a_decoupled_model_say_later_what_comes_again(tmp_path: Path) -> None:
     body = """
     left = {}
