@@ -65,27 +65,32 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
 
 
-SpeculationMethod: TypeAlias = Literal["ngram"]
+SpeculationMethod: TypeAlias = Literal["ngram", "oracle", "random", "synthetic"]
 SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What drafts, and how: vLLM's names. `num_speculative_tokens`: the most of a sequence that a step verifies.
-    `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both.
+    `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both. `record`: file
+    of "oracle" and "synthetic"; `synthetic_acceptance_rates`: how often "synthetic" is right, by place.
 
     Raises:
-        ValueError: fewer at most than at least.
+        ValueError: fewer at most than at least; a method lacks what it needs.
     """
 
     method: SpeculationMethod
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)] = 4
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    record: str = ""
+    synthetic_acceptance_rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         least, most = self.lookup_range
         if least > most:
             raise ValueError(f"prompt_lookup_min {least} exceeds prompt_lookup_max {most}")
+        if self.method in ("oracle", "synthetic") and not self.record:
+            raise ValueError(f"method {self.method} needs a record")
 
     @property
     def lookup_range(self) -> tuple[int, int]:

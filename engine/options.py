@@ -236,7 +236,7 @@ _NOT_SPECULATED = {
     **dict.fromkeys(("quantization", "kv_cache_dtype", "max_model_len", "parallel_drafting"), "no model drafts"),
     **dict.fromkeys(("tensor_parallel_size", "draft_sample_method"), "no model drafts"),
     **dict.fromkeys(
-        ("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+        ("rejection_sample_method", "synthetic_acceptance_length"),
         "a draft is accepted where it is what would have been sampled without it",
     ),
     "num_speculative_tokens_per_batch_size": "num_speculative_tokens is for all",

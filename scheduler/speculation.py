@@ -187,6 +187,10 @@ class Speculation:
         """A step that only decoded, `tokens` of them with its drafts, took so long."""
         self._costs.observe(tokens, seconds)
 
+    def expected_seconds(self, tokens: int) -> float | None:
+        """How long it expects such a step to take; None before the first one."""
+        return self._costs.seconds(tokens) if self._costs else None
+
     def _possible(self, tokens: Tokens[int], most: int) -> list[int]:
         """The tokens up to the first that there is not."""
         for at, token in enumerate(tokens[:most]):

@@ -27,12 +27,12 @@ from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..config import CacheConfig, EngineConfig, LoraConfig
-from ..drafters.ngram import NgramDrafter
 from ..drafters.prediction import PredictionDrafter
 from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
+from .drafters import build_drafter
 from .grammar_pool import GrammarPool
 from .messages import CoreFailed, CoreLoading, CoreReady
 from .sockets import CoreEndpoints, CoreSockets
@@ -128,7 +128,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
 def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     """Requests may bring predictions, whatever is configured."""
     own = config.speculation
-    drafter, most = (None, 0) if own is None else (NgramDrafter(*own.lookup_range), own.num_speculative_tokens)
+    drafter, most = (None, 0) if own is None else (build_drafter(own, vocab_size), own.num_speculative_tokens)
     return Speculation(PredictionDrafter(drafter, most), most, vocab_size, config.most_sampled)
 
 

@@ -1,7 +1,7 @@
 """One rank's computation of steps: rows, model, attention, sampler. Knows nothing of processes."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, pairwise
 
 import numpy as np
@@ -82,6 +82,9 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
         self.decoder, self._attention, self._rows, self._device = decoder, attention, rows, device
+        self.dictate: Callable[[StepPlan, IntArray], IntArray] | None = None
+        """For measurements: the tokens [S] to go on with in place of those [S] that a plan sampled. No step may begin
+        before the one before it has a result."""
         self._steps: deque[_RunnerStep] = deque()
 
     def allocate(self, blocks: int) -> None:
@@ -229,15 +232,22 @@ class ModelRunner:
             return StepResult(step.plan.step, _NONE, _NONE, _NONE, _NONE)
         if tokens is None:
             assert step.samples is not None
-            return _step_result(step.plan, inputs, step.samples.tokens)
+            return _step_result(step.plan, inputs, self._dictated(step.plan, inputs, step.samples.tokens))
         if inputs.scored is not None and step.scored_logits is not None:
             scores = inputs.scored.read(step.scored_logits)
         logprobs = None
         if step.sample_logits is not None:
             wanted = tokens[self._to(np.fromiter(inputs.logprobs, np.int64))].long()
             logprobs = sampled_logprobs(step.sample_logits, wanted, inputs.logprobs, len(tokens))
-        chosen = tokens.cpu().numpy()
+        chosen = self._dictated(step.plan, inputs, tokens.cpu().numpy())
         return _step_result(step.plan, inputs, chosen, logprobs or (), scores)
+
+    def _dictated(self, plan: StepPlan, inputs: StepInputs, tokens: IntArray) -> IntArray:
+        if self.dictate is None:
+            return tokens
+        tokens = self.dictate(plan, tokens)
+        self._rows.store_tokens(inputs.rows, inputs.positions, torch.from_numpy(tokens))
+        return tokens
 
     def _to(self, places: LongArray) -> Tensor:
         return torch.from_numpy(places).to(self._device)

@@ -1,0 +1,28 @@
+"""Which drafter a configuration asks for."""
+
+from pathlib import Path
+
+from ...scheduler.speculation import Drafter
+from ..config import SpeculationConfig
+from ..drafters.laboratory import OracleDrafter, RandomDrafter, SyntheticDrafter, read_records
+from ..drafters.ngram import NgramDrafter
+
+_SEED = 0
+"""Of the drafters that draw: runs are to be compared."""
+
+
+def build_drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:
+    """The drafter of a model with so many tokens.
+
+    Raises:
+        InvalidArgument: a file that it needs cannot be read.
+    """
+    match config.method:
+        case "ngram":
+            return NgramDrafter(*config.lookup_range)
+        case "oracle":
+            return OracleDrafter(read_records(Path(config.record)))
+        case "synthetic":
+            return SyntheticDrafter(read_records(Path(config.record)), config.synthetic_acceptance_rates, _SEED)
+        case "random":
+            return RandomDrafter(vocab_size, _SEED)

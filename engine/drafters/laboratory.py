@@ -1,0 +1,103 @@
+"""Drafters for measuring, not for serving: how much of a speed-up is the drafter's, and how much the machinery's.
+
+`OracleDrafter` knows what comes, an upper bound; `SyntheticDrafter` is right as often as it is told; `RandomDrafter` is
+never right, and shows what drafting for nothing costs. What comes they have from a record.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from ...core.errors import InvalidArgument
+from ...scheduler.speculation import DraftRequest
+
+_STATE = "laboratory"
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A prompt's token ids and those that followed; one line of a file, whose other fields mean nothing here."""
+
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+
+
+def read_records(path: Path) -> list[Record]:
+    """The lines of a file in JSON Lines.
+
+    Raises:
+        InvalidArgument: it cannot be read, or a line is no record.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidArgument(f"record {path}: {error.strerror}", field="record") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(msgspec.json.decode(line, type=Record))
+        except msgspec.MsgspecError as error:
+            raise InvalidArgument(f"record {path}, line {number}: {error}", field="record") from None
+    return found
+
+
+class OracleDrafter:
+    """Drafts what the record says: nothing for other prompts, and wrong tokens for a text that went another way."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._outputs = {tuple(record.prompt_tokens): record.output_tokens for record in records}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """See `Drafter.propose`."""
+        return [self.known(request) for request in requests]
+
+    def known(self, request: DraftRequest) -> list[int]:
+        """The record's next `k` tokens."""
+        output = request.state.get(_STATE)
+        if output is None:
+            output = request.state[_STATE] = self._outputs.get(tuple(request.prompt.tolist()), [])
+        done = len(request.outputs)
+        return output[done : done + request.k]
+
+
+class SyntheticDrafter:
+    """Drafts what the record says, until it errs. `rates`: how often the draft at each place is accepted, whatever the
+    places before, and so never more often than the one before it (vLLM's `synthetic_acceptance_rates`)."""
+
+    def __init__(self, records: Iterable[Record], rates: Sequence[float], seed: int) -> None:
+        """Raises InvalidArgument: such rates there cannot be."""
+        places = [1.0, *rates]
+        if not rates or any(not 0 <= rate <= before for before, rate in pairwise(places)):
+            message = f"synthetic_acceptance_rates are to fall, from 1 to 0 at most, not to be {list(rates)}"
+            raise InvalidArgument(message, field="speculative_config")
+        self._oracle, self._random = OracleDrafter(records), Random(seed)
+        self._chances = [rate / before if before else 0.0 for before, rate in pairwise(places)]
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """See `Drafter.propose`: as many tokens as there are rates."""
+        return [self._err(self._oracle.known(request)) for request in requests]
+
+    def _err(self, tokens: list[int]) -> list[int]:
+        tokens = tokens[: len(self._chances)]
+        for place, chance in zip(range(len(tokens)), self._chances, strict=False):
+            if self._random.random() >= chance:
+                return tokens[:place] + wrong_tokens(tokens[place:])
+        return tokens
+
+
+def wrong_tokens(tokens: Iterable[int]) -> list[int]:
+    """Other ones of the same vocabulary."""
+    return [token - 1 if token else 1 for token in tokens]
+
+
+class RandomDrafter:
+    """Drafts `k` tokens of a vocabulary of `vocab_size`, whatever came before."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._vocab_size, self._random = vocab_size, Random(seed)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """See `Drafter.propose`."""
+        return [self._random.choices(range(self._vocab_size), k=request.k) for request in requests]
