@@ -5,10 +5,11 @@ without drafts: the same logits, the same number of the counter. Drafts are acce
 So the text is the same with drafts and without, whoever drafts, and however. Knows no rows, no blocks and no text.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from .plan import IntArray
@@ -17,14 +18,18 @@ from .sequence import Sequence, SequenceRequest
 FIRST_CHANCE, HIGHEST_CHANCE = 0.7, 0.98
 """The probability that a drafted token is right, before any was, and at most."""
 
-CHANCE_WEIGHT, COST_WEIGHT = 0.2, 0.2
+CHANCE_WEIGHT, COST_WEIGHT = 0.12, 0.2
 """Weights of the newest token, and of the newest step, in moving averages."""
 
 PREDICTED_DRAFTS = 16
 """Tokens of a prediction that a step verifies at most: where it is right, it is for long."""
 
 PROBE_STEPS = 64
-"""One step in so many has no drafts, and the first with its number of sequences: others are held against its time."""
+"""One step in so many has no drafts, sooner while few had as many sequences: others are held against their time. What
+was measured once is forgotten after so many steps."""
+
+LEAST_GAIN = 1.06
+"""Drafts are verified where that seems to bring so many times the tokens a second: estimates err."""
 
 BYSTANDER_SLOWDOWN = 1.05
 """A step that also computes sequences without drafts takes at most so many times as long with those of the others."""
@@ -62,19 +67,36 @@ class SpeculationTotals:
 
 class DecodeCosts:
     """Seconds of steps that only decode, by their number of tokens, as measured: in between the measured ones in
-    proportion, and beyond them like the nearest, so that what was never tried is tried."""
+    proportion, and a little beyond them as they grow at the end, so that larger steps are tried one after the other."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._seconds: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+        self._forgotten_at: dict[int, int] = {}
+        self._observed = 0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        known = self._seconds.get(tokens)
+        """What was seen once may have been disturbed: the first times weigh more, none changes much, and what was
+        seldom seen is soon forgotten, and tried again."""
+        known, seen = self._seconds.get(tokens), self._seen.get(tokens, 0)
         if known is None:
             insort(self._sizes, tokens)
             self._seconds[tokens] = seconds
         else:
-            self._seconds[tokens] += COST_WEIGHT * (min(max(seconds, known / 2), known * 2) - known)
+            most = 1 + 1 / min(seen, 4)
+            weight = max(COST_WEIGHT, 1 / (seen + 1))
+            self._seconds[tokens] += weight * (min(max(seconds, known / most), known * most) - known)
+        self._observed += 1
+        self._seen[tokens] = seen + 1
+        self._forgotten_at[tokens] = self._observed + (PROBE_STEPS << 2 * min(seen, 3))
+        if self._observed % PROBE_STEPS == 0:
+            self._forget()
+
+    def _forget(self) -> None:
+        for tokens in [each for each in self._sizes if self._forgotten_at[each] < self._observed]:
+            self._sizes.remove(tokens)
+            del self._seconds[tokens]
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -82,11 +104,22 @@ class DecodeCosts:
     def __contains__(self, tokens: int) -> bool:
         return tokens in self._seconds
 
+    def probe_interval(self, tokens: int) -> int:
+        """One step in so many is to have so many tokens: more often while few had."""
+        return min(PROBE_STEPS, 4 << min(self._seen.get(tokens, 0), 8))
+
     def seconds(self, tokens: int) -> float:
-        """There must be some measured ones."""
-        at = bisect_left(self._sizes, tokens)
-        low, high = self._sizes[max(at - 1, 0)], self._sizes[min(at, len(self._sizes) - 1)]
-        part = (tokens - low) / (high - low) if low < high else 0.0
+        """There must be some measured ones. Infinite where it is too many more than these had."""
+        sizes, most = self._sizes, self._sizes[-1]
+        if tokens > most:
+            if tokens > most + max(most // 4, 1):
+                return inf
+            shorter = sizes[max(bisect_right(sizes, most * 4 // 5) - 1, 0)]
+            grows = (self._seconds[most] - self._seconds[shorter]) / (most - shorter) if shorter < most else 0.0
+            return self._seconds[most] + max(grows, 0.0) * (tokens - most)
+        at = bisect_left(sizes, tokens)
+        low, high = sizes[max(at - 1, 0)], sizes[at]
+        part = (tokens - low) / (high - low) if low < tokens else 0.0
         return self._seconds[low] + part * (self._seconds[high] - self._seconds[low])
 
 
@@ -162,24 +195,25 @@ class Speculation:
         if not self._costs:
             return [len(guess) for guess in guesses]
         lengths = [0] * len(guesses)
-        if decoding not in self._costs or self._steps % PROBE_STEPS == 0:
+        if decoding not in self._costs or self._steps % self._costs.probe_interval(decoding) == 0:
             return lengths
         alone = self._costs.seconds(decoding)
-        gains: list[tuple[float, int]] = []
+        gains: list[tuple[float, int, int]] = []
         for at, (sequence, guess) in enumerate(zip(sequences, guesses, strict=True)):
             chance = min(sequence.draft_chance or 0.0, HIGHEST_CHANCE)
-            gains += [(chance ** (place + 1), at) for place in range(len(guess))]
+            turn = (at + self._steps) % len(guesses)  # of equals others come first in each step
+            gains += [(chance ** (place + 1), turn, at) for place in range(len(guess))]
         gains.sort(reverse=True)
         shared = sum(map(bool, guesses)) < decoding
-        best, rate, gained = 0, decoding / alone, 0.0
-        for number, (gain, _) in enumerate(gains, 1):
+        best, rate, gained = 0, LEAST_GAIN * decoding / alone, 0.0
+        for number, (gain, _, _) in enumerate(gains, 1):
             gained += gain
             seconds = self._costs.seconds(decoding + number)
             if shared and seconds > BYSTANDER_SLOWDOWN * alone:
                 break
             if (decoding + gained) / seconds > rate:
                 best, rate = number, (decoding + gained) / seconds
-        for _, at in gains[:best]:
+        for _, _, at in gains[:best]:
             lengths[at] += 1
         return lengths
 

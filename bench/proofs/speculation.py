@@ -1,0 +1,255 @@
+"""Drafts change no text, and never cost: `python -m charonia.bench.proofs.speculation`.
+
+Never slower: the real scheduler decodes on simulated machines, with drafters that are right often, seldom, never, in
+spells, or for some sequences only; time is the sum of what steps take there, and no model computes. Exact: the demo
+model answers the laboratory's texts in every precision, greedily and drawn, with each drafter and without, few and many
+at once; every token is compared. Exits with 1 where a bound or a token does not hold.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...engine.core.step_loop import WARM_UP_NEW_TOKENS
+from ...engine.worker.verification import verify_samples
+from ...kvcache.manager import KVCacheManager
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.plan import IntArray, SamplerParams, StepPlan, StepResult
+from ...scheduler.prefill_budget import StepWork
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.sequence import SequenceRequest
+from ...scheduler.speculation import DraftRequest, Speculation
+from ..roofline import Precision
+from ..scheduler_latency import BF16, BLOCK_SIZE, INT8, INT8_TILES, INT8_VNNI, SimulatedMachine
+from ..speculation import SpeculationWork, build_arms
+from ..speculation_texts import TextKind, read_texts, write_records
+from ..speculation_trial import Arm, laboratory
+
+MACHINES = {
+    "bf16": BF16,
+    "int8": INT8,
+    "VNNI": INT8_VNNI,
+    "tiles": INT8_TILES,
+    "computing": SimulatedMachine(weights=0.0, token=4e-3, rest=1e-3),
+    "noisy": INT8_VNNI._replace(noise=0.3),
+}
+"""Where decoding waits for memory, where it does not, and where the time of a step says little of the next."""
+
+LEAST_SPEED, MOST_TPOT = 0.98, 1.05
+"""Of none: throughput, and the 99th percentile over sequences of the time per output token."""
+
+STREAMS = (1, 4, 16, 64)
+DEMO = Path(__file__).parents[2] / "examples" / "model_repository" / "demo" / "1"
+SAMPLINGS = {"greedy": SamplerParams(), "drawn": SamplerParams(0.9, 40, 0.95, seed=7)}
+_PROMPT, _K, _TOKENS = 64, 4, 1000
+
+app = App(name="python -m charonia.bench.proofs.speculation", help=__doc__)
+
+
+class Spells(NamedTuple):
+    """How often a draft is right: `chance` for `length` tokens of a text, then `other` for as many, and so on. Of the
+    sequences one in `share` is so, the rest have no drafts."""
+
+    chance: float
+    other: float
+    length: int = 1 << 30
+    share: int = 1
+
+
+GUESSES = {
+    "never right": Spells(0.0, 0.0),
+    "seldom right": Spells(0.2, 0.2),
+    "half right": Spells(0.5, 0.5),
+    "mostly right": Spells(0.85, 0.85),
+    "always right": Spells(1.0, 1.0),
+    "in spells": Spells(1.0, 0.0, 40),
+    "in short spells": Spells(0.95, 0.05, 12),
+    "some never right": Spells(0.0, 0.0, share=3),
+    "some right": Spells(0.8, 0.8, share=3),
+}
+
+
+class SpellDrafter:
+    """Knows that the token at each place is the place's number, and errs as `spells` say."""
+
+    def __init__(self, spells: Spells, seed: int) -> None:
+        self._spells, self._random = spells, Random(seed)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """See `Drafter.propose`."""
+        return [self._guess(request) for request in requests]
+
+    def _guess(self, request: DraftRequest) -> list[int]:
+        chance, other, length, share = self._spells
+        if int(request.prompt[0]) % share:
+            return []
+        first = len(request.outputs)
+        chances = [(chance, other)[(first + place) // length % 2] for place in range(request.k)]
+        right = [self._random.random() < each for each in chances]
+        return [(_PROMPT + first + place + (not good)) % _TOKENS for place, good in enumerate(right)]
+
+
+class SimulatedRun(NamedTuple):
+    """Tokens a second, and the time per output token of each sequence."""
+
+    speed: float
+    tpot: list[float]
+
+
+def simulate(machine: SimulatedMachine, streams: int, new: int, spells: Spells | None, seed: int = 0) -> SimulatedRun:
+    """Decode `streams` sequences of about `new` tokens, twice as many in all, after a warm-up as an engine's."""
+    blocks = streams * ((_PROMPT + new) // BLOCK_SIZE + 3)
+    cache = KVCacheManager(blocks, BLOCK_SIZE, prefix_caching=False)
+    speculation = None if spells is None else Speculation(SpellDrafter(spells, seed), _K, _TOKENS)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=streams), cache, speculation=speculation)
+    random = Random(seed)
+    _decode(scheduler, machine, [WARM_UP_NEW_TOKENS], random)
+    scheduler.reset_totals()
+    return _decode(scheduler, machine, [new - random.randrange(new // 4) for _ in range(2 * streams)], random)
+
+
+def _decode(scheduler: Scheduler, machine: SimulatedMachine, lengths: Sequence[int], random: Random) -> SimulatedRun:
+    for key, length in enumerate(lengths):
+        scheduler.add(SequenceRequest(key=key, prompt=np.full(_PROMPT, key, np.int32), max_tokens=length))
+    begun, ended, now = dict[int, float](), dict[int, float](), 0.0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        seconds = machine.seconds(_work(plan), int(plan.num_logits.sum())) * (1 + machine.noise * random.random())
+        now += seconds
+        for key in scheduler.apply(_sampled(plan), seconds).keys:
+            begun.setdefault(key, now)
+            ended[key] = now
+    tpot = [(ended[key] - begun[key]) / length for key, length in enumerate(lengths)]
+    return SimulatedRun(sum(lengths) / now, tpot)
+
+
+def _work(plan: StepPlan) -> StepWork:
+    prompts = plan.starts < _PROMPT
+    attended = plan.counts * plan.starts
+    counts = int(plan.counts[~prompts].sum()), int(plan.counts[prompts].sum())
+    return StepWork(counts[0], int(attended[~prompts].sum()), counts[1], int(attended[prompts].sum()))
+
+
+def _sampled(plan: StepPlan) -> StepResult:
+    """The token at each place is the place's number."""
+    drafts = plan.drafts if len(plan.drafts) else np.zeros_like(plan.rows)
+    drafts, ends = drafts[plan.samples], (plan.starts + plan.counts)[plan.samples]
+    places = [np.arange(end - drafted, end + 1) for end, drafted in zip(ends.tolist(), drafts.tolist(), strict=True)]
+    none: IntArray = np.zeros(0, np.int32)
+    tokens = (np.concatenate([none, *places]) % _TOKENS).astype(np.int32)
+    if not len(plan.drafts):
+        return StepResult(plan.step, plan.rows[plan.samples], ends, np.ones_like(ends), tokens)
+    rows, offsets, counts, kept = verify_samples(plan, tokens)
+    return StepResult(plan.step, rows, offsets, counts, tokens[kept])
+
+
+class NeverSlower(NamedTuple):
+    """A drafter on a machine beside none: of its speed, and of its 99th percentile of the time per output token."""
+
+    machine: str
+    guesses: str
+    streams: int
+    speed: float
+    tpot: float
+
+    @property
+    def holds(self) -> bool:
+        return self.speed >= LEAST_SPEED and self.tpot <= MOST_TPOT
+
+
+def never_slower(
+    machines: Sequence[str], guesses: Sequence[str], streams: Sequence[int], new: int, seed: int
+) -> Iterator[NeverSlower]:
+    for machine in machines:
+        for count in streams:
+            none = simulate(MACHINES[machine], count, new, None, seed)
+            for name in guesses:
+                run = simulate(MACHINES[machine], count, new, GUESSES[name], seed)
+                tpot = float(np.percentile(run.tpot, 99) / np.percentile(none.tpot, 99))
+                yield NeverSlower(machine, name, count, run.speed / none.speed, tpot)
+
+
+Differing: TypeAlias = dict[tuple[Precision, str, int, str], int]
+
+
+def exactness(
+    precisions: Sequence[Precision],
+    samplings: Sequence[str],
+    streams: Sequence[int],
+    drafters: Sequence[str],
+    kinds: Sequence[TextKind],
+    new: int,
+) -> Differing:
+    """How many tokens of the demo model's answers are others with each drafter, by precision, sampling, number of
+    streams and drafter; whatever a run has beside itself, the texts are those of a sequence that is alone."""
+    found: Differing = {}
+    texts = read_texts(kinds)
+    for precision in precisions:
+        for name in samplings:
+            with (
+                TemporaryDirectory(prefix="charonia-proof-") as folder,
+                laboratory(
+                    str(DEMO), precision, texts, max(streams), recorded=False, sampling=SAMPLINGS[name]
+                ) as model,
+            ):
+                none = model.contender(Arm("none"))
+                for text in texts:
+                    model.run(none, [text], new)
+                write_records(record := Path(folder) / "record.jsonl", list(map(model.said, texts)))
+                work = SpeculationWork(drafters=tuple(drafters), everything=True)
+                for contender in (none, *map(model.contender, build_arms(work, record))):
+                    for count in streams:
+                        asked = [texts[at % len(texts)] for at in range(max(count, len(texts)))]
+                        batches = [asked[at : at + count] for at in range(0, len(asked), count)]
+                        found[precision, name, count, contender.arm.label] = sum(
+                            model.run(contender, batch, new).differing for batch in batches
+                        )
+    return found
+
+
+@app.default
+def main(new: int = 400, seeds: int = 3) -> None:
+    """Prove both; the exit code is 0 if every bound holds and every token is the same."""
+    console, broken, cells = Console(), 0, 0
+    table = Table(title="on simulated machines, of none: speed, and p99 of the time per output token; medians")
+    for name in ("machine", "guesses", *(f"{count} at once" for count in STREAMS)):
+        table.add_column(name)
+    runs = [each for seed in range(seeds) for each in never_slower(list(MACHINES), list(GUESSES), STREAMS, new, seed)]
+    for machine in MACHINES:
+        for guesses in GUESSES:
+            said = []
+            for count in STREAMS:
+                own = [each for each in runs if (each.machine, each.guesses, each.streams) == (machine, guesses, count)]
+                middle = own[0]._replace(
+                    speed=median(each.speed for each in own), tpot=median(each.tpot for each in own)
+                )
+                style = "" if middle.holds else "red"
+                said.append(Text(f"{middle.speed:.2f} {middle.tpot:.2f}", style))
+                cells, broken = cells + 1, broken + (not middle.holds)
+            table.add_row(machine, guesses, *said)
+    console.print(table)
+    drafters = ("ngram", '{"method": "ngram", "prompt_lookup_min": 1}', "oracle", "synthetic", "random")
+    differing = exactness(
+        ("bf16", "int8", "int4"), list(SAMPLINGS), STREAMS, drafters, ("edit", "json", "chat", "code"), new
+    )
+    for (precision, sampling, count, drafter), tokens in differing.items():
+        if tokens:
+            console.print(f"[red]{precision}, {sampling}, {count} at once, {drafter}: {tokens} tokens differ[/red]")
+    broken += sum(map(bool, differing.values()))
+    console.print(f"{len(differing)} cells of texts compared, {cells} on simulated machines, {broken} broken")
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    app()
