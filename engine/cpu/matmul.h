@@ -91,7 +91,7 @@ typedef float (*RowFunction)(const Matrix *, const void *x, int64_t steps, void 
 typedef struct {
     const Plan *plans;
     RowFunction row;
-    int32_t step_bytes; /* of a row as the tiles read it; in spans: step_bytes() */
+    int32_t step_bytes; /* of a row as the tiles read it; in spans: of an input */
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
     int32_t order;      /* of inputs within lines of weights of a tile: PLAIN, HALVED or PAIRED */
@@ -119,7 +119,7 @@ void multiply_in_team(Team *, const MatmulCall *, char *memory);
 /* The kernel of the level in use, for products of so many rows. */
 const Kernel *kernel_of(int kind, int64_t rows);
 
-/* What a row has for each span before its int8 numbers: their scale, and minus their sum, times the zero point if all have
+/* What a row has for each span before its numbers: their scale, and minus their sum, times the zero point if all have
    the same: what the sum of products begins with, or what offsets are multiplied with. */
 typedef struct {
     float scale;
@@ -138,7 +138,7 @@ ALWAYS_INLINE int64_t span_lines(const Matrix *m) { return m->span / (m->kind ==
 ALWAYS_INLINE int64_t lines_a_step(const Matrix *m) { return m->span ? 1 + spans_a_step(m) * span_lines(m) : 1; }
 
 ALWAYS_INLINE int64_t step_bytes(const Kernel *k, const Matrix *m) {
-    return m->span ? spans_a_step(m) * ((int64_t)sizeof(SpanHead) + m->span) : k->step_bytes;
+    return m->span ? spans_a_step(m) * ((int64_t)sizeof(SpanHead) + m->span * k->step_bytes) : k->step_bytes;
 }
 
 ALWAYS_INLINE int64_t steps_of(int kind, int64_t inputs) {

@@ -288,6 +288,6 @@ static const Plan int4_plans[] = {{32, 32, 2, 2048, 32, {int4_once}}, {INT64_MAX
 const Kernel matmul_amx[KINDS] = {
     [BFLOAT16] = {bf16_plans, copy_row, 4, LINE, 1, PLAIN, TILE_STEPS, shape},
     [INT8] = {int8_plans, byte_row, 4, LINE, 0, PLAIN, TILE_STEPS, shape},
-    [INT4] = {int4_plans, span_row, 0, LINE, 0, PLAIN, 1, shape},
+    [INT4] = {int4_plans, span_row, 1, LINE, 0, PLAIN, 1, shape},
 };
 #endif

@@ -45,10 +45,9 @@ ALWAYS_INLINE TARGET void store_scaled(const Tile *t, const __m256i sums[2], int
     store(t, values[0], values[1], row, group);
 }
 
-/* A compiler that adds the products of both parts first runs out of registers. */
+/* A compiler that may choose adds the products of both parts first, or moves sums about, and runs out of registers. */
 ALWAYS_INLINE TARGET __m256i added(__m256i sum, __m256i products) {
-    sum = _mm256_add_epi32(sum, products);
-    __asm__("" : "+x"(sum));
+    __asm__("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
     return sum;
 }
 
@@ -157,7 +156,7 @@ const Kernel matmul_avx2[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
     {bf16_plans, wide_row, 8, LINE, 0},
     {int8_plans, signed_row, 8, LINE, 0, HALVED},
-    {int4_plans, span_row, 0, LINE, 0},
-    {grouped_plans, span_row, 0, LINE, 0},
+    {int4_plans, span_row, 1, LINE, 0},
+    {grouped_plans, wide_span_row, 2, LINE, 0},
 };
 #endif

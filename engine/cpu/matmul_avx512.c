@@ -115,7 +115,7 @@ const Kernel matmul_avx512[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
     {&bf16_plan, copy_row, 4, LINE, 1},
     {int8_plans, unsigned_row, 4, LINE, 0},
-    {int4_plans, span_row, 0, LINE, 0},
-    {grouped_plans, span_row, 0, LINE, 0},
+    {int4_plans, span_row, 1, LINE, 0},
+    {grouped_plans, span_row, 1, LINE, 0},
 };
 #endif

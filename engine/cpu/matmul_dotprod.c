@@ -155,7 +155,7 @@ const Kernel matmul_dotprod[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
     {bf16_plans, wide_row, 8, LINE, 0},
     {int8_plans, byte_row, 4, LINE, 0},
-    {int4_plans, span_row, 0, LINE, 0},
-    {grouped_plans, span_row, 0, LINE, 0},
+    {int4_plans, span_row, 1, LINE, 0},
+    {grouped_plans, span_row, 1, LINE, 0},
 };
 #endif

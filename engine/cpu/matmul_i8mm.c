@@ -185,7 +185,7 @@ static const Plan grouped_plans[] = SPAN_PLANS(grouped);
 const Kernel matmul_i8mm[KINDS] = {
     [BFLOAT16] = {bf16_plans, copy_row, 4, 2 * LINE, 1, PAIRED, 2},
     [INT8] = {int8_plans, byte_row, 4, 2 * LINE, 0, PAIRED, 2},
-    [INT4] = {int4_plans, span_row, 0, 2 * LINE, 0},
-    [GROUPED_INT8] = {grouped_plans, span_row, 0, 2 * LINE, 0},
+    [INT4] = {int4_plans, span_row, 1, 2 * LINE, 0},
+    [GROUPED_INT8] = {grouped_plans, span_row, 1, 2 * LINE, 0},
 };
 #endif

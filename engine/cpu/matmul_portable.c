@@ -190,6 +190,6 @@ const Kernel matmul_portable[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
     {&bf16_plan, wide_row, 8, LINE, 0},
     {&int8_plan, signed_row, 8, LINE, 0},
-    {&int4_plan, span_row, 0, LINE, 0},
-    {&grouped_plan, span_row, 0, LINE, 0},
+    {&int4_plan, span_row, 1, LINE, 0},
+    {&grouped_plan, span_row, 1, LINE, 0},
 };
