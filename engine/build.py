@@ -2,6 +2,7 @@
 table of backends. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from ..tokenization.checkpoint_files import locate_checkpoint, read_json
 from ..tokenization.gguf_file import GgufFile, read_gguf
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import find_weights
-from .config import EngineConfig, LoraConfig
+from .config import EngineConfig, LoraConfig, SpeculationConfig
 from .frontend.llm import LlmModel, TokenizerBundle, own_engine_spec
-from .options import EngineOptions, engine_config, parse_settings
+from .options import EngineOptions, engine_config, parse_settings, read_speculation_config
 
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
@@ -73,6 +74,8 @@ def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int])
     if options.executor == "fake" or options.distributed_executor_backend == "ray":
         return ()
     weights, cache = _weight_bytes(Path(checkpoint), options), options.kv_cache_bytes or 0
+    if options.speculative_config is not None:
+        weights += _draft_bytes(read_speculation_config(options.speculative_config), options)
     if options.enable_lora:
         weights += options.max_lora_bytes or LoraConfig().max_bytes
     device, replicas = options.device or "auto", options.data_parallel_size or 1
@@ -150,6 +153,14 @@ def _weight_bytes(directory: Path, options: EngineOptions) -> int:
     stored_width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     width = 1 if options.quantization in _QUANTIZED else _WIDTHS.get(options.dtype or "auto", stored_width)
     return int(stored * (width / stored_width))
+
+
+def _draft_bytes(speculation: SpeculationConfig, options: EngineOptions) -> int:
+    """Bytes of the weights of the model that drafts, if one does."""
+    if not speculation.model:
+        return 0
+    kept = replace(options, quantization=speculation.quantization or options.quantization)
+    return _weight_bytes(Path(speculation.model), kept)
 
 
 def _gguf_bytes(file: GgufFile, options: EngineOptions) -> int:

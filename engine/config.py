@@ -65,7 +65,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
 
 
-SpeculationMethod: TypeAlias = Literal["ngram", "oracle", "random", "synthetic"]
+SpeculationMethod: TypeAlias = Literal["ngram", "draft_model", "oracle", "random", "synthetic"]
 SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 
 
@@ -74,8 +74,12 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both. `record`: file
     of "oracle" and "synthetic"; `synthetic_acceptance_rates`: how often "synthetic" is right, by place.
 
+    `model`: checkpoint directory or hub id of a "draft_model", computed by one rank whatever
+    `draft_tensor_parallel_size` is. `quantization`: its own; None: the target's, unless its matrices are quantised
+    already. `draft_sample_method`: it proposes the likeliest tokens, or those that a request's sampling chooses.
+
     Raises:
-        ValueError: fewer at most than at least; a method lacks what it needs.
+        ValueError: fewer at most than at least; a method lacks what it needs, or has what is another's.
     """
 
     method: SpeculationMethod
@@ -84,13 +88,31 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     record: str = ""
     synthetic_acceptance_rates: tuple[float, ...] = ()
+    model: str = ""
+    draft_tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    quantization: Literal["none", "int8", "int4"] | None = None
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
 
     def __post_init__(self) -> None:
+        if self.computes and not self.model:
+            raise ValueError(f"model is missing: {self.method} needs a checkpoint")
+        of_models = self.model, self.draft_tensor_parallel_size, self.quantization, self.draft_sample_method
+        if any(of_models) and not self.computes:
+            raise ValueError(f"no model drafts with the method {self.method}")
         least, most = self.lookup_range
         if least > most:
             raise ValueError(f"prompt_lookup_min {least} exceeds prompt_lookup_max {most}")
         if self.method in ("oracle", "synthetic") and not self.record:
             raise ValueError(f"method {self.method} needs a record")
+
+    @property
+    def computes(self) -> bool:
+        """Whether a model drafts, beside the target."""
+        return self.method == "draft_model"
+
+    @property
+    def draws(self) -> bool:
+        return self.draft_sample_method == "probabilistic"
 
     @property
     def lookup_range(self) -> tuple[int, int]:

@@ -212,6 +212,10 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     given["lora"] = _lora_config(given, lora_modules)
     if (written := given.pop("speculative_config", None)) is not None:
         given["speculation"] = read_speculation_config(written)
+        ranks = given["speculation"].draft_tensor_parallel_size
+        if ranks not in (None, 1, parallel.tensor):
+            message = f"draft_tensor_parallel_size must be 1 or tensor_parallel_size, {parallel.tensor}, got {ranks}"
+            raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
     return EngineConfig(model=model, cache=cache, scheduler=scheduler, parallel=parallel, fake=fake, **given)
 
 
@@ -232,9 +236,11 @@ def _lora_config(options: dict[str, Any], modules: str) -> LoraConfig | None:
 
 
 _NOT_SPECULATED = {
-    **dict.fromkeys(("model", "draft_tensor_parallel_size", "revision", "use_heterogeneous_vocab"), "no model drafts"),
-    **dict.fromkeys(("quantization", "kv_cache_dtype", "max_model_len", "parallel_drafting"), "no model drafts"),
-    **dict.fromkeys(("tensor_parallel_size", "draft_sample_method"), "no model drafts"),
+    **dict.fromkeys(("revision", "code_revision"), "name a directory, or a hub id"),
+    **dict.fromkeys(("kv_cache_dtype", "max_model_len"), "the draft model's is the model's"),
+    "use_heterogeneous_vocab": "a draft model has the model's vocabulary",
+    "parallel_drafting": "a draft model proposes one token after the other",
+    "tensor_parallel_size": "one rank computes the draft model",
     **dict.fromkeys(
         ("rejection_sample_method", "synthetic_acceptance_length"),
         "a draft is accepted where it is what would have been sampled without it",

@@ -110,6 +110,10 @@ class StepPlan(NamedTuple):
     first. Empty where no row has any."""
     drafted: IntArray = NO_ROWS
     """[D] the drafts themselves, row after row."""
+    proposals: IntArray = NO_ROWS
+    """[R] how many tokens the executor's draft model proposes to follow the row's next token, once that is sampled; its
+    own cache, of the same blocks, has all that is computed of the row by then, as far as a step suffices for it. 0: it
+    leaves the row as it is. Empty where it does nothing."""
 
     @property
     def tokens(self) -> int:
@@ -125,6 +129,33 @@ class StepPlan(NamedTuple):
         return {row: [*islice(drafted, number)] for row, number in numbers if number}
 
 
+class Proposals(NamedTuple):
+    """The proposals of a draft model that computes in the executor: `counts[i]` tokens that may follow at
+    `positions[i]` of `rows[i]`; `tokens` is their concatenation. They took `seconds`, beside the step's own time, in
+    so many `passes` through the model, the first of which computed `first` tokens."""
+
+    rows: IntArray = NO_ROWS
+    positions: IntArray = NO_ROWS
+    counts: IntArray = NO_ROWS
+    tokens: IntArray = NO_ROWS
+    seconds: float = 0.0
+    passes: int = 0
+    first: int = 0
+
+
+NO_PROPOSALS = Proposals()
+
+
+def proposals_of(found: Sequence[tuple[int, int, list[int]]], seconds: float, passes: int, first: int) -> Proposals:
+    """Proposals out of (row, position, tokens)."""
+    rows, positions, counts = (
+        np.array(column, np.int32)
+        for column in ([row for row, _, _ in found], [at for _, at, _ in found], [len(each) for _, _, each in found])
+    )
+    tokens = np.array([token for _, _, each in found for token in each], np.int32)
+    return Proposals(rows, positions, counts, tokens, seconds, passes, first)
+
+
 class StepResult(NamedTuple):
     """The tokens a step sampled, ragged: `counts[i]` tokens (0 to k) for `rows[i]`, which begin at position
     `offsets[i]` of the sequence; `tokens` is their concatenation. `logprobs` is empty if no row wants any, else one
@@ -138,6 +169,7 @@ class StepResult(NamedTuple):
     tokens: IntArray
     logprobs: Sequence[Logprobs | None] = ()
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
+    proposals: Proposals = NO_PROPOSALS
 
 
 class Continuation(NamedTuple):

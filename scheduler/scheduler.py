@@ -6,7 +6,7 @@ clocks or text: time is counted in steps, and in the seconds that steps took, wh
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, compress
+from itertools import chain, compress, islice
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ..core.errors import InvalidArgument
 from ..core.logprobs import Logprobs
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
-from .plan import Continuation, IntArray, StepPlan, StepResult, StepUpdates
+from .plan import Continuation, IntArray, Proposals, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import UNLIMITED, InFlightStep, RunningSet, SchedulerTotals
 from .sequence import Sequence, SequenceRequest
@@ -191,10 +191,11 @@ class Scheduler:
             raise RuntimeError(f"the result of step {result.step} came out of turn")
         flight = rows.in_flight.popleft()
         if seconds:
+            self._elapsed += seconds
+            seconds -= result.proposals.seconds
             self._prefill.observe_step(flight.work, seconds)
             if self.speculation is not None and not flight.work.prefill_tokens:
                 self.speculation.observe_step(flight.work.decode_tokens, seconds)
-            self._elapsed += seconds
         drafts = self._observe_drafts(flight, result) if flight.drafts else {}
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, each in guided.items() if each.ends)
@@ -207,6 +208,8 @@ class Scheduler:
             if rows.running[row]:
                 first = int(rows.known[row]) - len(each.tokens)
                 rows.given += [(row, first + at, token) for at, token in enumerate(each.tokens)]
+        if result.proposals.passes:
+            self._take_proposals(result.proposals)
         if not self._fairness.single_tenant and updates.keys:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
@@ -228,6 +231,14 @@ class Scheduler:
                     self.speculation.observe(drafted, count - 1)
                     self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
         return found
+
+    def _take_proposals(self, proposals: Proposals) -> None:
+        assert self.speculation is not None
+        self.speculation.take_proposals(proposals)
+        tokens = iter(proposals.tokens.tolist())
+        columns = proposals.rows, proposals.positions, proposals.counts
+        for row, position, count in zip(*(each.tolist() for each in columns), strict=True):
+            self._rows.sequences[row].proposed = position, [*islice(tokens, count)]
 
     def _commit_full_blocks(self) -> None:
         """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""

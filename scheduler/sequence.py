@@ -74,6 +74,7 @@ class Sequence:
     of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
     `drafts`: the most tokens that are drafted for it in a step; `draft_state` is the drafter's own; `draft_chance`: the
     probability that a drafted token is right, as it seems; `draft_guess`: outputs there were, and what was to follow.
+    `proposed`: tokens that were known, and what a draft model says that follows them.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
 
@@ -97,6 +98,7 @@ class Sequence:
     draft_state: dict[str, Any] = field(default_factory=dict)
     draft_chance: float | None = None
     draft_guess: tuple[int, list[int]] = (0, [])
+    proposed: tuple[int, list[int]] = (0, [])
     prompt_logprobs_done: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-from .plan import IntArray
+from .plan import IntArray, Proposals
 from .sequence import Sequence, SequenceRequest
 
 FIRST_CHANCE, HIGHEST_CHANCE = 0.7, 0.98
@@ -34,11 +34,14 @@ LEAST_GAIN = 1.06
 BYSTANDER_SLOWDOWN = 1.05
 """A step that also computes sequences without drafts takes at most so many times as long with those of the others."""
 
+TRIAL_SHARE = 0.01
+"""The share of the time of all steps in which a draft model may propose what seems not worth it: to learn if it is."""
+
 
 class DraftRequest(NamedTuple):
     """A sequence for which at most `k` tokens are to be drafted. `prompt` and `outputs` are all its tokens, not to be
     changed; `state` is the drafter's own from the sequence's first request to its last. `prediction`: what the client
-    says that the outputs will likely be."""
+    says that the outputs will likely be. `proposed`: what the executor's draft model says that follows."""
 
     prompt: IntArray
     outputs: Tokens[int]
@@ -46,6 +49,7 @@ class DraftRequest(NamedTuple):
     state: dict[str, Any]
     tenant: str = ""
     prediction: IntArray | None = None
+    proposed: Tokens[int] = ()
 
 
 class Drafter(Protocol):
@@ -122,21 +126,36 @@ class DecodeCosts:
         part = (tokens - low) / (high - low) if low < tokens else 0.0
         return self._seconds[low] + part * (self._seconds[high] - self._seconds[low])
 
+    def marginal_seconds(self, tokens: int) -> float:
+        """How much longer than with one token fewer a step takes; nothing where neither was measured."""
+        if tokens > self._sizes[-1]:
+            return 0.0
+        return self.seconds(tokens) - (self.seconds(tokens - 1) if tokens > 1 else 0.0)
+
 
 class Speculation:
     """What `drafter` drafts, `most` tokens a sequence and step at most, of a vocabulary of `vocab_size` tokens; those
     with a prediction may have PREDICTED_DRAFTS, also where `most` is 0. `most_sampled`: places of a step that may be
-    sampled.
+    sampled. `draft_model`: the executor has one, which proposes what is verified.
 
     `possible_drafts`: what the host, by a guided sequence's key, makes of drafts, of which so many at most are wanted.
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int, most_sampled: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        vocab_size: int,
+        most_sampled: int = 1 << 30,
+        draft_model: bool = False,
+    ) -> None:
         self._drafter, self.most, self._vocab_size, self.most_sampled = drafter, most, vocab_size, most_sampled
+        self.draft_model = draft_model
         self.possible_drafts: Callable[[int, list[int], int], list[int]] = lambda key, drafts, most: []
-        self._costs = DecodeCosts()
+        self.reset_step_times()
         self._chance = FIRST_CHANCE
         self._steps = 0
+        self._in_trial = False
         self.totals = SpeculationTotals()
         self.reset_totals()
 
@@ -146,6 +165,8 @@ class Speculation:
 
     def reset_step_times(self) -> None:
         self._costs = DecodeCosts()
+        self._pass_costs = DecodeCosts()  # of the draft model, by rows
+        self._trial_seconds = 0.0
 
     def most_drafts(self, request: SequenceRequest) -> int:
         """Tokens that a step may draft for a sequence."""
@@ -162,6 +183,7 @@ class Speculation:
                 each.draft_state,
                 each.request.tenant,
                 each.request.prediction,
+                _continuing(each),
             )
             for each, most in asked
         ]
@@ -173,13 +195,35 @@ class Speculation:
         for (sequence, _), guess in zip(asked, guesses, strict=True):
             self._judge(sequence)
             sequence.draft_guess = len(sequence.outputs), guess
-        lengths = self._worthwhile([each for each, _ in asked], guesses, decoding)
+        lengths = self._lengths_to_verify([each for each, _ in asked], [*map(len, guesses)], decoding)
         return [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
+
+    def propose(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[int]:
+        """How many tokens the draft model is to propose for each sequence, so many at most, for a step that decodes
+        `decoding` tokens else."""
+        sequences, mosts = [each for each, _ in asked], [most for _, most in asked]
+        if not self._costs:
+            return mosts
+        lengths = self._worthwhile([*map(self._chance_of, sequences)], mosts, decoding, self._pass_costs)
+        if not any(lengths) and self._trial_seconds > 0:
+            at_best = self._worthwhile([HIGHEST_CHANCE] * len(asked), mosts, decoding, self._pass_costs)
+            if any(at_best):
+                oldest = min(range(len(asked)), key=lambda at: sequences[at].proposed[0] - sequences[at].known)
+                lengths[oldest], self._in_trial = mosts[oldest], True
+        return lengths
+
+    def take_proposals(self, proposals: Proposals) -> None:
+        """Learn what it took to propose."""
+        rows = len(proposals.rows)
+        if self._in_trial:
+            self._trial_seconds -= proposals.seconds
+            self._in_trial = False
+        if rows and proposals.first <= rows * (2 + self.most):  # no prompts
+            self._pass_costs.observe(rows, proposals.seconds / proposals.passes)
 
     def _judge(self, sequence: Sequence) -> None:
         """Hold the last guess against what has come since, whether it was verified or not: that costs nothing."""
-        if sequence.draft_chance is None:
-            sequence.draft_chance = self._chance
+        sequence.draft_chance = self._chance_of(sequence)
         begin, guess = sequence.draft_guess
         for token, guessed in zip(sequence.outputs[begin : begin + len(guess)], guess, strict=False):
             right = token == guessed
@@ -188,38 +232,51 @@ class Speculation:
             if not right:
                 break
 
-    def _worthwhile(self, sequences: Tokens[Sequence], guesses: Tokens[list[int]], decoding: int) -> list[int]:
-        """How many tokens of each guess to verify: those that together bring the most tokens a second, by the time that
-        steps took. Sequences beside them, which get none, are not to wait noticeably longer."""
+    def _chance_of(self, sequence: Sequence) -> float:
+        return self._chance if sequence.draft_chance is None else sequence.draft_chance
+
+    def _lengths_to_verify(self, sequences: Tokens[Sequence], mosts: list[int], decoding: int) -> list[int]:
         self._steps += 1
         if not self._costs:
-            return [len(guess) for guess in guesses]
-        lengths = [0] * len(guesses)
+            return mosts
         if decoding not in self._costs or self._steps % self._costs.probe_interval(decoding) == 0:
-            return lengths
-        alone = self._costs.seconds(decoding)
+            return [0] * len(mosts)
+        return self._worthwhile([*map(self._chance_of, sequences)], mosts, decoding)
+
+    def _worthwhile(
+        self, chances: list[float], mosts: list[int], decoding: int, drafting: DecodeCosts | None = None
+    ) -> list[int]:
+        """How many tokens of each guess to verify, `mosts` at most: those that together bring the most tokens a second,
+        by the time that steps took, and by that of a draft model's passes, by rows, where these are still to come.
+        Sequences beside them, which get none, are not to wait noticeably longer."""
         gains: list[tuple[float, int, int]] = []
-        for at, (sequence, guess) in enumerate(zip(sequences, guesses, strict=True)):
-            chance = min(sequence.draft_chance or 0.0, HIGHEST_CHANCE)
-            turn = (at + self._steps) % len(guesses)  # of equals others come first in each step
-            gains += [(chance ** (place + 1), turn, at) for place in range(len(guess))]
+        for at, (chance, most) in enumerate(zip(chances, mosts, strict=True)):
+            turn = (at + self._steps) % len(mosts)  # of equals others come first in each step
+            gains += [(min(chance, HIGHEST_CHANCE) ** (place + 1), turn, at) for place in range(most)]
         gains.sort(reverse=True)
-        shared = sum(map(bool, guesses)) < decoding
-        best, rate, gained = 0, LEAST_GAIN * decoding / alone, 0.0
-        for number, (gain, _, _) in enumerate(gains, 1):
+        alone, shared = self._costs.seconds(decoding), sum(map(bool, mosts)) < decoding
+        best, rate, gained, before = 0, LEAST_GAIN * decoding / alone, 0.0, 0.0
+        lengths, rows = [0] * len(mosts), [0] * max(mosts, default=0)
+        for number, (gain, _, at) in enumerate(gains, 1):
             gained += gain
-            seconds = self._costs.seconds(decoding + number)
+            if drafting:  # one row more in the pass that proposes this place
+                rows[lengths[at]] += 1
+                before += drafting.marginal_seconds(rows[lengths[at]])
+            lengths[at] += 1
+            seconds = self._costs.seconds(decoding + number) + before
             if shared and seconds > BYSTANDER_SLOWDOWN * alone:
                 break
             if (decoding + gained) / seconds > rate:
                 best, rate = number, (decoding + gained) / seconds
+        lengths = [0] * len(mosts)
         for _, _, at in gains[:best]:
             lengths[at] += 1
         return lengths
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """A step that only decoded, `tokens` of them with its drafts, took so long."""
+        """A step that only decoded, `tokens` of them with its drafts, took so long, without what a draft model took."""
         self._costs.observe(tokens, seconds)
+        self._trial_seconds += TRIAL_SHARE * seconds
 
     def expected_seconds(self, tokens: int) -> float | None:
         """How long it expects such a step to take; None before the first one."""
@@ -241,3 +298,12 @@ class Speculation:
         totals.accepted_by_place += [0] * (accepted - len(totals.accepted_by_place))
         for place in range(accepted):
             totals.accepted_by_place[place] += 1
+
+
+def _continuing(sequence: Sequence) -> Tokens[int]:
+    """What the draft model's last proposals say that follows now: nothing, where they said something else before."""
+    known, proposed = sequence.proposed
+    came = sequence.known - known
+    if came and sequence.outputs[-came:] != proposed[:came]:
+        return ()
+    return proposed[came:]

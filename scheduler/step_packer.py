@@ -105,6 +105,9 @@ class StepPacker:
         for row in rows.prefilling.intersection(sampled) if rows.prefilling else ():
             rows.prefilling.remove(row)
             rows.decode_limit[row] = rows.token_limit[row] - 1
+        proposals = NO_ROWS
+        if self._speculation is not None and self._speculation.draft_model:
+            proposals = self._plan_proposals(self._speculation, chosen.tolist(), ends.tolist(), samples.tolist())
         pairs = [pair for pair in self._appended if self._counts[pair[0]]]
         appended = np.array(pairs, np.int32) if pairs else _NO_PAIRS
         closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else NO_ROWS
@@ -113,6 +116,7 @@ class StepPacker:
         rows.given.clear()
         plan_rows = chosen.astype(np.int32)
         plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed, given)
+        plan = plan._replace(proposals=proposals)
         if not drafted:
             return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
         plan = plan._replace(drafts=drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
@@ -183,14 +187,33 @@ class StepPacker:
                 self._grow(row)
 
     def _room_for_drafts(self, row: int, most: int) -> int:
-        """How many drafts the row may have: each could be followed by a token, and the blocks are its own, promised to
-        it, or free even if every running row took one."""
-        rows, size, known = self._rows, self._cache.block_size, int(self._rows.known[row])
-        most = min(most, int(rows.token_limit[row]) - 1 - known)
-        held = int(rows.capacity[row])
-        if known + most <= held or self._config.admission == "no_evict":
+        """How many drafts the row may have: each could be followed by a token."""
+        return self._room_after(row, int(self._rows.known[row]), most)
+
+    def _room_after(self, row: int, end: int, most: int) -> int:
+        """How many of `most` tokens the row may hold after the first `end` ones, but the very last: the blocks are its
+        own, promised to it, or free even if every running row took one."""
+        rows, size, held = self._rows, self._cache.block_size, int(self._rows.capacity[row])
+        most = min(most, int(rows.token_limit[row]) - 1 - end)
+        if end + most <= held or self._config.admission == "no_evict":
             return most
-        return min(most, held - known + size * max(self._cache.free_blocks - rows.num_running, 0))
+        return min(most, held - end + size * max(self._cache.free_blocks - rows.num_running, 0))
+
+    def _plan_proposals(
+        self, speculation: Speculation, chosen: list[int], ends: list[int], samples: list[bool]
+    ) -> IntArray:
+        """How many tokens the draft model proposes for each chosen row's next step, which it has blocks for then even
+        if all drafts of this one are right. It goes along with prompts that are half computed."""
+        rows, asked = self._rows, list[tuple[Sequence, int]]()
+        for row, end in zip(chosen, ends, strict=True):
+            most = min(speculation.most, rows.sequences[row].drafts)
+            asked.append((rows.sequences[row], max(min(most, int(rows.token_limit[row]) - 2 - end), 0)))
+        found = speculation.propose(asked, len(asked))
+        for place, (row, end) in enumerate(zip(chosen, ends, strict=True)):
+            if samples[place] and found[place]:
+                found[place] = max(self._room_after(row, end, found[place]), 0)
+                self._extend(row, end + found[place])
+        return np.array(found, np.int32) if any(found) else NO_ROWS
 
     def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
         """Let rows compute only a few tokens more than one each where free rows wait for the same step; the others
@@ -355,17 +378,22 @@ class StepPacker:
         """Let the row's table hold all that the step computes, at the cost of its juniors; or leave the row out."""
         if not self._counts[row]:
             return
-        table, end = self._rows.tables[row], int(self._rows.scheduled[row] + self._counts[row])
-        held = len(table.blocks)
-        missing = self._cache.blocks_for(end) - held
-        if missing <= 0:
-            return
-        while not self._cache.extend(table, end):
+        end = int(self._rows.scheduled[row] + self._counts[row])
+        missing = self._cache.blocks_for(end) - len(self._rows.tables[row].blocks)
+        while missing > 0 and not self._extend(row, end):
             if not self._make_room(row, missing):
                 self._set_count(row, 0)
                 return
+
+    def _extend(self, row: int, end: int) -> bool:
+        """Let the row's table hold `end` tokens, if so many blocks are free."""
+        table = self._rows.tables[row]
+        held = len(table.blocks)
+        if not self._cache.extend(table, end):
+            return False
         self._rows.capacity[row] = len(table.blocks) * self._cache.block_size
         self._appended.extend((row, block) for block in table.blocks[held:])
+        return True
 
     def _make_room(self, row: int, missing: int) -> bool:
         """Preempt the youngest running row of the lowest class for `missing` blocks. False: the row itself was it, or

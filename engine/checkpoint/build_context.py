@@ -81,6 +81,11 @@ class Shard(NamedTuple):
     def is_whole(self) -> bool:
         return self.group.size * self.stage.count == 1
 
+    @property
+    def reports_results(self) -> bool:
+        """Whether it is the first rank of the last stage."""
+        return self.stage.last and self.group.rank == 0
+
     def local_shape(self, shape: DecoderShape) -> DecoderShape:
         """The `shape` of a whole model cut to this rank: its heads, key/value heads and layers."""
         heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)

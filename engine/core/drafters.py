@@ -6,6 +6,7 @@ from ...scheduler.speculation import Drafter
 from ..config import SpeculationConfig
 from ..drafters.laboratory import OracleDrafter, RandomDrafter, SyntheticDrafter, read_records
 from ..drafters.ngram import NgramDrafter
+from ..drafters.proposed import ProposedDrafts
 
 _SEED = 0
 """Of the drafters that draw: runs are to be compared."""
@@ -20,6 +21,8 @@ def build_drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:
     match config.method:
         case "ngram":
             return NgramDrafter(*config.lookup_range)
+        case "draft_model":
+            return ProposedDrafts()
         case "oracle":
             return OracleDrafter(read_records(Path(config.record)))
         case "synthetic":

@@ -129,7 +129,8 @@ def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     """Requests may bring predictions, whatever is configured."""
     own = config.speculation
     drafter, most = (None, 0) if own is None else (build_drafter(own, vocab_size), own.num_speculative_tokens)
-    return Speculation(PredictionDrafter(drafter, most), most, vocab_size, config.most_sampled)
+    computes = own is not None and own.computes
+    return Speculation(PredictionDrafter(drafter, most), most, vocab_size, config.most_sampled, computes)
 
 
 def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:

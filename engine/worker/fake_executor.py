@@ -18,7 +18,16 @@ import numpy as np
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
-from ...scheduler.plan import MaskArray, MaskSource, SamplerParams, StepPlan, StepResult
+from ...scheduler.plan import (
+    NO_PROPOSALS,
+    MaskArray,
+    MaskSource,
+    Proposals,
+    SamplerParams,
+    StepPlan,
+    StepResult,
+    proposals_of,
+)
 from ..checkpoint.adapter_files import read_adapter
 from ..config import LoraConfig
 from .executor import Capacity, ProgressCallback, StepFuture
@@ -31,12 +40,15 @@ SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 <
 @dataclass(frozen=True, slots=True)
 class FakeBehaviour:
     """A step takes `step_seconds` and `token_seconds` for each of its tokens. `burst` (least, most): tokens that a
-    sampled row gets, drawn from `seed`; more than 1 is like a draft that was right, 0 like one that was wrong."""
+    sampled row gets, drawn from `seed`; more than 1 is like a draft that was right, 0 like one that was wrong. Of the
+    tokens that a plan has proposed, the first `right` ones are; a pass of the draft model takes `pass_seconds`."""
 
     step_seconds: float = 0.0
     token_seconds: float = 0.0
     burst: tuple[int, int] = (1, 1)
     seed: int = 0
+    right: int = 2
+    pass_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -176,7 +188,24 @@ class FakeExecutor:
         prompt_logprobs = [(row, found) for row, found in scores if found is not None]
         columns = sampled, [ends[row] for row in sampled], [len(each) for each in drawn], list(chain(*drawn))
         rows, offsets, counts, tokens = (np.array(column, np.int32) for column in columns)
-        return StepResult(plan.step, rows, offsets, counts, tokens, logprobs if any(logprobs) else (), prompt_logprobs)
+        told = logprobs if any(logprobs) else ()
+        proposals = self._propose(plan, set(sampled)) if len(plan.proposals) else NO_PROPOSALS
+        return StepResult(plan.step, rows, offsets, counts, tokens, told, prompt_logprobs, proposals)
+
+    def _propose(self, plan: StepPlan, sampled: set[int]) -> Proposals:
+        """Where the drafts of the plan were wrong, the row's tokens end before those that it has blocks for."""
+        found: list[tuple[int, int, list[int]]] = []
+        for place, most in enumerate(plan.proposals.tolist()):
+            row, end = int(plan.rows[place]), int(plan.starts[place] + plan.counts[place])
+            if not most or row not in sampled:
+                continue
+            state, right = self._rows[row], self._behaviour.right
+            assert end + most <= len(state.blocks) * self._block_size, "no block for the last proposal but one"
+            tokens = self._successors(state.tokens[-1], most)
+            found.append((row, len(state.tokens), [t if at < right else 7 for at, t in enumerate(tokens)]))
+        tokens_of = [tokens for _, _, tokens in found]
+        passes = max(map(len, tokens_of), default=1)
+        return proposals_of(found, passes * self._behaviour.pass_seconds, passes, len(found))
 
     def _guesses(self, plan: StepPlan) -> dict[int, list[int]]:
         """The drafts of each row that has some."""

@@ -10,22 +10,26 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, NotFound
 from ...processes.host import available_memory, own_anonymous_memory, usable_cores
+from ...tokenization.checkpoint_files import locate_checkpoint
+from ...tokenization.tokenizer_json import read_tokenizer
 from ..attention.backend import AttentionBackend, CacheSpec
 from ..attention.selector import capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DTYPES, DecoderShape
 from ..checkpoint.packing_cache import open_packing_cache
+from ..checkpoint.quantization_config import read_quantization
 from ..checkpoint.served_forms import ServedForms
 from ..checkpoint.weights import dtype_name
-from ..config import EngineConfig
+from ..config import EngineConfig, ParallelConfig
 from ..cpu import library
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
 from .adapters import RankAdapters
 from .device import resolve_device
+from .draft_model import DraftLimits, DraftModel
 from .executor import Capacity
 from .model_runner import ModelRunner
 from .roofline import measure_roofline
@@ -37,7 +41,8 @@ WHOLE_MODEL = Shard()
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
     """A rank that is ready to compute; `shape` is the whole model's. `adapters`: None where none may be loaded.
-    `served`: what the matrices are kept as, where that is known."""
+    `served`: what the matrices are kept as, where that is known. `draft`: what proposes tokens, on the rank that
+    reports results."""
 
     config: EngineConfig
     context: BuildContext
@@ -46,6 +51,7 @@ class LoadedRank:
     runner: ModelRunner
     adapters: RankAdapters | None = None
     served: ServedForms | None = None
+    draft: DraftModel | None = None
 
     @property
     def loaded_adapters(self) -> RankAdapters:
@@ -69,7 +75,8 @@ class LoadedRank:
         lora = 0 if self.config.lora is None else self.config.lora.max_bytes // self.config.parallel.world
         free = _free_memory(self.context.device, neighbours, self.config) - activations - logits - lora
         machine = self._machine() if self.context.device.type == "cpu" else ""
-        sizes = shape.vocab_size, self.context.max_positions, self.attention.block_bytes
+        block_bytes = self.attention.block_bytes + (0 if self.draft is None else self.draft.block_bytes)
+        sizes = shape.vocab_size, self.context.max_positions, block_bytes
         return Capacity(*sizes, max(free, 0), machine)
 
     def _machine(self) -> str:
@@ -110,8 +117,62 @@ def load_rank(
     attention = create_backend(config.attention, spec)
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
     rows = RowStates(context.max_positions, block_size, context.device, {} if adapters is None else adapters)
-    runner = ModelRunner(decoder, attention, rows, context.device)
-    return LoadedRank(config, context, shape, attention, runner, adapters, served)
+    draft = load_draft_model(config, context, shape, rows) if shard.reports_results else None
+    runner = ModelRunner(decoder, attention, rows, context.device, draft)
+    return LoadedRank(config, context, shape, attention, runner, adapters, served, draft)
+
+
+def load_draft_model(
+    config: EngineConfig, target: BuildContext, shape: DecoderShape, rows: RowStates
+) -> DraftModel | None:
+    """Load the whole model that drafts for a target of `shape`, if one does.
+
+    Raises:
+        CheckpointError: as `load_rank`.
+        InvalidArgument: it has another vocabulary.
+    """
+    speculation = config.speculation
+    if speculation is None or speculation.method != "draft_model":
+        return None
+    draft, found = _draft_builder(config)
+    positions = min(target.max_positions, found.max_position)
+    draft = msgspec.structs.replace(draft, max_model_len=positions, device=str(target.device))
+    context = _build_context(draft, found, WHOLE_MODEL, lambda _: None)
+    decoder, own, _, _ = found.build(context)
+    _check_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)
+    sizes = own.heads, own.kv_heads, own.head_dim, config.cache.block_size
+    spec = CacheSpec(own.attention, *sizes, context.dtype, context.device, config.cache.dtype)
+    limits = DraftLimits(positions, own.vocab_size if own.vocab_size < shape.vocab_size else None)
+    return DraftModel(decoder, create_backend(config.attention, spec), rows, limits, speculation.draws)
+
+
+def _draft_builder(config: EngineConfig) -> tuple[EngineConfig, CheckpointBuilder]:
+    """The configuration of the draft model, whose checkpoint is read: what is not said of it is as the target's."""
+    speculation = config.speculation
+    assert speculation is not None
+    checkpoint, quantization = open_checkpoint(speculation.model), str(speculation.quantization or "")
+    if not quantization:
+        is_quantised = checkpoint.gguf is not None or read_quantization(checkpoint.config, checkpoint.where) is not None
+        quantization = "none" if is_quantised else config.quantization
+    draft = msgspec.structs.replace(config, model=speculation.model, quantization=quantization, lora=None)
+    return draft, checkpoint_builder(checkpoint)
+
+
+def _check_vocabulary(config: EngineConfig, draft: str, tokens: int, own_tokens: int) -> None:
+    """Refuse a draft model whose tokens are others than the target's; the last ones of one of them may lack in the
+    other. A checkpoint without a tokenizer is believed if it has as many tokens."""
+    target = locate_checkpoint(config.tokenizer or config.model)
+    try:
+        vocabularies = [read_tokenizer(each)[0].get_vocab() for each in (target, locate_checkpoint(draft))]
+    except NotFound:
+        same = tokens == own_tokens
+    else:
+        both = min(tokens, own_tokens, *map(len, vocabularies))
+        first, second = ({text: at for text, at in each.items() if at < both} for each in vocabularies)
+        same = first == second
+    if not same:
+        message = f"speculative_config: {draft} has another vocabulary than {config.model}"
+        raise InvalidArgument(message, field="speculative_config")
 
 
 def check_rank_config(config: EngineConfig) -> str:
@@ -124,6 +185,12 @@ def check_rank_config(config: EngineConfig) -> str:
     """
     found = checkpoint_builder(open_checkpoint(config.model))
     context = _build_context(msgspec.structs.replace(config, device="cpu"), found, WHOLE_MODEL, lambda _: None)
+    if config.speculation is not None and config.speculation.method == "draft_model":
+        draft, drafts = _draft_builder(config)
+        plain = msgspec.structs.replace(draft, device="cpu", max_model_len=None)
+        drafts.dry_run(_build_context(plain, drafts, WHOLE_MODEL, lambda _: None), ParallelConfig())
+        sizes = (open_checkpoint(each).config.get("vocab_size", 0) for each in (config.model, draft.model))
+        _check_vocabulary(config, draft.model, *sizes)
     return found.dry_run(context, config.parallel)
 
 

@@ -15,6 +15,7 @@ from ..config import LOGITS_PIECE
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder, PendingStep
 from ..step_batch import SampledTokens
+from .draft_model import DraftModel
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
@@ -78,10 +79,18 @@ class ModelRunner:
     """Computes plans strictly in order; for one thread. A step that our kernels compute begins as soon as the step
     before it is computed and its tokens are chosen. Kernels choose those that are sampled from the logits as they are;
     the host chooses the others, and keeps logits that are to be reported, when the caller asks for the step's result.
-    Everything else of the next step is prepared by then."""
+    Everything else of the next step is prepared by then. `draft`: what proposes tokens where plans say so."""
 
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        rows: RowStates,
+        device: torch.device,
+        draft: DraftModel | None = None,
+    ) -> None:
         self.decoder, self._attention, self._rows, self._device = decoder, attention, rows, device
+        self._draft = draft
         self.dictate: Callable[[StepPlan, IntArray], IntArray] | None = None
         """For measurements: the tokens [S] to go on with in place of those [S] that a plan sampled. No step may begin
         before the one before it has a result."""
@@ -91,6 +100,8 @@ class ModelRunner:
         """Make a cache of `blocks` blocks and begin anew: rows refer to the cache they were filled with."""
         self._rows.clear()
         self._attention.allocate(blocks)
+        if self._draft is not None:
+            self._draft.allocate(blocks)
 
     @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
@@ -120,6 +131,9 @@ class ModelRunner:
             if step.error is not None:
                 raise step.error
             self._settle(step)
+            if self._draft is not None and len(step.plan.proposals):
+                result = self._result(step)
+                return result._replace(proposals=self._draft.propose(step.plan, result))
         finally:
             step.drop_masks()
             self._steps.popleft()
@@ -131,6 +145,8 @@ class ModelRunner:
         for step in self._steps:
             step.drop_masks()
         self.decoder.close()
+        if self._draft is not None:
+            self._draft.close()
         self._steps.clear()
 
     def _advance(self) -> None:
@@ -144,6 +160,8 @@ class ModelRunner:
                     if before is not None and (before.context is None or not self._rows.has_room_for(step.plan)):
                         return
                     self._rows.apply_plan(step.plan)
+                    if self._draft is not None:
+                        self._draft.apply_plan(step.plan)
                     step.inputs = self._rows.gather_inputs(step.plan)
                 if before is not None and not before.tokens_follow:
                     return

@@ -90,13 +90,13 @@ class RowStates:
     ) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed. `adapters`: by
         digest, those that plans may name."""
-        self._device, self._block_size, self._known_adapters = device, block_size, adapters
+        self.device, self.block_size, self._known_adapters = device, block_size, adapters
         self._width = (max_tokens + 1, -(-max_tokens // block_size))
         self.clear()
 
     def clear(self) -> None:
-        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int32, device=self._device)
-        self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self._device)
+        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int32, device=self.device)
+        self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self.device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
         self._sampling: SamplingArray = np.zeros(0, dtype=SAMPLING_DTYPE)
         self._processors = LogitsProcessors()
@@ -137,7 +137,7 @@ class RowStates:
         """
         if (last := max(plan.rows.tolist(), default=-1)) >= len(self._blocks):
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
-        batch = StepBatch(plan.rows, plan.starts, plan.counts, self._tokens, self._tables, self._block_size)
+        batch = self.batch(plan.rows, plan.starts, plan.counts)
         ends = plan.starts + plan.counts
         if len(plan.drafts):
             times = (plan.drafts + 1)[plan.samples]
@@ -146,10 +146,7 @@ class RowStates:
         else:
             rows, positions = plan.rows[plan.samples], ends[plan.samples]
         places, selected, scored = self._logits_places(plan, batch)
-        sampling = None
-        if self._drawing:
-            sampling = self._sampling[rows]
-            sampling["position"] = positions
+        sampling = self.sampling_at(rows, positions)
         logprobs = {}
         if self._logprobs:
             logprobs = {at: self._logprobs[row] for at, row in enumerate(rows.tolist()) if row in self._logprobs}
@@ -163,6 +160,27 @@ class RowStates:
         indices, adapters = self._to(places), self._step_adapters(batch) if self._adapters else None
         choice = selected, sampling, processed, logprobs, masked, scored
         return StepInputs(batch, indices, rows, positions, *choice, adapters)
+
+    def batch(self, rows: IntArray, starts: IntArray, counts: IntArray) -> StepBatch:
+        """`counts` tokens of `rows` from `starts` on."""
+        return StepBatch(rows, starts, counts, self._tokens, self._tables, self.block_size)
+
+    def sampling_at(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
+        """How `rows` choose their tokens at `positions`; None: all are greedy."""
+        if not self._drawing:
+            return None
+        sampling: SamplingArray = self._sampling[rows]
+        sampling["position"] = positions
+        return sampling
+
+    def tokens_of(self, row: int, first: int, end: int) -> IntArray:
+        found: IntArray = self._tokens[row, first:end].cpu().numpy()
+        return found
+
+    def blocks_of(self, row: int, first: int, end: int) -> LongArray:
+        """The ids of the row's blocks from number `first` on."""
+        found: LongArray = self._tables[row, first:end].cpu().numpy()
+        return found
 
     def _step_adapters(self, batch: StepBatch) -> StepAdapters | None:
         """The packed places of each adapter's rows."""
@@ -232,11 +250,11 @@ class RowStates:
 
     def store_tokens(self, rows: IntArray, positions: IntArray | LongArray, tokens: Tensor) -> None:
         """Store `tokens` [S], chosen here or by another rank, at `positions` [S] of `rows` [S]."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._tokens.numpy()[rows, positions] = tokens.numpy()
         else:
             at = (self._to(column.astype(np.int64)) for column in (rows, positions))
-            self._tokens[tuple(at)] = tokens.to(self._device, torch.int32)
+            self._tokens[tuple(at)] = tokens.to(self.device, torch.int32)
 
     def _enter(self, sequence: NewSequence) -> None:
         row, asked = sequence.row, sequence.sampling
@@ -271,7 +289,7 @@ class RowStates:
         self._scoring.pop(row, None)
 
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
-        return to_device(column, self._device)
+        return to_device(column, self.device)
 
 
 def _occurrence(rows: LongArray) -> LongArray:

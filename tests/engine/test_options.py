@@ -132,7 +132,13 @@ def test_adapters_are_taken_only_where_they_are_enabled() -> None:
         ("[]", "it must be an object"),
         ("{}", "method must be one of ngram"),
         ('{"method": "eagle3"}', "method must be one of ngram"),
-        ('{"method": "ngram", "model": "draft"}', "model is not served: no model drafts"),
+        ('{"method": "ngram", "model": "draft"}', "it is wrong: no model drafts with the method ngram"),
+        ('{"method": "draft_model"}', "it is wrong: model is missing: draft_model needs a checkpoint"),
+        (
+            '{"method": "draft_model", "model": "d", "draft_tensor_parallel_size": 2}',
+            "draft_tensor_parallel_size must be 1",
+        ),
+        ('{"method": "draft_model", "model": "d", "parallel_drafting": true}', "parallel_drafting is not served"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be an integer >= 1"),
         ('{"method": "ngram", "num_tokens": 3}', "num_tokens is unknown"),
         (

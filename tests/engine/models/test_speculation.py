@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
-from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.drafters.ngram import NgramDrafter
+from charonia.engine.drafters.proposed import ProposedDrafts
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
@@ -20,6 +21,8 @@ from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 
 VOCABULARY, BLOCK, NEW, MOST = 384, 16, 32, 5
 LENGTHS = (1, 7, 16, 31, 40, 64, 65, 90)
+ALIKE = (30,) * 9
+"""All of them get somewhere, and then lack blocks at once."""
 
 SAMPLINGS = {
     "greedy": SamplerParams(),
@@ -53,20 +56,28 @@ class HalfRight:
 class Model:
     """An executor with its model, whose requests are all of one sampling."""
 
-    def __init__(self, checkpoint: Path, **config: str) -> None:
+    def __init__(self, checkpoint: Path, **config: object) -> None:
         cache = CacheConfig(block_size=BLOCK)
+        self.has_draft = "speculation" in config
         self.executor = InlineExecutor(EngineConfig(model=str(checkpoint), device="cpu", cache=cache, **config))  # type: ignore[arg-type]
         self.executor.load(lambda phase, fraction: None)
 
     def run(
-        self, sampling: SamplerParams, drafter: Drafter | None = None, tight: bool = False, **scheduling: int
+        self,
+        sampling: SamplerParams,
+        drafter: Drafter | None = None,
+        tight: bool = False,
+        lengths: Sequence[int] = LENGTHS,
+        **scheduling: int,
     ) -> tuple[LoopResult, list[StepPlan], Speculation | None]:
-        asked, plans = prompts(), list[StepPlan]()
+        asked, plans = prompts(lengths), list[StepPlan]()
         blocks = 24 if tight else 100
         cache = KVCacheManager(blocks, BLOCK)
         config = SchedulerConfig(max_num_seqs=8, max_model_len=128, **scheduling)  # type: ignore[arg-type]
         self.executor.allocate(blocks)
-        speculation = None if drafter is None else Speculation(drafter, MOST, VOCABULARY)
+        speculation = None
+        if drafter is not None:
+            speculation = Speculation(drafter, MOST, VOCABULARY, draft_model=self.has_draft)
         scheduler = Scheduler(config, cache, speculation=speculation)
         requests = [
             SequenceRequest(
@@ -84,16 +95,16 @@ class Model:
         return outcome, plans, speculation
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     random = Random(11)
-    return [[random.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    return [[random.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Model]]:
     made: dict[str, Model] = {}
 
-    def make(name: str = "llama", **config: str) -> Model:
+    def make(name: str = "llama", **config: object) -> Model:
         key = f"{name} {config}"
         if key not in made:
             made[key] = Model(checkpoint(name), **config)
@@ -104,10 +115,13 @@ def models(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Model]]:
         model.executor.close()
 
 
-def assert_the_same(model: Model, sampling: SamplerParams, tight: bool = False, **scheduling: int) -> None:
-    plain, _, _ = model.run(sampling)
-    answers = [(prompt, plain.tokens[key]) for key, prompt in enumerate(prompts())]
-    outcome, plans, speculation = model.run(sampling, HalfRight(answers), tight, **scheduling)
+def assert_the_same(
+    model: Model, sampling: SamplerParams, tight: bool = False, lengths: Sequence[int] = LENGTHS, **scheduling: int
+) -> None:
+    plain, _, _ = model.run(sampling, lengths=lengths)
+    answers = [(prompt, plain.tokens[key]) for key, prompt in enumerate(prompts(lengths))]
+    drafter = ProposedDrafts() if model.has_draft else HalfRight(answers)
+    outcome, plans, speculation = model.run(sampling, drafter, tight, lengths, **scheduling)
     assert outcome.tokens == plain.tokens
     assert outcome.finished == plain.finished
     assert outcome.logprobs.keys() == plain.logprobs.keys()
@@ -118,7 +132,7 @@ def assert_the_same(model: Model, sampling: SamplerParams, tight: bool = False, 
     totals = speculation.totals
     assert totals.draft_tokens > totals.accepted_tokens > 20, "nothing was right, or nothing was wrong"
     assert sum(totals.accepted_by_place) == totals.accepted_tokens
-    assert (sum(len(plan.new) for plan in plans) > len(LENGTHS)) == tight
+    assert (sum(len(plan.new) for plan in plans) > len(lengths)) == tight
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -165,3 +179,51 @@ def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Mode
     assert speculation is not None
     assert speculation.totals.accepted_tokens > 0
     assert len(fewer) <= len(steps)
+
+
+@pytest.fixture
+def half_right(checkpoint: Callable[..., Path]) -> SpeculationConfig:
+    """A draft model that is the model itself with four bits: it agrees often enough, and not always."""
+    return SpeculationConfig(method="draft_model", model=str(checkpoint("llama")), quantization="int4")
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "drawn", "filtered", "log-probabilities"])
+def test_a_draft_model_changes_no_text(
+    sampling: str, models: Callable[..., Model], half_right: SpeculationConfig
+) -> None:
+    assert_the_same(models(speculation=half_right), SAMPLINGS[sampling])
+
+
+@pytest.mark.parametrize(
+    ("tight", "scheduling"),
+    [
+        (False, {"max_num_batched_tokens": 23}),
+        (True, {}),
+        (True, {"ahead": 1}),
+        (False, {"ahead": 2, "in_flight_per_sequence": 1}),
+    ],
+    ids=["chunks", "preempted", "ahead and preempted", "as in a pipeline"],
+)
+def test_a_draft_model_changes_no_text_whatever_the_scheduler_does(
+    tight: bool, scheduling: dict[str, int], models: Callable[..., Model], half_right: SpeculationConfig
+) -> None:
+    assert_the_same(
+        models(speculation=half_right), SAMPLINGS["greedy"], tight, ALIKE if tight else LENGTHS, **scheduling
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"attention": "reference"}], ids=["programs", "torch"])
+@pytest.mark.parametrize("tight", [False, True], ids=["", "preempted"])
+def test_a_draft_model_that_is_the_model_itself_is_always_right(
+    tight: bool, config: dict[str, str], models: Callable[..., Model], checkpoint: Callable[..., Path]
+) -> None:
+    """So its cache has what it should: after chunks, drafts, preemptions, prefix hits and steps without proposals."""
+    itself = SpeculationConfig(method="draft_model", model=str(checkpoint("llama")))
+    model = models(speculation=itself, **config)
+    _, plans, speculation = model.run(
+        SAMPLINGS["greedy"], ProposedDrafts(), tight, ALIKE, max_num_batched_tokens=512 if tight else 40
+    )
+    assert speculation is not None
+    totals = speculation.totals
+    assert totals.accepted_tokens == totals.draft_tokens > 100
+    assert (sum(len(plan.new) for plan in plans) > len(ALIKE)) == tight

@@ -1,22 +1,25 @@
 """What bounds decoding: bytes a token, counted against a real checkpoint, and the memory's speed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from msgspec.structs import replace as replace_fields
 from safetensors import safe_open
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import ExpertsSpec
-from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.cpu import library
 from charonia.engine.options import EngineOptions
-from charonia.engine.worker.loaded_rank import load_rank
+from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
 from charonia.engine.worker.roofline import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
+DRAFT = Path(__file__).parents[3] / "examples/draft"
 
 
 def test_the_matrices_of_a_checkpoint_are_counted_once() -> None:
@@ -90,3 +93,29 @@ def test_the_bound_is_said() -> None:
 
 def test_memory_has_a_speed() -> None:
     assert 1e8 < read_bandwidth() < 1e13
+
+
+def test_a_block_of_the_cache_has_the_draft_models_part_too() -> None:
+    alone = EngineConfig(model=str(DEMO), device="cpu")
+    drafted = replace_fields(alone, speculation=SpeculationConfig(method="draft_model", model=str(DRAFT)))
+    ranks = [load_rank(config) for config in (alone, drafted)]
+    plain, both = (rank.capacity().block_bytes for rank in ranks)
+    assert both - plain == 2 * 2 * 16 * 2 * 32 * 2, "keys and values of two layers, in bfloat16"
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    for file in DRAFT.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tokenizer = json.loads((DRAFT / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    other = SpeculationConfig(method="draft_model", model=str(tmp_path))
+    config = EngineConfig(model=str(DEMO), device="cpu", speculation=other)
+    for load in (load_rank, check_rank_config):
+        with pytest.raises(InvalidArgument, match=f"{other.model} has another vocabulary than {DEMO}") as refusal:
+            load(config)
+        assert refusal.value.field == "speculative_config"

@@ -1,0 +1,13 @@
+"""Drafts that a model computed in the executor, beside the target's steps: `engine/worker/draft_model.py`."""
+
+from collections.abc import Sequence
+
+from ...scheduler.speculation import DraftRequest
+
+
+class ProposedDrafts:
+    """Takes the proposals that came with the last steps' results."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
+        """See `Drafter.propose`."""
+        return [request.proposed[: request.k] for request in requests]
