@@ -15,6 +15,9 @@ def main() -> None:
         from .processes import gc_tuning
 
         gc_tuning.collect_less_often()
+        from .engine.core.prepared_core import prepare_core
+
+        prepare_core(sys.argv[1:])
         from .cli.app import app
 
         status = app()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..core.cancellation import wait_for_first
 from ..core.request_context import RequestContext
 from ..processes import gc_tuning
+from ..processes.child_process import drop_prepared_children
 from ..processes.host import raise_open_file_limit
 from ..processes.scratch import remove_abandoned_scratch
 from ..repository.gateway import InProcessGateway
@@ -88,12 +89,14 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
             servers = await _make_servers(plan, gateway, ports, (gateway.measurements, lag.measure))
             async with servers.metrics():
                 await servers.start()
+                gc_tuning.freeze_imports()
                 gateway.lifecycle.load_concurrently()
                 await wait_for_first(asyncio.shield(loading), servers.ended())
                 if not await loading:
                     await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
                     return 0 if stop.stop_requested.is_set() else 1
-                gc_tuning.collect_and_freeze()
+                drop_prepared_children()
+                gc_tuning.collect_and_freeze(frozen_too=False)
                 sys.setswitchinterval(_TURN_SECONDS)
                 servers.start_batches()
                 servers.print_addresses()

@@ -5,6 +5,7 @@ function of ours in this interpreter. A child of ours leaves SIGINT and SIGTERM 
 """
 
 import atexit
+import io
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
@@ -131,17 +133,70 @@ def python_child(
 ) -> ChildProcess:
     """Run `target(*arguments)` in a new interpreter, whose process `ps` shows as `name` (15 characters at most). Target
     and arguments are pickled. The child inherits the descriptors of `Connection`s among the arguments and, under their
-    numbers here, those in `inherited`. It ignores SIGINT and SIGTERM and ends as soon as this process does. Raises
-    `OSError` if the process cannot be started."""
+    numbers here, those in `inherited`. It ignores SIGINT and SIGTERM and ends as soon as this process does. A child
+    that was prepared under this name runs it, if it need inherit nothing. Raises `OSError` if the process cannot be
+    started."""
+    call = io.BytesIO()
+    pickler = _ArgumentPickler(call)
+    pickler.dump((target, arguments))
+    descriptors = (*pickler.descriptors, *inherited)
+    if not descriptors and name in _prepared:
+        child, pipe = _prepared.pop(name)
+        try:
+            with pipe:
+                pipe.write(call.getbuffer())
+            return child
+        except BrokenPipeError:
+            child.close()
     with open(anonymous_file("charonia-arguments"), "w+b") as file:
-        pickle.dump(sys.path, file)
-        pickler = _ArgumentPickler(file)
-        pickler.dump((target, arguments))
+        _write_start(file)
+        file.write(call.getbuffer())
         file.flush()
         file.seek(0)
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        program = [sys.executable, *flags, "-P", "-c", _PROGRAM, name, str(os.getpid()), str(file.fileno())]
-        return ChildProcess(program, (file.fileno(), *pickler.descriptors, *inherited))
+        return _start_interpreter(name, file.fileno(), descriptors)
+
+
+_prepared: dict[str, tuple[ChildProcess, IO[bytes]]] = {}
+"""Children that wait for a call, by name, and where it is written."""
+
+
+def prepare_child(name: str, module: str, function: str) -> None:
+    """Start the interpreter of the next `python_child` called `name`, before it is known what that is to run. It calls
+    `function` of `module`, which imports what takes long, and waits. Its environment is that of now. Raises `OSError`
+    if the process cannot be started."""
+    reader, writer = os.pipe()
+    pipe = open(writer, "wb")  # noqa: SIM115
+    try:
+        _prepared[name] = _start_interpreter(name, reader), pipe
+        _write_start(pipe, (module, function))
+        pipe.flush()
+    except BaseException:
+        pipe.close()
+        raise
+    finally:
+        os.close(reader)
+
+
+def drop_prepared_children() -> None:
+    """End those that no `python_child` has taken."""
+    while _prepared:
+        _, (child, pipe) = _prepared.popitem()
+        child.kill()
+        with suppress(BrokenPipeError):
+            pipe.close()
+        child.close()
+
+
+def _write_start(file: IO[bytes], prelude: tuple[str, str] | None = None) -> None:
+    """What a child reads before its call."""
+    pickle.dump(sys.path, file)
+    pickle.dump(prelude, file)
+
+
+def _start_interpreter(name: str, file: int, inherited: Sequence[int] = ()) -> ChildProcess:
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    program = [sys.executable, *flags, "-P", "-c", _PROGRAM, name, str(os.getpid()), str(file)]
+    return ChildProcess(program, (file, *inherited))
 
 
 def anonymous_file(name: str) -> int:
@@ -167,7 +222,7 @@ class _ArgumentPickler(pickle.Pickler):
 
 
 def run_target(name: str, parent: int, file: IO[bytes]) -> None:
-    """In the child: run what `python_child` of the process `parent` wrote into `file`."""
+    """In the child: run what `python_child` or `prepare_child` of the process `parent` wrote into `file`."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -175,7 +230,14 @@ def run_target(name: str, parent: int, file: IO[bytes]) -> None:
     collect_less_often()
     threading.Thread(target=_end_with_parent, args=(parent,), name="parent", daemon=True).start()
     with file:
-        target, arguments = pickle.load(file)
+        if prelude := pickle.load(file):
+            module, function = prelude
+            with suppress(Exception):  # the call meets it again, and says so
+                getattr(import_module(module), function)()
+        try:
+            target, arguments = pickle.load(file)
+        except EOFError:  # it is not needed
+            return
     target(*arguments)
 
 

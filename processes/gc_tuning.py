@@ -18,10 +18,16 @@ def collect_less_often() -> None:
     gc.set_threshold(*_THRESHOLDS)
 
 
-def collect_and_freeze() -> None:
+def freeze_imports() -> None:
+    """Called when a process has imported what it needs: to walk over all that takes a tenth of a second."""
+    gc.freeze()
+
+
+def collect_and_freeze(*, frozen_too: bool = True) -> None:
     """Called when a process begins to serve, and after a large change: free every unreachable cycle, those among frozen
-    objects too, and leave the others alone from now on."""
-    gc.unfreeze()
+    objects too unless it is said otherwise, and leave the others alone from now on."""
+    if frozen_too:
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 

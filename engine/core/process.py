@@ -68,8 +68,7 @@ def main(config: EngineConfig, directory: str) -> None:
 def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
     progress = LoadProgress(sockets)
     progress.report("libraries", 0.0)
-    for name in _SHAPE_CACHES:
-        os.environ.setdefault(name, _SHAPES)
+    _keep_few_shapes()
     executor = build_executor(config)  # imports torch where it needs it
     progress.report("libraries", 1.0)
     try:
@@ -83,6 +82,19 @@ def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
         core.close()
     finally:
         executor.close()
+
+
+def import_libraries() -> None:
+    """Import what one rank computes with, in a process that is prepared for `main`: torch takes a second."""
+    _keep_few_shapes()
+    from ..worker.inline_executor import InlineExecutor  # noqa: F401
+
+    gc_tuning.freeze_imports()
+
+
+def _keep_few_shapes() -> None:
+    for name in _SHAPE_CACHES:
+        os.environ.setdefault(name, _SHAPES)
 
 
 class LoadProgress:
@@ -118,7 +130,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
     progress.report("warm-up", 0.0)
     core.warm_up()
-    gc_tuning.collect_and_freeze()
+    gc_tuning.collect_and_freeze(frozen_too=False)
     progress.report("warm-up", 1.0)
     here = capacity.machine and config.parallel.backend == "mp"
     cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0

@@ -35,6 +35,7 @@ from ..core.messages import (
     Shutdown,
     ToCore,
 )
+from ..core.prepared_core import CORE_NAME
 from ..core.process import main
 from ..core.sockets import CoreEndpoints
 
@@ -249,7 +250,7 @@ class CoreProcess:
                 socket.set_hwm(0)
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.bind(endpoint)
-            self._process = python_child("charonia-core", main, config, directory)
+            self._process = python_child(CORE_NAME, main, config, directory)
             self._resources = resources.pop_all()
         atexit.register(self._resources.close)
         self._loop.add_reader(self._inbox.FD, self._receive_all)

@@ -20,6 +20,7 @@ from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.frontend.core_supervisor import CoreProcess
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.local_ranks import LocalRanks
+from charonia.processes import child_process
 from charonia.processes.child_process import ChildProcess, RestartBackoff, anonymous_file, python_child
 
 BROKEN = """
@@ -219,3 +220,31 @@ def test_each_loss_doubles_the_delay_up_to_the_longest() -> None:
 def test_it_never_ends() -> None:
     backoff = RestartBackoff(0.1, 30.0, stable=5.0)
     assert [backoff.next_delay() for _ in range(5000)][-1] == 30.0
+
+
+def test_a_prepared_child_runs_the_next_call_of_its_name_and_one_without_a_call_ends() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    child_process.prepare_child("prepared", __name__, "prelude")
+    child_process.prepare_child("idle", __name__, "no such function")
+    other, child = python_child("t", os._exit, 8), python_child("prepared", tell)
+    assert (other.close(60.0), child.close(60.0)) == (8, 9)
+    child_process.drop_prepared_children()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_prepared_child_that_died_is_replaced() -> None:
+    child_process.prepare_child("prepared", "os", "abort")
+    prepared, _ = child_process._prepared["prepared"]
+    prepared.wait(60.0)
+    assert python_child("prepared", os._exit, 7).close(60.0) == 7
+
+
+_seen: list[str] = []
+
+
+def prelude() -> None:
+    _seen.append("prelude")
+
+
+def tell() -> None:
+    os._exit(9 if _seen else 1)

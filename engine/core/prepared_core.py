@@ -1,0 +1,37 @@
+"""The process of an engine core, started before the server knows that it will need one.
+
+Half of a server's start is the core's import of torch, and the other half, until the core is told what to load, is the
+server's own imports: so they go on side by side. Imports nothing that takes long.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.gguf_files import GGUF_SUFFIX
+from ...processes.child_process import prepare_child
+
+CORE_NAME = "charonia-core"
+"""The name of the process."""
+
+_PROCESS = f"{__package__}.process"
+_OTHERWISE = (
+    *("-h", "--help", "--backend", "--download-dir", "--executor", "--distributed-executor-backend"),
+    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+)
+"""Flags of a server that needs no such process, or one with another environment."""
+
+
+def prepare_core(arguments: Sequence[str]) -> None:
+    """Start a core if `arguments`, a command line, will probably serve a checkpoint that is computed in one process by
+    our own engine. It takes the first load; if there is none it must be dropped: `drop_prepared_children`."""
+    match arguments:
+        case ["serve", model, *flags] if not model.startswith("-"):
+            named = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+            if _may_be_checkpoint(Path(model)) and named.isdisjoint(_OTHERWISE):
+                prepare_child(CORE_NAME, _PROCESS, "import_libraries")
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "config.json").is_file() or any(path.glob(f"*{GGUF_SUFFIX}"))
+    return path.suffix == GGUF_SUFFIX or not path.exists()
