@@ -5,12 +5,14 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from charonia.processes.host import usable_cores
 
@@ -24,9 +26,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Here many processes share few cores: an idle thread that spins takes one from those that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A test that starts a server starts two processes: they read our compiled code, even where Python was told to leave
-# none behind.
+# Each worker reads all tests, and each server starts processes: they read compiled code, even where Python was told to
+# leave none behind.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# A client reads the certificates of all the world's authorities when it is made, which takes longer than most requests;
+# here all is on the loopback, and what needs a certificate names it.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 # Nothing that thousands of tests are made of is garbage: no round of the collector is to look for it.
 gc.disable()
@@ -42,6 +50,27 @@ LONG_ONES = (
     "tests/test_packaging.py",
 )
 """They begin first, so that the workers end together."""
+
+SERVERS = {
+    "demo": "docs/test_examples e2e/test_ask e2e/test_demo e2e/test_structured_outputs",
+    "server": "e2e/test_access e2e/test_adapters e2e/test_anthropic e2e/test_batches e2e/test_chat_tools"
+    " e2e/test_generate e2e/test_grpc e2e/test_life e2e/test_metrics e2e/test_openai e2e/test_proofs",
+}
+"""Files whose tests share a session's fixture are run by one worker, which alone starts what it yields."""
+
+
+class SharedServerScheduling(LoadFileScheduling):
+    """Gives a worker a file's tests at a time, or those of all files that share a server."""
+
+    _SHARED = {f"tests/{file}.py": server for server, files in SERVERS.items() for file in files.split()}
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return self._SHARED.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return SharedServerScheduling(config, log)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -100,3 +129,15 @@ def sibling(root: Path) -> Callable[[str], ModuleType]:
 def making(sibling: Callable[[str], ModuleType]) -> ModuleType:
     """tests/checkpoints.py"""
     return sibling("checkpoints.py")
+
+
+@pytest.fixture(scope="session")
+def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The server that `make serve` starts, which writes files and all metrics; tests leave it serving."""
+    flags = ["--model-repository", str(root / "examples" / "model_repository")]
+    flags += ["--metrics-names", "vllm", "--log-format", "json"]
+    flags += ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
+    flags += ["--files-dir", str(tmp_path_factory.mktemp("files"))]
+    with sibling("e2e/serving.py").serving(tmp_path_factory.mktemp("d") / "t", *flags) as server:
+        yield server
+        assert server.stop() == 0, server.said

@@ -1,10 +1,9 @@
-"""The pages of docs/, taken apart, and the server that `make serve` starts."""
+"""The pages of docs/, taken apart."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -70,15 +69,3 @@ def _codes() -> Callable[[str], list[str]]:
 def page(root: Path) -> Callable[[str], Page]:
     """`page("clients.md")`"""
     return lambda name: Page(root / "docs" / name)
-
-
-@pytest.fixture(scope="session")
-def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    serving = sibling("e2e/serving.py").serving
-    models = root / "examples" / "model_repository"
-    flags = ["--model-repository", str(models), "--metrics-names", "vllm", "--log-format", "json"]
-    flags += ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
-    flags += ["--files-dir", str(tmp_path_factory.mktemp("files"))]
-    with serving(tmp_path_factory.mktemp("s") / "t", *flags) as server:
-        assert server.url
-        yield server

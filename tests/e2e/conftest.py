@@ -86,11 +86,3 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path, loras: Pa
         yield running
         assert running.stop() == 0, running.said
         assert list(running.scratch.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Server]:
-    """The server that `make serve` starts, with the demo model alone."""
-    flags = ("--model-repository", str(root / "examples/model_repository"), "--model-control-mode", "explicit")
-    with serving(tmp_path_factory.mktemp("d") / "t", *flags, "--load-model", "demo") as running:
-        yield running

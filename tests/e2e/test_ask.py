@@ -3,7 +3,6 @@
 import json
 import queue
 import re
-from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import openai
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from .serving import Server, serving
+from .serving import Server
 
 SIZE = 3e6
 QUESTION = "How do I turn a JSON string into Python objects?"
@@ -45,18 +44,9 @@ def code(examples: Path) -> dict[str, ModuleType]:
     return made
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, examples: Path) -> Iterator[Server]:
-    """The server that `make serve` starts."""
-    models = examples / "model_repository"
-    with serving(tmp_path_factory.mktemp("a") / "t", "--model-repository", str(models)) as running:
-        yield running
-        assert running.stop() == 0, running.said
-
-
-def ask(server: Server, question: str, **settings: Any) -> dict[str, Any]:
+def ask(demo: Server, question: str, **settings: Any) -> dict[str, Any]:
     body = {"text_input": question, **settings}
-    answer = httpx.post(f"{server.url}/v2/models/ask/generate", json=body, timeout=60)
+    answer = httpx.post(f"{demo.url}/v2/models/ask/generate", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -92,11 +82,11 @@ def test_citations_are_of_sources(code: dict[str, ModuleType], size: int) -> Non
     assert shown + citations.end() == "As [2] says, x[3] = y,\n[1] and [17\n\n[1] one\n[2] two"
 
 
-def test_the_right_passage_comes_first(server: Server, held_out: dict[str, dict[str, str]]) -> None:
+def test_the_right_passage_comes_first(demo: Server, held_out: dict[str, dict[str, str]]) -> None:
     assert len(held_out["committed"]) == 10
     right = 0
     for question, title in held_out["committed"].items():
-        answer = ask(server, question, max_tokens=4)
+        answer = ask(demo, question, max_tokens=4)
         text, sources = answer["text_output"], answer["sources"]
         cited = [int(number) for number in re.findall(r"\s\[(\d+)\]", text)]
         listed = re.findall(r"^\[(\d+)\] (.*)$", text, re.MULTILINE)
@@ -107,17 +97,17 @@ def test_the_right_passage_comes_first(server: Server, held_out: dict[str, dict[
     assert right >= 8
 
 
-def test_every_protocol_streams_the_same_text(server: Server) -> None:
-    whole = ask(server, QUESTION, **DRAWN)
-    assert ask(server, QUESTION, **{**DRAWN, "seed": 6})["text_output"] != whole["text_output"]
+def test_every_protocol_streams_the_same_text(demo: Server) -> None:
+    whole = ask(demo, QUESTION, **DRAWN)
+    assert ask(demo, QUESTION, **{**DRAWN, "seed": 6})["text_output"] != whole["text_output"]
     body = {"text_input": QUESTION, **DRAWN}
-    with httpx.stream("POST", f"{server.url}/v2/models/ask/generate_stream", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{demo.url}/v2/models/ask/generate_stream", json=body, timeout=60) as response:
         events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
     assert len(events) > DRAWN["max_tokens"] // 3
     assert "".join(event["text_output"] for event in events) == whole["text_output"]
     assert events[-1]["sources"] == whole["sources"]
-    assert over_grpc(server) == whole["text_output"]
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    assert over_grpc(demo) == whole["text_output"]
+    client = openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none")
     chunks = list(client.chat.completions.create(**chat(QUESTION), stream=True, **DRAWN))
     assert len(chunks) > DRAWN["max_tokens"] // 3
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -132,13 +122,13 @@ def chat(question: str) -> dict[str, Any]:
     return {"model": "ask", "messages": [{"role": "user", "content": question}]}
 
 
-def over_grpc(server: Server) -> str:
+def over_grpc(demo: Server) -> str:
     inputs = [triton_grpc.InferInput("text_input", [1], "BYTES"), triton_grpc.InferInput("stream", [1], "BOOL")]
     inputs[0].set_data_from_numpy(np.array([QUESTION.encode()], np.object_))
     inputs[1].set_data_from_numpy(np.array([True]))
     heard: queue.Queue[tuple[Any, Any]] = queue.Queue()
     said = b""
-    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
+    with triton_grpc.InferenceServerClient(demo.grpc_address) as client:
         client.start_stream(lambda result, error: heard.put((result, error)))
         client.async_stream_infer("ask", inputs, parameters=DRAWN, enable_empty_final_response=True)
         while True:
@@ -152,18 +142,20 @@ def over_grpc(server: Server) -> str:
     return said.decode()
 
 
-def test_leaving_ends_what_the_demo_model_writes(server: Server) -> None:
+def test_leaving_ends_what_the_demo_model_writes(demo: Server) -> None:
     body = {"text_input": QUESTION, "max_tokens": 700, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v2/models/ask/generate_stream", json=body, timeout=60) as response:
-        lines = response.iter_lines()
-        assert [next(lines) for _ in range(4)]
+    cancelled = 'requests_total{model="demo".*outcome="cancelled"'
 
     def metric(name: str) -> float:
-        found = re.search(rf"^charonia_{name}.*\}} (\S+)$", httpx.get(server.metrics_url).text, re.MULTILINE)
+        found = re.search(rf"^charonia_{name}.*\}} (\S+)$", httpx.get(demo.metrics_url).text, re.MULTILINE)
         return float(found[1]) if found else 0
 
-    server.until(lambda: metric('requests_total{model="demo".*outcome="cancelled"') == 1)
-    server.until(lambda: metric('requests_running{model="demo"') == 0)
+    before = metric(cancelled)
+    with httpx.stream("POST", f"{demo.url}/v2/models/ask/generate_stream", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert [next(lines) for _ in range(4)]
+    demo.until(lambda: metric(cancelled) == before + 1)
+    demo.until(lambda: metric('requests_running{model="demo"') == 0)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +166,7 @@ def test_leaving_ends_what_the_demo_model_writes(server: Server) -> None:
         ({"text_input": QUESTION, "max_tokens": -1}, "max_tokens"),
     ],
 )
-def test_what_is_wrong_is_named(server: Server, body: dict[str, Any], field: str) -> None:
-    answer = httpx.post(f"{server.url}/v2/models/ask/generate", json=body, timeout=60)
+def test_what_is_wrong_is_named(demo: Server, body: dict[str, Any], field: str) -> None:
+    answer = httpx.post(f"{demo.url}/v2/models/ask/generate", json=body, timeout=60)
     assert answer.status_code == 400, answer.text
     assert field in answer.json()["error"]

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
@@ -145,15 +145,31 @@ def test_sigterm_lets_running_requests_finish(serve: Any, tokenizer_only: Path, 
 
 
 def test_a_second_signal_forces(serve: Any, tokenizer_only: Path) -> None:
-    with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.2") as server, ExitStack() as stack:
-        lines = stack.enter_context(stream(server))
+    """Whatever streams: a response of HTTP, or gRPC's."""
+    with (
+        serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.2") as server,
+        triton.InferenceServerClient(server.grpc_address) as client,
+        stream(server) as lines,
+    ):
         next(lines)
+        heard = stream_over_grpc(client)
+        heard.get(timeout=60)
         cores = server.cores()
         server.process.send_signal(signal.SIGTERM)
         server.until(lambda: server.status("/v2/health/ready") == 503)
         assert server.stop(signal.SIGINT) == 0
         assert list(lines)[-1] == 'data: {"error":"Server exiting"}'
+        assert "Traceback" not in server.said
         assert_nothing_left(server, cores)
+
+
+def stream_over_grpc(client: Any) -> SimpleQueue[Any]:
+    """What a stream of `m` hears, in order: answers and errors."""
+    heard = SimpleQueue[Any]()
+    client.start_stream(lambda result, error: heard.put(error or result))
+    tensors = given(triton, "input_ids", np.ones(1, np.int32)), given(triton, "stream", np.ones(1, bool))
+    client.async_stream_infer("m", [*tensors], parameters={"max_tokens": 200})
+    return heard
 
 
 def test_the_exit_timeout_ends_what_runs_with_an_error(
@@ -178,10 +194,7 @@ def test_the_exit_timeout_ends_what_runs_with_an_error(
         stream(server) as lines,
     ):
         next(lines)
-        cores, heard = server.cores(), SimpleQueue[Any]()
-        client.start_stream(lambda result, error: heard.put(error or result))
-        tensors = given(triton, "input_ids", np.ones(1, np.int32)), given(triton, "stream", np.ones(1, bool))
-        client.async_stream_infer("m", [*tensors], parameters={"max_tokens": 200})
+        cores, heard = server.cores(), stream_over_grpc(client)
         heard.get(timeout=60)
         asked = [threads.submit(call) for call in calls]
         server.until(lambda: 'charonia_requests_running{model="m",version="1"} 5' in httpx.get(server.metrics_url).text)

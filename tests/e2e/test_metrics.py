@@ -52,9 +52,9 @@ def scrape_when(server: Any, holds: Callable[[Scrape], bool]) -> Scrape:
     return scrape(server)
 
 
-def generate(server: Any, first: int, prompt: int, max_tokens: int, **more: Any) -> httpx.Response:
+def generate(server: Any, first: int, prompt: int, max_tokens: int, model: str = "m", **more: Any) -> httpx.Response:
     body = {"input_ids": list(range(first, first + prompt)), "max_tokens": max_tokens, **more}
-    return httpx.post(f"{server.url}/v2/models/m/generate", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v2/models/{model}/generate", json=body, timeout=60)
 
 
 def leave(server: Any, body: Any) -> None:
@@ -63,13 +63,13 @@ def leave(server: Any, body: Any) -> None:
         next(line for line in response.iter_lines() if line)
 
 
-def requests(seen: Scrape, outcome: str) -> float:
-    chosen = [
+def requests(seen: Scrape, **labels: str) -> float:
+    """How many ended with these labels, whatever the others."""
+    return sum(
         value
-        for (name, labels), value in seen.samples.items()
-        if name == "charonia_requests_total" and ("outcome", outcome) in labels
-    ]
-    return sum(chosen)
+        for (name, own), value in seen.samples.items()
+        if name == "charonia_requests_total" and labels.items() <= {*own}
+    )
 
 
 def test_counts_after_known_traffic(serve: Any, tokenizer_only: Path) -> None:
@@ -80,7 +80,7 @@ def test_counts_after_known_traffic(serve: Any, tokenizer_only: Path) -> None:
         assert generate(server, 380, prompt=9, max_tokens=1).status_code == 400
         assert generate(server, 1, prompt=1, max_tokens=1, bogus=1).status_code == 400
         leave(server, {"input_ids": [200], "max_tokens": 150})
-        seen = scrape_when(server, lambda seen: requests(seen, "cancelled") == 1)
+        seen = scrape_when(server, lambda seen: requests(seen, outcome="cancelled") == 1)
         assert_requests(seen)
         assert_tokens(seen)
         assert_histograms(seen)
@@ -90,7 +90,8 @@ def test_counts_after_known_traffic(serve: Any, tokenizer_only: Path) -> None:
 
 
 def assert_requests(seen: Scrape) -> None:
-    outcomes = {outcome: requests(seen, outcome) for outcome in ("length", "stop", "cancelled", "rejected", "error")}
+    ends = ("length", "stop", "cancelled", "rejected", "error")
+    outcomes = {end: requests(seen, outcome=end) for end in ends}
     assert outcomes == {"length": 2, "stop": 1, "cancelled": 1, "rejected": 2, "error": 0}
     assert seen("charonia_requests_total", outcome="rejected", reason="invalid_argument") == 2
     assert seen("nv_inference_request_success") == seen("nv_inference_count") == 3
@@ -139,31 +140,37 @@ def assert_one_record_each(said: str) -> None:
     assert "ttft_ms=" in stopped
 
 
-def test_a_full_queue_shows(serve: Any, tokenizer_only: Path) -> None:
-    flags = [*FLAGS, "--fake-step-seconds", "0.05", "--max-num-seqs", "1", "--max-queued-requests", "1"]
-    with serve(str(tokenizer_only), *flags) as server, ExitStack() as stack:
+def test_a_full_queue_shows(server: Any) -> None:
+    slow = {"model": "slow"}
+    full = {**slow, "outcome": "rejected", "reason": "queue_full_requests"}
+    before = scrape_when(server, lambda seen: seen("charonia_requests_running", **slow) == 0)
+
+    def more(seen: Scrape, name: str, **labels: str) -> float:
+        return seen(name, **slow, **labels) - before(name, **slow, **labels)
+
+    with ExitStack() as stack:
         stack.enter_context(asking(server))
-        scrape_when(server, lambda seen: seen("charonia_requests_running") == 1)
+        scrape_when(server, lambda seen: seen("charonia_requests_running", **slow) == 1)
         stack.enter_context(asking(server))
-        seen = scrape_when(server, lambda seen: seen("charonia_requests_waiting", **{"class": "0"}) == 1)
-        assert seen("nv_inference_pending_request_count") == 1
-        assert seen("charonia_queue_age_seconds") > 0
-        assert seen("charonia_kv_cache_usage_ratio") > 0
-        assert generate(server, 1, prompt=1, max_tokens=1).status_code == 429
+        seen = scrape_when(server, lambda seen: seen("charonia_requests_waiting", **slow, **{"class": "0"}) == 1)
+        assert seen("nv_inference_pending_request_count", **slow) == 1
+        assert seen("charonia_queue_age_seconds", **slow) > 0
+        assert seen("charonia_kv_cache_usage_ratio", **slow) > 0
+        assert generate(server, 1, prompt=1, max_tokens=1, model="slow").status_code == 429
         seen = scrape(server)
-        assert seen("charonia_requests_total", outcome="rejected", reason="queue_full_requests") == 1
-        assert seen("nv_inference_request_failure", reason="REJECTED") == 1
-        stack.close()
-        seen = scrape_when(server, lambda seen: requests(seen, "cancelled") == 2)
-        assert seen("charonia_prompt_tokens_total") == 1
-        scrape_when(server, lambda seen: seen("charonia_kv_cache_usage_ratio") == 0)
+        assert requests(seen, **full) - requests(before, **full) == 1
+        assert more(seen, "nv_inference_request_failure", reason="REJECTED") == 1
+    gone = requests(before, **slow, outcome="cancelled") + 2
+    seen = scrape_when(server, lambda seen: requests(seen, **slow, outcome="cancelled") == gone)
+    assert more(seen, "charonia_prompt_tokens_total") == 1
+    scrape_when(server, lambda seen: seen("charonia_kv_cache_usage_ratio", **slow) == 0)
 
 
 @contextmanager
 def asking(server: Any) -> Iterator[None]:
     """A request that takes long, given up at the end; whether it runs or waits."""
     body = json.dumps({"input_ids": [1], "max_tokens": 500}).encode()
-    head = f"POST /v2/models/m/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v2/models/slow/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(server.address) as connection:
         connection.sendall(head.encode() + body)
         yield
@@ -255,8 +262,9 @@ def test_the_load_header(server: Any, form: str, begins: str, path: str) -> None
     assert "max_token_capacity" in told
 
 
-def test_no_metrics(serve: Any, tokenizer_only: Path) -> None:
-    with serve(str(tokenizer_only), *FLAGS, "--allow-metrics=false") as server:
+def test_no_metrics(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    with serve("--model-repository", str(tmp_path / "r"), "--allow-metrics=false") as server:
         assert server.url
         assert "Metrics on" not in server.said
 

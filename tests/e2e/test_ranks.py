@@ -23,17 +23,17 @@ SPLITS: dict[str, dict[str, int]] = {
     "across": {"tensor_parallel_size": 2},
     "along": {"pipeline_parallel_size": 2},
 }
-RANKS = 4
 
 
-def test_ranks_behind_the_endpoints(serve: Any, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("splits", [("across",), pytest.param(("across", "along"), marks=pytest.mark.proof)])
+def test_ranks_behind_the_endpoints(serve: Any, root: Path, tmp_path: Path, splits: tuple[str, ...]) -> None:
     """As one rank, over two that share its layers, and over two stages, it says the same; then a rank dies, and then a
     core, and then the server."""
-    with serve("--model-repository", str(repository(root, tmp_path / "split"))) as server:
-        for model in ("across", "along"):
+    with serve("--model-repository", str(repository(root, tmp_path / "split", splits))) as server:
+        for model in splits:
             every_endpoint_says(server, model, generate(server, "whole"))
             assert scores(server, model) == pytest.approx(scores(server, "whole"), abs=1e-4)
-        a_killed_rank_takes_its_model_away_for_a_while(server)
+        a_killed_rank_takes_its_model_away_for_a_while(server, splits)
         a_killed_core_takes_its_ranks_along(server)
         everybody = ranks(server)
         server.process.kill()
@@ -41,13 +41,13 @@ def test_ranks_behind_the_endpoints(serve: Any, root: Path, tmp_path: Path) -> N
         until_gone(everybody)
 
 
-def repository(root: Path, directory: Path) -> Path:
+def repository(root: Path, directory: Path, splits: tuple[str, ...]) -> Path:
     """In float32, where one rank and several agree."""
     demo = {"model": root / "examples" / "model_repository" / "demo" / "1", "dtype": "float32", "kv_cache_blocks": 64}
-    for name, split in SPLITS.items():
+    for name in ("whole", *splits):
         (directory / name / "1").mkdir(parents=True)
         lines = [f'name: "{name}"', 'backend: "charonia"']
-        for key, value in {**demo, **split}.items():
+        for key, value in {**demo, **SPLITS[name]}.items():
             lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
         (directory / name / "config.pbtxt").write_text("\n".join(lines))
     return directory
@@ -83,10 +83,10 @@ def every_endpoint_says(server: Any, model: str, text: str) -> None:
         assert client.is_model_ready(model)
 
 
-def a_killed_rank_takes_its_model_away_for_a_while(server: Any) -> None:
-    before = ranks(server)
-    assert len(before) == RANKS
-    streams = {model: events(server, model, LONG) for model in SPLITS}
+def a_killed_rank_takes_its_model_away_for_a_while(server: Any, splits: tuple[str, ...]) -> None:
+    before, count = ranks(server), 2 * len(splits)
+    assert len(before) == count
+    streams = {model: events(server, model, LONG) for model in ("whole", *splits)}
     for stream in streams.values():
         next(stream)
     os.kill(max(before), signal.SIGKILL)
@@ -97,7 +97,7 @@ def a_killed_rank_takes_its_model_away_for_a_while(server: Any) -> None:
     server.until(lambda: server.status(f"/v2/models/{lost}/ready") == 200)
     assert generate(server, lost) == generate(server, "whole")
     now = ranks(server)
-    assert (len(now), len(now & before)) == (RANKS, RANKS - 2)
+    assert (len(now), len(now & before)) == (count, count - 2)
     assert not [pid for pid in before - now if name(pid)]
 
 

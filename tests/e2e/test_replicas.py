@@ -1,4 +1,4 @@
-"""Two replicas of the demo model behind one name, and the loss of one of them."""
+"""Two replicas behind one name, and the loss of one of them."""
 
 import json
 import os
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 PROMPTS = ("def fibonacci(n):", "class Stack:")
-MANNER = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
+MANNER = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
 
 
 @contextmanager
@@ -35,10 +36,16 @@ def metric(server: Any, name: str) -> float:
     return float(found[1])
 
 
-def test_a_lost_replica_takes_only_its_own_streams(serve: Any, root: Path) -> None:
-    checkpoint = root / "examples" / "model_repository" / "demo" / "1"
+@pytest.mark.parametrize("computes", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_a_lost_replica_takes_only_its_own_streams(
+    serve: Any, root: Path, tokenizer_only: Path, computes: bool
+) -> None:
     flags = ["--served-model-name", "demo", "--data-parallel-size", "2", "--kv-cache-blocks", "512"]
-    with serve(str(checkpoint), *flags) as server, ExitStack() as stack:
+    if computes:
+        flags.insert(0, str(root / "examples" / "model_repository" / "demo" / "1"))
+    else:
+        flags += [str(tokenizer_only), "--executor", "fake", "--fake-vocab-size", "384", "--fake-step-seconds", "0.01"]
+    with serve(*flags) as server, ExitStack() as stack:
         assert server.status("/v2/health/ready") == 200
         lost, kept = server.cores()
         streams = [stack.enter_context(stream(server, prompt)) for prompt in PROMPTS]
