@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,17 @@ def packages(root: Path) -> set[str]:
     }
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """The imports and classes of a module, at any depth."""
+    wanted = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, wanted)]
+
+
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted target) of every import; one of ours starts with `charonia.`."""
     here = ("charonia", *path.relative_to(root).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -164,7 +172,7 @@ def test_no_two_shipped_classes_share_a_name(root: Path) -> None:
     for path in shipped(root):
         file = path.relative_to(root)
         if file.parent.as_posix() not in {*NOT_IN_THE_WHEEL, NAMES_OF_OTHERS}:
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(f"{path.relative_to(root)}:{node.lineno}")
     assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -55,6 +54,8 @@ def test_keys_over_tls(serve: Any, tokenizer_only: Path, certificate: Path, tmp_
 
 
 def _anthropics_sdk_understands(url: str, trusting: ssl.SSLContext) -> None:
+    import anthropic  # takes two seconds, which are not for every worker that reads this file
+
     asked: Any = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
     def count(key: str, **headers: str) -> int:

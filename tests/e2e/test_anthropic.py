@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from .models import HERMES
@@ -23,12 +22,14 @@ def options(server: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def client(server: Any) -> Iterator[anthropic.Anthropic]:
+def client(server: Any) -> Iterator[Any]:
+    import anthropic  # takes two seconds, which are not for every worker that reads this file
+
     with anthropic.Anthropic(**options(server)) as connected:
         yield connected
 
 
-def test_a_message_and_its_stream_are_the_same(client: anthropic.Anthropic) -> None:
+def test_a_message_and_its_stream_are_the_same(client: Any) -> None:
     whole = client.messages.create(**PLAIN)
     with client.messages.stream(**PLAIN) as stream:
         kinds = [event.type for event in stream]
@@ -47,6 +48,8 @@ def test_a_message_and_its_stream_are_the_same(client: anthropic.Anthropic) -> N
 
 
 async def test_async(server: Any) -> None:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(**options(server)) as client:
         stream = await client.messages.create(stream=True, **PLAIN)
         first, *_ = events = [event async for event in stream]
@@ -55,7 +58,7 @@ async def test_async(server: Any) -> None:
     assert [event.type for event in events[-2:]] == ["message_delta", "message_stop"]
 
 
-def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_named(client: Any) -> None:
     whole = client.messages.create(**PLAIN).content[0]
     assert whole.type == "text"
     stop = whole.text[3:5]
@@ -65,14 +68,16 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
     assert cut.content[0].text == whole.text[: whole.text.index(stop)]
 
 
-def test_more_tokens_than_there_is_room_for(client: anthropic.Anthropic) -> None:
+def test_more_tokens_than_there_is_room_for(client: Any) -> None:
     """Claude Code asks for 32,000 whatever the model's length is."""
     answer = client.messages.create(**PLAIN | {"max_tokens": 32_000, "model": "fake"})
     assert answer.stop_reason == "model_context_window_exceeded"
     assert answer.usage.output_tokens > 12
 
 
-def test_errors_are_the_client_s(client: anthropic.Anthropic) -> None:
+def test_errors_are_the_client_s(client: Any) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="not_found_error") as unknown:
         client.messages.create(**PLAIN | {"model": "claude"})
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type"):
@@ -86,7 +91,7 @@ CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "r
 CLOSED: Any = CITY | {"additionalProperties": False}
 
 
-def test_a_schema_of_the_answer_holds(client: anthropic.Anthropic) -> None:
+def test_a_schema_of_the_answer_holds(client: Any) -> None:
     wanted: Any = {"format": {"type": "json_schema", "schema": CLOSED}}
     asked = PLAIN | {"max_tokens": 60, "extra_body": {}, "output_config": wanted}
     with client.messages.stream(**asked) as stream:
@@ -97,7 +102,7 @@ def test_a_schema_of_the_answer_holds(client: anthropic.Anthropic) -> None:
 WEATHER: Any = {"name": "get_weather", "description": "The weather", "input_schema": CLOSED}
 
 
-def test_a_loop_of_tools(client: anthropic.Anthropic) -> None:
+def test_a_loop_of_tools(client: Any) -> None:
     extra = {"temperature": 0, "chat_template": HERMES}
     asked = PLAIN | {"max_tokens": 120, "extra_body": extra, "tools": [WEATHER]}
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
