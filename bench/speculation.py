@@ -250,11 +250,11 @@ def main(
         Draw the ratios here; needs matplotlib.
     """
     console = Console()
-    if plot:
-        require_matplotlib()
     own = None if checkpoint is None else checkpoint / "tokenizer.json"
     texts = read_texts(work.kinds, tokenizer or own)
     with exit_on_error(), ExitStack() as stack:
+        if plot:
+            require_matplotlib()
         if replay_only:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
             write_records(record := folder / "record.jsonl", texts)
