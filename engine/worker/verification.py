@@ -26,16 +26,16 @@ class VerifiedSamples(NamedTuple):
 
 def verify_samples(plan: StepPlan, tokens: IntArray) -> VerifiedSamples:
     """Hold the samples of a plan with drafts, int32 [S] row after row, against them."""
-    drafts = plan.drafts[plan.samples]
-    ends = np.cumsum(drafts + 1)
-    guessed = np.ones(len(tokens), np.bool_)
-    guessed[ends - 1] = False  # the last sample of each row is held against nothing
-    wrong = np.zeros(len(tokens), np.int64)
-    wrong[guessed] = tokens[guessed] != plan.drafted
-    before = np.cumsum(wrong) - wrong
-    firsts = ends - drafts - 1
-    kept = before == np.repeat(before[firsts], drafts + 1)
-    counts = np.add.reduceat(kept, firsts, dtype=np.int32)
-    return VerifiedSamples(
-        plan.rows[plan.samples], (plan.starts + plan.counts - plan.drafts)[plan.samples], counts, kept
-    )
+    # Of few numbers Python's lists are compared sooner than numpy's arrays, and of many hardly later.
+    sampled, drafted = tokens.tolist(), plan.drafted.tolist()
+    counts, kept = list[int](), list[bool]()
+    first = draft = 0
+    for length in plan.drafts[plan.samples].tolist():
+        right = 0
+        while right < length and sampled[first + right] == drafted[draft + right]:
+            right += 1
+        counts.append(right + 1)
+        kept += [True] * (right + 1) + [False] * (length - right)
+        first, draft = first + length + 1, draft + length
+    offsets = (plan.starts + plan.counts - plan.drafts)[plan.samples]
+    return VerifiedSamples(plan.rows[plan.samples], offsets, np.array(counts, np.int32), np.array(kept, np.bool_))
