@@ -54,9 +54,14 @@ def tokenizer_only(making: ModuleType, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, tokenizer_only: Path) -> Path:
-    """`tiny` computes, `fake` counts, `slow` counts slowly and lets one wait, `broken` cannot be."""
+    """`tiny` computes, and drafts from its text; `fake` counts, `slow` counts slowly and lets one wait, `broken` cannot
+    be."""
     directory = tmp_path_factory.mktemp("repository")
-    write_model(directory, "tiny", checkpoint, enable_lora="true", max_lora_bytes=30_000)
+    drafting = (
+        r"{\"method\": \"ngram\", \"num_speculative_tokens\": 5, \"prompt_lookup_min\": 1, \"prompt_lookup_max\": 4}"
+    )
+    told = {"speculative_config": drafting, "per_request_spec_decode_metrics": "summary"}
+    write_model(directory, "tiny", checkpoint, enable_lora="true", max_lora_bytes=30_000, **told)
     write_model(directory, "fake", tokenizer_only, **FAKE)
     write_model(
         directory, "slow", tokenizer_only, **FAKE, fake_step_seconds=0.05, max_num_seqs=1, max_queued_requests=1
