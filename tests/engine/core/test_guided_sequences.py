@@ -80,6 +80,11 @@ class Served:
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.sent: list[FromCore] = []
 
+    def draft_always(self) -> None:
+        """Whatever steps take."""
+        assert self.speculation is not None
+        self.speculation.observe_step = lambda tokens, seconds: None  # type: ignore[method-assign]
+
     def close(self) -> None:
         self.grammars.close()
         self.executor.close()
@@ -286,18 +291,23 @@ def test_ranks_choose_under_masks_where_they_choose(
         model,
         stages - 1,
         make=lambda config: threads.ThreadedExecutor(config, threads.Layout(tensor, stages)),
+        drafter=(drafter := HalfRight()),
         in_flight_per_sequence=1 if stages > 1 else None,
     )
+    split.draft_always()
     greedy = SamplerParams()
     requests = [ask(1, sampling=greedy), ask(2, None, greedy, max_tokens=20), ask(3, sampling=greedy)]
+    right = {key: each.tokens for key, each in plain.run(*requests).items()}
     try:
-        answers = split.run(*requests)
+        for drafts in ({}, {tuple(each.prompt): right[each.key] for each in requests}):
+            drafter.answers = drafts
+            answers = split.run(*requests)
+            assert {key: each.tokens for key, each in answers.items()} == right
+            assert max(answers[1].runs) > 1
     finally:
         split.close()
-    assert {key: each.tokens for key, each in answers.items()} == {
-        key: each.tokens for key, each in plain.run(*requests).items()
-    }
-    assert max(answers[1].runs) > 1
+    assert split.speculation is not None
+    assert split.speculation.totals.accepted_tokens > 5
 
 
 def test_a_grammar_that_is_wrong_refuses_its_own_request(plain: Served) -> None:
@@ -392,8 +402,7 @@ def test_drafts_change_no_guided_text(plain: Served, model: Path, others: dict[s
     without = plain.run(*requests)
     drafter.answers = {tuple(each.prompt): without[each.key].tokens for each in requests}
     served = Served(model, drafter=drafter, **others)
-    assert served.speculation is not None
-    served.speculation.observe_step = lambda tokens, seconds: None  # type: ignore[method-assign]
+    served.draft_always()
     try:
         answers = served.run(*requests)
     finally:
@@ -405,6 +414,7 @@ def test_drafts_change_no_guided_text(plain: Served, model: Path, others: dict[s
     shorter = {key for key in without if len(answers[key].runs) < len(without[key].runs)}
     if not others:
         assert shorter >= without.keys() - {10}, "a choice is forced after its first token"
+    assert served.speculation is not None
     assert served.speculation.totals.draft_tokens > served.speculation.totals.accepted_tokens > 9
 
 

@@ -21,6 +21,7 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import SamplerParams
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.speculation import DraftRequest, Speculation
 
 BLOCK, NEW, BLOCKS = 16, 20, 64
 LENGTHS = (1, 9, 17, 40, 33, 5, 64, 21)
@@ -56,8 +57,23 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 384, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+class FirstRight:
+    """Of drafts the first tokens are what the sequences with these `answers` go on with, and the last is wrong."""
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self._answers = {tuple(prompts()[key]): answer for key, answer in answers.items()}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        found = [(self._answers[tuple(each.prompt.tolist())], len(each.outputs), each.k) for each in requests]
+        return [[*answer[done : done + k - 1], 0] for answer, done, k in found]
+
+
 def serve(
-    executor: InlineExecutor, digests: Sequence[str], some: Sequence[int] = range(len(LENGTHS)), chunk: int = 4096
+    executor: InlineExecutor,
+    digests: Sequence[str],
+    some: Sequence[int] = range(len(LENGTHS)),
+    chunk: int = 4096,
+    speculation: Speculation | None = None,
 ) -> LoopResult:
     """Prompt n goes to adapter n of `digests`, which are begun again at their end."""
     executor.allocate(BLOCKS)
@@ -76,7 +92,7 @@ def serve(
             adapter=digest,
         )
         requests.append(request)
-    return run_to_end(Scheduler(config, cache), executor, requests)
+    return run_to_end(Scheduler(config, cache, speculation=speculation), executor, requests)
 
 
 @torch.inference_mode()
@@ -137,6 +153,10 @@ def test_several_adapters_in_one_batch_say_what_merged_models_do(
     executor = load(base, torch_only=torch_only)
     digests = ["", *(executor.load_adapter(str(each)).result(10).digest for each in written)]
     outcome = serve(executor, digests, chunk=29)
+    drafting = Speculation(FirstRight(outcome.tokens), 4, 384)
+    drafted = serve(executor, digests, chunk=29, speculation=drafting)
+    assert drafted.tokens == outcome.tokens
+    assert drafting.totals.draft_tokens > drafting.totals.accepted_tokens > 20
     for key, prompt in enumerate(prompts()):
         model = [base, *merged][key % 4]
         assert outcome.tokens[key] == chosen_after(model, prompt, outcome.tokens[key]), (key, model.name)

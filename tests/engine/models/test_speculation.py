@@ -1,6 +1,6 @@
 """Whatever is drafted, the text is the one without drafts: greedy or drawn, with whatever else a step does."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -10,6 +10,7 @@ import pytest
 from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.drafters.ngram import NgramDrafter
+from charonia.engine.drafters.prediction import PredictionDrafter
 from charonia.engine.drafters.proposed import ProposedDrafts
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -68,6 +69,7 @@ class Model:
         drafter: Drafter | None = None,
         tight: bool = False,
         lengths: Sequence[int] = LENGTHS,
+        predictions: Mapping[int, list[int]] = {},
         **scheduling: int,
     ) -> tuple[LoopResult, list[StepPlan], Speculation | None]:
         asked, plans = prompts(lengths), list[StepPlan]()
@@ -87,6 +89,7 @@ class Model:
                 hashes=cache.digest(prompt),
                 sampling=sampling,
                 stop_token_ids=frozenset((1, 2)),
+                prediction=np.array(predictions[key], np.int32) if key in predictions else None,
             )
             for key, prompt in enumerate(asked)
         ]
@@ -227,3 +230,22 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(
     totals = speculation.totals
     assert totals.accepted_tokens == totals.draft_tokens > 100
     assert (sum(len(plan.new) for plan in plans) > len(ALIKE)) == tight
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["penalties"]], ids=["greedy", "penalties"])
+def test_a_prediction_is_followed_to_the_same_text_in_fewer_steps(
+    sampling: SamplerParams, models: Callable[..., Model]
+) -> None:
+    """Of some answers, with a token replaced, one left out, and text of its own before; and one that is wrong."""
+    plain, steps, _ = models().run(sampling)
+    predictions = {}
+    for key, answer in plain.tokens.items():
+        predictions[key] = [9, 9, *answer[:8], 7, *answer[9:17], *answer[18:]] if key % 3 else answer
+    predictions[2] = [5] * NEW
+    outcome, fewer, speculation = models().run(sampling, PredictionDrafter(), predictions=predictions)
+    assert outcome.tokens == plain.tokens
+    assert outcome.finished == plain.finished
+    assert speculation is not None
+    assert speculation.totals.accepted_tokens > 40
+    assert sum(plan.tokens for plan in fewer) > sum(plan.tokens for plan in steps)
+    assert len(fewer) <= len(steps)

@@ -11,6 +11,8 @@ import torch
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import SAMPLING_DTYPE
 from charonia.engine.worker.sampler import as_signed64, counter_uniform, sample
+from charonia.engine.worker.verification import verify_samples
+from charonia.scheduler.plan import StepPlan
 
 DRAWS = 6_000
 
@@ -167,3 +169,32 @@ def test_the_numbers_are_splitmix64s() -> None:
         state = mix((state + position * golden) % 2**64)
         drawn = counter_uniform(*(torch.tensor([as_signed64(number)]) for number in (seed, choice, position)))
         assert drawn.item() == ((state >> 12) + 0.5) * 2.0**-52
+
+
+@pytest.mark.parametrize("draws", [2 * DRAWS, pytest.param(100_000, marks=pytest.mark.proof)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "asked",
+    [{"temperature": 0.6}, {}, {"temperature": 1.5}, {"top_p": 0.8}, {"temperature": 1.5, "top_p": 0.5}, {"top_k": 5}],
+    ids=str,
+)
+def test_tokens_that_drafts_were_verified_against_have_the_same_distribution(asked: dict[str, Any], draws: int) -> None:
+    """At each place, among the sequences whose drafts before it are what was drawn: for those alone it counts."""
+    logits = torch.randn(3, 24, generator=torch.Generator().manual_seed(6)) * 1.5
+    right = [expected(each, **asked) for each in logits]
+    drafts = torch.stack(right[:2]).topk(2).indices[:, 1]  # the second likeliest: some are accepted, and some are not
+    sampling = choices(3 * draws, **asked, seed=np.arange(draws).repeat(3), position=np.tile([7, 8, 9], draws))
+    tokens = torch.cat(
+        [sample(logits.repeat(len(part) // 3, 1), part) for part in np.array_split(sampling, draws // 2000 or 1)]
+    )
+    rows, ones = np.arange(draws, dtype=np.int32), np.ones(draws, np.int32)
+    plan = StepPlan(0, rows, 6 * ones, 3 * ones, ones.astype(bool), 3 * ones, np.zeros((0, 2), np.int32), (), rows[:0])
+    plan = plan._replace(drafts=2 * ones, drafted=np.tile(drafts.numpy(), draws).astype(np.int32))
+    verified = verify_samples(plan, tokens.numpy().astype(np.int32))
+    assert set(verified.offsets.tolist()) == {7}
+    kept = torch.from_numpy(verified.kept).view(draws, 3)
+    for place, wanted in enumerate(right):
+        assert torch.equal(kept[:, place], (tokens.view(draws, 3)[:, :place] == drafts[:place]).all(1))
+        came = tokens.view(draws, 3)[:, place][kept[:, place]]
+        assert len(came) > draws / 100
+        assert_distributed(came, wanted)
+    assert kept.sum(1).tolist() == verified.counts.tolist()
