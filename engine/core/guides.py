@@ -6,7 +6,7 @@ was sampled. Knows rows only as numbers that stand for keys.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -46,21 +46,23 @@ class ThinkingLimit:
 
 
 class SequenceGuide:
-    """One sequence: what may come next, and what has to. `parameter`: of the request, for errors. `jumps`: tokens that
-    have to come need not be sampled, because nothing is to be reported of them."""
+    """One sequence: what may come next, and what has to. `grammar` makes its matcher. `parameter`: of the request, for
+    errors. `jumps`: tokens that have to come need not be sampled, because nothing is to be reported of them."""
 
     def __init__(
         self,
-        matcher: GrammarMatcher | None,
+        grammar: Callable[[], GrammarMatcher] | None,
         thinking: ThinkingLimit | None = None,
         parameter: str = "",
         jumps: bool = True,
     ) -> None:
-        self._matcher, self._thinking, self._jumps = matcher, thinking, jumps
+        self._grammar, self._thinking, self._jumps = grammar, thinking, jumps
+        self._matcher = None if grammar is None else grammar()
         self.parameter = parameter
         self._due: list[int] = []
         self._due_is_forced = False
-        self._accepted = 0
+        self._text: list[int] = []  # what the matcher has
+        self._drafts = True
         self._allowance = _FREE_SECONDS
         self._problem = ""
         self._note_due()
@@ -83,7 +85,8 @@ class SequenceGuide:
         where nothing is drafted, with what the grammar forces."""
         found: list[int] = []
         rest = deque(drafts)
-        with self._looking_ahead():
+        most = most if self._drafts and not self.error else 0
+        with self._looking_ahead(drafting=most > 0):
             while len(found) < most and not self.error:
                 if not (self._due or rest or self._jumps):
                     rest.extend(self._forced())
@@ -143,7 +146,7 @@ class SequenceGuide:
         del self._due[:1]
         if self._matcher is not None:
             self._matcher.accept([token])
-            self._accepted += 1
+            self._text.append(token)
         if self._thinking is not None:
             self._thinking.count([token])
         if self._due:
@@ -167,17 +170,23 @@ class SequenceGuide:
         self._due_is_forced = False
 
     @contextmanager
-    def _looking_ahead(self) -> Iterator[None]:
-        """What is accepted within is taken back."""
+    def _looking_ahead(self, drafting: bool = False) -> Iterator[None]:
+        """What is accepted within is taken back. A draft that was too much for the matcher is no fault of the text:
+        another one goes on, and looks ahead no more; `drafting`: whatever is done within is done for drafts."""
         before = self._due.copy(), self._due_is_forced, copy(self._thinking)
-        accepted = self._accepted
+        length = len(self._text)
         try:
             yield
         finally:
-            if self._matcher is not None and self._accepted > accepted:
-                self._matcher.rollback(self._accepted - accepted)
-            self._accepted = accepted
             self._due, self._due_is_forced, self._thinking = before
+            accepted = len(self._text) - length
+            del self._text[length:]
+            if self._matcher is not None and self._grammar is not None and (accepted or drafting):
+                if not self._matcher.error:
+                    self._matcher.rollback(accepted)
+                else:
+                    self._drafts, self._matcher = False, self._grammar()
+                    self._matcher.accept(self._text)
 
 
 @dataclass(slots=True)

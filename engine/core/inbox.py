@@ -154,8 +154,8 @@ def _thinking(message: AddRequest) -> ThinkingLimit | None:
 
 def _guide(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceGuide:
     parameter = "" if message.guide is None else message.guide.parameter
-    matcher = None if grammar is None else grammar.matcher()
-    return SequenceGuide(matcher, _thinking(message), parameter, jumps=message.sampling.logprobs is None)
+    make = None if grammar is None else grammar.matcher
+    return SequenceGuide(make, _thinking(message), parameter, jumps=message.sampling.logprobs is None)
 
 
 class Deadlines:

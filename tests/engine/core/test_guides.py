@@ -1,6 +1,6 @@
 """Guided sequences by themselves: masks, what follows tokens, ends, failures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,11 +11,17 @@ from charonia.scheduler.plan import Continuation, IntArray, StepPlan, StepResult
 VOCABULARY = 40
 
 
-class Script:
-    """A matcher of one text: `forced` says how many tokens of it have to come without a choice."""
+def script(*tokens: int, forced: int = 0, breaks: bool = False, too_much: int = -1) -> Callable[[], "Script"]:
+    return lambda: Script(*tokens, forced=forced, breaks=breaks, too_much=too_much)
 
-    def __init__(self, *tokens: int, forced: int = 0, breaks: bool = False) -> None:
+
+class Script:
+    """A matcher of one text: `forced` says how many tokens of it have to come without a choice, `too_much` is one that
+    it cannot take."""
+
+    def __init__(self, *tokens: int, forced: int, breaks: bool, too_much: int) -> None:
         self._text, self._done, self._forced, self._breaks = list(tokens), 0, forced, breaks
+        self._too_much = too_much
         self.error = ""
 
     @property
@@ -38,6 +44,7 @@ class Script:
         for token in tokens:
             if self._tokens[:1] != [token]:
                 self.error = "not allowed"
+            self.error = "too much" if token == self._too_much else self.error
             self._done += 1
         return not self.error
 
@@ -76,9 +83,9 @@ def result(**tokens: int) -> StepResult:
 
 def test_only_rows_that_ask_are_masked_in_the_order_of_their_masks() -> None:
     guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(Script(35)))
+    guides.add(7, SequenceGuide(script(35)))
     guides.add(8, SequenceGuide(None, ThinkingLimit(3, [5])))
-    guides.add(9, SequenceGuide(Script(2)))
+    guides.add(9, SequenceGuide(script(2)))
     masked, source = guides.mask_plan(plan(4, 5, 6, 7), {4: 9, 5: 8, 7: 7})
     assert masked.masked.tolist() == [4, 7]
     assert source is not None
@@ -88,15 +95,15 @@ def test_only_rows_that_ask_are_masked_in_the_order_of_their_masks() -> None:
 
 def test_what_has_to_come_follows_and_the_end_is_told() -> None:
     guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(Script(1, 2, 3, 4, forced=2)))
-    guides.add(8, SequenceGuide(Script(1, 2)))
+    guides.add(7, SequenceGuide(script(1, 2, 3, 4, forced=2)))
+    guides.add(8, SequenceGuide(script(1, 2)))
     rows = {3: 7, 4: 8}
     assert guides.follow(result(r3=1, r4=1), rows) == ({3: Continuation([2, 3])}, [])
     assert guides.follow(result(r3=4, r4=2), rows) == ({3: Continuation([], True), 4: Continuation([], True)}, [])
 
 
 def test_nothing_is_skipped_where_every_token_is_to_be_reported() -> None:
-    guide = SequenceGuide(Script(1, 2, 3, forced=2), jumps=False)
+    guide = SequenceGuide(script(1, 2, 3, forced=2), jumps=False)
     assert guide.follow([1]) == Continuation([])
     assert guide.follow([2]) == Continuation([])
     assert guide.follow([3]) == Continuation([], True)
@@ -104,7 +111,7 @@ def test_nothing_is_skipped_where_every_token_is_to_be_reported() -> None:
 
 def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
     guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(Script(1, breaks=True), parameter="guided_regex"))
+    guides.add(7, SequenceGuide(script(1, breaks=True), parameter="guided_regex"))
     _, source = guides.mask_plan(plan(3), {3: 7})
     assert source is not None
     assert (source() == -1).all(), "any token will do: it is not kept"
@@ -114,7 +121,7 @@ def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
 
 
 def test_a_grammar_that_takes_too_long_is_ended() -> None:
-    guide = SequenceGuide(Script(*[1] * 9))
+    guide = SequenceGuide(script(*[1] * 9))
     guide._allowance = -1.0
     allowed(guide)
     assert "too long" in guide.error
@@ -122,7 +129,7 @@ def test_a_grammar_that_takes_too_long_is_ended() -> None:
 
 def test_rows_of_sequences_that_have_ended_are_left_alone() -> None:
     guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(Script(1, 2)))
+    guides.add(7, SequenceGuide(script(1, 2)))
     guides.discard([7, 99])
     assert not guides
     assert guides.follow(result(r3=1), {3: 7}) == ({}, [])
@@ -159,13 +166,13 @@ def test_thinking_whose_tokens_are_reported_is_ended_token_by_token() -> None:
 
 
 def test_a_grammar_that_begins_within_the_end_of_thinking_says_what_follows() -> None:
-    guide = SequenceGuide(Script(1, 8, 5), ThinkingLimit(1, [8, 9]))
+    guide = SequenceGuide(script(1, 8, 5), ThinkingLimit(1, [8, 9]))
     assert guide.follow([1]) == Continuation([8])
     assert guide.follow([5]) == Continuation([], True)
 
 
 def test_drafts_are_cut_where_the_grammar_forbids_them() -> None:
-    guide = SequenceGuide(Script(1, 2, 3, 4))
+    guide = SequenceGuide(script(1, 2, 3, 4))
     assert guide.possible_drafts([1, 2, 9, 4], 9) == [1, 2]
     assert guide.possible_drafts([1, 2, 3, 4], 3) == [1, 2, 3]
     assert guide.possible_drafts([5], 3) == []
@@ -176,7 +183,7 @@ def test_drafts_are_cut_where_the_grammar_forbids_them() -> None:
 
 def test_a_draft_says_what_is_forced_after_it() -> None:
     """After 1 there is no choice about 2 and 3: a draft that says otherwise ends there."""
-    guide = SequenceGuide(Script(1, 2, 3, 4, 5, forced=2))
+    guide = SequenceGuide(script(1, 2, 3, 4, 5, forced=2))
     assert guide.possible_drafts([1, 9, 9, 9], 9) == [1, 2, 3]
     assert guide.possible_drafts([1, 2, 3, 4], 9) == [1, 2, 3, 4]
     assert guide.possible_drafts([1, 2, 3, 4], 2) == [1, 2]
@@ -185,14 +192,14 @@ def test_a_draft_says_what_is_forced_after_it() -> None:
 
 
 def test_what_is_forced_is_drafted_where_every_token_is_reported() -> None:
-    guide = SequenceGuide(Script(1, 2, 3, 4, forced=2), jumps=False)
+    guide = SequenceGuide(script(1, 2, 3, 4, forced=2), jumps=False)
     assert guide.possible_drafts([], 9) == [1, 2, 3]
     assert guide.possible_drafts([1], 2) == [1, 2]
     assert guide.follow([1, 2, 3]) == Continuation([])
 
 
 def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
-    for matcher in (None, Script(1, 2, 8, 9, 5)):
+    for matcher in (None, script(1, 2, 8, 9, 5)):
         guide = SequenceGuide(matcher, ThinkingLimit(2, [8, 9]))
         assert guide.wants_masks(2)
         assert guide.possible_drafts([1, 2, 3, 4], 9)[:4] == [1, 2, 8, 9]
@@ -208,7 +215,7 @@ def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
 def test_a_row_with_drafts_has_a_mask_at_each_place() -> None:
     guides = Guides(VOCABULARY)
     for key in (7, 8):
-        guides.add(key, SequenceGuide(Script(1, 2, 35)))
+        guides.add(key, SequenceGuide(script(1, 2, 35)))
     ones = plan(4, 5)
     drafting = ones._replace(counts=ints(3, 1), drafts=ints(2, 0), drafted=ints(1, 2))
     masked, source = guides.mask_plan(drafting, {4: 7, 5: 8})
@@ -218,3 +225,15 @@ def test_a_row_with_drafts_has_a_mask_at_each_place() -> None:
     assert [np.flatnonzero(row).tolist() for row in bits] == [[1], [2], [35], [1]]
     tokens = StepResult(0, ints(4, 5), ints(1, 1), ints(3, 1), ints(1, 2, 35, 1))
     assert guides.follow(tokens, {4: 7, 5: 8}) == ({4: Continuation([], True)}, [])
+
+
+def test_a_draft_that_is_too_much_for_a_grammar_ends_nothing() -> None:
+    guide = SequenceGuide(script(1, 2, 3, 4, too_much=3))
+    assert guide.follow([1]) == Continuation([])
+    assert guide.possible_drafts([2, 3, 4], 9) == [2, 3]
+    assert guide.error == ""
+    assert guide.possible_drafts([2, 3, 4], 9) == [], "it is asked no more"
+    assert allowed(guide) == [[2]]
+    assert guide.follow([2]) == Continuation([])
+    guide.follow([3])
+    assert guide.error == "too much"
