@@ -13,6 +13,7 @@ from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgumen
 from charonia.core.request import (
     ChatMessage,
     Conversation,
+    DraftLimit,
     FinishReason,
     GenerateChunk,
     GenerateRequest,
@@ -132,10 +133,11 @@ async def test_an_answer_is_taken_back_as_input(client: httpx.AsyncClient, gatew
 
 async def test_sampling_and_limits_are_those_of_a_chat(client: httpx.AsyncClient, gateway: Any) -> None:
     asked = {"max_output_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 3, "priority": 2}
+    asked |= {"speculative": {"k": 2}}
     body = (await client.post(PATH, json=HI | asked)).json()
     request = gateway.asked[0]
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.top_k) == (7, 0.5, 4)
-    assert (request.sampling.seed, request.priority) == (3, 2)
+    assert (request.sampling.seed, request.priority, request.drafts) == (3, 2, DraftLimit(2, "speculative.k"))
     assert (body["max_output_tokens"], body["temperature"], body["top_p"]) == (7, 0.5, 0.9)
 
 
