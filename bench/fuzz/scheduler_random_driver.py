@@ -40,5 +40,6 @@ def _arrive(trial: SchedulerTrial, random: Random, longest: int) -> None:
         tenant=tenant,
         scored=scored,
         guided=guided,
+        drafts_wanted=random.choice((None, None, 0, 1, 9)),
         adapter=random.randint(0, trial.world.adapters),
     )

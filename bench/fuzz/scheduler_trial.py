@@ -118,10 +118,11 @@ class SchedulerTrial:
         max_in_flight: int = 0,
         guided: bool = False,
         adapter: int = 0,
+        drafts_wanted: int | None = None,
     ) -> int:
         """Add a sequence with `prompt` tokens of a family. `stop`: which of its new tokens is a stop token, from 1;
         `scored`: it asks for the log-probabilities of its prompt; `guided`: what follows its tokens may come of the
-        host; `adapter`: 0 is none."""
+        host; `adapter`: 0 is none; `drafts_wanted`: as in `SequenceRequest`."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
         tokens = np.arange(first, first + prompt, dtype=np.int32)
@@ -152,6 +153,7 @@ class SchedulerTrial:
                 weight=float(1 << tenant),
                 max_in_flight=1 if guided else max_in_flight,
                 guided=guided,
+                drafts_wanted=drafts_wanted,
                 extras=(name,),
                 adapter=name,
             )
