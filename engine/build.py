@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX
@@ -17,6 +18,7 @@ from ..tokenization.checkpoint_files import locate_checkpoint, read_json
 from ..tokenization.gguf_file import GgufFile, read_gguf
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import find_weights
+from .checkpoint.quantization_config import StoredQuantization, read_quantization, stored_bits
 from .config import EngineConfig, LoraConfig, SpeculationConfig
 from .frontend.llm import LlmModel, TokenizerBundle, own_engine_spec
 from .options import EngineOptions, engine_config, parse_settings, read_speculation_config
@@ -26,6 +28,12 @@ _CROWD = 4
 
 _QUANTIZED = ("int8", "int4")
 """int4 is calibrated in eight bits."""
+
+_CODE_BYTES = {True: 0.625, False: 1.125}
+"""Bytes of a code in groups of 32 that has at most four bits, or more."""
+
+_WEIGHT_NAMES = (".weight", ".bias", ".qweight", ".weight_packed")
+"""Ends of the names of tensors that hold numbers, not what belongs to them."""
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
@@ -144,12 +152,15 @@ def _weight_bytes(directory: Path, options: EngineOptions) -> int:
     try:
         if directory.exists() and (gguf := locate_checkpoint(str(directory))).is_file():
             return _gguf_bytes(read_gguf(gguf), options)
-        stored = sum(file.stat().st_size for file in find_weights(directory).files if file.exists())
-    except CharoniaError:
+        files = [file for file in find_weights(directory).files if file.exists()]
+        stored = sum(file.stat().st_size for file in files)
+        config = read_json(directory / "config.json") if stored else {}
+        if quantised := read_quantization(config, str(directory)):
+            return _quantised_bytes(files, quantised, options)
+    except (CharoniaError, OSError, SafetensorError):
         return 0
     if not stored:
         return 0
-    config = read_json(directory / "config.json")
     stored_width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     width = 1 if options.quantization in _QUANTIZED else _WIDTHS.get(options.dtype or "auto", stored_width)
     return int(stored * (width / stored_width))
@@ -166,13 +177,36 @@ def _draft_bytes(speculation: SpeculationConfig, options: EngineOptions) -> int:
 def _gguf_bytes(file: GgufFile, options: EngineOptions) -> int:
     """Numbers in blocks stay in about as many bits, those of five and six in eight, where C's kernels multiply with
     them; the table of embeddings becomes floats."""
-    float_bytes, total = _WIDTHS.get(options.dtype or "auto", 2), 0.0
-    integers = float_bytes < 4 and options.device in (None, "auto", "cpu")
+    float_bytes, integers = _served_widths(options)
+    total = 0.0
     for tensor in file.tensors.values():
         numbers = prod(tensor.shape)
         total += numbers * (tensor.type.kept_bytes if integers and tensor.type.values > 1 else float_bytes)
         total += numbers * float_bytes if tensor.name == "token_embd.weight" else 0
     return int(total)
+
+
+def _quantised_bytes(files: Sequence[Path], stored: StoredQuantization, options: EngineOptions) -> int:
+    """Codes are kept in four bits or in eight, with scales for every 32; where they are computed with as floats, and
+    FP8 anywhere, in the model's dtype. What stands beside a matrix in the file takes no memory of its own."""
+    float_bytes, integers = _served_widths(options)
+    bits = stored_bits(stored)
+    kept, total = {"I32": _CODE_BYTES[bits <= 4], "I8": _CODE_BYTES[False]} if integers else {}, 0.0
+    for file in files:
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith(_WEIGHT_NAMES):
+                    tensor = opened.get_slice(name)
+                    dtype = tensor.get_dtype()
+                    numbers = prod(tensor.get_shape()) * (32 / bits if dtype == "I32" else 1)
+                    total += numbers * kept.get(dtype, float_bytes)
+    return int(total)
+
+
+def _served_widths(options: EngineOptions) -> tuple[int, bool]:
+    """Bytes of a float of a quantised file, and whether its integers are computed with: C's kernels do, in bfloat16."""
+    float_bytes = _WIDTHS.get(options.dtype or "auto", 2)
+    return float_bytes, float_bytes < 4 and options.device in (None, "auto", "cpu")
 
 
 def _read(path: str, parameters: Mapping[str, Any]) -> tuple[str, EngineOptions, str]:

@@ -43,8 +43,12 @@ class EngineOptions:
     """Type of weights and cache."""
     device: str | None = None
     """Where it computes: auto, cpu, cuda, ..."""
-    quantization: Literal["none", "int8", "int4"] | None = None
-    """Make matrices 8-bit or 4-bit integers while they are loaded: half, or a third, of the memory."""
+    quantization: (
+        Literal["none", "int8", "int4", "awq", "awq_marlin", "compressed-tensors", "fp8", "gguf", "gptq", "gptq_marlin"]
+        | None
+    ) = None
+    """int8, int4: make matrices integers while they are loaded: half, or a third, of the memory. Others: what the
+    checkpoint is stored as already."""
     cache_dir: str | None = None
     """Keep packed weights in this directory, so that the next start need not pack them; unset: keep none."""
     cache_max_bytes: Bytes | None = None

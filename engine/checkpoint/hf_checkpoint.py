@@ -17,6 +17,7 @@ from ...tokenization.gguf_file import GgufFile, read_gguf
 from .gguf_config import read_gguf_config
 from .hf_config import read_spec
 from .model_spec import CheckpointError, ModelSpec
+from .quantization_config import stored_method
 
 _SAFETENSORS_FILES, _TORCH_FILES = "*.safetensors", "pytorch_model*.bin"
 
@@ -72,6 +73,11 @@ class Checkpoint:
     @property
     def where(self) -> str:
         return str(self.directory / "config.json" if self.gguf is None else self.directory)
+
+    @property
+    def stored_as(self) -> str:
+        """What its weights are quantised by, as in `STORED_AS`; empty: they are plain floats."""
+        return stored_method(self.config) if self.gguf is None else "gguf"
 
     @property
     def spec(self) -> ModelSpec:

@@ -74,6 +74,17 @@ class ScaledFp8(NamedTuple):
 
 StoredQuantization: TypeAlias = CompressedTensors | Gptq | Awq | ScaledFp8
 
+STORED_AS: Mapping[str, str] = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "gguf": "gguf",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+}
+"""vLLM's names, in `--quantization`, of what weights may be stored as -> `quant_method` of such a config, or gguf."""
+
 GPTQ_BITS = (2, 3, 4, 8)
 _KV_CACHE = "its scales for the KV cache are left out: --kv-cache-dtype says how that is kept"
 _STATIC = "its scales for activations are left out: each token has its own"
@@ -133,7 +144,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> StoredQuantizati
     Raises:
         CheckpointError: in a way that is not served, or a field has a wrong value.
     """
-    found = config.get("quantization_config") or config.get("compression_config")
+    found = _stored(config)
     if not found:
         return None
     fields = _Quantization(found, where)
@@ -144,6 +155,29 @@ def read_quantization(config: Mapping[str, Any], where: str) -> StoredQuantizati
         supported = f"supported: {', '.join(_READERS)}"
         raise CheckpointError(f"{where}: quantised weights ({method}) are not supported; {supported}")
     return _READERS[method](fields)
+
+
+def stored_bits(stored: StoredQuantization) -> int:
+    """The bits of a number that is packed into words; the fewest, where they differ."""
+    match stored:
+        case CompressedTensors(forms):
+            return min((form.bits for form in forms if not form.floats), default=8)
+        case Gptq(bits):
+            return bits
+        case Awq():
+            return 4
+        case ScaledFp8():
+            return 8
+
+
+def stored_method(config: Mapping[str, Any]) -> str:
+    """The `quant_method` of a parsed config.json; empty: its weights are plain floats."""
+    found = _stored(config)
+    return str(found.get("quant_method", "unknown method")) if isinstance(found, dict) and found else ""
+
+
+def _stored(config: Mapping[str, Any]) -> Any:
+    return config.get("quantization_config") or config.get("compression_config")
 
 
 def _gptq(fields: _Quantization) -> Gptq:

@@ -17,10 +17,10 @@ from ...tokenization.tokenizer_json import read_tokenizer
 from ..attention.backend import AttentionBackend, CacheSpec
 from ..attention.selector import capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
-from ..checkpoint.hf_checkpoint import open_checkpoint
+from ..checkpoint.hf_checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.model_spec import DTYPES, DecoderShape
 from ..checkpoint.packing_cache import open_packing_cache
-from ..checkpoint.quantization_config import read_quantization
+from ..checkpoint.quantization_config import STORED_AS
 from ..checkpoint.served_forms import ServedForms
 from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig, ParallelConfig
@@ -152,8 +152,7 @@ def _draft_builder(config: EngineConfig) -> tuple[EngineConfig, CheckpointBuilde
     assert speculation is not None
     checkpoint, quantization = open_checkpoint(speculation.model), str(speculation.quantization or "")
     if not quantization:
-        is_quantised = checkpoint.gguf is not None or read_quantization(checkpoint.config, checkpoint.where) is not None
-        quantization = "none" if is_quantised else config.quantization
+        quantization = "none" if checkpoint.stored_as or config.quantization in STORED_AS else config.quantization
     draft = msgspec.structs.replace(config, model=speculation.model, quantization=quantization, lora=None)
     return draft, checkpoint_builder(checkpoint)
 
@@ -204,6 +203,9 @@ def _build_context(
     if wanted is not None and not 1 <= wanted <= longest:
         message = f"max_model_len must be between 1 and the checkpoint's {longest}, got {wanted}"
         raise InvalidArgument(message, field="max_model_len")
+    if quantization in STORED_AS:
+        _check_stored_as(quantization, open_checkpoint(config.model))
+        quantization = "none"
     if quantization not in ("none", "int8", "int4"):
         raise InvalidArgument(f"quantization must be none, int8 or int4, got {quantization!r}", field="quantization")
     if quantization == "int8" and device.type != "cpu":
@@ -224,6 +226,16 @@ def _build_context(
         cache,
         max_lora_rank=0 if config.lora is None else config.lora.max_rank,
     )
+
+
+def _check_stored_as(name: str, checkpoint: Checkpoint) -> None:
+    """Refuse one of vLLM's names that says of the weights what they are not."""
+    stored = checkpoint.stored_as
+    if stored == STORED_AS[name]:
+        return
+    message = f"quantization {name} is what weights are stored as, and those of {checkpoint.directory} are "
+    message += f"stored as {stored}" if stored else "plain floats: int8 and int4 make integers of them"
+    raise InvalidArgument(f"{message}; leave quantization out, and they are taken as they are", field="quantization")
 
 
 def _use_level(config: EngineConfig) -> None:

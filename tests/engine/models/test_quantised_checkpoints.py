@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.build import describe
+from charonia.engine.build import describe, memory_needed
 from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.checkpoint.open_weights import open_weights
+from charonia.engine.checkpoint.quantization_config import STORED_AS
 from charonia.engine.checkpoint.weights import TensorSlice, WeightLoader
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.cpu import library
@@ -27,6 +28,7 @@ from tests.engine.models.test_models import CPU, KIN, NAMES, PARTS, logits, prom
 from tests.quantised_files import STYLES, write_quantised
 
 KERNELS = pytest.mark.skipif(library.level() is None, reason="no C extension here")
+META = torch.device("meta")
 FEW = ("gptq in another order", "awq", "w4a16 asymmetric", "w8a8", "fp8 blocks")
 
 Quantised = Callable[[str, str], tuple[Path, Path]]
@@ -195,3 +197,37 @@ def test_configs_that_are_not_served_are_named(
     (copy / "config.json").write_text(json.dumps(config_of(copy, **changes)))
     with pytest.raises(CheckpointError, match=says):
         checkpoint_builder(open_checkpoint(copy)).dry_run(BuildContext(torch.float32, CPU, 64), ParallelConfig())
+
+
+@pytest.mark.parametrize("style", FEW)
+def test_a_name_of_vllms_says_what_the_weights_are(quantised: Quantised, style: str) -> None:
+    small, plain = quantised("llama", style)
+    own = open_checkpoint(small).stored_as
+    right = [name for name, method in STORED_AS.items() if method == own]
+    for name in right:
+        check_rank_config(EngineConfig(model=str(small), quantization=name))
+    other = next(name for name in STORED_AS if name not in right)
+    with pytest.raises(InvalidArgument, match=f"quantization {other} .* stored as {own}; leave quantization out"):
+        check_rank_config(EngineConfig(model=str(small), quantization=other))
+    with pytest.raises(InvalidArgument, match=f"quantization {other} .* plain floats: int8 and int4"):
+        check_rank_config(EngineConfig(model=str(plain), quantization=other))
+
+
+@KERNELS
+@pytest.mark.parametrize("style", FEW)
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_memory_is_reserved_for_what_the_weights_become(quantised: Quantised, style: str, dtype: str) -> None:
+    small, plain = quantised("llama", style)
+    [need] = memory_needed(str(small), {"device": "cpu", "dtype": dtype}, ())
+    right = load_file(plain / "model.safetensors")
+    floats = sum(each.numel() for each in right.values())
+    if dtype == "float32":
+        assert need.size == 4 * floats
+        return
+    [on_gpu] = memory_needed(str(small), {"device": "cuda"}, (0,))
+    assert on_gpu.size == 2 * floats
+    served = checkpoint_builder(open_checkpoint(small)).build(BuildContext(torch.bfloat16, META, 1)).served
+    assert served is not None
+    kept = sum(each.kept for form, each in served._found.items() if not form.plain)
+    matrices = sum(each.numel() for name, each in right.items() if name.endswith("_proj.weight"))
+    assert kept <= need.size - 2 * (floats - matrices) < 1.15 * kept
