@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -71,11 +72,13 @@ class SpeculationTotals:
 
 class DecodeCosts:
     """Seconds of steps that only decode, by their number of tokens, as measured: in between the measured ones in
-    proportion, and a little beyond them as they grow at the end, so that larger steps are tried one after the other."""
+    proportion, and a little beyond them as they grow at the end, so that larger steps are tried one after the other. No
+    step takes longer than one of more tokens: what seems so was disturbed."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._seconds: dict[int, float] = {}
+        self._least: list[float] = []  # of each size and those above it
         self._seen: dict[int, int] = {}
         self._forgotten_at: dict[int, int] = {}
         self._observed = 0
@@ -96,6 +99,7 @@ class DecodeCosts:
         self._forgotten_at[tokens] = self._observed + (PROBE_STEPS << 2 * min(seen, 3))
         if self._observed % PROBE_STEPS == 0:
             self._forget()
+        self._least = [*accumulate(map(self._seconds.__getitem__, reversed(self._sizes)), min)][::-1]
 
     def _forget(self) -> None:
         for tokens in [each for each in self._sizes if self._forgotten_at[each] < self._observed]:
@@ -123,8 +127,9 @@ class DecodeCosts:
             return self._seconds[most] + max(grows, 0.0) * (tokens - most)
         at = bisect_left(sizes, tokens)
         low, high = sizes[max(at - 1, 0)], sizes[at]
-        part = (tokens - low) / (high - low) if low < tokens else 0.0
-        return self._seconds[low] + part * (self._seconds[high] - self._seconds[low])
+        above = self._least[at]
+        below = min(self._seconds[low], above)
+        return below + (tokens - low) / (high - low) * (above - below) if low < tokens < high else above
 
     def marginal_seconds(self, tokens: int) -> float:
         """How much longer than with one token fewer a step takes; nothing where neither was measured."""

@@ -241,6 +241,13 @@ def test_a_step_that_was_disturbed_once_is_tried_again() -> None:
     assert costs.seconds(1) < 1.1
 
 
+def test_what_seems_to_take_longer_than_more_tokens_was_disturbed() -> None:
+    costs = DecodeCosts()
+    for tokens, seconds in ((1, 3.0), (2, 1.1), (6, 2.1)):
+        costs.observe(tokens, seconds)
+    assert [costs.seconds(tokens) for tokens in (1, 2, 4, 6)] == pytest.approx([1.1, 1.1, 1.6, 2.1])
+
+
 def test_a_drafter_that_is_wrong_costs_nothing_after_a_while_and_is_believed_again() -> None:
     costs = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}
     assert set(timed(costs, accuracy=0)) == {0}
