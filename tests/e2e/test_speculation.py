@@ -24,7 +24,7 @@ PROMPT = "one two one two one two one"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 OFF = {"speculative": False}
 SAMPLINGS = [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.95, "frequency_penalty": 0.2}]
-DRAFTS = [{}, {"speculative": {"k": 2}}, OFF]
+DRAFTS = [{"speculative": {"k": 3}}, OFF]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_texts_are_those_without_drafts(client: openai.OpenAI, sampling: Any) ->
                     for choice in answer.choices
                 ]
             )
-        assert found[0] == found[1] == found[2], asked
+        assert found[0] == found[1], asked
     with_drafts, without = (
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, extra_body=extra, **sampling)
         for extra in ({}, OFF)

@@ -393,8 +393,8 @@ def reported(answer: Answer) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "others",
-    [{}, {"ahead": 1}, {"blocks": 16}, {"max_num_batched_tokens": 11}, {"ahead": 1, "in_flight_per_sequence": 1}],
-    ids=["plain", "ahead", "preempted", "few tokens a step", "as in a pipeline"],
+    [{}, {"ahead": 1, "max_num_batched_tokens": 11}, {"blocks": 16}],
+    ids=["plain", "ahead, few tokens a step", "preempted"],
 )
 def test_drafts_change_no_guided_text(plain: Served, model: Path, others: dict[str, Any]) -> None:
     """Nor where thinking ends, a grammar begins, or something is forced within what is accepted."""

@@ -171,10 +171,10 @@ def test_the_numbers_are_splitmix64s() -> None:
         assert drawn.item() == ((state >> 12) + 0.5) * 2.0**-52
 
 
-@pytest.mark.parametrize("draws", [2 * DRAWS, pytest.param(100_000, marks=pytest.mark.proof)], ids=["few", "many"])
+@pytest.mark.parametrize("draws", [DRAWS, pytest.param(100_000, marks=pytest.mark.proof)], ids=["few", "many"])
 @pytest.mark.parametrize(
     "asked",
-    [{"temperature": 0.6}, {}, {"temperature": 1.5}, {"top_p": 0.8}, {"temperature": 1.5, "top_p": 0.5}, {"top_k": 5}],
+    [{"temperature": 0.6}, {"temperature": 1.5}, {"top_p": 0.8}, {"temperature": 1.5, "top_p": 0.5, "top_k": 9}],
     ids=str,
 )
 def test_tokens_that_drafts_were_verified_against_have_the_same_distribution(asked: dict[str, Any], draws: int) -> None:
