@@ -2,14 +2,19 @@
 where something is changed, and comes back to it.
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
+from ...scheduler.plan import IntArray
 from ...scheduler.speculation import Drafter, DraftRequest
 
-_SHORTEST, _LONGEST = 2, 16
-"""Tokens at a text's end by which its place is found again."""
+_LONGEST = 16
+"""Tokens at a text's end by which its place is found again, at most; at least two."""
+
+_PATIENCE, _PAUSE = 64, 8
+"""After so many wrong tokens its place is looked for only at each eighth: a long prediction is read for it."""
 
 _AHEAD, _BEHIND = 12, 4
 """So many of the places where the last two tokens occur are compared, after the last right token and before it."""
@@ -39,7 +44,7 @@ class PredictionDrafter:
             return ()
         follower = request.state.get(_STATE)
         if follower is None:
-            follower = request.state[_STATE] = PredictionFollower(request.prediction.tolist())
+            follower = request.state[_STATE] = PredictionFollower(request.prediction)
         follower.extend(request.outputs[follower.followed :])
         expected: list[int] = follower.expected(request.k)
         return expected
@@ -48,13 +53,13 @@ class PredictionDrafter:
 class PredictionFollower:
     """The place in `prediction` where a text stands. `followed`: tokens of the text so far."""
 
-    def __init__(self, prediction: list[int]) -> None:
-        self._prediction = prediction
+    def __init__(self, prediction: Sequence[int] | IntArray) -> None:
+        self._array: IntArray = np.asarray(prediction, np.int32)
+        self._prediction: list[int] = self._array.tolist()
         self._place: int | None = 0  # of the token that comes next, as it seems
         self._last_right = 0
         self._misses = 0
         self._tail: deque[int] = deque(maxlen=_LONGEST)
-        self._pairs: dict[tuple[int, int], list[int]] | None = None
         self._had = bytearray(len(prediction))
         self.followed = 0
 
@@ -101,17 +106,14 @@ class PredictionFollower:
     def _find(self) -> tuple[int, int] | None:
         """The place after the longest match of the text's end, the next one after the last right token; and its
         length."""
-        if len(self._tail) < _SHORTEST:
+        if len(self._tail) < 2 or (self._misses > _PATIENCE and self._misses % _PAUSE):
             return None
-        if self._pairs is None:
-            self._pairs = {}
-            for at in range(_SHORTEST, len(self._prediction) + 1):
-                self._pairs.setdefault((self._prediction[at - 2], self._prediction[at - 1]), []).append(at)
-        places = self._pairs.get((self._tail[-2], self._tail[-1]), [])
-        middle = bisect_left(places, self._last_right)
+        pairs = (self._array[:-1] == self._tail[-2]) & (self._array[1:] == self._tail[-1])
+        places = np.flatnonzero(pairs) + 2
+        middle = int(np.searchsorted(places, self._last_right))
         nearby = [*places[middle : middle + _AHEAD], *places[max(middle - _BEHIND, 0) : middle][::-1]]
         best: tuple[int, int] | None = None
-        for place in nearby:
+        for place in map(int, nearby):
             length = self._matched(place)
             if best is None or length > best[1]:
                 best = place, length

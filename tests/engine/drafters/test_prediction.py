@@ -52,6 +52,15 @@ def test_of_equal_places_the_next_one_counts_and_of_others_the_longest_match() -
     assert made.expected(1) == [5]
 
 
+def test_after_long_a_text_is_found_again_within_eight_tokens() -> None:
+    made = follower(*[1] * 1000)
+    assert made.expected(1) == []
+    made.extend(PREDICTED[:8])
+    made.extend(PREDICTED[8:10])
+    assert made.expected(2) == PREDICTED[10:12]
+    assert made.accepted == 10
+
+
 def test_each_token_of_the_prediction_counts_once() -> None:
     made = follower(20, 21, 99, 23, 24, 23, 24, 25)
     assert (made.accepted, made.rejected) == (5, len(PREDICTED) - 5)
