@@ -65,7 +65,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
 
 
-SpeculationMethod: TypeAlias = Literal["ngram", "draft_model", "oracle", "random", "synthetic"]
+SpeculationMethod: TypeAlias = Literal["ngram", "draft_model", "eagle3", "oracle", "random", "synthetic"]
 SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 
 
@@ -74,7 +74,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both. `record`: file
     of "oracle" and "synthetic"; `synthetic_acceptance_rates`: how often "synthetic" is right, by place.
 
-    `model`: checkpoint directory or hub id of a "draft_model", computed by one rank whatever
+    `model`: checkpoint directory or hub id of a "draft_model", or of an "eagle3" head, computed by one rank whatever
     `draft_tensor_parallel_size` is. `quantization`: its own; None: the target's, unless its matrices are quantised
     already. `draft_sample_method`: it proposes the likeliest tokens, or those that a request's sampling chooses.
 
@@ -99,6 +99,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         of_models = self.model, self.draft_tensor_parallel_size, self.quantization, self.draft_sample_method
         if any(of_models) and not self.computes:
             raise ValueError(f"no model drafts with the method {self.method}")
+        if self.method == "eagle3" and self.quantization == "int4":
+            raise ValueError("quantization of a head is none or int8")
         least, most = self.lookup_range
         if least > most:
             raise ValueError(f"prompt_lookup_min {least} exceeds prompt_lookup_max {most}")
@@ -108,7 +110,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def computes(self) -> bool:
         """Whether a model drafts, beside the target."""
-        return self.method == "draft_model"
+        return self.method in ("draft_model", "eagle3")
 
     @property
     def draws(self) -> bool:

@@ -21,7 +21,7 @@ def build_drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:
     match config.method:
         case "ngram":
             return NgramDrafter(*config.lookup_range)
-        case "draft_model":
+        case "draft_model" | "eagle3":
             return ProposedDrafts()
         case "oracle":
             return OracleDrafter(read_records(Path(config.record)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
-NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND = range(10)
+NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP = range(11)
 """Kinds of operations, as in program.h."""
 
 
@@ -98,6 +98,12 @@ class OpTrace:
         self.ops.append(TracedOp(operation, x, None if delta is self.no_delta else delta, out))
         return out
 
+    def keep_after(self, number: int, x: SymbolicTensor) -> SymbolicTensor:
+        """A copy of `x` as it is after operation `number`, which is recorded."""
+        out = SymbolicTensor(self, x.width, x.dtype)
+        self.ops.insert(number + 1, TracedOp(OpStruct(kind=KEEP, size=x.width), x, None, out))
+        return out
+
     def add_in_place(self, operation: OpStruct, x: SymbolicTensor, delta: SymbolicTensor | None = None) -> None:
         self.ops.append(TracedOp(operation, x, delta, x))
 
@@ -105,13 +111,15 @@ class OpTrace:
 class TraceIO(NamedTuple):
     """The tensors of a trace that are read from outside. `residual` is the residual stream, and `delta` what is still
     to be added to it after the first `layer_ops` operations. The source is token ids if it `embeds_tokens`, else hidden
-    states. `logits` are those of selected places; None if the trace ends before them."""
+    states. `logits` are those of selected places; None if the trace ends before them. `kept` are copies of the residual
+    stream on its way."""
 
     residual: SymbolicTensor
     delta: SymbolicTensor
     layer_ops: int
     embeds_tokens: bool
     logits: SymbolicTensor | None = None
+    kept: tuple[SymbolicTensor, ...] = ()
 
 
 def plan_buffers(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, int]:
@@ -121,7 +129,7 @@ def plan_buffers(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, int]:
     for number, op in enumerate(trace.ops):
         for tensor in op.tensors:
             lifetimes[tensor] = range(lifetimes[tensor].start if tensor in lifetimes else number, number + 1)
-    for read in (io.residual, io.delta, io.logits):
+    for read in (io.residual, io.delta, io.logits, *io.kept):
         if read is not None:  # from outside, at the end
             lifetimes[read] = range(lifetimes[read].start, len(trace.ops) + 1)
     offsets: dict[SymbolicTensor, int] = {}

@@ -66,6 +66,12 @@ static void select_places(const Operation *o, const StepLayout *l)
         memcpy(to + i * bytes, from + l->arguments->logits_indices[i] * bytes, (size_t)bytes);
 }
 
+/* A copy of what later operations change. */
+static void keep(const Operation *o, const StepLayout *l)
+{
+    memcpy(tensor(l, o->out, 0), tensor(l, o->x, 0), (size_t)(l->tokens * o->size * number_bytes(o)));
+}
+
 static void input(const Operation *o, const StepLayout *l)
 {
     memcpy(tensor(l, o->out, 0), l->arguments->hidden_states, (size_t)(l->tokens * o->size * number_bytes(o)));
@@ -133,7 +139,7 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
     } else if (adapts(o)) {
         adapt(team, o, l);
     } else if (team->me == 0) {
-        o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : input(o, l);
+        o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : o->kind == KEEP ? keep(o, l) : input(o, l);
     }
 }
 

@@ -8,7 +8,7 @@
 #include "sample.h"
 #include "thread_pool.h"
 
-enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND };
+enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
    a token from the beginning, or s bytes a selected place. */

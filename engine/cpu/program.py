@@ -125,6 +125,11 @@ class StepRun:
             raise RuntimeError("the step was begun without logits")
         return self._tensor(logits, self.inputs.batch.size * self._program.token_bytes, len(places))
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """The tensors [N, width] of `TraceIO.kept`."""
+        return [self._tensor(each, 0, self.inputs.batch.size) for each in self._program.io.kept]
+
     def more_logits(self, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
         io, size = self._program.io, self.inputs.batch.size
         return self._program.head(self._tensor(io.residual, 0, size), self._tensor(io.delta, 0, size), selections)

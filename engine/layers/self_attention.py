@@ -25,10 +25,16 @@ class AttentionProjections(NamedTuple):
 
 
 class SelfAttention:
-    """x [N, hidden] -> [N, hidden], by this rank's heads of layer `index`."""
+    """x [N, hidden] -> [N, hidden], by this rank's heads of layer `index`. `inputs`: x has others than that many."""
 
     def __init__(
-        self, loader: WeightLoader, spec: ModelSpec, index: int, projections: AttentionProjections, rotary: Rotary
+        self,
+        loader: WeightLoader,
+        spec: ModelSpec,
+        index: int,
+        projections: AttentionProjections,
+        rotary: Rotary,
+        inputs: int | None = None,
     ) -> None:
         name, size = f"model.layers.{index}.self_attn", spec.head_dim
         heads, kv_heads = rank_slice(spec.heads, loader.group), kv_head_slice(spec.kv_heads, loader.group)
@@ -37,14 +43,14 @@ class SelfAttention:
         self._rotary, self._head_dim = rotary, size
         self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         shards = _qkv_shards(name, spec, queries, keys, projections.fused)
-        self._qkv = column_linear(loader, shards, spec.hidden_size, bias=projections.qkv_bias)
+        self._qkv = column_linear(loader, shards, inputs or spec.hidden_size, bias=projections.qkv_bias)
         self._norm = None
         if projections.norm is not None:  # one for the heads of queries and keys together, each with its own weight
             of_queries, of_keys = (loader.vector(f"{name}.{one}_norm.weight", size) for one in "qk")
             weight = torch.cat((of_queries.expand(self._heads, -1), of_keys.expand(self._kv_heads, -1)))
             self._norm = projections.norm(weight, spec.norm_eps)
-        inputs, outputs = spec.heads * size, spec.hidden_size
-        self._out = RowLinear(loader, f"{name}.o_proj", inputs, queries, outputs, bias=projections.out_bias)
+        heads_size, outputs = spec.heads * size, spec.hidden_size
+        self._out = RowLinear(loader, f"{name}.o_proj", heads_size, queries, outputs, bias=projections.out_bias)
         self.untraceable = rotary.untraceable or self._out.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:

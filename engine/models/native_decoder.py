@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from ...core.errors import InvalidArgument
 from ..attention.native import NativeStepAttention
 from ..cpu.op_trace import (
     ATTENTION,
@@ -46,6 +47,22 @@ class NativeDecoder:
         self._traced = False
         self.timing_listener: Callable[[ProgramTimings], None] | None = None
         """Called with the times of every step that the program computes: for measurements."""
+        self._kept_layers: tuple[int, ...] = ()
+        self._kept: Callable[[], Sequence[Tensor]] = tuple
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Keep the hidden states that go into these layers, counted from 0; before the first step.
+
+        Raises:
+            InvalidArgument: there is no such layer.
+        """
+        if stray := [layer for layer in layers if not 0 <= layer < len(self._layers)]:
+            raise InvalidArgument(f"hidden states of layer {stray[0]} are asked for, of {len(self._layers)}")
+        self._kept_layers = tuple(layers)
+
+    def kept_states(self) -> Tensor:
+        """Those of the finished step that began last, side by side, [N, layers * hidden]; until the next begins."""
+        return torch.cat([*self._kept()], -1)
 
     def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
         if len(selections) == 1 and (run := self.begin_step(context, selections[0])) is not None:
@@ -54,10 +71,15 @@ class NativeDecoder:
         if (program := self._program_for(context)) is None:
             x = self._ends.input(context.batch.tokens)
             delta = torch.zeros_like(x)
-            for layer in self._layers:
+            kept: dict[int, Tensor] = {}
+            for index, layer in enumerate(self._layers):
+                if index in self._kept_layers:
+                    kept[index] = x + delta
                 delta = layer(x, delta, context)
+            self._kept = lambda: [kept[index] for index in self._kept_layers]
             return self._ends.output(x, delta, selections)
         run = program.begin(self._inputs(program, context))
+        self._kept = lambda: run.kept
         run.finish()
         return run.more_logits(selections)
 
@@ -67,7 +89,9 @@ class NativeDecoder:
         program = self._program_for(context)
         if program is None or program.io.logits is None:
             return None
-        return program.begin(self._inputs(program, context, logits_indices, samples))
+        run = program.begin(self._inputs(program, context, logits_indices, samples))
+        self._kept = lambda: run.kept
+        return run
 
     def close(self) -> None:
         if self._program is not None:
@@ -100,24 +124,29 @@ class NativeDecoder:
         if reason is not None or not self._layers:
             log.info("layers are computed one by one, not as one program: %s", reason or "it has none on this rank")
             return None
-        first, last, width = self._ends
-        for end, kept in ((first.untraceable, "the input"), (last.untraceable, "the logits")):
+        source, last, width = self._ends
+        for end, part in ((source.untraceable, "the input"), (last.untraceable, "the logits")):
             if end is not None:
-                log.info("layers are computed as one program without %s: %s", kept, end)
+                log.info("layers are computed as one program without %s: %s", part, end)
         trace = OpTrace(attention.dtype)
-        if isinstance(first, Embedding) and first.untraceable is None:
-            x = first.trace(trace)
+        if isinstance(source, Embedding) and source.untraceable is None:
+            x = source.trace(trace)
         else:
             x = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
         context = _SymbolicContext(attention.output_size)
         delta = trace.no_delta
-        for layer in self._layers:
+        kept: dict[int, SymbolicTensor] = {}
+        for index, layer in enumerate(self._layers):
+            first = len(trace.ops)
             delta = cast(Any, layer)(x, delta, context)  # declared for tensors and their context
+            if index in self._kept_layers:
+                kept[index] = trace.keep_after(first, x)
         layer_ops, logits = len(trace.ops), None
         if isinstance(last, LogitsOutput) and last.untraceable is None:
             logits = last.trace(x, delta)
             trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled
-        io = TraceIO(x, delta, layer_ops, first.untraceable is None, logits)
+        states = tuple(kept[index] for index in self._kept_layers)
+        io = TraceIO(x, delta, layer_ops, source.untraceable is None, logits, states)
         return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], last)
 
 

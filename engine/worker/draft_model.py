@@ -4,7 +4,7 @@ the next step how the rows may go on."""
 from collections import Counter
 from collections.abc import Iterable
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,26 @@ from .sampler import sample
 CATCH_UP_TOKENS = 256
 """Tokens that a step computes with the draft model, beside as many as the target: rows that were not drafted for a
 while lack some."""
+
+
+class StepDrafter(Protocol):
+    """A model that proposes tokens beside the target's steps, on the target's thread."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a cache block."""
+
+    def allocate(self, blocks: int) -> None:
+        """Make a cache of `blocks` blocks and begin anew."""
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Called for every plan when its rows are entered."""
+
+    def propose(self, plan: StepPlan, result: StepResult) -> Proposals:
+        """Propose as `plan` says, before the next step begins: the target's has `result`."""
+
+    def close(self) -> None:
+        """End its threads; no step may follow."""
 
 
 class DraftLimits(NamedTuple):
@@ -72,7 +92,7 @@ class DraftModel:
         self._decoder.close()
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Called for every plan when its rows are entered: blocks that a row does not share are to be computed."""
+        """See `StepDrafter.apply_plan`: blocks that a row does not share are to be computed."""
         size = self._rows.block_size
         shared = {new.row: new.computed // size for new in plan.new}
         taken = Counter[int]()

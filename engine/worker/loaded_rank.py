@@ -18,18 +18,21 @@ from ..attention.backend import AttentionBackend, CacheSpec
 from ..attention.selector import capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.model_spec import DTYPES, DecoderShape
+from ..checkpoint.model_spec import DTYPES, DecoderShape, ModelSpec
 from ..checkpoint.packing_cache import open_packing_cache
 from ..checkpoint.quantization_config import STORED_AS
 from ..checkpoint.served_forms import ServedForms
 from ..checkpoint.weights import dtype_name
-from ..config import EngineConfig, ParallelConfig
+from ..config import EngineConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
-from ..models.interfaces import CheckpointBuilder
+from ..models.eagle3 import Eagle3Head, read_eagle3_config
+from ..models.interfaces import CheckpointBuilder, Decoder
+from ..models.native_decoder import NativeDecoder
 from ..models.registry import checkpoint_builder
 from .adapters import RankAdapters
 from .device import resolve_device
-from .draft_model import DraftLimits, DraftModel
+from .draft_model import DraftLimits, DraftModel, StepDrafter
+from .eagle3_draft import Eagle3Draft
 from .executor import Capacity
 from .model_runner import ModelRunner
 from .roofline import measure_roofline
@@ -51,7 +54,7 @@ class LoadedRank:
     runner: ModelRunner
     adapters: RankAdapters | None = None
     served: ServedForms | None = None
-    draft: DraftModel | None = None
+    draft: StepDrafter | None = None
 
     @property
     def loaded_adapters(self) -> RankAdapters:
@@ -117,23 +120,55 @@ def load_rank(
     attention = create_backend(config.attention, spec)
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
     rows = RowStates(context.max_positions, block_size, context.device, {} if adapters is None else adapters)
-    draft = load_draft_model(config, context, shape, rows) if shard.reports_results else None
+    draft = _load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     runner = ModelRunner(decoder, attention, rows, context.device, draft)
     return LoadedRank(config, context, shape, attention, runner, adapters, served, draft)
 
 
-def load_draft_model(
-    config: EngineConfig, target: BuildContext, shape: DecoderShape, rows: RowStates
-) -> DraftModel | None:
-    """Load the whole model that drafts for a target of `shape`, if one does.
-
-    Raises:
-        CheckpointError: as `load_rank`.
-        InvalidArgument: it has another vocabulary.
-    """
-    speculation = config.speculation
-    if speculation is None or speculation.method != "draft_model":
+def _load_drafter(
+    config: EngineConfig, target: BuildContext, decoder: Decoder, shape: DecoderShape, rows: RowStates
+) -> StepDrafter | None:
+    """Load the model that drafts for a target of `shape`, if one does. Raises as `load_rank`."""
+    if config.speculation is None or not config.speculation.computes:
         return None
+    if config.speculation.method == "draft_model":
+        return _load_draft_model(config, config.speculation, target, shape, rows)
+    return _load_eagle3(config, config.speculation, target, decoder, shape, rows)
+
+
+def _load_eagle3(
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    target: BuildContext,
+    decoder: Decoder,
+    shape: DecoderShape,
+    rows: RowStates,
+) -> Eagle3Draft:
+    _check_eagle3(config)
+    if not isinstance(decoder, NativeDecoder) or not isinstance(shape, ModelSpec):
+        message = "speculative_config: an EAGLE-3 head needs a model that is not computed by transformers"
+        raise InvalidArgument(message, field="speculative_config")
+    head = read_eagle3_config(speculation.model, shape)
+    decoder.keep_states(head.target_layers)
+    spec, positions = head.spec, min(target.max_positions, head.spec.max_position)
+    quantization = speculation.quantization or ("none" if target.quantization == "none" else "int8")
+    context = BuildContext(target.dtype, target.device, positions, quantization=quantization)
+    sizes = spec.heads, spec.kv_heads, spec.head_dim, config.cache.block_size
+    cache = CacheSpec(spec.attention, *sizes, context.dtype, context.device, config.cache.dtype)
+    attention = create_backend(config.attention, cache)
+    return Eagle3Draft(Eagle3Head(head, context, config.model), attention, decoder, rows, positions, speculation.draws)
+
+
+def _check_eagle3(config: EngineConfig) -> None:
+    if config.parallel.pipeline > 1 or config.scheduler.ahead:
+        name = "pipeline_parallel_size" if config.parallel.pipeline > 1 else "ahead"
+        message = f"speculative_config: an EAGLE-3 head needs the last step's hidden states, which {name} takes from it"
+        raise InvalidArgument(message, field="speculative_config")
+
+
+def _load_draft_model(
+    config: EngineConfig, speculation: SpeculationConfig, target: BuildContext, shape: DecoderShape, rows: RowStates
+) -> DraftModel:
     draft, found = _draft_builder(config)
     positions = min(target.max_positions, found.max_position)
     draft = msgspec.structs.replace(draft, max_model_len=positions, device=str(target.device))
@@ -184,6 +219,9 @@ def check_rank_config(config: EngineConfig) -> str:
     """
     found = checkpoint_builder(open_checkpoint(config.model))
     context = _build_context(msgspec.structs.replace(config, device="cpu"), found, WHOLE_MODEL, lambda _: None)
+    if config.speculation is not None and config.speculation.method == "eagle3":
+        _check_eagle3(config)
+        read_eagle3_config(config.speculation.model, open_checkpoint(config.model).spec)
     if config.speculation is not None and config.speculation.method == "draft_model":
         draft, drafts = _draft_builder(config)
         plain = msgspec.structs.replace(draft, device="cpu", max_model_len=None)

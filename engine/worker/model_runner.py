@@ -15,7 +15,7 @@ from ..config import LOGITS_PIECE
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder, PendingStep
 from ..step_batch import SampledTokens
-from .draft_model import DraftModel
+from .draft_model import StepDrafter
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
@@ -87,7 +87,7 @@ class ModelRunner:
         attention: AttentionBackend,
         rows: RowStates,
         device: torch.device,
-        draft: DraftModel | None = None,
+        draft: StepDrafter | None = None,
     ) -> None:
         self.decoder, self._attention, self._rows, self._device = decoder, attention, rows, device
         self._draft = draft

@@ -131,7 +131,12 @@ def test_adapters_are_taken_only_where_they_are_enabled() -> None:
         ("ngram", "must be a JSON object: "),
         ("[]", "it must be an object"),
         ("{}", "method must be one of ngram"),
-        ('{"method": "eagle3"}', "method must be one of ngram"),
+        ('{"method": "medusa"}', "method must be one of ngram"),
+        ('{"method": "eagle3"}', "it is wrong: model is missing: eagle3 needs a checkpoint"),
+        (
+            '{"method": "eagle3", "model": "d", "quantization": "int4"}',
+            "it is wrong: quantization of a head is none or",
+        ),
         ('{"method": "ngram", "model": "draft"}', "it is wrong: no model drafts with the method ngram"),
         ('{"method": "draft_model"}', "it is wrong: model is missing: draft_model needs a checkpoint"),
         (

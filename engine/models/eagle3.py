@@ -1,0 +1,143 @@
+"""EAGLE-3 heads (arXiv 2503.01840) in the format of the speculators library: one decoder layer that goes on from hidden
+states of its target, with a vocabulary of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.build_context import BuildContext
+from ..checkpoint.hf_checkpoint import open_checkpoint
+from ..checkpoint.hf_config import read_spec
+from ..checkpoint.model_spec import CheckpointError, ModelSpec
+from ..checkpoint.open_weights import open_weights
+from ..checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
+from ..layers.embed_and_head import EMBEDDING_WEIGHT
+from ..layers.linear import LMHead, OutputShard, column_linear
+from ..layers.mlp import GatedMLP
+from ..layers.norm import rms_norm
+from ..layers.self_attention import AttentionProjections, SelfAttention
+from ..layers.step_context import StepContext
+from .llama import mlp_spec, shared_rotary
+
+_LAYER, _OWN_LAYER = "layers.0.", "model.layers.0."
+_NOT_SERVED = ("norm_before_fc", "fc_norm", "parallel_drafting")
+
+
+class Eagle3Config(NamedTuple):
+    """A head's config.json: `spec` of its layer, whose vocabulary and hidden states are the target's; the layers of the
+    target whose input it takes; the tokens it chooses among; whether what is added to its layer's result is the
+    normalised hidden states."""
+
+    directory: Path
+    spec: ModelSpec
+    target_layers: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool
+
+
+def read_eagle3_config(model: str, target: ModelSpec) -> Eagle3Config:
+    """The head in a checkpoint directory or of a hub id, for `target`.
+
+    Raises:
+        CheckpointError: it is no head in this format, asks for what is not served, or is another target's.
+    """
+    checkpoint = open_checkpoint(model)
+    config, where = checkpoint.config, checkpoint.where
+
+    def fail(reason: str) -> CheckpointError:
+        return CheckpointError(f"{where}: {reason}", field="speculative_config")
+
+    if config.get("speculators_model_type") != "eagle3" or not isinstance(config.get("transformer_layer_config"), dict):
+        raise fail('no EAGLE-3 head in the format of speculators: "speculators_model_type" must be "eagle3"')
+    if stray := next(filter(config.get, _NOT_SERVED), None):
+        raise fail(f"{stray} is not served")
+    layer: dict[str, Any] = {**config["transformer_layer_config"], "architectures": ["LlamaForCausalLM"]}
+    spec = read_spec({"dtype": config.get("dtype") or config.get("torch_dtype"), **layer}, where)
+    if spec.layers != 1:
+        raise fail(f"a head of {spec.layers} layers is not served; one is")
+    if config.get("target_hidden_size") not in (None, target.hidden_size) or spec.hidden_size != target.hidden_size:
+        raise fail(f"it is made for hidden states of another size than the model's {target.hidden_size}")
+    if spec.vocab_size != target.vocab_size:
+        raise fail(f"it is made for {spec.vocab_size} tokens, and the model has {target.vocab_size}")
+    usual = (2, target.layers // 2, target.layers - 3)
+    found = config.get("eagle_aux_hidden_state_layer_ids") or usual
+    if not isinstance(found, list | tuple) or not {*map(str, found)} <= {*map(str, range(target.layers))}:
+        ids = "eagle_aux_hidden_state_layer_ids"
+        raise fail(f"{ids} must be layers of the model, 0 to {target.layers - 1}, got {found}")
+    size = config.get("draft_vocab_size") or spec.vocab_size
+    if type(size) is not int or not 1 <= size <= spec.vocab_size:
+        raise fail(f"draft_vocab_size must be 1 to {spec.vocab_size}, got {size!r}")
+    directory = checkpoint.directory
+    return Eagle3Config(directory, spec, tuple(map(int, found)), size, bool(config.get("norm_before_residual", True)))
+
+
+class Eagle3Head:
+    """The head itself. At each place it goes on from the hidden states there, of its target or its own, and the token
+    that follows; its attention's cache has one layer."""
+
+    def __init__(self, config: Eagle3Config, context: BuildContext, target: str) -> None:
+        """`target`: the checkpoint whose embeddings it shares where it has none of its own.
+
+        Raises:
+            CheckpointError: tensors are missing, or of another shape than config.json says.
+        """
+        self.spec = spec = config.spec
+        weights = CheckpointWeights(config.directory, _own_name)
+        loader = WeightLoader(weights, context)
+        hidden, eps, name = spec.hidden_size, spec.norm_eps, _OWN_LAYER.rstrip(".")
+        table = TensorSlice(EMBEDDING_WEIGHT, (spec.vocab_size, hidden))
+        shared = loader if EMBEDDING_WEIGHT in weights else WeightLoader(open_weights(open_checkpoint(target)), context)
+        self._embeddings = shared.mapped(table)
+        fused = OutputShard("fc", hidden, slice(0, hidden))
+        self._fuse = column_linear(loader, [fused], len(config.target_layers) * hidden, bias="fc.bias" in weights)
+
+        def norm(of: str) -> Callable[[Tensor], Tensor]:
+            return rms_norm(loader.vector(f"{of}.weight", hidden), eps)
+
+        self._of_tokens, self._of_states = norm(f"{name}.input_layernorm"), norm(f"{name}.hidden_norm")
+        self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
+        self._last = rms_norm(loader.vector("model.norm.weight", hidden), eps)
+        rotary = shared_rotary(spec.rope, spec, loader)
+        bias = AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias)
+        self._attention = SelfAttention(loader, spec, 0, bias, rotary, inputs=2 * hidden)
+        self._mlp = GatedMLP(loader, mlp_spec(spec, 0))
+        self._head = LMHead(loader, "lm_head.weight", config.draft_vocab_size, hidden)
+        self._norm_before_residual = config.norm_before_residual
+        self._target_ids = torch.arange(config.draft_vocab_size, device=context.device)
+        if "d2t" in weights:
+            offsets = weights.view(TensorSlice("d2t", (config.draft_vocab_size,)), {"I64": torch.int64})
+            self._target_ids += offsets.to(context.device)
+        elif config.draft_vocab_size != spec.vocab_size:
+            raise CheckpointError(f"{config.directory}: tensor d2t is missing from the weights")
+
+    def fuse(self, states: Tensor, context: StepContext) -> Tensor:
+        """The target's hidden states [N, layers * hidden] -> [N, hidden]."""
+        return self._fuse(states.contiguous(), context)
+
+    def __call__(self, following: Tensor, states: Tensor, context: StepContext) -> Tensor:
+        """`states` [N, hidden], of `fuse` or of the place before, and the tokens [N] `following` -> the head's own
+        states [N, hidden]."""
+        normed = self._of_states(states)
+        both = torch.cat((self._of_tokens(F.embedding(following, self._embeddings)), normed), -1)
+        residual = normed.clone() if self._norm_before_residual else states.clone()
+        mixed = self._before_mlp.add_and_norm(residual, self._attention(both, context))
+        return residual + self._mlp(mixed, context)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[S, hidden] -> [S, draft vocabulary]."""
+        return self._head(self._last(states))
+
+    def target_ids(self, tokens: Tensor) -> Tensor:
+        """Tokens of the draft vocabulary as the target has them."""
+        return self._target_ids[tokens]
+
+
+def _own_name(stored: str) -> str:
+    for prefix, own in ((_LAYER, _OWN_LAYER), ("norm.", "model.norm."), ("embed_tokens.", "model.embed_tokens.")):
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored

@@ -1,0 +1,243 @@
+"""EAGLE-3 heads: what they propose is what the format says, computed plainly; and the text stays the same."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
+from charonia.engine.drafters.proposed import ProposedDrafts
+from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import GREEDY, SequenceRequest
+from charonia.scheduler.speculation import Speculation
+
+LAYERS, DRAFT_VOCABULARY, MOST, BLOCK, BLOCKS, NEW = (0, 1, 1), 96, 3, 16, 40, 14
+LENGTHS = (5, 33, 40, 33)
+
+
+class Head:
+    """A head with random weights for a target with this config.json, as a directory and computed plainly."""
+
+    def __init__(self, directory: Path, target: dict[str, Any], **changes: Any) -> None:
+        random = torch.Generator().manual_seed(3)
+        layer = {name: target[name] for name in SHARED if name in target}
+        layer |= {"num_hidden_layers": 1, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+        layer["head_dim"] = self.size = 16
+        hidden = self.hidden = layer["hidden_size"]
+        vocabulary = layer["vocab_size"]
+        self.heads, self.kv_heads, self.eps = 4, 2, layer.get("rms_norm_eps", 1e-6)
+        shapes = {
+            "fc": (hidden, len(LAYERS) * hidden),
+            "layers.0.self_attn.q_proj": (4 * 16, 2 * hidden),
+            "layers.0.self_attn.k_proj": (2 * 16, 2 * hidden),
+            "layers.0.self_attn.v_proj": (2 * 16, 2 * hidden),
+            "layers.0.self_attn.o_proj": (hidden, 4 * 16),
+            "layers.0.mlp.gate_proj": (80, hidden),
+            "layers.0.mlp.up_proj": (80, hidden),
+            "layers.0.mlp.down_proj": (hidden, 80),
+            "lm_head": (DRAFT_VOCABULARY, hidden),
+            "embed_tokens": (vocabulary, hidden),
+        }
+        norms = ("norm", *(f"layers.0.{one}" for one in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+        self.weights = {name: torch.randn(shape, generator=random) * shape[1] ** -0.5 for name, shape in shapes.items()}
+        self.weights |= {name: 1 + 0.1 * torch.randn(hidden, generator=random) for name in norms}
+        chosen = torch.randperm(vocabulary, generator=random)[:DRAFT_VOCABULARY].sort().values
+        self.target_ids = chosen
+        known = torch.zeros(vocabulary, dtype=torch.bool)
+        known[chosen] = True
+        stored = {f"{name}.weight": weight for name, weight in self.weights.items()}
+        stored |= {"d2t": chosen - torch.arange(DRAFT_VOCABULARY), "t2d": known}
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": DRAFT_VOCABULARY,
+            "eagle_aux_hidden_state_layer_ids": LAYERS,
+            "norm_before_residual": False,
+            "torch_dtype": "float32",
+            "transformer_layer_config": layer,
+        } | changes
+        self.norm_before_residual = config["norm_before_residual"]
+        self.theta = 10000.0
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(stored, directory / "model.safetensors")
+        self.path = str(directory)
+
+    def proposals(self, states: Tensor, tokens: list[int], most: int) -> list[int]:
+        """For the target's states [N, layers * hidden] of all tokens but the newest."""
+        inputs, following, found = [*F.linear(states, self.weights["fc"])], tokens[1:], list[int]()
+        while len(found) < most:
+            own = self._layer(torch.stack(inputs), torch.tensor(following))[-1]
+            logits = F.linear(self._norm("norm", own), self.weights["lm_head"])
+            found.append(int(self.target_ids[logits.argmax()]))
+            inputs.append(own)
+            following.append(found[-1])
+        return found
+
+    def _layer(self, states: Tensor, following: Tensor) -> Tensor:
+        normed = self._norm("layers.0.hidden_norm", states)
+        embedded = self._norm("layers.0.input_layernorm", self.weights["embed_tokens"][following])
+        residual = normed if self.norm_before_residual else states
+        residual = residual + self._attention(torch.cat((embedded, normed), -1))
+        mixed = self._norm("layers.0.post_attention_layernorm", residual)
+        gate, up = (F.linear(mixed, self.weights[f"layers.0.mlp.{one}_proj"]) for one in ("gate", "up"))
+        return residual + F.linear(F.silu(gate) * up, self.weights["layers.0.mlp.down_proj"])
+
+    def _attention(self, x: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, self.weights[f"layers.0.self_attn.{one}_proj"]) for one in "qkv")
+        q, k, v = (each.view(len(x), -1, self.size).transpose(0, 1) for each in (q, k, v))
+        q, k = self._rotate(q), self._rotate(k)
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        return F.linear(out.transpose(0, 1).reshape(len(x), -1), self.weights["layers.0.self_attn.o_proj"])
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        half = self.size // 2
+        angles = torch.arange(x.shape[1])[:, None] * self.theta ** (-torch.arange(half) / half)
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat(
+            (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1
+        )
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weights[name]
+
+
+SHARED = ("model_type", "hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "hidden_act")
+
+
+def config_of(target: Path, head: Head, **config: Any) -> EngineConfig:
+    speculation = SpeculationConfig(method="eagle3", model=head.path, num_speculative_tokens=MOST)
+    return EngineConfig(
+        model=str(target), device="cpu", cache=CacheConfig(block_size=BLOCK), speculation=speculation, **config
+    )
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Head:
+    return Head(tmp_path_factory.mktemp("head"), json.loads((target / "config.json").read_text()))
+
+
+def run(
+    config: EngineConfig, sampling: SamplerParams = GREEDY, most: int = MOST
+) -> tuple[list[list[int]], list[tuple[int, int, list[int]]]]:
+    """Whole texts, and proposals: which text, how much of it was known, and what was proposed."""
+    executor = InlineExecutor(config)
+    executor.load(lambda phase, fraction: None)
+    executor.allocate(BLOCKS)
+    cache = KVCacheManager(BLOCKS, BLOCK)
+    speculation = Speculation(ProposedDrafts(), most, 384, draft_model=True)
+    scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=3), cache, speculation=speculation)
+    random = np.random.default_rng(5)
+    prompts = [random.integers(3, 384, length).astype(np.int32) for length in LENGTHS]
+    prompts[-1] = prompts[1]  # it waits for a row, and finds the other's blocks
+    for key, prompt in enumerate(prompts):
+        hashes = cache.digest(prompt)
+        scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=NEW, hashes=hashes, sampling=sampling))
+    texts: list[list[int]] = [prompt.tolist() for prompt in prompts]
+    found, keys = list[tuple[int, int, list[int]]](), dict[int, int]()
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        for new in plan.new:
+            keys[new.row] = next(
+                key for key, text in enumerate(texts) if text[: len(new.tokens)] == new.tokens.tolist()
+            )
+        result = executor.execute(plan).result()
+        tokens = iter(result.proposals.tokens.tolist())
+        for row, position, count in zip(*(each.tolist() for each in result.proposals[:3]), strict=True):
+            found.append((keys[row], position, [next(tokens) for _ in range(count)]))
+        updates = scheduler.apply(result)
+        stream = iter(updates.tokens)
+        for key, count in zip(updates.keys, updates.counts, strict=True):
+            texts[key] += [next(stream) for _ in range(count)]
+    scheduler.check_integrity()
+    executor.close()
+    return texts, found
+
+
+def target_states(target: Path, text: list[int]) -> Tensor:
+    """[N, layers * hidden] by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.inference_mode():
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in LAYERS], -1)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [({}, {}), ({"attention": "reference"}, {"norm_before_residual": True})],
+    ids=["programs", "torch"],
+)
+def test_a_head_proposes_what_the_format_says(
+    target: Path, tmp_path: Path, config: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    head = Head(tmp_path, json.loads((target / "config.json").read_text()), **changes)
+    texts, found = run(config_of(target, head, **config))
+    states = [target_states(target, text) for text in texts]
+    assert len(found) > len(LENGTHS) * NEW // (MOST + 1)
+    assert {len(proposed) for _, _, proposed in found} >= {1, MOST}
+    for key, known, proposed in found:
+        expected = head.proposals(states[key][: known - 1], texts[key][:known], len(proposed))
+        assert proposed == expected, (key, known)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "int4"},
+    ],
+    ids=lambda config: config.get("quantization", config["dtype"]),
+)
+def test_a_head_changes_no_text(target: Path, head: Head, config: dict[str, Any]) -> None:
+    plain = EngineConfig(model=str(target), device="cpu", cache=CacheConfig(block_size=BLOCK), **config)
+    for sampling in (GREEDY, SamplerParams(0.8, 20, 0.9, seed=4)):
+        texts, found = run(config_of(target, head, **config), sampling)
+        assert found
+        assert texts == run(plain, sampling, 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"speculators_model_type": "eagle"}, "no EAGLE-3 head in the format of speculators"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"must be layers of the model, 0 to 1, got \[0, 2\]"),
+        ({"target_hidden_size": 128}, "made for hidden states of another size than the model's 64"),
+        ({"fc_norm": True}, "fc_norm is not served"),
+        ({"draft_vocab_size": 400}, "draft_vocab_size must be 1 to 384, got 400"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(target: Path, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    config = config_of(target, Head(tmp_path, json.loads((target / "config.json").read_text()), **changes))
+    for load in (load_rank, check_rank_config):
+        with pytest.raises(InvalidArgument, match=says) as refusal:
+            load(config)
+        assert refusal.value.field == "speculative_config"
+
+
+def test_a_head_needs_the_states_of_the_last_step(target: Path, head: Head) -> None:
+    config = config_of(target, head, scheduler=SchedulerConfig(ahead=1))
+    with pytest.raises(InvalidArgument, match="which ahead takes from it"):
+        load_rank(config)
