@@ -195,13 +195,17 @@ class Speculation:
         proposed = self._drafter.propose(requests)
         guesses = [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
         for at, (sequence, most) in enumerate(asked):
-            if sequence.request.guided:
-                guesses[at] = self.possible_drafts(sequence.request.key, guesses[at], most)
+            if sequence.request.guided and not guesses[at]:
+                guesses[at] = self.possible_drafts(sequence.request.key, [], most)
         for (sequence, _), guess in zip(asked, guesses, strict=True):
             self._judge(sequence)
             sequence.draft_guess = len(sequence.outputs), guess
         lengths = self._lengths_to_verify([each for each, _ in asked], [*map(len, guesses)], decoding)
-        return [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
+        verified = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
+        for at, (sequence, _) in enumerate(asked):
+            if sequence.request.guided and verified[at]:  # by then the grammar need not read what is not verified
+                verified[at] = self.possible_drafts(sequence.request.key, verified[at], lengths[at])
+        return verified
 
     def propose(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[int]:
         """How many tokens the draft model is to propose for each sequence, so many at most, for a step that decodes

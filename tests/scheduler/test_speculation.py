@@ -269,7 +269,7 @@ def test_a_sequence_without_drafts_hardly_waits_for_those_with() -> None:
     """One of two drafts: its drafts may not slow the other one down."""
     loop = Loop(right=9, blocks=1000, max_model_len=2000)
     loop.add(1, prompt=3, new=900)
-    loop.add(2, prompt=3, new=900, guided=True, max_in_flight=1)
+    loop.add(2, prompt=3, new=900, drafts_wanted=0)
     drafts = []
     for _ in range(100):
         plan = loop.scheduler.schedule()
