@@ -162,6 +162,23 @@ def test_several_adapters_in_one_batch_say_what_merged_models_do(
         assert outcome.tokens[key] == chosen_after(model, prompt, outcome.tokens[key]), (key, model.name)
 
 
+def test_a_model_in_gguf_takes_the_adapters_of_the_checkpoint_that_it_was_made_from(
+    checkpoint: Callable[..., Path],
+    adapters: ModuleType,
+    sibling: Callable[[str], ModuleType],
+    load: Callable[..., InlineExecutor],
+    tmp_path: Path,
+) -> None:
+    """Though rows of queries and keys come in another order in such a file."""
+    base = checkpoint("llama")
+    adapter = adapters.write_adapter(tmp_path / "all", adapters.layers_of(base), 1)
+    merged = adapters.merge(base, adapter, 2.0, tmp_path / "merged")
+    executor = load(sibling("gguf_models.py").write_gguf(base, tmp_path / "model.gguf"))
+    outcome = serve(executor, [executor.load_adapter(str(adapter)).result(10).digest], range(3))
+    for key in range(3):
+        assert outcome.tokens[key] == chosen_after(merged, prompts()[key], outcome.tokens[key])
+
+
 @NATIVE
 @pytest.mark.parametrize(
     "changes", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
