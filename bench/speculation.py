@@ -26,6 +26,8 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 
+from ..core.errors import InvalidArgument
+from ..engine.config import SpeculationConfig
 from ..engine.core.drafters import build_drafter
 from ..engine.drafters.laboratory import Record
 from ..engine.options import read_speculation_config
@@ -117,20 +119,22 @@ def compare(
     """Every drafter at every kind of text and number of streams, in turns with none.
 
     Raises:
-        InvalidArgument: a drafter there cannot be.
+        InvalidArgument: a drafter there cannot be, or not here.
     """
-    most = max(work.streams)
-    with (
-        TemporaryDirectory(prefix="charonia-bench-") as folder,
-        laboratory(str(checkpoint), precision, texts, most, recorded=target == "record") as model,
-    ):
+    with TemporaryDirectory(prefix="charonia-bench-") as folder, ExitStack() as stack:
+        record, recorded = Path(folder) / "record.jsonl", target == "record"
+        arms = build_arms(work, record)
+        computing = _computing(arms, recorded)
+        model = stack.enter_context(
+            laboratory(str(checkpoint), precision, texts, max(work.streams), recorded=recorded, computing=computing)
+        )
         none = model.contender(Arm("none"))
         records: Sequence[Record] = texts
         if target == "model":
             log("the model's own answers ...")
             records = [_answer(model, none, text, work.new) for text in texts]
-        write_records(record := Path(folder) / "record.jsonl", records)
-        contenders = [none, *map(model.contender, build_arms(work, record))]
+        write_records(record, records)
+        contenders = [none, *map(model.contender, arms)]
         by_kind: dict[TextKind, list[Record]] = {}
         for text, each in zip(texts, records, strict=True):
             by_kind.setdefault(text.kind, []).append(each)
@@ -149,6 +153,16 @@ def compare(
             turns=turns,
             costs=list(_step_costs(contenders, turns)),
         )
+
+
+def _computing(arms: Sequence[Arm], recorded: bool) -> SpeculationConfig | None:
+    """The draft model among these drafters."""
+    found = [arm.config for arm in arms if arm.config is not None and arm.config.computes]
+    if len(found) > 1:
+        raise InvalidArgument("drafters: one of them at most may be a model's", field="drafters")
+    if found and recorded:
+        raise InvalidArgument("target: a draft model drafts for what the model says, not for a record", field="target")
+    return found[0] if found else None
 
 
 def _answer(model: Laboratory, contender: Contender, text: RecordedText, new: int) -> Record:
@@ -191,6 +205,10 @@ def replay(texts: Sequence[RecordedText], arms: Sequence[Arm], new: int) -> Iter
     """Every drafter against every text, as if all its drafts were verified; the seconds are the drafter's alone."""
     for arm in arms:
         assert arm.config is not None
+        if arm.config.computes:
+            raise InvalidArgument(
+                f"{arm.config.method} cannot be replayed: it computes beside a model", field="drafters"
+            )
         drafter = build_drafter(arm.config, _REPLAYED_VOCABULARY)
         for number, text in enumerate(texts):
             prompt, output = np.array(text.prompt_tokens, np.int32), text.output_tokens[:new]

@@ -250,7 +250,7 @@ class _WatchedFuture(NamedTuple):
 
 class Laboratory:
     """A model that serves up to `streams` sequences of `records` at once; with `recorded` it says what these say, else
-    what it says itself."""
+    what it says itself. `computing`: the draft model that one of the arms has."""
 
     def __init__(
         self,
@@ -261,9 +261,11 @@ class Laboratory:
         *,
         recorded: bool,
         sampling: SamplerParams = GREEDY,
+        computing: SpeculationConfig | None = None,
     ) -> None:
         longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in records)
-        plain = EngineConfig(model=checkpoint, max_model_len=longest, cache=CacheConfig(block_size=BLOCK))
+        cache = CacheConfig(block_size=BLOCK)
+        plain = EngineConfig(model=checkpoint, max_model_len=longest, cache=cache, speculation=computing)
         self._executor = _WatchedExecutor(msgspec.structs.replace(plain, **PRECISIONS[precision]))
         capacity = self._executor.load(lambda phase, fraction: None)
         self._vocab_size, self.machine = capacity.vocab_size, capacity.machine
@@ -289,7 +291,7 @@ class Laboratory:
         if arm.config is not None:
             watched = _WatchedDrafter(build_drafter(arm.config, self._vocab_size), arm.commit)
             made = _FullVerification if arm.everything else Speculation
-            speculation = made(watched, arm.k, self._vocab_size)
+            speculation = made(watched, arm.k, self._vocab_size, draft_model=arm.config.computes)
         scheduler = Scheduler(self._rule, cache, speculation=speculation)
         contender = Contender(arm, scheduler, cache, self._executor, watched)
         EngineCore(scheduler, cache, self._executor).warm_up()
@@ -416,9 +418,12 @@ def laboratory(
     *,
     recorded: bool,
     sampling: SamplerParams = GREEDY,
+    computing: SpeculationConfig | None = None,
 ) -> Iterator[Laboratory]:
     """A `Laboratory`, closed in the end."""
-    made = Laboratory(checkpoint, precision, records, streams, recorded=recorded, sampling=sampling)
+    made = Laboratory(
+        checkpoint, precision, records, streams, recorded=recorded, sampling=sampling, computing=computing
+    )
     try:
         yield made
     finally:

@@ -83,6 +83,15 @@ def test_drafters_that_there_are_not_are_refused() -> None:
             build_arms(SpeculationWork(drafters=(drafter,)), TEXTS)
 
 
+def test_a_draft_model_is_neither_replayed_nor_asked_what_follows_a_record(root: Path) -> None:
+    drafter = f'{{"method": "draft_model", "model": "{root / "examples" / "draft"}"}}'
+    work = SpeculationWork(drafters=(drafter,))
+    with pytest.raises(InvalidArgument, match="draft_model cannot be replayed"):
+        list(replay([], build_arms(work, TEXTS), new=10))
+    with pytest.raises(InvalidArgument, match="target: a draft model"):
+        compare(root, "bf16", "record", read_texts(("chat",)), work, log=lambda line: None)
+
+
 def test_acceptance_is_counted_by_place() -> None:
     acceptance = Acceptance(3)
     for drafts, accepted in ((3, 2), (0, 0), (1, 1), (2, 0)):
