@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from charonia.processes import gc_tuning
 from charonia.processes.host import usable_cores
 
 # Two shared cores: a deadline per example would test the neighbours.
@@ -99,6 +101,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """A model that is loaded or unloaded in this process lets the collector look for its cycles, not through all that
+    thousands of tests import."""
+    collect = partial(gc_tuning.collect_and_freeze, frozen_too=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc_tuning, "collect_and_freeze", collect)
+        yield
 
 
 @pytest.fixture(scope="session")
