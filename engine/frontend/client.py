@@ -322,9 +322,10 @@ class EngineClient:
         Raises:
             Unavailable: no core serves.
         """
-        serving = [each for each in self.replicas if each.core.info is not None and add.adapter in each.adapters]
+        up = [replica for replica in self.replicas if replica.core.info is not None]
+        serving = [replica for replica in up if add.adapter in replica.adapters]
         if not serving:
-            raise NotReady("the engine is not ready")
+            raise up[0].adapters.absence(add.adapter) if up else NotReady("the engine is not ready")
         # Where none is ready, those that serve are only slow to step.
         serving = [replica for replica in serving if replica.core.ready] or serving
         if not self._affinity:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from ...core.adapter import Adapter
-from ...core.errors import CharoniaError, NotReady, error_from_code
+from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
 from ..core.messages import AdapterLoaded, AdapterReply, LoadAdapter, ToCore, UnloadAdapter
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,8 @@ class ResidentAdapters:
         self._send = send
         self._wanted: dict[str, Adapter] = {}
         self._resident = set[str]()
+        self._lost: dict[str, str] = {}
+        """Why a core that was started again could not get them, by digest."""
         self._loads: dict[int, asyncio.Future[Adapter]] = {}
         self._last_load = 0
         self._restoring = set[asyncio.Task[None]]()
@@ -31,6 +33,14 @@ class ResidentAdapters:
     def __contains__(self, digest: str) -> bool:
         """Whether the core computes with the adapter; "" is the model itself."""
         return not digest or digest in self._resident
+
+    def absence(self, digest: str) -> CharoniaError:
+        """What a request is told whose adapter the core does not have, though it serves."""
+        adapter = self._wanted.get(digest)
+        if digest in self._lost and adapter is not None:
+            message = f"adapter {adapter.path} was lost with the engine core that had it: {self._lost[digest]}"
+            return Unavailable(f"{message}; load it again, with load_inplace")
+        return NotReady("the engine core was started again, and reads its adapters first")
 
     async def load(self, path: str) -> Adapter:
         """Return when the core has the adapter; its `name` is empty.
@@ -46,12 +56,14 @@ class ResidentAdapters:
         if adapter.digest in self._resident:
             self._send(UnloadAdapter(adapter.digest))
         self._wanted[adapter.digest] = adapter
+        self._lost.pop(adapter.digest, None)
         self._resident.add(adapter.digest)
         return adapter
 
     def unload(self, digest: str) -> None:
         """Send no more requests with it; unknown ones are ignored."""
         self._wanted.pop(digest, None)
+        self._lost.pop(digest, None)
         if digest in self._resident:
             self._resident.remove(digest)
             self._send(UnloadAdapter(digest))
@@ -88,8 +100,12 @@ class ResidentAdapters:
         except NotReady:
             return  # the next core gets it
         except CharoniaError as error:
-            log.error("adapter %s is lost with the core that had it: %s", adapter.path, error.message)
+            self._lose(adapter, error.message)
             return
         if found.digest != adapter.digest:
-            log.error("adapter %s is lost with the core that had it: the files are others now", adapter.path)
+            self._lose(adapter, "its files are not those that were loaded")
             self.unload(found.digest)
+
+    def _lose(self, adapter: Adapter, why: str) -> None:
+        self._lost[adapter.digest] = why
+        log.error("adapter %s is lost with the engine core that had it: %s", adapter.path, why)
