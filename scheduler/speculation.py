@@ -32,6 +32,10 @@ was measured once is forgotten after so many steps."""
 LEAST_GAIN = 1.06
 """Drafts are verified where that seems to bring so many times the tokens a second: estimates err."""
 
+MANY_SEQUENCES, REST_STEPS = 8, 8
+"""For so many sequences nothing is drafted but in one step of so many, when in as many no draft was worth its cost: to
+draft for many takes time too."""
+
 BYSTANDER_SLOWDOWN = 1.05
 """A step that also computes sequences without drafts takes at most so many times as long with those of the others."""
 
@@ -160,6 +164,7 @@ class Speculation:
         self.reset_step_times()
         self._chance = FIRST_CHANCE
         self._steps = 0
+        self._fruitless = 0  # latest rounds of drafts of which none was verified
         self._in_trial = False
         self.totals = SpeculationTotals()
         self.reset_totals()
@@ -180,6 +185,10 @@ class Speculation:
 
     def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
         """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else."""
+        self._steps += 1
+        resting = len(asked) >= MANY_SEQUENCES and self._fruitless >= REST_STEPS and not self.draft_model
+        if resting and self._steps % REST_STEPS != 1:
+            return [[] for _ in asked]
         requests = [
             DraftRequest(
                 each.request.prompt,
@@ -201,6 +210,7 @@ class Speculation:
             self._judge(sequence)
             sequence.draft_guess = len(sequence.outputs), guess
         lengths = self._lengths_to_verify([each for each, _ in asked], [*map(len, guesses)], decoding)
+        self._fruitless = 0 if any(lengths) else self._fruitless + 1
         verified = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
         for at, (sequence, _) in enumerate(asked):
             if sequence.request.guided and verified[at]:  # by then the grammar need not read what is not verified
@@ -245,7 +255,6 @@ class Speculation:
         return self._chance if sequence.draft_chance is None else sequence.draft_chance
 
     def _lengths_to_verify(self, sequences: Tokens[Sequence], mosts: list[int], decoding: int) -> list[int]:
-        self._steps += 1
         if not self._costs:
             return mosts
         if decoding not in self._costs or self._steps % self._costs.probe_interval(decoding) == 0:

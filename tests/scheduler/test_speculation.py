@@ -277,3 +277,22 @@ def test_a_sequence_without_drafts_hardly_waits_for_those_with() -> None:
         loop.scheduler.apply(loop.executor.execute(plan).result(), 1.0 + 0.02 * max(plan.tokens - 2, 0))
         drafts.append(len(plan.drafted))
     assert max(drafts[50:]) == 2
+
+
+def test_drafters_rest_while_drafts_for_many_bring_nothing() -> None:
+    speculation, asked = Speculation(Counting(9), 4, 32_000), list[int]()
+    loop = Loop(right=9, blocks=2000, max_num_seqs=8, max_model_len=2000)
+    loop.scheduler.speculation = speculation
+    propose, dear = speculation._drafter.propose, True
+    speculation._drafter.propose = lambda requests: asked.append(len(drafts)) or propose(requests)  # type: ignore[method-assign, func-returns-value]
+    for key in range(8):
+        loop.add(key, prompt=3, new=1000)
+    drafts = list[int]()
+    for step in range(160):
+        dear = step < 120
+        plan = loop.scheduler.schedule()
+        assert plan is not None
+        loop.scheduler.apply(loop.executor.execute(plan).result(), float(plan.tokens) if dear else 1.0)
+        drafts.append(len(plan.drafted))
+    assert len([at for at in asked if 40 <= at < 120]) == 10
+    assert len([at for at in asked if at >= 140]) == 20
