@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
 
 from charonia.processes import gc_tuning
 from charonia.processes.host import usable_cores
@@ -61,20 +60,22 @@ SERVERS = {
 """Files whose tests share a session's fixture are run by one worker, which alone starts what it yields."""
 
 
-class SharedServerScheduling(LoadFileScheduling):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Gives a worker a file's tests at a time, or those of all files that share a server."""
+    from xdist.scheduler import LoadFileScheduling  # `make gpu` does without xdist
 
-    _SHARED = {f"tests/{file}.py": server for server, files in SERVERS.items() for file in files.split()}
+    shared = {f"tests/{file}.py": server for server, files in SERVERS.items() for file in files.split()}
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return self._SHARED.get(file, file)
+    class SharedServerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return shared.get(file, file)
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
     return SharedServerScheduling(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than cores, for many tests wait for a server; none where only some tests are asked for, which begin
     sooner without."""
