@@ -43,6 +43,10 @@ TRIAL_SHARE = 0.01
 """The share of the time of all steps in which a draft model may propose what seems not worth it: to learn if it is."""
 
 
+LONGEST_REST = 15
+"""After so many steps at most it is looked again whether a draft model is worth its cost."""
+
+
 class DraftRequest(NamedTuple):
     """A sequence for which at most `k` tokens are to be drafted. `prompt` and `outputs` are all its tokens, not to be
     changed; `state` is the drafter's own from the sequence's first request to its last. `prediction`: what the client
@@ -166,6 +170,7 @@ class Speculation:
         self._steps = 0
         self._fruitless = 0  # latest rounds of drafts of which none was verified
         self._in_trial = False
+        self._rest = self._resting = 0
         self.totals = SpeculationTotals()
         self.reset_totals()
 
@@ -217,6 +222,12 @@ class Speculation:
                 verified[at] = self.possible_drafts(sequence.request.key, verified[at], lengths[at])
         return verified
 
+    @property
+    def asks_draft_model(self) -> bool:
+        """Whether `propose` is to be called in this step: more and more seldom while nothing is worth it."""
+        self._resting -= 1
+        return self.draft_model and self._resting < 0
+
     def propose(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[int]:
         """How many tokens the draft model is to propose for each sequence, so many at most, for a step that decodes
         `decoding` tokens else."""
@@ -229,6 +240,8 @@ class Speculation:
             if any(at_best):
                 oldest = min(range(len(asked)), key=lambda at: sequences[at].proposed[0] - sequences[at].known)
                 lengths[oldest], self._in_trial = mosts[oldest], True
+        self._rest = 0 if any(lengths) else min(2 * self._rest + 1, LONGEST_REST)
+        self._resting = self._rest
         return lengths
 
     def take_proposals(self, proposals: Proposals) -> None:
@@ -322,6 +335,8 @@ def _continuing(sequence: Sequence) -> Tokens[int]:
     """What the draft model's last proposals say that follows now: nothing, where they said something else before."""
     known, proposed = sequence.proposed
     came = sequence.known - known
+    if came >= len(proposed):
+        return ()
     if came and sequence.outputs[-came:] != proposed[:came]:
         return ()
     return proposed[came:]

@@ -106,7 +106,7 @@ class StepPacker:
             rows.prefilling.remove(row)
             rows.decode_limit[row] = rows.token_limit[row] - 1
         proposals = NO_ROWS
-        if self._speculation is not None and self._speculation.draft_model:
+        if self._speculation is not None and self._speculation.asks_draft_model:
             proposals = self._plan_proposals(self._speculation, chosen.tolist(), ends.tolist(), samples.tolist())
         pairs = [pair for pair in self._appended if self._counts[pair[0]]]
         appended = np.array(pairs, np.int32) if pairs else _NO_PAIRS
