@@ -1,6 +1,7 @@
 """The figures of a comparison of drafters: tables for the terminal, JSON for programs, a plot for documents."""
 
 from collections.abc import Sequence
+from math import isinf
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -16,6 +17,8 @@ from .speculation_texts import TextKind
 from .speculation_trial import Acceptance, RunFigures
 
 _ACCEPTANCE = ("drafted", "length", "right by place", "accepted 0, 1, ..")
+_ALL_SIZES = 12
+"""Steps of more tokens are shown where they are one in a hundred."""
 NONE = "none"
 """The contender without drafts."""
 
@@ -164,8 +167,11 @@ def _costs(costs: Sequence[StepCost]) -> Table:
     table = Table(title="steps that only decode, by their tokens: median ms, and what the schedulers expect")
     for name in ("tokens", "steps", "measured", "expected", "of the smallest"):
         table.add_column(name, justify="right")
+    steps = sum(cost.steps for cost in costs)
     for cost in costs:
-        expected = "-" if cost.predicted is None else f"{cost.predicted * 1e3:.2f}"
+        if cost.tokens > _ALL_SIZES and cost.steps < steps / 100:
+            continue  # as sequences end there are some of every size
+        expected = "-" if cost.predicted is None or isinf(cost.predicted) else f"{cost.predicted * 1e3:.2f}"
         of_least = f"{cost.measured / costs[0].measured:.2f}"
         table.add_row(str(cost.tokens), str(cost.steps), f"{cost.measured * 1e3:.2f}", expected, of_least)
     return table
