@@ -146,6 +146,8 @@ class Scheduler:
 
     def _end(self, key: int) -> None:
         sequence = self._live.pop(key)
+        if self.speculation is not None and sequence.drafts:
+            self.speculation.finished(sequence)
         self._fairness.sequence_ended(sequence.tenant_slot)
         if sequence.row is None:
             self._waiting.remove(sequence)

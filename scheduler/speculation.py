@@ -11,7 +11,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from .plan import IntArray, Proposals
 from .sequence import Sequence, SequenceRequest
@@ -40,7 +41,11 @@ BYSTANDER_SLOWDOWN = 1.05
 """A step that also computes sequences without drafts takes at most so many times as long with those of the others."""
 
 TRIAL_SHARE = 0.01
-"""The share of the time of all steps in which a draft model may propose what seems not worth it: to learn if it is."""
+"""The share of the time of all steps in which a draft model may propose what seems not worth it: to learn if it is. A
+drafter may take as much beyond what its drafts save."""
+
+LEAST_CREDIT, MOST_CREDIT = 0.1, 1.0
+"""Seconds that a drafter may take at first, and that it can save up: it reads long prompts once."""
 
 
 LONGEST_REST = 15
@@ -50,7 +55,8 @@ LONGEST_REST = 15
 class DraftRequest(NamedTuple):
     """A sequence for which at most `k` tokens are to be drafted. `prompt` and `outputs` are all its tokens, not to be
     changed; `state` is the drafter's own from the sequence's first request to its last. `prediction`: what the client
-    says that the outputs will likely be. `proposed`: what the executor's draft model says that follows."""
+    says that the outputs will likely be. `proposed`: what the executor's draft model says that follows. `extras`: what
+    else tells sequences apart that may not learn from each other, as in the prefix cache."""
 
     prompt: IntArray
     outputs: Tokens[int]
@@ -59,6 +65,7 @@ class DraftRequest(NamedTuple):
     tenant: str = ""
     prediction: IntArray | None = None
     proposed: Tokens[int] = ()
+    extras: tuple[str, ...] = ()
 
 
 class Drafter(Protocol):
@@ -68,10 +75,20 @@ class Drafter(Protocol):
         """The tokens that may follow, the likeliest, for each request: none where there is no guess."""
 
 
+@runtime_checkable
+class LearningDrafter(Drafter, Protocol):
+    """A drafter that also wants to see what became of sequences."""
+
+    def finished(self, request: DraftRequest) -> None:
+        """The sequence has ended, with all its `outputs`. Called on the step loop's thread."""
+
+
 @dataclass(slots=True)
 class SpeculationTotals:
-    """Proposals that were verified, their tokens, and those of them that were accepted: in all, and by place."""
+    """Proposals that were verified, their tokens, and those of them that were accepted: in all, and by place.
+    `seconds`: what drafting took."""
 
+    seconds: float = 0.0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -182,6 +199,7 @@ class Speculation:
         self._costs = DecodeCosts()
         self._pass_costs = DecodeCosts()  # of the draft model, by rows
         self._trial_seconds = 0.0
+        self._credit = LEAST_CREDIT  # seconds that drafting may take
 
     def most_drafts(self, request: SequenceRequest) -> int:
         """Tokens that a step may draft for a sequence."""
@@ -189,24 +207,16 @@ class Speculation:
         return most if request.drafts_wanted is None else min(most, request.drafts_wanted)
 
     def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
-        """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else."""
+        """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else. No
+        drafter is asked while drafting took longer than it saved."""
         self._steps += 1
         resting = len(asked) >= MANY_SEQUENCES and self._fruitless >= REST_STEPS and not self.draft_model
-        if resting and self._steps % REST_STEPS != 1:
+        if (resting and self._steps % REST_STEPS != 1) or (self._costs and self._credit < 0):
             return [[] for _ in asked]
-        requests = [
-            DraftRequest(
-                each.request.prompt,
-                each.outputs,
-                most,
-                each.draft_state,
-                each.request.tenant,
-                each.request.prediction,
-                _continuing(each),
-            )
-            for each, most in asked
-        ]
+        requests = [_draft_request(each, most) for each, most in asked]
+        began = perf_counter()
         proposed = self._drafter.propose(requests)
+        self._spend(perf_counter() - began)
         guesses = [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
         for at, (sequence, most) in enumerate(asked):
             if sequence.request.guided and not guesses[at]:
@@ -227,6 +237,17 @@ class Speculation:
         """Whether `propose` is to be called in this step: more and more seldom while nothing is worth it."""
         self._resting -= 1
         return self.draft_model and self._resting < 0
+
+    def finished(self, sequence: Sequence) -> None:
+        """A sequence has ended: a drafter that learns is told."""
+        if isinstance(self._drafter, LearningDrafter):
+            began = perf_counter()
+            self._drafter.finished(_draft_request(sequence, 0))
+            self._spend(perf_counter() - began)
+
+    def _spend(self, seconds: float) -> None:
+        self.totals.seconds += seconds
+        self._credit -= seconds
 
     def propose(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[int]:
         """How many tokens the draft model is to propose for each sequence, so many at most, for a step that decodes
@@ -299,6 +320,8 @@ class Speculation:
                 break
             if (decoding + gained) / seconds > rate:
                 best, rate = number, (decoding + gained) / seconds
+        if best and not drafting:  # the time that so many tokens would have taken without drafts, less this step's
+            self._earn(max((rate / decoding * alone - 1) * self._costs.seconds(decoding + best), 0.0))
         lengths = [0] * len(mosts)
         for _, _, at in gains[:best]:
             lengths[at] += 1
@@ -308,6 +331,10 @@ class Speculation:
         """A step that only decoded, `tokens` of them with its drafts, took so long, without what a draft model took."""
         self._costs.observe(tokens, seconds)
         self._trial_seconds += TRIAL_SHARE * seconds
+        self._earn(TRIAL_SHARE * seconds)
+
+    def _earn(self, seconds: float) -> None:
+        self._credit = min(self._credit + seconds, MOST_CREDIT)
 
     def expected_seconds(self, tokens: int) -> float | None:
         """How long it expects such a step to take; None before the first one."""
@@ -329,6 +356,20 @@ class Speculation:
         totals.accepted_by_place += [0] * (accepted - len(totals.accepted_by_place))
         for place in range(accepted):
             totals.accepted_by_place[place] += 1
+
+
+def _draft_request(sequence: Sequence, most: int) -> DraftRequest:
+    request, continuing = sequence.request, _continuing(sequence)
+    return DraftRequest(
+        request.prompt,
+        sequence.outputs,
+        most,
+        sequence.draft_state,
+        request.tenant,
+        request.prediction,
+        continuing,
+        request.extras,
+    )
 
 
 def _continuing(sequence: Sequence) -> Tokens[int]:

@@ -27,6 +27,7 @@ from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..config import CacheConfig, EngineConfig, LoraConfig
+from ..drafters.guard import GuardedDrafter
 from ..drafters.prediction import PredictionDrafter
 from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
@@ -140,9 +141,13 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
 def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     """Requests may bring predictions, whatever is configured."""
     own = config.speculation
-    drafter, most = (None, 0) if own is None else (build_drafter(own, vocab_size), own.num_speculative_tokens)
-    computes = own is not None and own.computes
-    return Speculation(PredictionDrafter(drafter, most), most, vocab_size, config.most_sampled, computes)
+    if own is None:
+        return Speculation(PredictionDrafter(), 0, vocab_size, config.most_sampled)
+    guarded, most = GuardedDrafter(build_drafter(own, vocab_size), own.method), own.num_speculative_tokens
+    drafter = PredictionDrafter(guarded, most)
+    speculation = Speculation(drafter, most, vocab_size, config.most_sampled, own.computes)
+    guarded.step_seconds = speculation.expected_seconds
+    return speculation
 
 
 def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:

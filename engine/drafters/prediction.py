@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...scheduler.plan import IntArray
-from ...scheduler.speculation import Drafter, DraftRequest
+from ...scheduler.speculation import Drafter, DraftRequest, LearningDrafter
 
 _LONGEST = 16
 """Tokens at a text's end by which its place is found again, at most; at least two."""
@@ -38,6 +38,11 @@ class PredictionDrafter:
             for at, tokens in zip(left, self._other.propose(asked), strict=True):
                 found[at] = tokens
         return found
+
+    def finished(self, request: DraftRequest) -> None:
+        """See `LearningDrafter`."""
+        if isinstance(self._other, LearningDrafter):
+            self._other.finished(request)
 
     def _predicted(self, request: DraftRequest) -> Sequence[int]:
         if request.prediction is None:

@@ -8,6 +8,7 @@ import pytest
 
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler import speculation
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import Continuation, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
@@ -296,3 +297,32 @@ def test_drafters_rest_while_drafts_for_many_bring_nothing() -> None:
         drafts.append(len(plan.drafted))
     assert len([at for at in asked if 40 <= at < 120]) == 10
     assert len([at for at in asked if at >= 140]) == 20
+
+
+def test_drafting_takes_no_longer_than_it_saves_and_what_it_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter takes half a step each time, for nothing, and then for right drafts."""
+    for right, calls in ((0, range(5, 40)), (9, range(290, 301))):
+        loop, now, asked = Loop(right=right, blocks=1000, max_model_len=3000), [0.0], [0]
+
+        def passing(now: list[float] = now, asked: list[int] = asked) -> float:
+            now[0], asked[0] = now[0] + 0.005, asked[0] + 1
+            return now[0]
+
+        monkeypatch.setattr(speculation, "perf_counter", passing)
+        loop.add(1, prompt=3, new=1800)
+        for _ in range(300):
+            plan = loop.scheduler.schedule()
+            assert plan is not None
+            loop.scheduler.apply(loop.executor.execute(plan).result(), 0.01 + 0.0001 * plan.tokens)
+        assert asked[0] // 2 in calls
+
+
+def test_a_drafter_that_learns_is_told_what_a_text_became() -> None:
+    loop, told = Loop(right=9), list[DraftRequest]()
+    loop.drafter.finished = told.append  # type: ignore[attr-defined]
+    loop.add(1, prompt=3, new=4, tenant="a", extras=("", "a", "salt"))
+    while loop.scheduler.has_work:
+        loop.step()
+    (request,) = told
+    assert (list(request.outputs), request.tenant) == ([103, 104, 105, 106], "a")
+    assert request.extras == ("", "a", "salt")
