@@ -1,6 +1,6 @@
 """The configuration of one engine: small frozen values, parsed once from its options."""
 
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -65,14 +65,15 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
 
 
-SpeculationMethod: TypeAlias = Literal["ngram", "draft_model", "eagle3", "oracle", "random", "synthetic"]
+SpeculationMethod: TypeAlias = Literal["ngram", "suffix", "draft_model", "eagle3", "oracle", "random", "synthetic"]
 SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What drafts, and how: vLLM's names. `num_speculative_tokens`: the most of a sequence that a step verifies.
-    `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both. `record`: file
-    of "oracle" and "synthetic"; `synthetic_acceptance_rates`: how often "synthetic" is right, by place.
+    `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both.
+    `suffix_decoding_...`: see `SuffixDrafter`, whose defaults are vLLM's. `record`: file of "oracle" and "synthetic";
+    `synthetic_acceptance_rates`: how often "synthetic" is right, by place.
 
     `model`: checkpoint directory or hub id of a "draft_model", or of an "eagle3" head, computed by one rank whatever
     `draft_tensor_parallel_size` is. `quantization`: its own; None: the target's, unless its matrices are quantised
@@ -86,6 +87,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)] = 4
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2, le=1024)] | None = None
+    suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0, le=1024)] | None = None
+    suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     record: str = ""
     synthetic_acceptance_rates: tuple[float, ...] = ()
     model: str = ""
@@ -101,6 +106,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"no model drafts with the method {self.method}")
         if self.method == "eagle3" and self.quantization == "int4":
             raise ValueError("quantization of a head is none or int8")
+        if self.method != "suffix" and any(value is not None for value in self._suffix_values):
+            raise ValueError(f"keys of the method suffix are not for {self.method}")
         least, most = self.lookup_range
         if least > most:
             raise ValueError(f"prompt_lookup_min {least} exceeds prompt_lookup_max {most}")
@@ -111,6 +118,18 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def computes(self) -> bool:
         """Whether a model drafts, beside the target."""
         return self.method in ("draft_model", "eagle3")
+
+    @property
+    def _suffix_values(self) -> tuple[int | float | None, ...]:
+        depth, remembered = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+        return depth, remembered, self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+
+    @property
+    def suffix_limits(self) -> dict[str, Any]:
+        """Those of `SuffixDrafter` that are given."""
+        names = "depth", "remembered", "factor", "least_probability"
+        given = zip(names, self._suffix_values, strict=True)
+        return {name: value for name, value in given if value is not None}
 
     @property
     def draws(self) -> bool:

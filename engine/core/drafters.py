@@ -7,6 +7,7 @@ from ..config import SpeculationConfig
 from ..drafters.laboratory import OracleDrafter, RandomDrafter, SyntheticDrafter, read_records
 from ..drafters.ngram import NgramDrafter
 from ..drafters.proposed import ProposedDrafts
+from ..drafters.suffix import SuffixDrafter
 
 _SEED = 0
 """Of the drafters that draw: runs are to be compared."""
@@ -21,6 +22,8 @@ def build_drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:
     match config.method:
         case "ngram":
             return NgramDrafter(*config.lookup_range)
+        case "suffix":
+            return SuffixDrafter(**config.suffix_limits)
         case "draft_model" | "eagle3":
             return ProposedDrafts()
         case "oracle":

@@ -3,7 +3,8 @@
 After vLLM's method of the same name, and Saxena, "Prompt Lookup Decoding" (2023).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,18 +66,22 @@ class NgramIndex:
             key = (key * _FACTOR + token + 1) & _WORD
         return key
 
+    def places(self) -> Iterator[int]:
+        """Those after the `n` tokens that the sequence ends with, the latest first."""
+        place = self._latest.get(self._last_key(), -1) if len(self.tokens) > self._n else -1
+        while place >= 0:
+            yield place
+            place = self._before[place]
+
     def find(self, longest: int) -> int | None:
         """The place after the longest match of the sequence's end, of `n` to `longest` tokens, among the latest."""
-        if len(self.tokens) <= self._n:
-            return None
-        place, best, length = self._latest.get(self._last_key(), -1), None, self._n - 1
-        for _ in range(LOOKS):
-            if place < 0 or length == longest:
-                break
+        best, length = None, self._n - 1
+        for place in islice(self.places(), LOOKS):
             matched = self._matched(place, longest)
             if matched > length:
                 best, length = place, matched
-            place = self._before[place]
+            if length == longest:
+                break
         return best
 
     def _matched(self, place: int, longest: int) -> int:

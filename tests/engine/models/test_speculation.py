@@ -12,6 +12,7 @@ from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.drafters.ngram import NgramDrafter
 from charonia.engine.drafters.prediction import PredictionDrafter
 from charonia.engine.drafters.proposed import ProposedDrafts
+from charonia.engine.drafters.suffix import SuffixDrafter
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
@@ -182,6 +183,18 @@ def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Mode
     assert speculation is not None
     assert speculation.totals.accepted_tokens > 0
     assert len(fewer) <= len(steps)
+
+
+def test_what_was_answered_before_is_drafted_from_suffixes(models: Callable[..., Model]) -> None:
+    """The same answers again, drawn from the same seed, are known; others are not."""
+    drafter, sampling = SuffixDrafter(), SamplerParams(0.9, seed=4)
+    plain, steps, _ = models().run(sampling)
+    for accepted, most in ((0, len(steps)), (20, len(steps) - 1)):
+        outcome, fewer, speculation = models().run(sampling, drafter)
+        assert outcome.tokens == plain.tokens
+        assert speculation is not None
+        assert speculation.totals.accepted_tokens >= accepted
+        assert len(fewer) <= most
 
 
 @pytest.fixture
