@@ -65,15 +65,18 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
 
 
-SpeculationMethod: TypeAlias = Literal["ngram", "suffix", "draft_model", "eagle3", "oracle", "random", "synthetic"]
+SpeculationMethod: TypeAlias = Literal[
+    "ngram", "suffix", "custom", "draft_model", "eagle3", "oracle", "random", "synthetic"
+]
 SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What drafts, and how: vLLM's names. `num_speculative_tokens`: the most of a sequence that a step verifies.
     `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both.
-    `suffix_decoding_...`: see `SuffixDrafter`, whose defaults are vLLM's. `record`: file of "oracle" and "synthetic";
-    `synthetic_acceptance_rates`: how often "synthetic" is right, by place.
+    `path`: file of "custom", whose class is made with `keys`. `suffix_decoding_...`: see `SuffixDrafter`, whose
+    defaults are vLLM's. `record`: file of "oracle" and "synthetic"; `synthetic_acceptance_rates`: how often "synthetic"
+    is right, by place.
 
     `model`: checkpoint directory or hub id of a "draft_model", or of an "eagle3" head, computed by one rank whatever
     `draft_tensor_parallel_size` is. `quantization`: its own; None: the target's, unless its matrices are quantised
@@ -91,6 +94,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0)] | None = None
     suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0, le=1024)] | None = None
     suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    path: str = ""
+    keys: dict[str, Any] = {}
     record: str = ""
     synthetic_acceptance_rates: tuple[float, ...] = ()
     model: str = ""
@@ -106,6 +111,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"no model drafts with the method {self.method}")
         if self.method == "eagle3" and self.quantization == "int4":
             raise ValueError("quantization of a head is none or int8")
+        if (self.method == "custom") != bool(self.path):
+            raise ValueError("path is for the method custom, and needed there")
+        if self.keys and self.method != "custom":
+            raise ValueError("keys is no key")
         if self.method != "suffix" and any(value is not None for value in self._suffix_values):
             raise ValueError(f"keys of the method suffix are not for {self.method}")
         least, most = self.lookup_range

@@ -5,6 +5,7 @@ Knows their names and ranges, not their effect. None leaves a choice to the engi
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -216,6 +217,10 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     given["lora"] = _lora_config(given, lora_modules)
     if (written := given.pop("speculative_config", None)) is not None:
         given["speculation"] = read_speculation_config(written)
+        path = given["speculation"].path
+        if path and path not in _declared_drafters:
+            message = f"the file {path} drafts only where --speculative-config names it on the command line"
+            raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
         ranks = given["speculation"].draft_tensor_parallel_size
         if ranks not in (None, 1, parallel.tensor):
             message = f"draft_tensor_parallel_size must be 1 or tensor_parallel_size, {parallel.tensor}, got {ranks}"
@@ -254,6 +259,23 @@ _NOT_SPECULATED = {
 """vLLM's keys that mean nothing to our engine, with the reason."""
 
 
+_declared_drafters: set[str] = set()
+
+
+def declare_drafter(written: str) -> None:
+    """Let models draft by the file that the command line's `speculative_config` names, if any: it is code, which a
+    model's files alone are not to bring in.
+
+    Raises:
+        InvalidArgument: see `read_speculation_config`.
+    """
+    if path := read_speculation_config(written).path:
+        _declared_drafters.add(path)
+
+
+_KEYS_OF_CUSTOM = ("method", "num_speculative_tokens", "path")
+
+
 def read_speculation_config(written: str) -> SpeculationConfig:
     """What `speculative_config` says.
 
@@ -263,6 +285,12 @@ def read_speculation_config(written: str) -> SpeculationConfig:
     field = "speculative_config"
     try:
         found = msgspec.json.decode(written, type=dict[str, Any])
+        if found.get("method") == "custom":
+            own = {key: value for key, value in found.items() if key not in _KEYS_OF_CUSTOM}
+            found = {key: value for key, value in found.items() if key not in own}
+            if isinstance(path := found.get("path"), str) and path:
+                found |= {"path": str(Path(path).resolve())}
+            return msgspec.convert(found | {"keys": own}, SpeculationConfig)
         if stray := next(filter(_NOT_SPECULATED.__contains__, found), None):
             raise InvalidArgument(f"{field}: {stray} is not served: {_NOT_SPECULATED[stray]}", field=field)
         return msgspec.convert(found, SpeculationConfig)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ...scheduler.speculation import Drafter
 from ..config import SpeculationConfig
+from ..drafters.custom import CustomDrafter
 from ..drafters.laboratory import OracleDrafter, RandomDrafter, SyntheticDrafter, read_records
 from ..drafters.ngram import NgramDrafter
 from ..drafters.proposed import ProposedDrafts
@@ -17,13 +18,15 @@ def build_drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:
     """The drafter of a model with so many tokens.
 
     Raises:
-        InvalidArgument: a file that it needs cannot be read.
+        InvalidArgument: a file that it needs cannot be read, or run.
     """
     match config.method:
         case "ngram":
             return NgramDrafter(*config.lookup_range)
         case "suffix":
             return SuffixDrafter(**config.suffix_limits)
+        case "custom":
+            return CustomDrafter(Path(config.path), config.keys)
         case "draft_model" | "eagle3":
             return ProposedDrafts()
         case "oracle":
