@@ -18,7 +18,7 @@ from .plan import Continuation, IntArray, Proposals, StepPlan, StepResult, StepU
 from .prefill_budget import PrefillBudget
 from .running_set import UNLIMITED, InFlightStep, RunningSet, SchedulerTotals
 from .sequence import Sequence, SequenceRequest
-from .speculation import Speculation, SpeculationTotals
+from .speculation import Speculation
 from .step_packer import StepPacker
 from .waiting_queue import Fairness, WaitingQueue
 
@@ -65,10 +65,6 @@ class Scheduler:
     def totals(self) -> SchedulerTotals:
         """Counted since the last `reset_totals`."""
         return self._rows.totals
-
-    @property
-    def totals_of_speculation(self) -> SpeculationTotals | None:
-        return None if self.speculation is None else self.speculation.totals
 
     def reset_totals(self) -> None:
         self._rows.totals = SchedulerTotals()

@@ -187,6 +187,7 @@ class Speculation:
         self._steps = 0
         self._fruitless = 0  # latest rounds of drafts of which none was verified
         self._in_trial = False
+        self.drafters_off = 0  # turned off, see `GuardedDrafter`
         self._rest = self._resting = 0
         self.totals = SpeculationTotals()
         self.reset_totals()
@@ -244,6 +245,10 @@ class Speculation:
             began = perf_counter()
             self._drafter.finished(_draft_request(sequence, 0))
             self._spend(perf_counter() - began)
+
+    def note_off(self) -> None:
+        """A drafter was turned off."""
+        self.drafters_off += 1
 
     def _spend(self, seconds: float) -> None:
         self.totals.seconds += seconds

@@ -72,6 +72,9 @@ class EngineState(NamedTuple):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    drafting_seconds: float = 0.0
+    drafters_off: int = 0
+    accepted_by_place: Sequence[int] = ()
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -93,6 +96,10 @@ class EngineState(NamedTuple):
         yield Reading("charonia_drafts_total", self.drafts)
         yield Reading("charonia_draft_tokens_total", self.draft_tokens)
         yield Reading("charonia_accepted_tokens_total", self.accepted_tokens)
+        for place, accepted in enumerate(self.accepted_by_place or (0,)):
+            yield Reading("charonia_accepted_tokens_per_position_total", accepted, {"position": str(place)})
+        yield Reading("charonia_drafting_seconds_total", self.drafting_seconds)
+        yield Reading("charonia_drafters_off", self.drafters_off)
 
 
 class LlmMetrics:

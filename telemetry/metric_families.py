@@ -41,6 +41,9 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_drafts_total", "counter", "Drafts of a sequence that a step verified"),
     MetricFamily("charonia_draft_tokens_total", "counter", "Tokens of drafts that were verified"),
     MetricFamily("charonia_accepted_tokens_total", "counter", "Tokens of drafts that were what the model chose"),
+    MetricFamily("charonia_accepted_tokens_per_position_total", "counter", "Accepted tokens by their place in a draft"),
+    MetricFamily("charonia_drafting_seconds_total", "counter", "Time that drafting took"),
+    MetricFamily("charonia_drafters_off", "gauge", "Drafters turned off because they raised or were too slow"),
     MetricFamily("charonia_prompt_tokens_total", "counter", "Prompt tokens of begun requests"),
     MetricFamily("charonia_generation_tokens_total", "counter", "Generated tokens"),
     MetricFamily("charonia_time_to_first_token_seconds", "histogram", "Arrival to first token"),
@@ -139,6 +142,7 @@ _VLLM_NAMES = {
     "vllm:spec_decode_num_drafts_total": "charonia_drafts_total",
     "vllm:spec_decode_num_draft_tokens_total": "charonia_draft_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_total": "charonia_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "charonia_accepted_tokens_per_position_total",
     "vllm:prompt_tokens_total": "charonia_prompt_tokens_total",
     "vllm:generation_tokens_total": "charonia_generation_tokens_total",
     "vllm:request_success_total": "charonia_requests_total",
@@ -182,6 +186,8 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
             yield from (Reading(name, value) for name in names)
         elif family == _LORA_INFO:
             yield Reading(family, value, labels)
+        elif "position" in labels:
+            yield from (Reading(name, value, labels) for name in names)
         elif names and finished is not None and not isinstance(value, QuantileSummary):
             sums[names[0], finished] = sums.get((names[0], finished), 0) + value
     for (name, finished), value in sums.items():

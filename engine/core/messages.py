@@ -113,7 +113,8 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
     cache, and found there; grammars compiled, the seconds that took, and those found compiled; masks made for tokens,
     the seconds of the step loop that took, and tokens that a grammar left no choice about; drafts that were verified,
-    their tokens, and those of them that were accepted."""
+    their tokens, and those of them that were accepted; the seconds that drafting took, drafters that were turned off,
+    and accepted tokens by their place in the draft."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -127,6 +128,9 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    drafting_seconds: float = 0.0
+    drafters_off: int = 0
+    accepted_by_place: list[int] = []
 
 
 NO_STEP = StepStats()

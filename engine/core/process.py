@@ -146,7 +146,7 @@ def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     guarded, most = GuardedDrafter(build_drafter(own, vocab_size), own.method), own.num_speculative_tokens
     drafter = PredictionDrafter(guarded, most)
     speculation = Speculation(drafter, most, vocab_size, config.most_sampled, own.computes)
-    guarded.step_seconds = speculation.expected_seconds
+    guarded.step_seconds, guarded.on_off = speculation.expected_seconds, speculation.note_off
     return speculation
 
 

@@ -233,7 +233,10 @@ class EngineCore:
         if self._grammars is not None:
             grammars = self._grammars.totals
             compiled = grammars.compiled, grammars.seconds, grammars.hits
-        drafted = (0, 0, 0)
-        if (speculation := self._scheduler.totals_of_speculation) is not None:
-            drafted = speculation.drafts, speculation.draft_tokens, speculation.accepted_tokens
-        return CoreTotals(*counted, *compiled, guides.masks, guides.seconds, guides.forced, *drafted)
+        guided = guides.masks, guides.seconds, guides.forced
+        if (speculation := self._scheduler.speculation) is None:
+            return CoreTotals(*counted, *compiled, *guided)
+        drafts = speculation.totals
+        tokens = drafts.draft_tokens, drafts.accepted_tokens
+        off, places = speculation.drafters_off, list(drafts.accepted_by_place)
+        return CoreTotals(*counted, *compiled, *guided, drafts.drafts, *tokens, drafts.seconds, off, places)

@@ -15,10 +15,11 @@ _logger = logging.getLogger(__name__)
 class GuardedDrafter:
     """`drafter`, called `name` in the log, until it raises, or took longer in its last CALLS calls than all its drafts
     could have saved had they been right: then it is off, and drafts nothing. `step_seconds`: how long a step with so
-    many tokens takes, None where that is not known."""
+    many tokens takes, None where that is not known; `on_off` is called when it is turned off."""
 
     def __init__(self, drafter: Drafter, name: str) -> None:
         self._drafter, self._name, self.off = drafter, name, False
+        self.on_off: Callable[[], None] = lambda: None
         self.step_seconds: Callable[[int], float | None] = lambda tokens: None
         self._calls, self._taken, self._savable = 0, 0.0, 0.0
 
@@ -61,4 +62,5 @@ class GuardedDrafter:
 
     def _turn_off(self, reason: str) -> None:
         self.off = True
+        self.on_off()
         _logger.error("the drafter %s is turned off, the server serves on: %s", self._name, reason)

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import msgspec
 
@@ -173,7 +174,10 @@ class Replica:
 
 
 def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
-    return CoreTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
+    found = [msgspec.structs.asdict(each) for each in totals]
+    places = [*map(sum, zip_longest(*(each.pop("accepted_by_place") for each in found), fillvalue=0))]
+    numbers = {name: sum(each[name] for each in found) for name in found[0]}
+    return CoreTotals(**numbers, accepted_by_place=places)
 
 
 class EngineClient:
@@ -244,6 +248,9 @@ class EngineClient:
             drafts=totals.drafts,
             draft_tokens=totals.draft_tokens,
             accepted_tokens=totals.accepted_tokens,
+            drafting_seconds=totals.drafting_seconds,
+            drafters_off=totals.drafters_off,
+            accepted_by_place=totals.accepted_by_place,
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
         )

@@ -90,8 +90,8 @@ def test_few_blocks_change_no_text(config: dict[str, object]) -> None:
     while loop.scheduler.has_work:
         loop.step()
     assert loop.tokens == {key: [*range(101 * key + 3, 101 * key + 20)] for key in range(1, 9)}
-    assert loop.scheduler.totals_of_speculation is not None
-    assert loop.scheduler.totals_of_speculation.accepted_tokens > 20
+    assert loop.scheduler.speculation is not None
+    assert loop.scheduler.speculation.totals.accepted_tokens > 20
 
 
 def test_a_draft_model_that_is_too_slow_or_too_wrong_is_hardly_asked() -> None:

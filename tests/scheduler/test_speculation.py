@@ -70,8 +70,7 @@ def test_a_step_brings_the_drafts_that_are_right_and_one_token_more() -> None:
     assert updates.drafts == [(1, 4, 2)]
     plan, updates = loop.step()
     assert (plan.starts.tolist(), updates.tokens) == ([6], [107, 108, 109])
-    totals = loop.scheduler.totals_of_speculation
-    assert totals is not None
+    totals = loop.speculation.totals
     assert (totals.drafts, totals.draft_tokens, totals.accepted_tokens) == (2, 8, 4)
     assert totals.accepted_by_place == [2, 2, 0, 0]
 

@@ -34,11 +34,13 @@ def test_a_histogram_counts_up_to_and_including_its_bounds() -> None:
 def test_every_reading_has_a_family() -> None:
     known = {family.name for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES)}
     adapters = Reading("vllm:lora_requests_info", 1.0, {"running_lora_adapters": "a,b"})
-    readings = [*LlmMetrics().readings(EngineState()), adapters]
+    readings = [*LlmMetrics().readings(EngineState(accepted_by_place=(3, 1))), adapters]
     assert {reading.family for reading in readings} <= known
     theirs = list(vllm_readings(readings))
     assert {reading.family for reading in theirs} == {family.name for family in VLLM_FAMILIES}
     assert adapters in theirs
+    places = [each.value for each in theirs if each.family == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert places == [3, 1]
     assert len(known) == len(CHARONIA_FAMILIES) + len(TRITON_FAMILIES) + len(VLLM_FAMILIES)
 
 

@@ -200,7 +200,7 @@ def test_an_idle_loop_turns_at_least_once_a_second() -> None:
     with Running(Spy()) as loop:
         loop.wait(lambda: len(loop.outbox.updates()) >= 2)
         beat = loop.outbox.updates()[-1]
-    assert beat.updates == ([], [], [], [], [], (), ())
+    assert not any(beat.updates)
     assert beat.load.free_blocks == BLOCKS
 
 

@@ -55,9 +55,10 @@ def test_what_raises_when_a_text_has_ended_is_turned_off_too() -> None:
 @pytest.mark.parametrize(("step", "off"), [(1e-5, True), (10.0, False), (None, False)])
 def test_what_takes_longer_than_its_drafts_can_save_is_turned_off(step: float | None, off: bool) -> None:
     slow = Misbehaving(seconds=1e-4)
-    guard = GuardedDrafter(slow, "mine")
+    guard, told = GuardedDrafter(slow, "mine"), list[bool]()
+    guard.on_off = lambda: told.append(True)
     guard.step_seconds = lambda tokens: step
     for _ in range(CALLS + 1):
         guard.propose([ASKED])
-    assert guard.off == off
+    assert guard.off == off == bool(told)
     assert slow.calls == CALLS + (not off)

@@ -365,14 +365,14 @@ async def test_a_replica_that_cannot_start_fails_the_load(
 def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CoreSupervisor", FakeCore)
     replica = Fleet(1).all[0]
-    for totals in (CoreTotals(1, 10, 5), CoreTotals(2, 20, 6)):
+    for totals in (CoreTotals(1, 10, 5), CoreTotals(2, 20, 6, accepted_by_place=[4, 1])):
         replica.on_updates(updates(totals))
     replica.on_loss(Unavailable("it died"))
-    assert replica.totals == CoreTotals(2, 20, 6)
-    replica.on_updates(updates(CoreTotals(1, 1, 0)))
+    assert replica.totals == CoreTotals(2, 20, 6, accepted_by_place=[4, 1])
+    replica.on_updates(updates(CoreTotals(1, 1, 0, accepted_by_place=[2, 2, 2])))
     for _ in range(2):
         replica.on_loss(Unavailable("it died"))
-    assert replica.totals == CoreTotals(3, 21, 6)
+    assert replica.totals == CoreTotals(3, 21, 6, accepted_by_place=[6, 3, 2])
 
 
 def updates(totals: CoreTotals) -> RequestUpdates:
