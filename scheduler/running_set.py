@@ -85,6 +85,7 @@ class RunningSet:
         self.capacity = _counter(size)  # tokens its blocks hold
         self.reserved_tokens = _counter(size)  # tokens its admission counted on
         self.max_in_flight = _counter(size)  # plans in flight that may have the row
+        self.drafts_from = np.full(size, UNLIMITED, np.int32)  # tokens known when it may have drafts, if it ever may
         self.running = np.zeros(size, np.bool_)  # holds a sequence, and is not releasing
         self.ended = np.zeros(size, np.bool_)  # releasing for good: takes no further token
         self.keys = [0] * size
@@ -140,8 +141,7 @@ class RunningSet:
         self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
-        most = 1 if sequence.drafts else request.max_in_flight
-        self.max_in_flight[row] = min(most or self._most_in_flight, self._most_in_flight)
+        self.max_in_flight[row] = min(request.max_in_flight or self._most_in_flight, self._most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
         if self.max_in_flight[row] < self._most_in_flight:
@@ -150,6 +150,7 @@ class RunningSet:
             self.scoring.add(row)
         if sequence.drafts:
             self.drafting.add(row)
+            self.drafts_from[row] = sequence.drafts_from
         if request.guided:
             self.guided[row] = request.key
         if request.adapter:
@@ -184,6 +185,7 @@ class RunningSet:
             self.capped.discard(row)
             self.scoring.discard(row)
             self.drafting.discard(row)
+            self.drafts_from[row] = UNLIMITED
             self.guided.pop(row, None)
             self.itl_targets.pop(row, None)
             heappush(self._free, row)
@@ -239,6 +241,7 @@ class RunningSet:
         named = [self.sequences[row].request.adapter for row in occupied]
         assert self.adapters == Counter(filter(None, named)), "adapters are miscounted"
         assert self.drafting == {row for row in occupied if self.sequences[row].drafts}
+        assert self.drafting == set(np.flatnonzero(self.drafts_from < UNLIMITED).tolist())
         assert self.itl_targets.keys() <= self.sequences.keys()
         assert {row for row, _, _ in self.given} <= self.guided.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}

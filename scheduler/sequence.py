@@ -74,6 +74,7 @@ class Sequence:
     of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
     `drafts`: the most tokens that are drafted for it in a step; `draft_state` is the drafter's own; `draft_chance`: the
     probability that a drafted token is right, as it seems; `draft_guess`: outputs there were, and what was to follow.
+    `drafts_from`: tokens that it has before it is drafted for again, after a rest of `draft_rest`.
     `proposed`: tokens that were known, and what a draft model says that follows them.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
@@ -98,6 +99,8 @@ class Sequence:
     draft_state: dict[str, Any] = field(default_factory=dict)
     draft_chance: float | None = None
     draft_guess: tuple[int, list[int]] = (0, [])
+    drafts_from: int = 0
+    draft_rest: int = 0
     proposed: tuple[int, list[int]] = (0, [])
     prompt_logprobs_done: int = field(init=False)
 

@@ -49,7 +49,11 @@ LEAST_CREDIT, MOST_CREDIT = 0.1, 1.0
 
 
 LONGEST_REST = 15
-"""After so many steps at most it is looked again whether a draft model is worth its cost."""
+"""After so many steps at most it is seen again whether a draft model, or a sequence's drafts, are worth their cost."""
+
+HOPELESS_CHANCE, FIRST_REST = 0.1, 4
+"""A sequence whose drafts are right more seldom rests from them, for so many tokens at first, and twice as many each
+time."""
 
 
 class DraftRequest(NamedTuple):
@@ -222,9 +226,11 @@ class Speculation:
         for at, (sequence, most) in enumerate(asked):
             if sequence.request.guided and not guesses[at]:
                 guesses[at] = self.possible_drafts(sequence.request.key, [], most)
-        for (sequence, _), guess in zip(asked, guesses, strict=True):
+        for at, (sequence, _) in enumerate(asked):
             self._judge(sequence)
-            sequence.draft_guess = len(sequence.outputs), guess
+            sequence.draft_guess = len(sequence.outputs), guesses[at]
+            if self._rests(sequence):
+                guesses[at] = []
         lengths = self._lengths_to_verify([each for each, _ in asked], [*map(len, guesses)], decoding)
         self._fruitless = 0 if any(lengths) else self._fruitless + 1
         verified = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
@@ -289,6 +295,16 @@ class Speculation:
             self._chance += CHANCE_WEIGHT / 8 * (right - self._chance)
             if not right:
                 break
+
+    def _rests(self, sequence: Sequence) -> bool:
+        """Whether drafts were wrong so often that none are asked for its next tokens, each time for longer. A draft
+        model is asked by what it costs, and a grammar says what has to come."""
+        if self._chance_of(sequence) >= HOPELESS_CHANCE:
+            sequence.draft_rest = 0
+        elif self._costs and not (self.draft_model or sequence.request.guided):
+            sequence.draft_rest = min(max(2 * sequence.draft_rest, FIRST_REST), LONGEST_REST)
+            sequence.drafts_from = sequence.known + sequence.draft_rest
+        return sequence.drafts_from > sequence.known
 
     def _chance_of(self, sequence: Sequence) -> float:
         return self._chance if sequence.draft_chance is None else sequence.draft_chance

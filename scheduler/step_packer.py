@@ -173,6 +173,7 @@ class StepPacker:
         left = min(self._budget_left, speculation.most_sampled - rows.num_running - len(self._waiting))
         wanted: dict[int, int] = {}
         ready = (self._counts > 0) & (rows.scheduled + self._counts == rows.known) & (rows.expected == rows.known)
+        ready &= rows.known >= rows.drafts_from
         for row in sorted(rows.drafting.intersection(ready.nonzero()[0].tolist())):
             most = self._room_for_drafts(row, min(rows.sequences[row].drafts, left))
             if most > 0:
@@ -181,6 +182,7 @@ class StepPacker:
         asked = [(rows.sequences[row], most) for row, most in wanted.items()]
         found = speculation.draft(asked, self._work.decode_tokens) if asked else []
         for row, tokens in zip(wanted, found, strict=True):
+            rows.drafts_from[row] = rows.sequences[row].drafts_from
             if drafts := tokens[: self._room_for_drafts(row, len(tokens))]:
                 self._drafts[row] = drafts
                 self._set_count(row, int(self._counts[row]) + len(drafts))
@@ -229,9 +231,14 @@ class StepPacker:
     def _full_rows(self) -> BoolArray | None:
         """[rows] whether a row is in as many plans in flight as it may be in; None where none can be."""
         rows = self._rows
-        if not rows.in_flight or (len(rows.in_flight) < self._config.max_in_flight and not rows.capped):
+        if not rows.in_flight or (
+            len(rows.in_flight) < self._config.max_in_flight and not (rows.capped or rows.drafting)
+        ):
             return None
-        full: BoolArray = rows.steps_in_flight() >= rows.max_in_flight
+        steps = rows.steps_in_flight()
+        full: BoolArray = steps >= rows.max_in_flight
+        if rows.drafting:  # their next drafts follow their last token
+            full |= (steps > 0) & (rows.known >= rows.drafts_from)
         return full
 
     # Prompts

@@ -325,3 +325,22 @@ def test_a_drafter_that_learns_is_told_what_a_text_became() -> None:
     (request,) = told
     assert (list(request.outputs), request.tenant) == ([103, 104, 105, 106], "a")
     assert request.extras == ("", "a", "salt")
+
+
+def test_a_sequence_whose_drafts_are_wrong_rests_and_is_in_plans_ahead_meanwhile() -> None:
+    loop, asked = Loop(right=0, blocks=1000, max_model_len=2000, ahead=1), list[int]()
+    propose = loop.drafter.propose
+    loop.drafter.propose = lambda requests: asked.append(1) or propose(requests)  # type: ignore[method-assign, func-returns-value]
+    loop.add(1, prompt=3, new=400)
+    together, plans, tokens = 0, list[StepPlan](), list[int]()
+    while loop.scheduler.has_work:
+        while (plan := loop.scheduler.schedule()) is not None:
+            plans.append(plan)
+        together += loop.scheduler.in_flight == 2
+        updates = loop.scheduler.apply(loop.executor.execute(plans.pop(0)).result(), 1.0)
+        loop.scheduler.check_integrity()
+        tokens += updates.tokens
+        loop.drafter.right = 9 if len(tokens) > 300 else 0
+    assert tokens == list(range(103, 503))
+    assert 150 < together < 290
+    assert 30 < len(asked) < 120
