@@ -48,9 +48,9 @@ def stream(server: Any, model: str = "m", body: Any = LONG) -> Iterator[Iterator
         yield lines
 
 
-def generate(server: Any) -> int:
+def generate(server: Any, model: str = "m") -> int:
     body = {"input_ids": [1], "max_tokens": 2}
-    return httpx.post(f"{server.url}/v2/models/m/generate", json=body, timeout=60).status_code
+    return httpx.post(f"{server.url}/v2/models/{model}/generate", json=body, timeout=60).status_code
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def generate(server: Any) -> int:
     ],
 )
 def test_a_full_queue_says_when_to_come_back(server: Any, path: str, body: Any) -> None:
+    server.until(lambda: generate(server, "slow") == 200)  # whoever left before has left its place
     with stream(server, "slow") as lines:
         next(lines)
         waiting = threading.Thread(target=_one_that_waits, args=(server, done := threading.Event()))
