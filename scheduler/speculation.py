@@ -44,9 +44,8 @@ TRIAL_SHARE = 0.01
 """The share of the time of all steps in which a draft model may propose what seems not worth it: to learn if it is. A
 drafter may take as much beyond what its drafts save."""
 
-LEAST_CREDIT, MOST_CREDIT = 0.1, 1.0
-"""Seconds that a drafter may take at first, and that it can save up: it reads long prompts once."""
-
+LEAST_CREDIT, MOST_CREDIT = 0.03, 0.2
+"""Seconds that drafting may take at first, and that it can save up: a drafter reads long prompts once."""
 
 LONGEST_REST = 15
 """After so many steps at most it is seen again whether a draft model, or a sequence's drafts, are worth their cost."""
@@ -107,7 +106,7 @@ class DecodeCosts:
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._seconds: dict[int, float] = {}
-        self._least: list[float] = []  # of each size and those above it
+        self._least: list[float] | None = None  # of each size and those above it; made when it is asked for
         self._seen: dict[int, int] = {}
         self._forgotten_at: dict[int, int] = {}
         self._observed = 0
@@ -128,7 +127,7 @@ class DecodeCosts:
         self._forgotten_at[tokens] = self._observed + (PROBE_STEPS << 2 * min(seen, 3))
         if self._observed % PROBE_STEPS == 0:
             self._forget()
-        self._least = [*accumulate(map(self._seconds.__getitem__, reversed(self._sizes)), min)][::-1]
+        self._least = None
 
     def _forget(self) -> None:
         for tokens in [each for each in self._sizes if self._forgotten_at[each] < self._observed]:
@@ -154,6 +153,8 @@ class DecodeCosts:
             shorter = sizes[max(bisect_right(sizes, most * 4 // 5) - 1, 0)]
             grows = (self._seconds[most] - self._seconds[shorter]) / (most - shorter) if shorter < most else 0.0
             return self._seconds[most] + max(grows, 0.0) * (tokens - most)
+        if self._least is None:
+            self._least = [*accumulate(map(self._seconds.__getitem__, reversed(sizes)), min)][::-1]
         at = bisect_left(sizes, tokens)
         low, high = sizes[max(at - 1, 0)], sizes[at]
         above = self._least[at]
@@ -212,16 +213,24 @@ class Speculation:
         return most if request.drafts_wanted is None else min(most, request.drafts_wanted)
 
     def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
-        """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else. No
-        drafter is asked while drafting took longer than it saved."""
+        """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else."""
         self._steps += 1
         resting = len(asked) >= MANY_SEQUENCES and self._fruitless >= REST_STEPS and not self.draft_model
-        if (resting and self._steps % REST_STEPS != 1) or (self._costs and self._credit < 0):
+        if resting and self._steps % REST_STEPS != 1:
             return [[] for _ in asked]
-        requests = [_draft_request(each, most) for each, most in asked]
         began = perf_counter()
-        proposed = self._drafter.propose(requests)
+        verified = self._draft(asked, decoding)
         self._spend(perf_counter() - began)
+        return verified
+
+    @property
+    def has_time(self) -> bool:
+        """Whether drafting took no longer than it saved, and its share of all steps."""
+        return not self._costs or self._credit >= 0
+
+    def _draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
+        requests = [_draft_request(each, most) for each, most in asked]
+        proposed = self._drafter.propose(requests)
         guesses = [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
         for at, (sequence, most) in enumerate(asked):
             if sequence.request.guided and not guesses[at]:

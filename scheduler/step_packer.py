@@ -164,7 +164,7 @@ class StepPacker:
         self._work = StepWork(tokens, sum(map(mul, given, rows.scheduled[decoding].tolist())))
         for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
             self._grow(row)
-        if self._speculation is not None and rows.drafting:
+        if self._speculation is not None and rows.drafting and self._speculation.has_time:
             self._add_drafts(self._speculation)
 
     def _add_drafts(self, speculation: Speculation) -> None:
