@@ -79,6 +79,8 @@ class RepositoryOptions:
     """Take Python code that comes with a load request, in mode explicit."""
     allow_pipelines: Annotated[bool, Parameter(negative=())] = False
     """Let requests load pipelines, in mode explicit, where neither keys nor restrictions protect that."""
+    drafter: tuple[Path, ...] = ()
+    """Python file of a drafter that models' speculative_config may name; may be given several times."""
     repository_poll_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 15
     """Seconds between looks at the repository in mode poll."""
     configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()

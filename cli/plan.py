@@ -15,7 +15,7 @@ from ..api.http.access import HttpRules, parse_allowed_origins
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..core.errors import InvalidArgument
-from ..engine.options import declare_drafter
+from ..engine.options import declare_drafters
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.logging_setup import LogControl
 from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
@@ -76,8 +76,7 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
             "by --http-restricted-api",
             _LOADS,
         )
-    if options.engine.speculative_config is not None:
-        declare_drafter(options.engine.speculative_config)
+    declare_drafters(options.repository.drafter, options.engine.speculative_config)
     engine = {name: str(value) for name, value in options.engine.given().items()}
     if options.adapters.lora_modules:
         engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))

@@ -3,7 +3,7 @@
 Knows their names and ranges, not their effect. None leaves a choice to the engine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
@@ -218,8 +218,8 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     if (written := given.pop("speculative_config", None)) is not None:
         given["speculation"] = read_speculation_config(written)
         path = given["speculation"].path
-        if path and path not in _declared_drafters:
-            message = f"the file {path} drafts only where --speculative-config names it on the command line"
+        if path and Path(path).resolve() not in _declared_drafters:
+            message = f"the file {path} is run as code only where the command line names it: --drafter {path}"
             raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
         ranks = given["speculation"].draft_tensor_parallel_size
         if ranks not in (None, 1, parallel.tensor):
@@ -259,18 +259,21 @@ _NOT_SPECULATED = {
 """vLLM's keys that mean nothing to our engine, with the reason."""
 
 
-_declared_drafters: set[str] = set()
+_declared_drafters: set[Path] = set()
 
 
-def declare_drafter(written: str) -> None:
-    """Let models draft by the file that the command line's `speculative_config` names, if any: it is code, which a
-    model's files alone are not to bring in.
+def declare_drafters(files: Iterable[Path], speculative_config: str | None = None) -> None:
+    """Let models draft by these files, and by that of the command line's own `speculative_config`: they are code, which
+    a model's files alone are not to bring in.
 
     Raises:
-        InvalidArgument: see `read_speculation_config`.
+        InvalidArgument: there is no such file; or see `read_speculation_config`.
     """
-    if path := read_speculation_config(written).path:
-        _declared_drafters.add(path)
+    own = None if speculative_config is None else read_speculation_config(speculative_config).path
+    for file in (*files, *([Path(own)] if own else [])):
+        if not file.is_file():
+            raise InvalidArgument(f"there is no file {file} that drafts", field="speculative_config")
+        _declared_drafters.add(file.resolve())
 
 
 _KEYS_OF_CUSTOM = ("method", "num_speculative_tokens", "path")

@@ -93,9 +93,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def samples(served: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Of each name on the wire: value by labels."""
-    served.until(lambda: "nv_cpu_utilization " in httpx.get(served.metrics_url).text)
+    texts: list[str] = []
+
+    def has_utilization() -> bool:
+        texts.append(httpx.get(served.metrics_url).text)
+        return "nv_cpu_utilization " in texts[-1]  # not where the last scrape was a hundredth of a second ago
+
+    served.until(has_utilization)
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(httpx.get(served.metrics_url).text):
+    for family in text_string_to_metric_families(texts[-1]):
         for sample in family.samples:
             name = sample.name.removesuffix("_total") if sample.name.startswith("nv_") else sample.name
             found.setdefault(name, {})[tuple(sorted(sample.labels.items()))] = sample.value

@@ -9,7 +9,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.engine.core.drafters import build_drafter
 from charonia.engine.drafters.custom import CustomDrafter
-from charonia.engine.options import EngineOptions, declare_drafter, engine_config, read_speculation_config
+from charonia.engine.options import EngineOptions, declare_drafters, engine_config, read_speculation_config
 from charonia.scheduler.speculation import DraftRequest
 
 
@@ -29,12 +29,14 @@ def test_the_drafter_of_the_docs_drafts(documented: Path) -> None:
 
 def test_a_file_that_the_command_line_does_not_name_is_refused(documented: Path) -> None:
     written = f'{{"method": "custom", "path": "{documented}"}}'
-    with pytest.raises(InvalidArgument, match=rf"the file {documented} drafts only where --speculative-config"):
+    with pytest.raises(InvalidArgument, match=rf"command line names it: --drafter {documented}"):
         engine_config("x", EngineOptions(speculative_config=written))
-    declare_drafter(written)
+    declare_drafters([], written)
     found = engine_config("x", EngineOptions(speculative_config=written)).speculation
     assert found is not None
     assert found.path == str(documented)
+    with pytest.raises(InvalidArgument, match=r"there is no file none\.py that drafts"):
+        declare_drafters([Path("none.py")])
 
 
 @pytest.mark.parametrize(
