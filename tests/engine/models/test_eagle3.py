@@ -219,6 +219,15 @@ def test_a_head_changes_no_text(target: Path, head: Head, config: dict[str, Any]
         assert texts == run(plain, sampling, 0)[0]
 
 
+def test_the_demos_head_is_often_right(root: Path) -> None:
+    speculation = SpeculationConfig(method="eagle3", model=str(root / "examples/eagle3"), num_speculative_tokens=MOST)
+    demo = str(root / "examples/model_repository/demo/1")
+    cache = CacheConfig(block_size=BLOCK)
+    texts, found = run(EngineConfig(model=demo, device="cpu", dtype="float32", cache=cache, speculation=speculation))
+    right = [texts[key][known] == proposed[0] for key, known, proposed in found]
+    assert sum(right) > len(right) / 3
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
