@@ -27,9 +27,9 @@ _RETRY_SECONDS = 60.0
 """How long a constraint that cost a process is refused without another try: the machine may have been busy."""
 _CACHE_BYTES = 8 << 20
 _ENTRY_BYTES = 512
-_PAUSE_TIMES, _SHORTEST_PAUSE, _LONGEST_PAUSE = 20, 0.1, 2.0
+_PAUSE_TIMES, _SHORTEST_PAUSE, _LONGEST_PAUSE = 20, 0.3, 2.0
 """A tenant whose constraint was refused waits with its next one so many times as long as checking that took, within so
-many seconds: who sends nothing but bad ones gets a twentieth of a core, and ten answers a second."""
+many seconds: who sends nothing but bad ones gets a twentieth of a core, and three answers a second."""
 _MAX_PAUSES, _MAX_PAUSING = 1024, 8
 _ANY_OBJECT = '{"type":"object"}'
 

@@ -96,6 +96,7 @@ async def test_too_many_that_wait_are_refused(
 async def test_a_tenant_pauses_after_a_refusal_and_others_do_not(
     checker: GuideChecker, asked: list[GuidedDecoding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guide_checker, "_SHORTEST_PAUSE", 0.1)
     monkeypatch.setattr(guide_checker, "_MAX_PAUSING", 2)
     assert (await checker.check(schema("good"), "hostile")).guide.text == "GOOD"
     with pytest.raises(InvalidArgument, match="it is wrong"):
