@@ -18,8 +18,7 @@ import numpy as np
 from ..core.errors import InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
-from .backend_parameters import read_integer, warn_unknown_parameters
-from .config_completion import sequence_tensor_names
+from .backend_config import read_integer, sequence_tensor_names, warn_unknown_parameters
 from .runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 
 _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "creation_delay_sec")

@@ -24,20 +24,31 @@ from ..telemetry.model_metrics import (
     ModelMetrics,
     first_response_bounds,
 )
-from .backend_parameters import read_number
-from .batching.batch_execution import BatchLayout, execute_batch, execute_decoupled, execute_single
-from .batching.batching_config import NS_PER_US, read_batching_config, read_ragged_config
+from .backend_config import read_number, read_placements
+from .batching.batch_execution import (
+    BatchLayout,
+    ModelSignature,
+    check_ragged_support,
+    execute_batch,
+    execute_decoupled,
+    execute_single,
+    read_ragged_config,
+)
 from .batching.dispatcher import Dispatcher
-from .batching.dynamic_batcher import DynamicBatcher
+from .batching.dynamic_batcher import NS_PER_US, DynamicBatcher, read_batching_config
 from .batching.instance_pool import DEFAULT_RESTART_PAUSE, EXECUTION_TIMEOUT, RESTART_PAUSE, InstancePool
-from .batching.queued_request import InferenceJob, QueuedRequest, ResponseChannel, ResponseOrderer, SingleResponseStream
+from .batching.queued_request import (
+    InferenceJob,
+    QueuedRequest,
+    ResponseChannel,
+    ResponseOrderer,
+    ResponseRouter,
+    SingleResponseStream,
+)
 from .batching.request_execution import execute_alone
-from .batching.response_router import ResponseRouter
-from .instance_groups import read_placements
 from .runtime import InstancePlacement, LoadedRuntime, RequestRuntime, Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
-from .signature import ModelSignature, check_ragged_support
 
 _NO_SAMPLES = ModelSamples()
 

@@ -20,8 +20,7 @@ from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..tokenization.checkpoint_files import locate_checkpoint
 from ..tokenization.tokenizer import Tokenizer
-from .backend_parameters import read_flag
-from .config_completion import FoundModel, FoundTensor, complete_config, config_type
+from .backend_config import FoundModel, FoundTensor, complete_config, config_type, read_flag
 from .runtime import Arrays, InstancePlacement, Runtime, RuntimeAnswer, RuntimeRequest, RuntimeResponse, RuntimeTraits
 
 

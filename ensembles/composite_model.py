@@ -1,13 +1,17 @@
-"""A model that answers by asking others: its readiness is theirs, its times are theirs together."""
+"""A model that answers by asking others: its readiness is theirs, its times are theirs together. Beside it the
+buffer of its responses, and the errors of the requests it makes, as its client sees them.
+"""
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..core.errors import NotReady
+from ..core.errors import CharoniaError, NotReady
 from ..core.gateway import Gateway
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats
@@ -159,3 +163,73 @@ class CompositeModel:
         size = next(iter(request.inputs.values())).shape[0] if batched else 1
         self._metrics.record_execution(size, timing, CloseReason.ALONE, 0)
         self._metrics.record_success(size, latency, times.queued, timing)
+
+
+log = logging.getLogger(__name__)
+
+_MAX_UNREAD = 64
+"""Responses that wait for their reader before the driver does."""
+
+
+class ResponseBuffer:
+    """The responses of one request. `patience`: seconds that a cancelled driver may take to end, before it is left to
+    itself; None for as long as it takes."""
+
+    def __init__(self, patience: float | None = None) -> None:
+        self._patience = patience
+        self._responses: deque[InferResponse] = deque()
+        self._arrived, self._read = asyncio.Event(), asyncio.Event()
+
+    async def put(self, response: InferResponse) -> None:
+        """Called by the driver, or by tasks of its own."""
+        await self.wait_for_room()
+        self.append(response)
+
+    def append(self, response: InferResponse) -> None:
+        """The same without waiting; then the driver waits for room itself."""
+        self._responses.append(response)
+        self._arrived.set()
+
+    async def wait_for_room(self) -> None:
+        while len(self._responses) >= _MAX_UNREAD:
+            self._read.clear()
+            await self._read.wait()
+
+    async def read(self, drive: Coroutine[None, None, None], name: str) -> AsyncGenerator[InferResponse, None]:
+        """Run the driver, as a task of that name. Raises what it raises."""
+        driver = asyncio.create_task(drive, name=name)
+        driver.add_done_callback(lambda _: self._arrived.set())
+        try:
+            while not driver.done() or self._responses:
+                while self._responses:
+                    self._read.set()
+                    yield self._responses.popleft()
+                self._arrived.clear()
+                if not driver.done():
+                    await self._arrived.wait()
+            driver.result()
+        finally:
+            driver.cancel()
+            await asyncio.wait({driver}, timeout=self._patience)
+            if driver.done():
+                driver.cancelled() or driver.exception()
+            else:
+                driver.cancel()
+                asyncio._unregister_task(driver)  # the end of the loop would wait for it
+                stack = driver.get_stack(limit=1)
+                where = "".join(f", at {frame.f_code.co_filename}:{frame.f_lineno}" for frame in stack)
+                log.error("%s does not end though it was cancelled %g s ago%s", name, self._patience, where)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error of a group, of tasks that failed side by side; another error as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def with_model_name(model: str, error: CharoniaError) -> CharoniaError:
+    """The same error, saying for which model it was asked: `model` is its kind and name."""
+    error.message = f"in {model}, {error.message}"
+    error.args = (error.message,)
+    return error

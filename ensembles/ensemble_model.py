@@ -1,20 +1,274 @@
-"""An ensemble: finds the models of its steps for each request, and runs them.
+"""An ensemble: finds the models of its steps for each request, and runs them, each as soon as it has its inputs.
 
-Knows nothing of how models are served, but through the gateway's handles of them.
+Steps of one pass run in parallel where they can; passes of a stream overlap where steps wait, and their responses
+leave in the order in which the stream began them. What a client does not read holds up its own passes, and so the
+stream. When a step fails or the client leaves, everything else of the request is cancelled. Knows nothing of how models
+are served, but through the gateway's handles of them.
 """
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import NamedTuple, TypeAlias
 
-from ..core.errors import CharoniaError, InvalidArgument
-from ..core.gateway import Gateway, ModelHandle
+import msgspec
+
+from ..core.errors import CharoniaError, Internal, InvalidArgument
+from ..core.gateway import Gateway, ModelHandle, ResponseStream
 from ..core.model import ModelConfig
-from ..core.request import InferRequest, InferResponse
+from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import RequestContext
-from .composite_model import AskedVersion, RequestTimes
-from .ensemble_plan import EnsemblePlan, EnsembleStep, plan_ensemble, read_steps
-from .ensemble_run import ENDPOINT, EnsembleRun
-from .step_errors import with_model_name
+from ..core.task_group import RequestTaskGroup
+from ..core.tensor import Tensor
+from .composite_model import AskedVersion, RequestTimes, ResponseBuffer, first_error, with_model_name
+from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage, plan_ensemble, read_steps
+
+ENDPOINT = "ensemble"
+"""The endpoint that requests of ensembles come from, in metrics and traces."""
+
+_DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
+
+StepOutputs: TypeAlias = Mapping[str, Tensor]
+Parameters: TypeAlias = Mapping[str, ParameterValue]
+
+
+class Pass(NamedTuple):
+    """One pass: its tensors by the ensemble's names, those of a step that still runs in its task, and the parameters
+    of the responses that they came with."""
+
+    tensors: dict[str, "Tensor | asyncio.Task[StepOutputs]"]
+    parameters: dict[str, ParameterValue]
+
+    def continued(self, outputs: StepOutputs, parameters: Parameters) -> "Pass":
+        """The pass of one response of a stream that this one has begun."""
+        return Pass({**self.tensors, **outputs}, {**self.parameters, **parameters})
+
+
+Place: TypeAlias = "list[InferResponse | None]"
+"""The place of a pass in the order of responses: empty until the pass is done, then with its response or None."""
+
+
+class EnsembleRun:
+    """One request. `handles`: of the steps' models, by the steps' numbers. `times`: those of the steps are added
+    there."""
+
+    def __init__(
+        self,
+        plan: EnsemblePlan,
+        request: InferRequest,
+        context: RequestContext,
+        handles: Mapping[int, ModelHandle],
+        times: RequestTimes,
+    ) -> None:
+        self._plan, self._request, self._context, self._handles, self._times = plan, request, context, handles, times
+        self._outputs = plan.outputs if request.outputs is None else request.outputs
+        self._tasks: asyncio.TaskGroup
+        self._buffer = ResponseBuffer()
+        self._order: deque[Place] = deque()
+        self._place_freed = asyncio.Event()
+        self._waits_for_steps = False
+
+    async def answer(self) -> InferResponse:
+        """The response of an ensemble without decoupled steps.
+
+        Raises:
+            CharoniaError: a step failed.
+        """
+        state, stage = Pass(dict(self._request.inputs), {}), self._plan.stages[0]
+        try:
+            if stage.chained:
+                response = await self._run_pass(stage, state)
+            else:
+                async with RequestTaskGroup() as self._tasks:
+                    response = await self._run_pass(stage, state)
+        except (CharoniaError, BaseExceptionGroup) as error:
+            raise self._failure(error) from None
+        if response is None or len(response.outputs) < len(self._outputs):
+            raise Internal(f"in ensemble '{self._plan.name}', {_DEADLOCK}")
+        return msgspec.structs.replace(response, final=True)
+
+    def stream(self) -> AsyncGenerator[InferResponse, None]:
+        """The responses of an ensemble with decoupled steps. Raises as `answer` does."""
+        return self._buffer.read(self._drive(), f"ensemble {self._plan.name}")
+
+    async def _drive(self) -> None:
+        state = Pass(dict(self._request.inputs), {})
+        try:
+            async with RequestTaskGroup() as self._tasks:
+                await self._run_outer_pass(0, state, None)
+        except BaseExceptionGroup as group:
+            raise self._failure(group) from None
+
+    async def _run_outer_pass(self, number: int, state: Pass, previous: asyncio.Task[None] | None) -> None:
+        """Run a pass of a stage that another one lies within. `previous`: the pass that answers before it."""
+        await self._run_steps(self._plan.stages[number], state)
+        if previous is not None:
+            await previous
+        number += 1
+        source = self._plan.stages[number].source
+        assert source is not None
+        inputs = await self._inputs(source, state)
+        if inputs is None:
+            return
+        outer, previous = asyncio.Semaphore(self._plan.max_passes), None
+        async with aclosing(self._ask_for_stream(source, inputs)) as responses:
+            async for response in responses:
+                if not response.outputs:
+                    continue
+                made = state.continued(_renamed(source, response), response.parameters)
+                if number + 1 == len(self._plan.stages):
+                    await self._begin_pass(made)
+                else:
+                    await outer.acquire()
+                    previous = self._tasks.create_task(self._run_outer_pass(number, made, previous))
+                    previous.add_done_callback(lambda _: outer.release())
+        if previous is not None:
+            await previous
+
+    async def _begin_pass(self, state: Pass) -> None:
+        """Run a pass of the last stage; only begin it, where steps take their time."""
+        # Without waiting nothing can overlap, and a task for each pass would cost as much again.
+        if not self._waits_for_steps:
+            response = await self._run_pass(self._plan.stages[-1], state)
+            if response is not None:
+                self._buffer.append(response)
+        else:
+            while len(self._order) >= self._plan.max_passes:
+                self._place_freed.clear()
+                await self._place_freed.wait()
+            place: Place = []
+            self._order.append(place)
+            self._tasks.create_task(self._run_beside(state, place))
+        await self._buffer.wait_for_room()
+
+    async def _run_beside(self, state: Pass, place: Place) -> None:
+        """Run a pass beside others, and tell what is answered by now."""
+        place.append(await self._run_pass(self._plan.stages[-1], state))
+        while self._order and self._order[0]:
+            [response] = self._order.popleft()
+            if response is not None:
+                self._buffer.append(response)
+        self._place_freed.set()
+
+    async def _run_pass(self, stage: Stage, state: Pass) -> InferResponse | None:
+        """The outputs that there are after a pass; None without any."""
+        await self._run_steps(stage, state)
+        outputs = []
+        for name in self._outputs:
+            tensor = state.tensors.get(name)
+            if isinstance(tensor, asyncio.Task):
+                tensor = (await tensor).get(name)
+            if tensor is not None:
+                outputs.append(tensor)
+        return InferResponse(tuple(outputs), state.parameters) if outputs else None
+
+    async def _run_steps(self, stage: Stage, state: Pass) -> None:
+        """Run, or start, the steps of a pass."""
+        if stage.chained:
+            for step in stage.steps:
+                state.tensors.update(await self._run_step(step, state))
+            return
+        for step in stage.steps:
+            task = self._tasks.create_task(self._run_step(step, state))
+            state.tensors.update(dict.fromkeys(step.outputs.values(), task))
+
+    async def _run_step(self, step: EnsembleStep, state: Pass) -> StepOutputs:
+        """The outputs of a step; none if it lacks an input."""
+        inputs = await self._inputs(step, state)
+        if inputs is None:
+            return {}
+        request, handle = self._request_of(step, inputs), self._handles[step.number]
+        # A trace has a span for each request: then each needs a context.
+        answer = handle.infer_inline(request) if self._context.children is None else None
+        if answer is None:
+            response = await self._ask(step, handle, request)
+        else:
+            response, times = answer
+            self._times.add_execution(times)
+        if response.parameters:
+            state.parameters.update(response.parameters)
+        return _renamed(step, response)
+
+    async def _ask(self, step: EnsembleStep, handle: ModelHandle, request: InferRequest) -> InferResponse:
+        self._waits_for_steps = True
+        child = self._context.child(ENDPOINT)
+        try:
+            responses = handle.for_request(child).infer(request)
+            try:
+                response = await self._only_response(step, responses)
+            finally:
+                await responses.aclose()
+            child.finish()
+        except Exception as error:
+            child.fail(error)
+            raise
+        finally:
+            self._end(child)
+        return response
+
+    async def _only_response(self, step: EnsembleStep, responses: ResponseStream[InferResponse]) -> InferResponse:
+        try:
+            response = await responses.__anext__()
+        except StopAsyncIteration:
+            raise Internal(f"model '{step.model}' has not answered") from None
+        # Only models that ask others can answer once more without being decoupled.
+        if not response.final and step.number in self._plan.asking:
+            async for _ in responses:
+                raise Internal(f"model '{step.model}' has answered more than once, and is not decoupled")
+        return response
+
+    async def _inputs(self, step: EnsembleStep, state: Pass) -> dict[str, Tensor] | None:
+        """The inputs of a step under its model's names, as soon as all are there; None if one is missing."""
+        inputs = {}
+        for name, taken in step.inputs.items():
+            tensor = state.tensors.get(taken)
+            if isinstance(tensor, asyncio.Task):
+                tensor = (await tensor).get(taken)
+            if tensor is not None:
+                inputs[name] = Tensor(name, tensor.datatype, tensor.shape, tensor.data)
+            elif name not in self._plan.optional[step.number]:
+                return None
+        return inputs
+
+    def _request_of(self, step: EnsembleStep, inputs: dict[str, Tensor]) -> InferRequest:
+        return InferRequest(self._request.id, inputs, tuple(step.outputs), self._request.parameters)
+
+    async def _ask_for_stream(
+        self, step: EnsembleStep, inputs: dict[str, Tensor]
+    ) -> AsyncGenerator[InferResponse, None]:
+        """The responses of a decoupled step's model."""
+        child = self._context.child(ENDPOINT)
+        try:
+            handle = self._handles[step.number].for_request(child)
+            async with aclosing(handle.infer(self._request_of(step, inputs))) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            child.fail(error)
+            raise
+        finally:
+            self._end(child)
+
+    def _end(self, child: RequestContext) -> None:
+        child.close()
+        self._times.add(child)
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """The first error of the steps, with the ensemble's name before it."""
+        error = first_error(error)
+        if isinstance(error, CharoniaError):
+            return with_model_name(f"ensemble '{self._plan.name}'", error)
+        return error
+
+
+def _renamed(step: EnsembleStep, response: InferResponse) -> StepOutputs:
+    """The outputs of a step's model under the ensemble's names."""
+    outputs = {}
+    for tensor in response.outputs:
+        name = step.outputs[tensor.name]
+        outputs[name] = Tensor(name, tensor.datatype, tensor.shape, tensor.data)
+    return outputs
 
 
 class Ensemble:

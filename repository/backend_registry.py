@@ -166,8 +166,8 @@ def classic_model_builder() -> ClassicModelBuilder:
 
 
 def torch_config_guesser() -> Callable[[RawConfig, Path], RawConfig]:
-    """`classic_backends.torch.tensor_probe.guess_config`."""
-    return cast(Callable[[RawConfig, Path], RawConfig], _import("classic_backends.torch.tensor_probe", "guess_config"))
+    """`classic_backends.torch.model_files.guess_config`."""
+    return cast(Callable[[RawConfig, Path], RawConfig], _import("classic_backends.torch.model_files", "guess_config"))
 
 
 def _import(module: str, name: str) -> Any:

@@ -1,10 +1,13 @@
-"""One execution: the requests of a batch become one set of arrays, the runtime's outputs become responses.
+"""One execution: the tensors of a batch's requests become one set of arrays, the runtime's outputs become responses.
 
-Runs in the thread of an instance. Knows nothing of queues and event loops.
+Knows a model's signature, reshapes, and ragged batches: requests of different shapes share one as one flat tensor, and
+a batch input tells the model the place of each request's elements; see
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/ragged_batching.md. Runs in the thread of an
+instance. Knows nothing of queues and event loops. Requests have passed the gateway's validation.
 """
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import closing
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol, cast
@@ -12,23 +15,189 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.errors import CharoniaError, Internal
+from ...core.errors import CharoniaError, Internal, InvalidArgument
+from ...core.model import ModelConfig, RawConfig
 from ...core.request import InferRequest, InferResponse
+from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from ...telemetry.model_metrics import ExecutionTiming
 from ..runtime import Arrays, Runtime, only_response
-from ..signature import ModelSignature
-from .batching_config import RaggedConfig
-from .queued_request import InferenceJob
+from .queued_request import ExecutionResult, InferenceJob
+
+Shape = tuple[int, ...]
+
+
+class TensorBinding(NamedTuple):
+    """One input or output. `reshape`: its dims as the model has them, where they differ; `ragged`: requests with
+    different shapes share a batch, as one flat tensor."""
+
+    name: str
+    datatype: str
+    dims: Shape
+    reshape: Shape | None = None
+    ragged: bool = False
+    optional: bool = False
+
+
+class ModelSignature:
+    """`batched`: tensors have a batch dimension in front. `outputs`: all names, in order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.batched = config.max_batch_size > 0
+        self.model_name = config.name
+        self.inputs = _bindings(config.inputs, config.raw.get("input", ()))
+        self._reshaped_inputs = {binding.name: binding for binding in self.inputs if binding.reshape is not None}
+        self._outputs = {each.name: each for each in _bindings(config.outputs, config.raw.get("output", ()))}
+        self.outputs = tuple(self._outputs)
+        self._has_optional = any(binding.optional for binding in self.inputs)
+        self._same_shape = tuple(each.name for each in self.inputs if -1 in each.dims and not each.ragged)
+        # BF16 arrays are uint16: its bits.
+        self._dtypes = {
+            name: np.dtype(NUMPY_TYPES.get(binding.datatype, np.uint16)) for name, binding in self._outputs.items()
+        }
+
+    def to_arrays(self, request: InferRequest) -> dict[str, NDArray[Any]]:
+        """The request's inputs in the model's shapes; ragged ones are not flattened."""
+        arrays = {}
+        for name, tensor in request.inputs.items():
+            shape = tensor.shape
+            if name in self._reshaped_inputs:
+                binding = self._reshaped_inputs[name]
+                shape = self._reshaped(shape, binding.dims, binding.reshape or ())
+            arrays[name] = tensor.data if tensor.data.shape == shape else tensor.data.reshape(shape)
+        return arrays
+
+    def batch_size(self, request: InferRequest) -> int:
+        """The request's items in a batch, at least 1."""
+        if not self.batched or not request.inputs:
+            return 1
+        return max(1, next(iter(request.inputs.values())).shape[0])
+
+    def batch_key(self, request: InferRequest) -> Hashable:
+        """Equal for requests that fit in one batch: the shapes that must agree, and the optional inputs given."""
+        given = request.inputs
+        shapes = tuple([(name, given[name].shape[1:]) for name in self._same_shape if name in given])
+        return (shapes, frozenset(given)) if self._has_optional else shapes
+
+    def to_tensors(self, outputs: Arrays, requested: Sequence[str] | None) -> tuple[Tensor, ...]:
+        """The `requested` outputs (None: all) of one request, in the model's order and in the shapes of clients. Raises
+        `Internal` if an output is not as the config declares it."""
+        bindings = self._outputs
+        return tuple(
+            [
+                self._to_tensor(bindings[name], array)
+                for name, array in outputs.items()
+                if name in bindings and (requested is None or name in requested)
+            ]
+        )
+
+    def _to_tensor(self, binding: TensorBinding, array: NDArray[Any]) -> Tensor:
+        name, datatype = binding.name, binding.datatype
+        if array.dtype != self._dtypes[name]:
+            raise Internal(f"model '{self.model_name}' made output '{name}' of type {array.dtype}, not {datatype}")
+        if binding.reshape is None:
+            return Tensor(name, datatype, array.shape, array)
+        shape = self._reshaped(array.shape, binding.reshape, binding.dims)
+        try:
+            return Tensor(name, datatype, shape, array.reshape(shape))
+        except ValueError:
+            made = f"made output '{name}' of shape {list(array.shape)}, not {list(shape)}"
+            raise Internal(f"model '{self.model_name}' {made}") from None
+
+    def _reshaped(self, shape: Shape, dims: Shape, to_dims: Shape) -> Shape:
+        """`shape` has `dims`; the same elements with `to_dims`: its free ones take the free ones' sizes, in order."""
+        batch = int(self.batched)
+        free = (size for size, dim in zip(shape[batch:], dims, strict=False) if dim == -1)
+        return (*shape[:batch], *(next(free, 1) if dim == -1 else dim for dim in to_dims))
+
+
+def _bindings(specs: Sequence[TensorSpec], raw_tensors: Sequence[RawConfig]) -> tuple[TensorBinding, ...]:
+    by_name, bindings = {raw["name"]: raw for raw in raw_tensors}, []
+    for spec in specs:
+        raw = by_name.get(spec.name, {})
+        reshape = tuple(map(int, raw["reshape"].get("shape", ()))) if "reshape" in raw else None
+        ragged = bool(raw.get("allow_ragged_batch", False))
+        bindings.append(TensorBinding(spec.name, spec.datatype, spec.dims, reshape, ragged, spec.optional))
+    return tuple(bindings)
+
+
+def check_ragged_support(signature: ModelSignature, supported: bool, backend: str) -> None:
+    """Raises `InvalidArgument` for ragged inputs that the backend does not support, or without batches."""
+    ragged = [binding.name for binding in signature.inputs if binding.ragged]
+    if ragged and not (supported and signature.batched):
+        reason = "but max_batch_size is 0" if supported else f"which '{backend}' cannot do"
+        message = f"input '{ragged[0]}' of model '{signature.model_name}' allows ragged batches, {reason}"
+        raise InvalidArgument(message, field="input.allow_ragged_batch")
+
 
 log = logging.getLogger(__name__)
 
 
-class ExecutionResult(NamedTuple):
-    """One response or error for each request, None for one that is answered later; or an `error` for all of them."""
+_TYPES = {"TYPE_INT32": np.int32, "TYPE_FP32": np.float32}
 
-    responses: Sequence[InferResponse | Exception | None]
-    timing: ExecutionTiming
-    error: Exception | None = None
+
+def _element_counts(shapes: Sequence[Shape]) -> NDArray[Any]:
+    return np.array([np.prod(shape, dtype=np.int64) for shape in shapes], np.int64)
+
+
+def _item_shapes(shapes: Sequence[Shape]) -> NDArray[Any]:
+    """[items of the batch, dims of one]"""
+    return np.array([shape[1:] for shape in shapes for _ in range(shape[0])], np.int64)
+
+
+_KINDS: dict[str, Callable[[Sequence[Shape]], NDArray[Any]]] = {
+    "BATCH_ELEMENT_COUNT": _element_counts,
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": lambda shapes: np.cumsum(_element_counts(shapes)),
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": lambda shapes: np.cumsum([0, *_element_counts(shapes)]),
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes: np.zeros(int(_element_counts(shapes).max()), np.int64),
+    "BATCH_ITEM_SHAPE": _item_shapes,
+    "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes: _item_shapes(shapes).ravel(),
+}
+
+
+class BatchInput(NamedTuple):
+    """A tensor `name` made from the shapes (with batch dimension) of the input `source` in each request."""
+
+    name: str
+    shape_kind: str
+    source: str
+    dtype: Any
+
+    def build(self, shapes: Sequence[Shape]) -> NDArray[Any]:
+        return _KINDS[self.shape_kind](shapes).astype(self.dtype)
+
+
+class RaggedConfig(NamedTuple):
+    """`outputs`: an output's name -> the input whose shape each request's part of it has."""
+
+    inputs: tuple[BatchInput, ...] = ()
+    outputs: Mapping[str, str] = {}
+
+
+def read_ragged_config(raw: RawConfig) -> RaggedConfig:
+    """Parse `batch_input` and `batch_output`. Raises `InvalidArgument` if a kind, type or source is unknown; `field`
+    names it."""
+    names = {each["name"] for each in raw.get("input", ())}
+    inputs: list[BatchInput] = []
+    for asked in raw.get("batch_input", ()):
+        kind, datatype = asked.get("kind", "BATCH_ELEMENT_COUNT"), asked.get("data_type")
+        if kind not in _KINDS:
+            raise InvalidArgument(f"unknown kind of batch input '{kind}'", field="batch_input.kind")
+        if datatype not in _TYPES:
+            raise InvalidArgument("a batch input must be of TYPE_INT32 or TYPE_FP32", field="batch_input.data_type")
+        source = _read_source(asked, names, "batch_input")
+        inputs += (BatchInput(name, kind, source, _TYPES[datatype]) for name in asked.get("target_name", ()))
+    outputs: dict[str, str] = {}
+    for asked in raw.get("batch_output", ()):
+        outputs |= dict.fromkeys(asked.get("target_name", ()), _read_source(asked, names, "batch_output"))
+    return RaggedConfig(tuple(inputs), outputs)
+
+
+def _read_source(asked: RawConfig, names: set[str], field: str) -> str:
+    sources = asked.get("source_input", ())
+    if len(sources) != 1 or sources[0] not in names:
+        message = f"'{field}' needs one source_input that is an input of the model, got {list(sources)}"
+        raise InvalidArgument(message, field=f"{field}.source_input")
+    return str(sources[0])
 
 
 class SequenceLayout(Protocol):

@@ -15,11 +15,10 @@ from typing import cast
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
 from ..runtime import RequestRuntime, Runtime
 from .batch_execution import BatchLayout, execute_batch, execute_decoupled
-from .dynamic_batcher import BatchDecision, DynamicBatcher, RequestBatch
-from .instance import Instance, call_in_loop
-from .queued_request import QueuedRequest
+from .dynamic_batcher import BatchDecision, DynamicBatcher
+from .instance_pool import Instance, call_in_loop
+from .queued_request import BatchResult, QueuedRequest, RequestBatch, ResponseRouter
 from .request_execution import ExecutionSurroundings, execute_requests
-from .response_router import BatchResult, ResponseRouter
 
 
 class DeadlineTimer:

@@ -1,28 +1,268 @@
-"""Triton's dynamic batcher: which requests leave the queue together, and when.
+"""Triton's dynamic batcher: `dynamic_batching` of a config, parsed; the queue of priority levels with deadlines; and
+which requests leave it together, and when.
 
 Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/batcher.md. Pure logic over times
-(nanoseconds) that its caller gives; asked whenever an instance is free. Knows nothing of tensors.
+that its caller gives, nanoseconds here and microseconds in the config; asked whenever an instance is free. Knows
+nothing of tensors.
 """
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import chain, count
 from typing import NamedTuple
 
+from ...core.errors import InvalidArgument
+from ...core.model import RawConfig
 from ...telemetry.model_metrics import CloseReason
-from .batching_config import BatchingConfig
-from .queued_request import QueuedRequest
-from .request_queue import RequestQueue
+from .queued_request import QueuedRequest, RequestBatch
+
+NS_PER_US = 1000
 
 
-class RequestBatch(NamedTuple):
-    """Requests that are executed together, in the order in which they are served."""
+class QueuePolicy(NamedTuple):
+    """The limits of one priority level. A request may wait for `timeout_ns` (0: for ever); then it is rejected or, with
+    `postpone`, served after all others of its level. With `allow_override` a request may ask for a shorter timeout.
+    `max_size`: requests that may wait, 0 for any number."""
 
-    requests: Sequence[QueuedRequest]
-    close_reason: CloseReason
+    timeout_ns: int = 0
+    postpone: bool = False
+    allow_override: bool = False
+    max_size: int = 0
+
+    def queue_deadline(self, arrived_at: int, asked_ns: int) -> int | None:
+        """The time until which a request may wait that asked for a timeout of `asked_ns` (0: for none)."""
+        timeout = asked_ns if self._shortens(asked_ns) else self.timeout_ns
+        return arrived_at + timeout if timeout else None
+
+    def answer_deadline(self, arrived_at: int, asked_ns: int) -> int | None:
+        """The time until which a request must be answered. Only a request's own timeout sets one: the config's is for
+        the time in the queue."""
+        return arrived_at + asked_ns if self._shortens(asked_ns) and not self.postpone else None
+
+    def _shortens(self, asked_ns: int) -> bool:
+        return self.allow_override and 0 < asked_ns < self.timeout_ns
+
+
+NO_POLICY = QueuePolicy()
+"""Any number of requests, each for any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingConfig:
+    """How requests become batches of at most `max_batch_size`; without `combine_requests`, each is a batch of its own.
+    Batches of `preferred_sizes` (ascending) leave at once, others when the oldest request has waited `max_delay_ns`.
+    Priority levels run from 1, the highest, to `priority_levels`. With `preserve_ordering` responses leave in the order
+    of their requests."""
+
+    combine_requests: bool = False
+    max_batch_size: int = 1
+    preferred_sizes: Sequence[int] = ()
+    max_delay_ns: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 1
+    default_level: int = 1
+    policy: QueuePolicy = NO_POLICY
+    policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
     @property
-    def size(self) -> int:
-        return sum(request.batch_size for request in self.requests)
+    def target_size(self) -> int:
+        """The size at which a batch waits no longer."""
+        return self.preferred_sizes[-1] if self.preferred_sizes else self.max_batch_size
+
+    @property
+    def can_reorder(self) -> bool:
+        """Whether a request may be served before one that came earlier."""
+        return self.priority_levels > 1 or self.policy_of(1).postpone
+
+    def level_of(self, priority: int) -> int:
+        """The level of a request that asked for `priority`; 0 and unknown levels mean the default."""
+        return priority if 1 <= priority <= self.priority_levels else self.default_level
+
+    def policy_of(self, level: int) -> QueuePolicy:
+        return self.policies.get(level, self.policy)
+
+
+def read_batching_config(raw: RawConfig, max_batch_size: int, combines: bool) -> BatchingConfig:
+    """Parse `dynamic_batching` of a model's config; without it, requests are not combined (Triton's default scheduler),
+    nor if the model never `combines` them. Raises `InvalidArgument` if the values contradict each other; `field` names
+    one of them."""
+    if "dynamic_batching" not in raw:
+        return BatchingConfig()
+    asked: RawConfig = raw["dynamic_batching"]
+    levels = int(asked.get("priority_levels", 0))
+    config = BatchingConfig(
+        combine_requests=max_batch_size > 0 and combines,
+        max_batch_size=max(max_batch_size, 1),
+        preferred_sizes=read_preferred_sizes(asked, max_batch_size, "dynamic_batching"),
+        max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * NS_PER_US,
+        preserve_ordering=bool(asked.get("preserve_ordering", False)),
+        priority_levels=max(levels, 1),
+        default_level=int(asked.get("default_priority_level", 0)) if levels else 1,
+        policy=_read_policy(asked.get("default_queue_policy", {})),
+        policies={int(level): _read_policy(each) for level, each in asked.get("priority_queue_policy", {}).items()},
+    )
+    _check_levels(config)
+    return config
+
+
+def read_preferred_sizes(asked: RawConfig, max_batch_size: int, field: str) -> tuple[int, ...]:
+    """`preferred_batch_size` in ascending order; `field` is the path of `asked` in the config. Raises `InvalidArgument`
+    if no batch can have one of the sizes."""
+    sizes = tuple(sorted({int(size) for size in asked.get("preferred_batch_size", ())}))
+    for size in sizes:
+        if size < 1 or size > max(max_batch_size, 1):
+            batcher = field.partition(".")[0].replace("_", " ")
+            message = f"{batcher} preferred size must be between 1 and max_batch_size {max_batch_size}, got {size}"
+            raise InvalidArgument(message, field=f"{field}.preferred_batch_size")
+    return sizes
+
+
+def _read_policy(asked: RawConfig) -> QueuePolicy:
+    return QueuePolicy(
+        timeout_ns=int(asked.get("default_timeout_microseconds", 0)) * NS_PER_US,
+        postpone=asked.get("timeout_action", "REJECT") == "DELAY",
+        allow_override=bool(asked.get("allow_timeout_override", False)),
+        max_size=int(asked.get("max_queue_size", 0)),
+    )
+
+
+def _check_levels(config: BatchingConfig) -> None:
+    levels, field = config.priority_levels, ""
+    if not 1 <= config.default_level <= levels:
+        field = "default_priority_level"
+        message = f"default priority level must be in range [1, {levels}], got {config.default_level}"
+    elif unknown := [level for level in config.policies if not 1 <= level <= levels]:
+        field = "priority_queue_policy"
+        message = f"priority queue policy is given for level {unknown[0]}, but there are {levels} priority levels"
+    elif config.preserve_ordering and config.can_reorder:
+        field = "preserve_ordering"
+        message = "preserve_ordering allows only one priority level and no timeout_action DELAY"
+    if field:
+        raise InvalidArgument(message, field=f"dynamic_batching.{field}")
+
+
+_STALE_DEADLINES = 64
+"""Deadlines of requests that left which are kept before they are swept up."""
+
+
+@dataclass(slots=True)
+class _PriorityLevel:
+    """Requests before their deadline, and those postponed because theirs has passed, each in order of arrival."""
+
+    on_time: "OrderedDict[QueuedRequest, None]" = field(default_factory=OrderedDict)
+    postponed: "OrderedDict[QueuedRequest, None]" = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self.on_time) + len(self.postponed)
+
+
+class RequestQueue:
+    """`total_batch_size`: the sum over all requests that wait. A level exists while a request waits in it (the default
+    level always): a config may have as many as a 64-bit number says."""
+
+    def __init__(self, config: BatchingConfig) -> None:
+        self._config = config
+        self._levels = {config.default_level: _PriorityLevel()}
+        self._level_order = [config.default_level]
+        self._deadlines: list[tuple[int, int, QueuedRequest]] = []
+        self._serial = count()
+        self._with_deadline = 0
+        self.total_batch_size = 0
+
+    def __len__(self) -> int:
+        return sum(len(level) for level in self._levels.values())
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """The requests in the order in which they are served; the queue must not change meanwhile."""
+        for number in self._level_order:
+            level = self._levels[number]
+            yield from level.on_time
+            yield from level.postponed
+
+    def add(self, request: QueuedRequest, now: int) -> bool:
+        """Queue a request. False: its level is full, and nothing has changed."""
+        number = self._config.level_of(request.priority)
+        policy, level = self._config.policy_of(number), self._levels.get(number)
+        if level is None:
+            level = self._levels[number] = _PriorityLevel()
+            insort(self._level_order, number)
+        if policy.max_size and len(level) >= policy.max_size:
+            return False
+        request.level, request.queued_at, request.queued = number, now, True
+        request.arrived_at = request.arrived_at or now
+        request.queue_deadline = policy.queue_deadline(now, request.timeout_ns)
+        request.answer_deadline = policy.answer_deadline(now, request.timeout_ns)
+        level.on_time[request] = None
+        self.total_batch_size += request.batch_size
+        if request.queue_deadline is not None:
+            heappush(self._deadlines, (request.queue_deadline, next(self._serial), request))
+            self._with_deadline += 1
+        return True
+
+    def remove(self, request: QueuedRequest) -> bool:
+        """Take a request out, to serve or to cancel it. False: it was not queued."""
+        if not request.queued:
+            return False
+        level = self._levels[request.level]
+        if request in level.on_time:
+            del level.on_time[request]
+            self._with_deadline -= request.queue_deadline is not None
+        else:
+            del level.postponed[request]
+        if not level and request.level != self._config.default_level:
+            del self._levels[request.level]
+            self._level_order.remove(request.level)
+        request.queued = False
+        self.total_batch_size -= request.batch_size
+        if len(self._deadlines) > 2 * self._with_deadline + _STALE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if self._is_on_time(entry[2])]
+            heapify(self._deadlines)
+        return True
+
+    def expire(self, now: int) -> list[QueuedRequest]:
+        """Remove and return the requests whose deadline has passed; a policy with `postpone` keeps them in the queue,
+        behind the others of their level."""
+        expired: list[QueuedRequest] = []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            request = heappop(self._deadlines)[2]
+            if self._config.policy_of(request.level).postpone:
+                level = self._levels[request.level]
+                del level.on_time[request]
+                level.postponed[request] = None
+                self._with_deadline -= 1
+            else:
+                self.remove(request)
+                expired.append(request)
+        return expired
+
+    @property
+    def next_deadline(self) -> int | None:
+        """The earliest deadline of a request that waits; None without any."""
+        while self._deadlines and not self._is_on_time(self._deadlines[0][2]):
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _is_on_time(self, request: QueuedRequest) -> bool:
+        return request.queued and request in self._levels[request.level].on_time
+
+    def check_integrity(self) -> None:
+        """Recompute everything. Raises `AssertionError`."""
+        waiting = list(self)
+        assert len(set(waiting)) == len(waiting) == len(self)
+        assert self.total_batch_size == sum(request.batch_size for request in waiting)
+        assert self._level_order == sorted(self._levels)
+        for number, level in self._levels.items():
+            assert level or number == self._config.default_level
+            members = chain(level.on_time, level.postponed)
+            assert all(request.queued and request.level == number for request in members)
+            assert all(request.queue_deadline is not None for request in level.postponed)
+        dated = {request for request in waiting if request.queue_deadline is not None and self._is_on_time(request)}
+        assert self._with_deadline == len(dated)
+        assert dated <= {entry[2] for entry in self._deadlines}
+        assert len(self._deadlines) <= 2 * self._with_deadline + _STALE_DEADLINES + 1
 
 
 class BatchDecision(NamedTuple):

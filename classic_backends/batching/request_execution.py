@@ -17,16 +17,8 @@ from ...core.request import InferResponse
 from ...core.request_context import RequestContext
 from ...telemetry.model_metrics import NO_TIMING, CloseReason, ExecutionTiming
 from ..runtime import RequestRuntime, Rescheduled, RuntimeAnswer, RuntimeRequest
-from .batch_execution import (
-    BatchLayout,
-    ExecutionResult,
-    client_error,
-    gather_inputs,
-    split_outputs,
-)
-from .dynamic_batcher import RequestBatch
-from .queued_request import InferenceJob, QueuedRequest
-from .response_router import BatchResult, ResponseRouter
+from .batch_execution import BatchLayout, client_error, gather_inputs, split_outputs
+from .queued_request import BatchResult, ExecutionResult, InferenceJob, QueuedRequest, RequestBatch, ResponseRouter
 
 _SEQUENCE_START, _SEQUENCE_END = 1, 2
 """Triton's flags of a request."""

@@ -16,9 +16,18 @@ from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import torch_has_cuda
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.encoder_tokenizer import EncodedText, EncoderTokenizer
-from ..backend_parameters import read_integer, read_thread_count, warn_unknown_parameters
-from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors
-from ..instance_groups import memory_per_instance, threads_per_instance
+from ..backend_config import (
+    FoundModel,
+    FoundTensor,
+    check_config_matches,
+    complete_config,
+    declares_tensors,
+    memory_per_instance,
+    read_integer,
+    read_thread_count,
+    threads_per_instance,
+    warn_unknown_parameters,
+)
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 
@@ -49,7 +58,7 @@ class EncoderLoader:
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
-        from ..torch.torch_process import set_torch_threads
+        from ..torch.torch_backend import set_torch_threads
         from .encoder_modules import CrossEncoder, Embedder
 
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
@@ -118,7 +127,7 @@ class EncoderRuntime:
         yield {self._output: np.stack([vectors[index] for index in range(len(texts))]), COUNT: counts}
 
     def close(self) -> None:
-        from ..torch.torch_process import release_torch_memory
+        from ..torch.torch_backend import release_torch_memory
 
         self._encoder = None
         release_torch_memory()

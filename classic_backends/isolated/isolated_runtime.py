@@ -19,21 +19,22 @@ from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.child_process import anonymous_file, describe_exit, python_child
 from ...processes.log_forwarding import LogRecordMessage
-from ..backend_parameters import read_choice
-from ..config_completion import declares_tensors
-from ..instance_groups import read_placements, with_one_instance
+from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
-from .instance_main import InstanceTask, completion_main, instance_main, resolve_loader
-from .instance_messages import (
+from .instance_main import (
     ConfigCompleted,
     ExecuteBatch,
     FromInstance,
     InstanceFailed,
     InstanceLoaded,
+    InstanceTask,
     OutputsMade,
     OutputsRead,
     TensorConnection,
     ToInstance,
+    completion_main,
+    instance_main,
+    resolve_loader,
 )
 
 log = logging.getLogger(__name__)

@@ -1,26 +1,205 @@
 """The `onnxruntime` backend: ONNX models on the CPU, or on what else onnxruntime was built for.
 
-onnxruntime is an extra (`charonia[onnx]`), imported when the first such model is loaded. Source:
+Instances run one session at the same time: its weights are in memory once, and its threads are the host's, not as many
+for each instance. onnxruntime is an extra (`charonia[onnx]`), imported when the first such model is loaded. Source:
 https://github.com/triton-inference-server/onnxruntime_backend.
 """
 
+import ctypes
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
-from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
-from ...processes.host import release_free_memory
-from ..backend_parameters import warn_unknown_parameters
-from ..config_completion import check_config_matches, complete_config, declares_tensors
-from ..instance_groups import memory_shared_by_instances, read_placements
+from ...core.tensor import NUMPY_TYPES
+from ...processes.host import map_large_blocks_separately, release_free_memory
+from ..backend_config import (
+    FoundModel,
+    FoundTensor,
+    check_config_matches,
+    complete_config,
+    declares_tensors,
+    memory_shared_by_instances,
+    read_placements,
+    warn_unknown_parameters,
+)
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
-from .session_plan import KNOWN_PARAMETERS, read_session_plan
+from .session_plan import KNOWN_PARAMETERS, SessionPlan, read_session_plan
 
-if TYPE_CHECKING:
-    from .onnx_session import Session
+_DATATYPES = {np.dtype(dtype).name: datatype for datatype, dtype in NUMPY_TYPES.items()}
+_DATATYPES |= {"uint16": "UINT16", "float": "FP32", "double": "FP64", "string": "BYTES", "bfloat16": "BF16"}
+
+_BFLOAT16 = 16
+"""onnx.TensorProto.BFLOAT16"""
+
+_Key: TypeAlias = tuple[tuple[object, ...], SessionPlan]
+
+_sessions: "WeakValueDictionary[_Key, Session]" = WeakValueDictionary()
+_lock = Lock()
+_has_global_pool = False
+
+
+def import_onnxruntime() -> Any:
+    """The module, imported where it is needed first. Raises `Unsupported` where it is not installed."""
+    # Its wheels send telemetry otherwise, from the import on.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    try:
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        if error.name != "onnxruntime":
+            raise
+        message = "ONNX models need the package onnxruntime, which is not installed: pip install 'charonia[onnx]'"
+        raise Unsupported(message, field="backend") from None
+    return onnxruntime
+
+
+class Session:
+    """One loaded model, which several threads may run at once. `tensors`: those that its file declares; an output that
+    is no tensor is left out. Raises `InvalidArgument` if it cannot be loaded, and `Unsupported` if onnxruntime was
+    built without what the plan needs, or an input is no tensor."""
+
+    def __init__(self, file: Path, plan: SessionPlan) -> None:
+        onnxruntime = import_onnxruntime()
+        available = onnxruntime.get_available_providers()
+        missing = [name for name, _ in plan.providers if name not in available]
+        if missing:
+            message = f"this onnxruntime was built without {missing[0]}; it has {', '.join(available)}"
+            raise Unsupported(f"{message} (the package onnxruntime-gpu has those of GPUs)", field="instance_group.kind")
+        options = _session_options(plan)
+        providers: Any = [(name, dict(settings)) for name, settings in plan.providers]
+        try:
+            self._session = onnxruntime.InferenceSession(str(file), options, providers=providers)
+        except Exception as error:  # onnxruntime has a class for each of its codes
+            raise InvalidArgument(f"onnxruntime cannot load {file}: {error}") from error
+        self._shrink_arenas = plan.shrink_arenas
+        self.tensors = _find_tensors(self._session)
+        found = (*self.tensors.inputs, *self.tensors.outputs)
+        self._texts = {each.name for each in found if each.datatype == "BYTES"}
+        self._bfloat16 = {each.name for each in found if each.datatype == "BF16"}
+
+    def run_options(self) -> Any:
+        """The options of one instance's runs; `terminate` in them ends the current run before its next operator."""
+        options = import_onnxruntime().RunOptions()
+        if self._shrink_arenas:
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", self._shrink_arenas)
+        return options
+
+    def run(self, inputs: Arrays, output_names: Sequence[str], options: Any) -> Sequence[NDArray[Any]]:
+        """The outputs in the order of their names. Strings, which are text to onnxruntime, and BF16, which numpy does
+        not have, are converted."""
+        if self._texts:
+            inputs = {name: _decode(name, array) if name in self._texts else array for name, array in inputs.items()}
+        outputs: Sequence[NDArray[Any]]
+        if self._bfloat16:
+            values = {name: _to_value(array, name in self._bfloat16) for name, array in inputs.items()}
+            made = self._session.run_with_ort_values(list(output_names), values, options)
+            outputs = [_to_array(value) for value in made]
+        else:
+            outputs = self._session.run(output_names, inputs, options)
+        if self._texts:
+            outputs = [
+                _objects((item.encode() for item in array.flat), array.shape) if name in self._texts else array
+                for name, array in zip(output_names, outputs, strict=True)
+            ]
+        return outputs
+
+
+def open_session(file: Path, plan: SessionPlan) -> Session:
+    """The session of this file with this plan: an open one if the file has not changed, or a new one. Raises as
+    `Session`, and `NotFound`."""
+    if not file.is_file():
+        raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
+    # Weights may lie beside the file.
+    states = [(each.name, each.stat()) for each in sorted(file.parent.iterdir()) if each.is_file()]
+    identity = (file, *((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states))
+    key = (identity, plan)
+    with _lock:
+        session = _sessions.get(key)
+        if session is None:
+            map_large_blocks_separately()
+            session = _sessions[key] = Session(file, plan)
+        return session
+
+
+def _find_tensors(session: Any) -> FoundModel:
+    for each in session.get_inputs():
+        if not _datatype(each):
+            raise Unsupported(f"input '{each.name}' of the model is a {each.type}, which no client could send")
+    inputs = [_found(each) for each in session.get_inputs()]
+    inputs += [_found(each, optional=True) for each in session.get_overridable_initializers()]
+    return FoundModel(tuple(inputs), tuple(_found(each) for each in session.get_outputs() if _datatype(each)))
+
+
+def _found(node: Any, optional: bool = False) -> FoundTensor:
+    shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
+    return FoundTensor(node.name, _datatype(node), shape, optional)
+
+
+def _datatype(node: Any) -> str:
+    """The v2 datatype; empty for any other type."""
+    return _DATATYPES.get(node.type.removeprefix("tensor(").removesuffix(")"), "")
+
+
+def _to_value(array: NDArray[Any], bfloat16: bool) -> Any:
+    whole = np.ascontiguousarray(array)
+    make = import_onnxruntime().OrtValue
+    return make.ortvalue_from_numpy_with_onnx_type(whole, _BFLOAT16) if bfloat16 else make.ortvalue_from_numpy(whole)
+
+
+def _to_array(value: Any) -> NDArray[Any]:
+    if value.element_type() != _BFLOAT16:
+        return value.numpy()  # type: ignore[no-any-return]
+    shape = tuple(value.shape())
+    bits = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
+    return np.frombuffer(bits, np.uint16).reshape(shape)
+
+
+def _decode(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    try:
+        return _objects((item.decode() for item in array.flat), array.shape)
+    except UnicodeDecodeError as error:
+        message = f"input '{name}' of an ONNX model must be UTF-8: {error}"
+        raise InvalidArgument(message, field=name) from None
+
+
+def _objects(items: Iterable[object], shape: tuple[int, ...]) -> NDArray[Any]:
+    return np.array(list(items), dtype=object).reshape(shape)
+
+
+def _session_options(plan: SessionPlan) -> Any:
+    global _has_global_pool
+    onnxruntime = import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, plan.optimization_level)
+    options.execution_mode = getattr(onnxruntime.ExecutionMode, plan.execution_mode)
+    options.enable_cpu_mem_arena = plan.memory_arena
+    options.enable_mem_pattern = plan.memory_pattern
+    options.log_severity_level = 3
+    for name, value in plan.config_entries:
+        options.add_session_config_entry(name, value)
+    if plan.global_thread_pool and not _has_global_pool:
+        # The threads that all models share are made once, by the first one, before anything else.
+        try:
+            onnxruntime.set_global_thread_pool_sizes(plan.intra_op_threads, plan.inter_op_threads)
+        except Exception as error:
+            message = f"a global thread pool must be wanted by all ONNX models, as with --backend-config: {error}"
+            raise InvalidArgument(message, field="enable-global-threadpool") from error
+        _has_global_pool = True
+    if _has_global_pool:  # then onnxruntime takes no other threads
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = plan.intra_op_threads
+        options.inter_op_num_threads = plan.inter_op_threads
+    return options
+
 
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
@@ -37,9 +216,7 @@ class OnnxLoader:
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
-        _require_onnxruntime()
-        from .onnx_session import open_session
-
+        import_onnxruntime()
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         plan = read_session_plan(config.raw, placement, parameters)
         session = open_session(_model_file(directory, config.raw), plan)
@@ -54,31 +231,14 @@ class OnnxLoader:
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         if declares_tensors(raw):
             return raw
-        _require_onnxruntime()
-        from .onnx_session import open_session
-
+        import_onnxruntime()
         self._completed = None
         plan = read_session_plan(raw, read_placements("", raw)[0], parameters)
         self._completed = open_session(_model_file(directory, raw), plan)
         return complete_config(raw, self._completed.tensors, parameters)
 
     def uses_gpus(self) -> bool:
-        _require_onnxruntime()
-        import onnxruntime
-
-        return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
-
-
-def _require_onnxruntime() -> None:
-    # Its wheels send telemetry otherwise, from the import on.
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    try:
-        import onnxruntime  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "onnxruntime":
-            raise
-        message = "ONNX models need the package onnxruntime, which is not installed: pip install 'charonia[onnx]'"
-        raise Unsupported(message, field="backend") from None
+        return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()
 
 
 def _model_file(directory: Path, raw: RawConfig) -> Path:
@@ -90,7 +250,7 @@ def _model_file(directory: Path, raw: RawConfig) -> Path:
 class OnnxRuntime:
     """One instance: a session that it shares with the others until it is closed."""
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: Session) -> None:
         self._session: Session | None = session
         self._options = session.run_options()
         self._interrupted = ""

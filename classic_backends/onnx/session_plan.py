@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from ...core.errors import InvalidArgument
 from ...core.model import RawConfig
 from ...processes.host import usable_cores
-from ..backend_parameters import read_choice, read_flag, read_thread_count
+from ..backend_config import read_choice, read_flag, read_thread_count
 from ..runtime import InstancePlacement
 
 Provider: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]

@@ -15,8 +15,7 @@ from ...core.errors import Internal, InvalidArgument
 from ...core.gateway import ModelServices
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...telemetry.shared_state import ServerGateway
-from ..backend_parameters import read_integer
-from ..instance_groups import read_placements
+from ..backend_config import read_integer, read_placements
 from ..python_stub import messages
 from ..runtime import InstancePlacement
 from .environments import interpreter

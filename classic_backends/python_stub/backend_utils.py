@@ -1,5 +1,5 @@
 """`triton_python_backend_utils`, as a `model.py` imports it: tensors, requests, responses, senders, calls to other
-models, logs and metrics.
+models, logs, metrics, and the config that a model may complete.
 
 The interface is that of https://github.com/triton-inference-server/python_backend#readme. A leading underscore, or no
 place in `__all__`, marks what models should not use.
@@ -7,12 +7,13 @@ place in `__all__`, marks what models should not use.
 
 from __future__ import annotations
 
+import logging
+import sys
+from pathlib import Path
 from typing import Any, Sequence
 
-from .connection import server
-from .logger import Logger
-from .metrics import Metric, MetricFamily
-from .model_config import ModelConfig
+from .connection import TritonError, TritonModelException, server
+from .messages import LogMessage, UpdateMetric
 from .request import (
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
@@ -23,8 +24,7 @@ from .request import (
     PreferredMemory,
     ResponseIterator,
 )
-from .response import InferenceResponse
-from .response_sender import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponseSender
+from .response import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, InferenceResponseSender
 from .tensor import (
     TRITON_STRING_TO_NUMPY,
     Tensor,
@@ -34,7 +34,202 @@ from .tensor import (
     triton_string_to_numpy,
     triton_to_numpy_type,
 )
-from .triton_error import TritonError, TritonModelException
+
+
+class Logger:
+    """Writes to the server's log."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+    VERBOSE = 3
+
+    @staticmethod
+    def log(message: str, level: int = INFO) -> None:
+        if level not in _LOG_LEVELS:
+            raise TritonModelException(f"{level} is no level of the logger")
+        _log(_LOG_LEVELS[level], message)
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        _log(logging.INFO, message)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        _log(logging.WARNING, message)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        _log(logging.ERROR, message)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        _log(logging.DEBUG, message)
+
+
+_LOG_LEVELS = {
+    Logger.INFO: logging.INFO,
+    Logger.WARNING: logging.WARNING,
+    Logger.ERROR: logging.ERROR,
+    Logger.VERBOSE: logging.DEBUG,
+}
+
+
+def _log(level: int, message: str) -> None:
+    caller = sys._getframe(2)
+    source = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+    server().send(LogMessage(level, str(message), source))
+
+
+class Metric:
+    """One series of a family: `increment` of counters and gauges, `set` of gauges, `observe` of histograms."""
+
+    def __init__(self, family: MetricFamily, labels: dict[str, str] | None, buckets: list[float] | None) -> None:
+        self._family = family
+        texts = {str(name): str(value) for name, value in (labels or {}).items()}
+        self._id: int = server().call("add_metric", family=family._name, labels=texts, buckets=buckets)
+
+    def increment(self, value: float) -> None:
+        self._require(MetricFamily.COUNTER, MetricFamily.GAUGE)
+        if self._family._kind == MetricFamily.COUNTER and value < 0:
+            raise TritonModelException("A counter cannot be incremented by a negative value.")
+        self._update("increment", value)
+
+    def set(self, value: float) -> None:
+        self._require(MetricFamily.GAUGE)
+        self._update("set", value)
+
+    def observe(self, value: float) -> None:
+        self._require(MetricFamily.HISTOGRAM)
+        self._update("observe", value)
+
+    def value(self) -> float:
+        self._require(MetricFamily.COUNTER, MetricFamily.GAUGE)
+        return float(server().call("metric_value", metric=self._id))
+
+    def _require(self, *kinds: int) -> None:
+        if self._family._kind not in kinds:
+            operation = sys._getframe(1).f_code.co_name
+            raise TritonModelException(f"A {_KINDS[self._family._kind]} has no operation '{operation}'.")
+
+    def _update(self, operation: str, value: float) -> None:
+        server().send(UpdateMetric(self._id, operation, float(value)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_id"):
+            try:
+                server().send(UpdateMetric(self._id, "remove", 0.0))
+            except OSError:
+                return  # the connection is closed, and this process ends
+
+
+class MetricFamily:
+    """Metrics of one name; `Metric` makes the series. Families of one name and kind are one, in all models."""
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        if kind not in _KINDS:
+            raise TritonModelException(f"{kind} is no kind of metric")
+        self._name, self._kind = name, kind
+        server().call("add_metric_family", name=name, description=description, kind=_KINDS[kind])
+
+    def Metric(self, labels: dict[str, str] | None = None, buckets: list[float] | None = None) -> Metric:
+        return Metric(self, labels, buckets)
+
+
+_KINDS = {MetricFamily.COUNTER: "counter", MetricFamily.GAUGE: "gauge", MetricFamily.HISTOGRAM: "histogram"}
+
+
+class ModelConfig:
+    """A model's config with the methods that complete it. What the config file says wins: a contradiction raises."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._config
+
+    def set_max_batch_size(self, max_batch_size: int) -> None:
+        """Raises `ValueError` if the config file has a larger one."""
+        declared = self._config.get("max_batch_size", 0)
+        if declared > max_batch_size:
+            raise ValueError(
+                f"configuration specified max_batch_size {declared}, but in auto_complete_config function for model "
+                f"'{self._name}' specified max_batch_size {max_batch_size}"
+            )
+        self._config["max_batch_size"] = max_batch_size
+
+    def set_dynamic_batching(self) -> None:
+        """Batch requests, unless the config has chosen another scheduler."""
+        if "sequence_batching" not in self._config and "ensemble_scheduling" not in self._config:
+            self._config.setdefault("dynamic_batching", {})
+
+    def set_model_transaction_policy(self, transaction_policy_dict: dict[str, Any]) -> None:
+        for name in transaction_policy_dict:
+            if name != "decoupled":
+                raise ValueError(
+                    f"model transaction property in auto_complete_config function for model '{self._name}' contains "
+                    "property other than 'decoupled'."
+                )
+        if "decoupled" not in transaction_policy_dict:
+            raise ValueError(
+                f"model transaction property in auto_complete_config function for model '{self._name}' is missing "
+                "'decoupled' property"
+            )
+        decoupled = transaction_policy_dict["decoupled"]
+        declared = self._config.get("model_transaction_policy", {}).get("decoupled")
+        if declared and not decoupled:
+            raise ValueError(
+                "transaction policy conflict: configuration has 'decoupled' as true, but in auto_complete_config "
+                f"function for model '{self._name}' it is false"
+            )
+        self._config["model_transaction_policy"] = {"decoupled": bool(decoupled)}
+
+    # The parameters bear the names that Triton's have: models may pass them by name.
+    def add_input(self, input: dict[str, Any]) -> None:
+        self._add("input", input, ("name", "data_type", "dims", "optional"))
+
+    def add_output(self, output: dict[str, Any]) -> None:
+        self._add("output", output, ("name", "data_type", "dims"))
+
+    @property
+    def _name(self) -> str:
+        return str(self._config.get("name", ""))
+
+    def _add(self, kind: str, tensor: dict[str, Any], allowed: tuple[str, ...]) -> None:
+        where = f"in auto_complete_config function for model '{self._name}'"
+        if "name" not in tensor:
+            raise ValueError(f"{kind} {where} is missing 'name' property.")
+        name = tensor["name"]
+        if any(each not in allowed for each in tensor):
+            others = ", ".join(f"'{each}'" for each in allowed[:-1])
+            raise ValueError(f"{kind} '{name}' {where} contains property other than {others} and '{allowed[-1]}'.")
+        for each in ("data_type", "dims"):
+            if each not in tensor:
+                raise ValueError(f"{kind} '{name}' {where} is missing '{each}' property.")
+        declared = next((each for each in self._config.setdefault(kind, []) if each["name"] == name), None)
+        if declared is None:
+            self._config[kind].append(tensor)
+            return
+        if declared["data_type"] != tensor["data_type"]:
+            raise ValueError(
+                f"unable to load model '{self._name}', configuration expects datatype {declared['data_type']} for "
+                f"{kind} '{name}', model provides {tensor['data_type']}"
+            )
+        if [int(size) for size in declared["dims"]] != [int(size) for size in tensor["dims"]]:
+            raise ValueError(
+                f"model '{self._name}', tensor '{name}': the model expects dims {tensor['dims']} but the model "
+                f"configuration specifies dims {declared['dims']}"
+            )
+        if bool(declared.get("optional", False)) != bool(tensor.get("optional", declared.get("optional", False))):
+            raise ValueError(
+                f"model '{self._name}', tensor '{name}': the model expects optional {tensor['optional']} but the model "
+                f"configuration specifies optional {declared.get('optional', False)}"
+            )
+
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",

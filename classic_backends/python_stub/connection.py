@@ -1,4 +1,7 @@
-"""The model process's end of the connection to the server: sends messages, and gives answers to those who wait."""
+"""The model process's end of the connection to the server: sends messages, and gives answers to those who wait.
+
+Beside it the API's errors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,38 @@ from typing import Any, Callable, NamedTuple, Optional
 from . import messages
 from .messages import Call, CancelInfer, Infer, RequestMessage, ResponseMessage, response_from_json
 from .tensor_memory import BlockReader, BlockWriter
-from .triton_error import TritonModelException
+
+
+class TritonModelException(Exception):
+    """A call of the API failed."""
+
+
+class TritonError:
+    """Why a request failed, for the client. `code` decides about the HTTP and gRPC status."""
+
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        if code not in ERROR_NAMES:
+            raise TritonModelException(f"{code} is no code of TritonError")
+        self._message, self._code = str(message), code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+ERROR_NAMES = {number: name for name, number in vars(TritonError).items() if isinstance(number, int)}
+
 
 _RELEASED_BLOCKS = 64
 """Released blocks that are told to the server by themselves, where no other message takes them along."""

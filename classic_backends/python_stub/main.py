@@ -25,14 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from . import backend_utils, messages
-from .connection import ServerConnection, connect
+from .backend_utils import ModelConfig
+from .connection import ServerConnection, TritonModelException, connect
 from .messages import ErrorMessage, Executed, RequestMessage, ResponseMessage, request_from_json
-from .model_config import ModelConfig
 from .request import TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, InferenceRequest
-from .response import InferenceResponse, response_to_message
-from .response_sender import PendingRequest
+from .response import InferenceResponse, PendingRequest, response_to_message
 from .tensor_memory import BlockWriter
-from .triton_error import TritonModelException
 
 _API_MODULES = ("triton_python_backend_utils", "c_python_backend_utils")
 

@@ -7,12 +7,10 @@ import queue
 from contextlib import suppress
 from typing import Any, Callable, Iterator, Sequence
 
-from .connection import server
+from .connection import TritonModelException, server
 from .messages import MAX_UNREAD_ANSWERS, ReadAnswers, RequestMessage, ResponseMessage
-from .response import InferenceResponse, parameters_json, response_from_message
-from .response_sender import InferenceResponseSender, PendingRequest
+from .response import InferenceResponse, InferenceResponseSender, PendingRequest, parameters_json, response_from_message
 from .tensor import Tensor, received_tensor, write_tensors
-from .triton_error import TritonModelException
 
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2

@@ -8,10 +8,9 @@ from typing import Any, Iterable
 import numpy as np
 
 from . import dlpack
-from .connection import server
+from .connection import TritonModelException, server
 from .messages import TensorMessage
 from .tensor_memory import NUMPY_TYPES, V2_NAMES
-from .triton_error import TritonModelException
 
 TRITON_STRING_TO_NUMPY = {
     "TYPE_BOOL": bool,

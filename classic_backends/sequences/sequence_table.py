@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ..batching.instance import Instance
+from ..batching.instance_pool import Instance
 from ..batching.queued_request import QueuedRequest, SequenceContext, SequenceId
 from .sequence_config import SlotRules
 

@@ -6,7 +6,7 @@ host's; they compute for one instance as for several. Source: https://github.com
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,10 +16,18 @@ from numpy.typing import NDArray
 from ...core.errors import Internal, InvalidArgument, Unsupported
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.tensor import TensorSpec
-from ...processes.host import torch_has_cuda
-from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
-from ..config_completion import FoundModel, check_config_matches, complete_config, declares_tensors
-from ..instance_groups import memory_per_instance, threads_per_instance
+from ...processes.host import release_free_memory, torch_has_cuda
+from ..backend_config import (
+    FoundModel,
+    check_config_matches,
+    complete_config,
+    declares_tensors,
+    memory_per_instance,
+    read_flag,
+    read_thread_count,
+    threads_per_instance,
+    warn_unknown_parameters,
+)
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 
 if TYPE_CHECKING:
@@ -57,7 +65,6 @@ class TorchLoader:
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
         from .model_files import open_model_file
-        from .torch_process import set_torch_threads
 
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         modes = read_inference_modes(parameters)
@@ -201,7 +208,6 @@ class TorchRuntime:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        from .torch_process import release_torch_memory
 
         self._opened = None
         release_torch_memory()
@@ -235,3 +241,22 @@ def _result_array(results: Any, name: str, position: int) -> NDArray[Any]:
 
 
 PYTORCH = TorchLoader()
+
+
+def set_torch_threads(intra_op: int, inter_op: int = 0) -> None:
+    """Set the threads of one operator, for the calling thread, and of operators that run at once, for the whole process
+    and only before the first runs; 0 keeps torch's own number."""
+    import torch
+
+    torch.set_num_threads(intra_op)
+    if inter_op and inter_op != torch.get_num_interop_threads():
+        with suppress(RuntimeError):  # the threads are running already
+            torch.set_num_interop_threads(inter_op)
+
+
+def release_torch_memory() -> None:
+    """Return freed memory to the system and to GPUs."""
+    import torch
+
+    release_free_memory()
+    torch.cuda.empty_cache()

@@ -14,8 +14,8 @@ from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import ExecutionTimes, RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.ensembles.composite_model import RequestTimes
+from charonia.ensembles.ensemble_model import EnsembleRun
 from charonia.ensembles.ensemble_plan import EnsemblePlan, plan_ensemble
-from charonia.ensembles.ensemble_run import EnsembleRun
 
 
 def spec(name: str, datatype: str = "INT32", dims: tuple[int, ...] = (1,), optional: bool = False) -> TensorSpec:

@@ -134,7 +134,7 @@ async def test_passes_at_once_are_bounded_and_hold_up_their_source() -> None:
 
 
 async def test_an_unread_stream_holds_up_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.ensembles.response_buffer._MAX_UNREAD", 1)
+    monkeypatch.setattr("charonia.ensembles.composite_model._MAX_UNREAD", 1)
     config = ensemble(
         ["x"], ["y"], ("repeat", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}), passes=1
     )

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from charonia.classic_backends.batching.batch_execution import BatchLayout
-from charonia.classic_backends.batching.batching_config import BatchingConfig
+from charonia.classic_backends.batching.batch_execution import BatchLayout, ModelSignature
 from charonia.classic_backends.batching.dispatcher import Dispatcher
-from charonia.classic_backends.batching.dynamic_batcher import DynamicBatcher
+from charonia.classic_backends.batching.dynamic_batcher import BatchingConfig, DynamicBatcher
 from charonia.classic_backends.batching.queued_request import QueuedRequest
-from charonia.classic_backends.signature import ModelSignature
 from charonia.core.model import ModelConfig
 
 from ..asking import queued_request

@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.classic_backends.batching.batching_config import BatchingConfig, QueuePolicy, read_batching_config
-from charonia.classic_backends.batching.dynamic_batcher import BatchDecision, DynamicBatcher
+from charonia.classic_backends.batching.dynamic_batcher import (
+    BatchDecision,
+    BatchingConfig,
+    DynamicBatcher,
+    QueuePolicy,
+    RequestQueue,
+    read_batching_config,
+)
 from charonia.classic_backends.batching.queued_request import QueuedRequest
-from charonia.classic_backends.batching.request_queue import RequestQueue
 from charonia.core.errors import InvalidArgument
 from charonia.telemetry.model_metrics import CloseReason
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from charonia.classic_backends import onnx as onnx_package
 from charonia.classic_backends.isolated.isolated_runtime import ONNX as ISOLATED
-from charonia.classic_backends.onnx import onnx_session
+from charonia.classic_backends.onnx import onnx_backend
 from charonia.classic_backends.onnx.onnx_backend import ONNX
 from charonia.classic_backends.onnx.session_plan import read_session_plan
 from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
@@ -239,14 +238,14 @@ def test_files_that_are_not_there_or_no_models(version: Path, described: Describ
 def test_instances_share_one_session_until_the_last_is_closed(
     version: Path, onnx_models: ModuleType, described: Describe
 ) -> None:
-    from charonia.classic_backends.onnx import onnx_session
+    from charonia.classic_backends.onnx import onnx_backend
 
     onnx_models.write_mlp(version / "model.onnx", [5, 3])
     first, second = load(version, described(MLP)), load(version, described(MLP))
-    (session,) = (weakref.ref(each) for each in onnx_session._sessions.values())
+    (session,) = (weakref.ref(each) for each in onnx_backend._sessions.values())
     onnx_models.write_mlp(version / "model.onnx", [5, 3], seed=1)
     changed = load(version, described(MLP))
-    assert len(onnx_session._sessions) == 2
+    assert len(onnx_backend._sessions) == 2
     batch = np.ones((1, 5), np.float32)
     before, after = (run(each, ["OUTPUT"], INPUT=batch)["OUTPUT"] for each in (first, changed))
     assert (before != after).all()
@@ -258,7 +257,7 @@ def test_instances_share_one_session_until_the_last_is_closed(
     changed.close()
     gc.collect()
     assert session() is None
-    assert not onnx_session._sessions
+    assert not onnx_backend._sessions
 
 
 def test_instances_run_at_the_same_time(version: Path, onnx_models: ModuleType, described: Describe) -> None:
@@ -415,8 +414,6 @@ def test_without_onnxruntime_the_model_says_what_to_install(
     version: Path, described: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.delitem(sys.modules, "charonia.classic_backends.onnx.onnx_session", raising=False)
-    monkeypatch.delattr(onnx_package, "onnx_session", raising=False)
     with pytest.raises(CharoniaError, match=r"pip install 'charonia\[onnx\]'"):
         load(version, described(MLP))
 
@@ -426,13 +423,13 @@ def test_a_file_is_read_once_to_be_completed_and_loaded(
 ) -> None:
     onnx_models.write_mlp(version / "model.onnx", [4, 2])
     opened = []
-    make = onnx_session.Session.__init__
+    make = onnx_backend.Session.__init__
 
     def counted(session: Any, *arguments: Any) -> None:
         opened.append(weakref.ref(session))
         make(session, *arguments)
 
-    monkeypatch.setattr(onnx_session.Session, "__init__", counted)
+    monkeypatch.setattr(onnx_backend.Session, "__init__", counted)
     parameters = {"intra_op_thread_count": "1"}
     raw = ONNX.complete(version, {"name": "model"}, parameters)
     runtimes = [ONNX.load(version, described(raw), InstancePlacement(), parameters) for _ in range(2)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.classic_backends.batching.batch_execution import BatchLayout
+from charonia.classic_backends.batching.batch_execution import BatchLayout, ModelSignature
 from charonia.classic_backends.batching.queued_request import (
     InferenceJob,
     QueuedRequest,
@@ -20,7 +20,6 @@ from charonia.classic_backends.batching.queued_request import (
 from charonia.classic_backends.runtime import Rescheduled, RuntimeAnswer, RuntimeRequest, RuntimeResponse, RuntimeTraits
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
 from charonia.classic_backends.sequences.sequence_support import read_sequence_support
-from charonia.classic_backends.signature import ModelSignature
 from charonia.core.errors import Cancelled, Internal, Unavailable
 from charonia.core.request_context import RequestContext
 from charonia.telemetry.model_metrics import ModelMetrics

@@ -10,18 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.classic_backends.batching.batch_execution import BatchLayout
-from charonia.classic_backends.batching.dynamic_batcher import RequestBatch
+from charonia.classic_backends.batching.batch_execution import BatchLayout, ModelSignature
 from charonia.classic_backends.batching.queued_request import (
     InferenceJob,
     QueuedRequest,
+    RequestBatch,
     SequenceContext,
     SequenceFlags,
 )
-from charonia.classic_backends.sequences.sequence_batcher import SequenceBatcher
-from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
+from charonia.classic_backends.sequences.sequence_scheduler import SequenceBatcher, SequenceScheduler
 from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
-from charonia.classic_backends.signature import ModelSignature
 from charonia.core.errors import Cancelled, CharoniaError
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse

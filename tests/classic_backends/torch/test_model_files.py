@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from charonia.classic_backends.config_completion import FoundTensor
-from charonia.classic_backends.torch.tensor_probe import guess_config, guess_tensors
+from charonia.classic_backends.backend_config import FoundTensor
+from charonia.classic_backends.torch.model_files import guess_config, guess_tensors
 from charonia.core.errors import InvalidArgument
 
 

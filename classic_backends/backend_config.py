@@ -1,17 +1,148 @@
-"""Completes a model's config by the tensors that its file declares, or checks it against them.
+"""What every backend reads of a model's config: its parameters, instances, and the tensors that its file declares.
 
-Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md
-(auto-generated configuration). Knows nothing of files: each backend reads its own.
+Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md. Knows no
+backend's parameters, and opens no file: each backend reads its own.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from ..core.errors import InvalidArgument
-from ..core.model import ModelConfig, RawConfig
+from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
-from .backend_parameters import read_integer
+from ..processes.host import usable_cores
+from .runtime import InstancePlacement
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", int, float)
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+_MAX_INTEGER = 2**31 - 1
+"""The largest number that the libraries of backends take."""
+
+_MAX_THREADS = 1024
+"""Libraries start as many threads as they are told to."""
+
+
+def read_thread_count(parameters: Mapping[str, str], name: str) -> int:
+    """0 if absent. Raises as `read_integer`."""
+    return read_integer(parameters, name, 0, most=_MAX_THREADS)
+
+
+def read_integer(
+    parameters: Mapping[str, str], name: str, default: int, least: int = 0, most: int = _MAX_INTEGER
+) -> int:
+    """Raises `InvalidArgument` for anything but a whole number from `least` to `most`; `field` names the parameter."""
+    value = _parse(parameters, name, default, int)
+    if value is None or not least <= value <= most:
+        bound = f"at most {most}" if value is not None and value > most else f"at least {least}"
+        message = f"parameter '{name}' must be a whole number of {bound}, got '{parameters[name]}'"
+        raise InvalidArgument(message, field=name)
+    return value
+
+
+def read_number(parameters: Mapping[str, str], name: str, default: float = 0.0) -> float:
+    """Raises `InvalidArgument` for anything but a finite number of at least 0; `field` names it."""
+    value = _parse(parameters, name, default, float)
+    if value is None or not 0 <= value < float("inf"):
+        message = f"parameter '{name}' must be a number of at least 0, got '{parameters[name]}'"
+        raise InvalidArgument(message, field=name)
+    return value
+
+
+def _parse(parameters: Mapping[str, str], name: str, default: T, parse: Callable[[str], T]) -> T | None:
+    """None for a text that is no such number."""
+    try:
+        return parse(parameters[name]) if name in parameters else default
+    except ValueError:
+        return None
+
+
+def read_flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
+    """Raises `InvalidArgument` for anything but 0, 1, true or false; `field` names the parameter."""
+    text = parameters.get(name)
+    if text is None:
+        return default
+    if text.lower() not in _TRUE | _FALSE:
+        raise InvalidArgument(f"parameter '{name}' must be 0, 1, true or false, got '{text}'", field=name)
+    return text.lower() in _TRUE
+
+
+def read_choice(parameters: Mapping[str, str], name: str, choices: Collection[str], default: str) -> str:
+    """Raises `InvalidArgument` for none of the `choices`; `field` names the parameter."""
+    text = parameters.get(name, default)
+    if text not in choices:
+        known = ", ".join(f"'{each}'" for each in choices)
+        raise InvalidArgument(f"parameter '{name}' must be one of {known}, got '{text}'", field=name)
+    return text
+
+
+def warn_unknown_parameters(model: str, parameters: Mapping[str, str], known: Collection[str]) -> None:
+    """Log the parameters that a backend does not know: a config may carry them for other programs."""
+    unknown = sorted(set(parameters) - set(known))
+    if unknown:
+        named = ", ".join(unknown)
+        log.warning("model '%s': parameters that its backend does not know have no effect: %s", model, named)
+
+
+def read_placements(model: str, raw: RawConfig) -> tuple[InstancePlacement, ...]:
+    """The instances of all groups in order, at least one; a GPU group has `count` on each of its GPUs. Raises
+    `InvalidArgument` if all of them are passive."""
+    placements = tuple(_all_placements(model, raw))
+    if all(placement.passive for placement in placements):
+        message = f"model '{model}' has no instance that takes requests"
+        raise InvalidArgument(message, field="instance_group")
+    return placements
+
+
+def instances_per_gpu(raw: RawConfig) -> Counter[int | None]:
+    """The number of instances on each GPU, and of all others under None."""
+    return Counter(placement.gpu for placement in _all_placements("", raw))
+
+
+def with_one_instance(raw: RawConfig, placement: InstancePlacement) -> dict[str, Any]:
+    """The config of a model that has one instance, there."""
+    gpus = [] if placement.gpu is None else [placement.gpu]
+    return {**raw, "instance_group": [{"kind": placement.kind, "gpus": gpus}]}
+
+
+def memory_per_instance(raw: RawConfig, weights: Path) -> tuple[MemoryNeed, ...]:
+    """The needs of a model whose instances load that file, or all files of a directory, each for itself."""
+    size = _bytes_on_disk(weights)
+    return tuple(MemoryNeed(size * count, gpu) for gpu, count in instances_per_gpu(raw).items())
+
+
+def memory_shared_by_instances(raw: RawConfig, weights: Path) -> tuple[MemoryNeed, ...]:
+    """The needs of a model whose instances on one device share what they load."""
+    size = _bytes_on_disk(weights)
+    return tuple(MemoryNeed(size, gpu) for gpu in instances_per_gpu(raw))
+
+
+def threads_per_instance(raw: RawConfig) -> int:
+    """The threads of an instance that has its own: the host's, shared out over the instances."""
+    return max(1, usable_cores().threads // max(1, instances_per_gpu(raw)[None]))
+
+
+def _bytes_on_disk(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _all_placements(model: str, raw: RawConfig) -> Iterator[InstancePlacement]:
+    for index, group in enumerate(raw.get("instance_group") or [{}]):
+        kind = group.get("kind") or "KIND_CPU"
+        name = group.get("name") or f"{model}_{index}"
+        devices = [int(gpu) for gpu in group.get("gpus") or [0]] if kind == "KIND_GPU" else [0]
+        count, passive = max(1, int(group.get("count") or 1)), bool(group.get("passive", False))
+        for number in range(len(devices) * count):
+            yield InstancePlacement(kind, devices[number // count], number, f"{name}_{number}", passive)
+
 
 DEFAULT_MAX_BATCH_SIZE = 4
 """Triton's, for a model that can batch and whose config has no max_batch_size."""

@@ -267,7 +267,7 @@ async def test_code_that_yields_after_its_end_is_closed(
 async def test_code_that_does_not_end_is_left_to_itself_and_asks_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("charonia.ensembles.pipeline_run._PATIENCE", 0.05)
+    monkeypatch.setattr("charonia.ensembles.pipeline_model._PATIENCE", 0.05)
     code = """
     import asyncio
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from charonia.classic_backends import instance_groups
+from charonia.classic_backends import backend_config
 from charonia.classic_backends.builtin import IDENTITY, SQUARE
 from charonia.classic_backends.isolated.isolated_runtime import ENCODER, ONNX, PYTORCH
 from charonia.processes.host import Cores
@@ -70,5 +70,5 @@ def test_a_model_needs_what_it_loads_where_it_goes(
     ("raw", "threads"), [({}, 8), (TWO, 4), ({"instance_group": [{"count": 20}]}, 1), (ON_GPU, 8), (MIXED, 4)]
 )
 def test_instances_share_the_cores(monkeypatch: pytest.MonkeyPatch, raw: Mapping[str, Any], threads: int) -> None:
-    monkeypatch.setattr(instance_groups, "usable_cores", lambda: Cores(16, 8, 1, 9.5))
-    assert instance_groups.threads_per_instance(raw) == threads
+    monkeypatch.setattr(backend_config, "usable_cores", lambda: Cores(16, 8, 1, 9.5))
+    assert backend_config.threads_per_instance(raw) == threads

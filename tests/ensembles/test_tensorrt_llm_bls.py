@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from charonia.ensembles.lookup import AskedModel
-from charonia.ensembles.stream_text import StopTrimmer, StreamText
+from charonia.ensembles.tensorrt_llm_bls import StopTrimmer, StreamText
 
 TEXT = "Grüße, 東京 🚣 and plain words, again and again. " * 3
 TRIMMED = "go on, stop. more"
