@@ -18,8 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..engine.cpu import library
-from ..engine.cpu.matmul import MatmulFormat, PackedMatmul
-from ..engine.cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
+from ..engine.cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, MatmulFormat, PackedMatmul
 from ..engine.cpu.memory import HugePageArena
 from ..engine.layers.int4 import BYTES, GROUP_SIZE, TorchInt4Matmul, quantize_int4
 from ..engine.layers.linear import TorchInt8Matmul, quantize_rows, torch_matmul

@@ -24,8 +24,7 @@ from rich.table import Table
 
 from ..engine.config import CacheConfig, EngineConfig, ParallelConfig
 from ..engine.core.process import scheduler_config
-from ..engine.parallel.layout import RankLayout
-from ..engine.parallel.local_ranks import LocalRanks
+from ..engine.parallel.local_ranks import LocalRanks, RankLayout
 from ..engine.parallel.ranks_executor import RanksExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig

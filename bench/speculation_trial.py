@@ -22,7 +22,7 @@ from ..engine.core.step_loop import EngineCore
 from ..engine.drafters.laboratory import Record, wrong_tokens
 from ..engine.worker.executor import StepFuture
 from ..engine.worker.inline_executor import InlineExecutor
-from ..engine.worker.verification import verify_samples
+from ..engine.worker.model_runner import verify_samples
 from ..kvcache.manager import KVCacheManager
 from ..processes import gc_tuning
 from ..scheduler.config import SchedulerConfig

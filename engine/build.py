@@ -91,7 +91,7 @@ def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int])
         return (MemoryNeed((weights + cache) * replicas),)
     ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
     _, _, number = device.partition(":")
-    taken = [int(number)] if number.isdecimal() else range(ranks * replicas)  # see `device.own_device`
+    taken = [int(number)] if number.isdecimal() else range(ranks * replicas)  # see `worker.loaded_rank.assign_device`
     return tuple(MemoryNeed(weights // ranks + cache, gpu) for gpu in taken)
 
 
@@ -142,7 +142,7 @@ def describe(path: str) -> list[str]:
     Raises:
         CharoniaError: it would not load.
     """
-    from .worker.checkpoint_report import describe_checkpoint  # torch takes a second to import
+    from .worker.roofline import describe_checkpoint  # torch takes a second to import
 
     return [*describe_checkpoint(path), *filter(None, [examine(path, {})])]
 

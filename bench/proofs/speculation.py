@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS
-from ...engine.worker.verification import verify_samples
+from ...engine.worker.model_runner import verify_samples
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, SamplerParams, StepPlan, StepResult

@@ -1,13 +1,10 @@
 """The interface of attention backends: a backend alone allocates, writes and reads cache tensors."""
 
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from ..checkpoint.model_spec import LayerAttention
-from ..layers.rotary import RotaryAngles
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
 
@@ -68,41 +65,3 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         """The attention of one step; what is the same in all layers is computed here, once."""
-
-
-class TorchBackend:
-    """The part that backends in torch have in common: heads of any number and size, and blocks without padding."""
-
-    supports: ClassVar[BackendSupport] = BackendSupport(
-        ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
-    )
-
-    def __init__(self, spec: CacheSpec) -> None:
-        self._spec = spec
-
-    @classmethod
-    def supports_heads(cls, spec: CacheSpec) -> bool:
-        return True
-
-    @property
-    def block_bytes(self) -> int:
-        spec = self._spec
-        return 2 * spec.layers * spec.block_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
-
-
-AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""The arguments and result of `StepAttention.__call__`."""
-
-
-class TorchStepAttention:
-    """A `StepAttention` by a function that expects rotated queries and keys."""
-
-    def __init__(self, attend: AttentionFunction, spec: CacheSpec) -> None:
-        self._attend, self._heads, self._rotated_heads = attend, spec.heads, spec.heads + spec.kv_heads
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return self._attend(layer, q, k, v, sinks)
-
-    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        rotated, values = angles.rotate(packed[:, : self._rotated_heads]), packed[:, self._rotated_heads :]
-        return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)

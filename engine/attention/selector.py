@@ -9,8 +9,7 @@ from ...core.errors import InvalidArgument
 from ..cpu import library
 from .backend import AttentionBackend, CacheSpec
 from .native import NativeAttention
-from .reference import ReferenceAttention
-from .torch_sdpa import TorchSdpaAttention
+from .torch_attention import ReferenceAttention, TorchSdpaAttention
 
 BackendClass: TypeAlias = type[NativeAttention] | type[TorchSdpaAttention] | type[ReferenceAttention]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cpu import library
-from ..cpu.matmul_grouped import GROUP_SIZES, GroupedRows
+from ..cpu.matmul import GROUP_SIZES, GroupedRows
 
 
 class Zeros(Enum):

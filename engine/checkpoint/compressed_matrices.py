@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..cpu.matmul_grouped import GroupedRows
+from ..cpu.matmul import GroupedRows
 from .code_forms import CodeForm, StoredForm, Zeros
 from .matrix_parts import (
     BYTES,

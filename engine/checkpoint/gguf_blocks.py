@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cpu import library
-from ..cpu.matmul_grouped import GroupedRows
+from ..cpu.matmul import GroupedRows
 from .code_forms import CodeForm, Zeros
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...tokenization.gguf_file import GgufFile, GgufTensor
-from ..cpu.matmul_grouped import GroupedRows
+from ..cpu.matmul import GroupedRows
 from .code_forms import StoredForm, dequantise_codes
 from .gguf_blocks import BLOCKS, decode_rows
 from .gguf_config import ROPE_TENSORS

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..cpu.matmul_grouped import GroupedRows
+from ..cpu.matmul import GroupedRows
 from .code_forms import CodeForm, StoredForm, Zeros
 from .matrix_parts import INTEGERS, NARROW, SCALES, CodedMatrix, MatrixParts, form_label, group_count, input_order
 from .packed_words import WORD_BITS, unpack_words, words_for

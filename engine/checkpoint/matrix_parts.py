@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..cpu.matmul_grouped import GroupedRows
+from ..cpu.matmul import GroupedRows
 from .code_forms import StoredForm, dequantise_codes
 from .model_spec import CheckpointError
 from .weights import STORED, WHOLE, CheckpointWeights, TensorSlice

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..cpu.matmul_grouped import GroupedRows
+from ..cpu.matmul import GroupedRows
 from .code_forms import StoredForm
 from .compressed_matrices import FP8, BitStreamMatrix, Fp8Matrix, Int8Matrix
 from .gptq_matrices import AwqMatrix, GptqMatrix

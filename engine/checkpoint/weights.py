@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...tokenization.checkpoint_files import refuse_lfs_pointer
-from ..cpu.matmul_grouped import GroupedRows
+from ..cpu.matmul import GroupedRows
 from ..cpu.memory import HugePageArena
 from .build_context import BuildContext, TensorGroup
 from .code_forms import CodeForm, CodeRange, StoredForm, common_form, turn_codes

@@ -1,6 +1,6 @@
 """Attention over paged keys and values in C (`attention.h` says how they lie), with the structures that C reads.
 
-The reference is `attention/reference.py`. Shapes are not checked: the attention backend knows them.
+The reference is `ReferenceAttention`. Shapes are not checked: the attention backend knows them.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Drafts that a model computed in the executor, beside the target's steps: `engine/worker/draft_model.py`."""
+"""Drafts that a model computed in the executor, beside the target's steps: `engine/worker/step_drafters.py`."""
 
 from collections.abc import Sequence
 

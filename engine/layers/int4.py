@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cpu import library
-from ..cpu.matmul_grouped import INT4_ZERO_POINT, GroupedRows
+from ..cpu.matmul import INT4_ZERO_POINT, GroupedRows
 
 GROUP_SIZE = 32
 """Inputs that share a scale; a larger one saves three eighths of a bit at most."""

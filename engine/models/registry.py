@@ -22,8 +22,7 @@ from ..layers.embed_and_head import HEAD_WEIGHT
 from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder
-from .llama import build_llama, build_mistral, build_phi3, build_qwen2, build_qwen3
-from .mixtures import build_mixtral, build_qwen3_moe
+from .llama import build_llama, build_mistral, build_mixtral, build_phi3, build_qwen2, build_qwen3, build_qwen3_moe
 
 log = logging.getLogger(__name__)
 

@@ -126,6 +126,9 @@ class RankAdapterRefused(msgspec.Struct, array_like=True, tag=True, frozen=True)
     field: str = ""
 
 
+AdapterReport: TypeAlias = RankAdapterLoaded | RankAdapterRefused
+
+
 class RankFailed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank ends. `code`: an `ErrorCode`; `lost_peer`: it only lost another rank, whose own report tells more;
     `field`: the parameter that was wrong, if one was."""

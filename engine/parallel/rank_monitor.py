@@ -9,10 +9,16 @@ from typing import NamedTuple
 from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_code
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import StepResult
-from .adapter_loads import AdapterReport
-from .layout import RankLayout
-from .local_ranks import LaunchedRanks
-from .rank_messages import RankAdapterLoaded, RankAdapterRefused, RankFailed, RankReport, StepComputed, decode_report
+from .local_ranks import LaunchedRanks, RankLayout
+from .rank_messages import (
+    AdapterReport,
+    RankAdapterLoaded,
+    RankAdapterRefused,
+    RankFailed,
+    RankReport,
+    StepComputed,
+    decode_report,
+)
 
 _GRACE_SECONDS = 1.0
 """How long the report of a rank that lost another one waits for that one's own, which says more."""

@@ -1,21 +1,26 @@
-"""A rank built from a configuration: model, attention, rows and runner, and the memory left for its cache.
+"""A rank built from a configuration: its device, model, adapters, attention, rows and runner, and the memory left for
+its cache.
 
 Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
+from ...core.adapter import Adapter
 from ...core.errors import InvalidArgument, NotFound
-from ...processes.host import available_memory, own_anonymous_memory, usable_cores
+from ...processes.host import available_memory, lower_thread_priority, own_anonymous_memory, usable_cores
 from ...tokenization.checkpoint_files import locate_checkpoint
 from ...tokenization.tokenizer_json import read_tokenizer
 from ..attention.backend import AttentionBackend, CacheSpec
 from ..attention.selector import capable_backends, create_backend
+from ..checkpoint.adapter_files import read_adapter
+from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.model_spec import DTYPES, DecoderShape, ModelSpec
@@ -23,20 +28,108 @@ from ..checkpoint.packing_cache import open_packing_cache
 from ..checkpoint.quantization_config import STORED_AS
 from ..checkpoint.served_forms import ServedForms
 from ..checkpoint.weights import dtype_name
-from ..config import EngineConfig, ParallelConfig, SpeculationConfig
+from ..config import EngineConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
+from ..cpu.lora import RankAdapter
 from ..models.eagle3 import Eagle3Head, read_eagle3_config
 from ..models.interfaces import CheckpointBuilder, Decoder
 from ..models.native_decoder import NativeDecoder
 from ..models.registry import checkpoint_builder
-from .adapters import RankAdapters
-from .device import resolve_device
-from .draft_model import DraftLimits, DraftModel, StepDrafter
-from .eagle3_draft import Eagle3Draft
 from .executor import Capacity
 from .model_runner import ModelRunner
 from .roofline import measure_roofline
 from .row_states import RowStates
+from .step_drafters import DraftLimits, DraftModel, Eagle3Draft, StepDrafter
+
+
+class RankAdapters(Mapping[str, RankAdapter]):
+    """Adapters by digest. Those of steps that are being computed live as long as these, whatever is unloaded."""
+
+    def __init__(self, targets: AdapterTargets, limits: LoraConfig) -> None:
+        self._targets, self._limits = targets, limits
+        self._held: dict[str, RankAdapter] = {}
+        self._thread = ThreadPoolExecutor(1, "adapters", initializer=lower_thread_priority)
+
+    def __getitem__(self, digest: str) -> RankAdapter:
+        return self._held[digest]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def load(self, path: str) -> Future[Adapter]:
+        """See `Executor.load_adapter`."""
+        return self._thread.submit(self._load, path)
+
+    def unload(self, digest: str) -> None:
+        self._held.pop(digest, None)
+
+    def close(self) -> None:
+        """Load nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, path: str) -> Adapter:
+        files = read_adapter(path, self._limits)
+        found = self._held.get(files.digest)
+        if found is None:
+            found = self._targets.prepare(files)
+            if found.bytes > self._limits.max_bytes:
+                message = f"{path}: {found.bytes} bytes in memory, more than max_lora_bytes {self._limits.max_bytes}"
+                raise InvalidArgument(message, field="lora_path")
+            self._held[files.digest] = found
+        return Adapter("", path, found.digest, found.rank, found.bytes)
+
+
+def assign_device(config: EngineConfig, local: int = 0, here: int = 1) -> str:
+    """The device of rank `local`, of `here` ranks that each replica has on this machine: a GPU of its own, or the
+    processor that all share. Names that are unknown or not here are left to `resolve_device`.
+
+    Raises:
+        InvalidArgument: there are fewer GPUs than ranks, or one is named for all.
+    """
+    kind, _, number = config.device.partition(":")
+    if kind == "auto":
+        kind = _fastest()
+    ranks = here * config.data_parallel_size
+    if kind != "cuda" or ranks == 1 or not torch.cuda.is_available():
+        return config.device if number else kind
+    if number:
+        message = f"device {config.device!r} is one GPU, and there are {_ranks(config, here)}"
+        raise InvalidArgument(message, field="device")
+    if (count := torch.cuda.device_count()) < ranks:
+        field = "data_parallel_size" if config.data_parallel_size > 1 else "tensor_parallel_size"
+        message = f"{_ranks(config, here)} need a GPU each, and this machine has {count}"
+        raise InvalidArgument(f"{field}: {message}", field=field)
+    return f"cuda:{config.replica * here + local}"
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that a name means; "auto" is a GPU wherever torch finds one.
+
+    Raises:
+        InvalidArgument: there is no such device, or none of that kind on this machine.
+    """
+    try:
+        device = torch.device(_fastest() if name == "auto" else name)
+    except RuntimeError as error:
+        raise InvalidArgument(f"device {name!r} is unknown; known are auto, cpu and cuda", field="device") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise InvalidArgument(f"device {name!r} is not on this machine", field="device")
+    return device
+
+
+def _fastest() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _ranks(config: EngineConfig, here: int) -> str:
+    if config.data_parallel_size == 1:
+        return f"{here} ranks"
+    each = f" of {here} ranks" if here > 1 else ""
+    return f"{config.data_parallel_size} replicas{each}"
+
 
 WHOLE_MODEL = Shard()
 

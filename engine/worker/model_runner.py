@@ -3,9 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...core.logprobs import Logprobs, PromptLogprobs
@@ -15,11 +17,10 @@ from ..config import LOGITS_PIECE
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder, PendingStep
 from ..step_batch import SampledTokens
-from .draft_model import StepDrafter
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
-from .verification import verify_samples
+from .step_drafters import StepDrafter
 
 _NONE: IntArray = np.zeros(0, np.int32)
 
@@ -285,3 +286,30 @@ def _step_result(
     rows, offsets, counts, kept = verify_samples(plan, tokens)
     told = [*compress(logprobs, kept.tolist())]
     return StepResult(plan.step, rows, offsets, counts, tokens[kept], told, scores)
+
+
+class VerifiedSamples(NamedTuple):
+    """Rows that were sampled, the position of the first token of each, how many there are, and which of all S samples
+    they are."""
+
+    rows: IntArray
+    offsets: IntArray
+    counts: IntArray
+    kept: NDArray[np.bool_]
+
+
+def verify_samples(plan: StepPlan, tokens: IntArray) -> VerifiedSamples:
+    """Hold the samples of a plan with drafts, int32 [S] row after row, against them."""
+    # Of few numbers Python's lists are compared sooner than numpy's arrays, and of many hardly later.
+    sampled, drafted = tokens.tolist(), plan.drafted.tolist()
+    counts, kept = list[int](), list[bool]()
+    first = draft = 0
+    for length in plan.drafts[plan.samples].tolist():
+        right = 0
+        while right < length and sampled[first + right] == drafted[draft + right]:
+            right += 1
+        counts.append(right + 1)
+        kept += [True] * (right + 1) + [False] * (length - right)
+        first, draft = first + length + 1, draft + length
+    offsets = (plan.starts + plan.counts - plan.drafts)[plan.samples]
+    return VerifiedSamples(plan.rows[plan.samples], offsets, np.array(counts, np.int32), np.array(kept, np.bool_))

@@ -28,7 +28,6 @@ from ..step_batch import (
 from .logits_processors import LogitsProcessors
 from .logprobs import PromptSpan, ScoredTokens
 from .sampler import as_signed64, is_greedy
-from .verification import end_ranges
 
 
 class StepInputs(NamedTuple):
@@ -299,3 +298,9 @@ def _occurrence(rows: LongArray) -> LongArray:
     seen = np.empty_like(rows)
     seen[order] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
     return seen
+
+
+def end_ranges(lasts: LongArray | IntArray, lengths: LongArray | IntArray) -> LongArray:
+    """The numbers up to and with each of `lasts`, `lengths` of them, one range after the other."""
+    ranges: LongArray = np.repeat(lasts + 1 - np.cumsum(lengths), lengths) + np.arange(int(lengths.sum()))
+    return ranges

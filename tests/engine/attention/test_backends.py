@@ -9,7 +9,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.engine.attention.backend import AttentionBackend, CacheSpec
 from charonia.engine.attention.native import NativeAttention
 from charonia.engine.attention.selector import BACKENDS, create_backend
-from charonia.engine.attention.torch_sdpa import TorchSdpaAttention
+from charonia.engine.attention.torch_attention import TorchSdpaAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import StepBatch

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from charonia.engine.cpu import library
-from charonia.engine.cpu.matmul import LANES, LINE_BYTES, MatrixStruct
-from charonia.engine.cpu.matmul_grouped import GroupedFormat
+from charonia.engine.cpu.matmul import LANES, LINE_BYTES, GroupedFormat, MatrixStruct
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 

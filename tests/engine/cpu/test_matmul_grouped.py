@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from charonia.engine.cpu.matmul_grouped import GROUP_SIZES, GroupedFormat, GroupedMatmul, GroupedRows
+from charonia.engine.cpu.matmul import GROUP_SIZES, GroupedFormat, GroupedMatmul, GroupedRows
 from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu.conftest import HERE, ByThreads
 

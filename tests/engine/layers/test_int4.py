@@ -10,11 +10,9 @@ from charonia.engine.checkpoint.build_context import BuildContext, Shard, Single
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.packing_cache import PackingCache, open_packing_cache
 from charonia.engine.cpu import library
-from charonia.engine.cpu.matmul import PackedMatmul
-from charonia.engine.cpu.matmul_grouped import GroupedFormat, GroupedMatmul, GroupedRows
+from charonia.engine.cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
 from charonia.engine.layers import linear
-from charonia.engine.layers.calibration import HIGHER_SHARE, Calibration
 from charonia.engine.layers.int4 import (
     GROUP_SIZE,
     DequantizedMatmul,
@@ -23,6 +21,7 @@ from charonia.engine.layers.int4 import (
     quantize_int4,
 )
 from charonia.engine.models import calibration as models_calibration
+from charonia.engine.models.calibration import HIGHER_SHARE, Calibration
 from charonia.engine.models.registry import checkpoint_builder
 
 KERNELS = pytest.mark.skipif(library.level() is None, reason="no C extension here")

@@ -11,8 +11,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.parallel.layout import RankLayout
-from charonia.engine.parallel.local_ranks import LocalRanks
+from charonia.engine.parallel.local_ranks import LocalRanks, RankLayout
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.inline_executor import InlineExecutor
 
@@ -128,3 +127,22 @@ def test_what_does_not_fit_the_model_is_said_by_a_rank(config: Callable[..., Eng
             executor.load(lambda phase, fraction: None)
     finally:
         executor.close()
+
+
+def test_a_stages_ranks_are_neighbours() -> None:
+    layout = RankLayout(tensor=2, pipeline=3)
+    assert layout.world == 6
+    assert [list(stage) for stage in layout.stages()] == [[0, 1], [2, 3], [4, 5]]
+    assert [layout.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_first_of_the_last_stage_reports() -> None:
+    assert RankLayout(2, 3).result_rank == 4
+    assert RankLayout(4, 1).result_rank == 0
+    assert RankLayout(1, 3).result_rank == 2
+
+
+def test_names_say_where_a_rank_stands() -> None:
+    assert RankLayout(2, 2).rank_name(3) == "rank 3 of 4 (stage 1, tensor 1)"
+    assert RankLayout(2, 1).rank_name(1) == "rank 1 of 2"
+    assert str(RankLayout(2, 2)) == "4 ranks (tensor 2, pipeline 2)"

@@ -2,12 +2,13 @@
 
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Lock, Thread
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ import pytest
 from charonia.core.adapter import Adapter
 from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
+from charonia.engine.core import process
 from charonia.engine.core.process import build_executor
-from charonia.engine.parallel.layout import RankLayout
+from charonia.engine.parallel.local_ranks import RankLayout
 from charonia.engine.parallel.rank_messages import (
     AllocateCache,
     CacheAllocated,
@@ -397,3 +399,22 @@ def test_an_adapter_that_a_lost_rank_was_loading_fails(loaded: Stage) -> None:
         loading.result(10)
     with pytest.raises(Unavailable):
         loaded.executor.load_adapter("somewhere").result(10)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "charonia.engine.parallel.ray_ranks", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(process, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
+    monkeypatch.setattr(process, "check_partition", lambda *arguments: None)
+    with pytest.raises(InvalidArgument, match=r"needs Ray \(ray\): pip install 'charonia\[ray\]'") as raised:
+        build_executor(EngineConfig(model="m", parallel=ParallelConfig(backend="ray")))
+    assert raised.value.field == "distributed_executor_backend"
+
+
+@pytest.mark.parametrize(("executor", "backend"), [("inline", "ray"), ("fake", "ray"), ("ranks", "slurm")])
+def test_backends_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, executor: str, backend: str) -> None:
+    monkeypatch.setattr(process, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
+    monkeypatch.setattr(process, "check_partition", lambda *arguments: None)
+    with pytest.raises(InvalidArgument, match=backend) as raised:
+        build_executor(EngineConfig(model="m", executor=executor, parallel=ParallelConfig(backend=backend)))
+    assert raised.value.field == "distributed_executor_backend"

@@ -10,8 +10,8 @@ import torch
 
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import SAMPLING_DTYPE
+from charonia.engine.worker.model_runner import verify_samples
 from charonia.engine.worker.sampler import as_signed64, counter_uniform, sample
-from charonia.engine.worker.verification import verify_samples
 from charonia.scheduler.plan import StepPlan
 
 DRAWS = 6_000

@@ -1,13 +1,14 @@
-"""Attention on the CPU by torch alone: keys and values gathered block by block, then torch's flash attention.
+"""Attention in plain torch: by its formula on any device, the oracle of every other backend, and on the CPU by torch's
+flash attention over keys and values that are gathered block by block.
 
-Rows that compute one token are batched by length; longer chunks go one sequence at a time. The query heads that
+There rows that compute one token are batched by length; longer chunks go one sequence at a time. The query heads that
 share a key/value head are always spread over an axis of their own: SDPA's `enable_gqa` expands the keys. Behind a
 window only the blocks that some token still sees are gathered.
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,9 +18,105 @@ from torch import Tensor
 
 from ...scheduler.plan import IntArray
 from ..checkpoint.model_spec import LayerAttention
+from ..layers.rotary import RotaryAngles
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
-from .backend import CacheSpec, TorchBackend, TorchStepAttention
+from .backend import BackendSupport, CacheSpec
+
+
+class TorchBackend:
+    """The part that backends in torch have in common: heads of any number and size, and blocks without padding."""
+
+    supports: ClassVar[BackendSupport] = BackendSupport(
+        ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
+    )
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self._spec = spec
+
+    @classmethod
+    def supports_heads(cls, spec: CacheSpec) -> bool:
+        return True
+
+    @property
+    def block_bytes(self) -> int:
+        spec = self._spec
+        return 2 * spec.layers * spec.block_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+
+
+AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""The arguments and result of `StepAttention.__call__`."""
+
+
+class TorchStepAttention:
+    """A `StepAttention` by a function that expects rotated queries and keys."""
+
+    def __init__(self, attend: AttentionFunction, spec: CacheSpec) -> None:
+        self._attend, self._heads, self._rotated_heads = attend, spec.heads, spec.heads + spec.kv_heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self._attend(layer, q, k, v, sinks)
+
+    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+        rotated, values = angles.rotate(packed[:, : self._rotated_heads]), packed[:, self._rotated_heads :]
+        return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)
+
+
+class ReferenceAttention(TorchBackend):
+    """A cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
+
+    supports: ClassVar[BackendSupport] = TorchBackend.supports._replace(devices=("cpu", "cuda"))
+
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__(spec)
+        self._cache = torch.empty(0)
+
+    def allocate(self, blocks: int) -> None:
+        spec = self._spec
+        shape = (spec.layers, 2, blocks * spec.block_size, spec.kv_heads, spec.head_dim)
+        self._cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+
+    def begin_step(self, batch: StepBatch) -> StepAttention:
+        slots = batch.slots()
+        counts, starts = batch.counts.tolist(), batch.starts.tolist()
+        size = self._spec.block_size
+        known = []
+        for row, length in enumerate((batch.starts + batch.counts).tolist()):
+            positions = torch.arange(length, device=self._spec.device)
+            known.append(batch.tables[row, positions // size] * size + positions % size)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            keys, values = self._cache[layer]
+            keys[slots], values[slots] = k, v
+            rows = zip(torch.split(q, counts), known, starts, strict=True)
+            attention = self._spec.attention[layer]
+            return torch.cat(
+                [reference_attention(some, keys[at], values[at], start, attention, sinks) for some, at, start in rows]
+            )
+
+        return TorchStepAttention(attend, self._spec)
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: int, attention: LayerAttention, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k [T, kv_heads, d] and
+    v [T, kv_heads, e] at positions from 0; [n, heads * e] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
+    2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""
+    count, heads, head_dim = q.shape
+    group = heads // k.shape[1]
+    keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (attention.scale or head_dim**-0.5)
+    if attention.softcap is not None:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
+    back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - torch.arange(len(k), device=q.device)
+    hidden = back < 0 if attention.window is None else (back < 0) | (back >= attention.window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(heads, 1, 1).expand(heads, count, 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hnt,thd->nhd", weights, values).to(q.dtype).flatten(1)
+
 
 MAX_PADDING_RATIO = 1.25
 """How much longer than its shortest row a batch of decoding rows may be padded."""
