@@ -16,7 +16,7 @@ from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricsSource, build_registry, metrics_app
 from ..api.triton.clouds import CloudMiddleware
-from ..core.cancellation import wait_for_first
+from ..core.tasks import wait_for_first
 from ..repository.gateway import InProcessGateway
 from ..telemetry.host_metrics import Gpus, HostMetrics
 from .options import ServerOptions, is_true

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ..core.cancellation import wait_for_first
+from ..core.tasks import wait_for_first
 from ..core.request_context import RequestContext
 from ..processes import gc_tuning
 from ..processes.child_process import drop_prepared_children

@@ -19,7 +19,7 @@ from ..core.gateway import Gateway, ModelHandle, ResponseStream
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import RequestContext
-from ..core.task_group import RequestTaskGroup
+from ..core.tasks import RequestTaskGroup
 from ..core.tensor import Tensor
 from .composite_model import AskedVersion, RequestTimes, ResponseBuffer, first_error, with_model_name
 from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage, plan_ensemble, read_steps

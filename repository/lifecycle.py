@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..core.cancellation import wait_for_first
+from ..core.tasks import wait_for_first
 from ..core.errors import CharoniaError, ServerExiting
 from ..core.gateway import Gateway, ModelServices, ModelState
 from ..core.model import Model, RawConfig

@@ -18,7 +18,7 @@ from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupp
 from ...core.gateway import ModelHandle
 from ...core.request import InferResponse
 from ...core.request_context import RequestContext
-from ...core.task_group import RequestTaskGroup
+from ...core.tasks import RequestTaskGroup
 from ...telemetry.shared_state import ServerGateway
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ...core.cancellation import wait_for_first
+from ...core.tasks import wait_for_first
 from ...core.errors import ServerExiting, Unsupported
 from ..size_limits import BODY_TIMEOUT
 from ..tls import KeyPair

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from ...core.errors import CharoniaError, Internal, InvalidArgument
 from ...core.gateway import Gateway, ModelHandle
 from ...core.request import InferRequest
-from ...core.task_group import RequestTaskGroup
+from ...core.tasks import RequestTaskGroup
 from ...core.tensor import Tensor
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response

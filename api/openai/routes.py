@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
 from ...core.gateway import Gateway, ModelHandle, ResponseStream
-from ...core.merged_streams import merge_streams
+from ...core.tasks import merge_streams
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event

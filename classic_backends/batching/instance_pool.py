@@ -19,7 +19,7 @@ from statistics import median
 from time import monotonic_ns
 from typing import Protocol
 
-from ...core.cancellation import wait_for_first
+from ...core.tasks import wait_for_first
 from ...processes.child_process import RestartBackoff
 from ..runtime import InstancePlacement, LoadedRuntime, RuntimeProcess
 from .queued_request import RequestBatch

@@ -13,10 +13,10 @@ import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import TokenLogprob
-from ...core.merged_streams import merge_streams
+from ...core.tasks import merge_streams
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, Usage, join_chunks
 from ...core.request_context import RequestContext
-from ...core.task_group import RequestTaskGroup
+from ...core.tasks import RequestTaskGroup
 from ...core.tensor import Tensor, TensorSpec
 from ...tokenization.tokenizer import TokenLimit
 from ..core.messages import CoreReady

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ...core.errors import InvalidArgument
-from ...core.merged_streams import merge_streams
+from ...core.tasks import merge_streams
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, InferResponse
 from ...core.request_context import RequestContext

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from charonia.core.task_group import RequestTaskGroup
+from charonia.core.tasks import RequestTaskGroup
 
 
 class Held:
