@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.gateway import Gateway
-from ..core.statistics import ModelStatistics, StatisticDuration
+from ..core.metrics import ModelStatistics, StatisticDuration
 from ..core.tensor import TensorSpec
 from .size_limits import MAX_RAW_BYTES
 

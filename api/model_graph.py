@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ..core.declared_models import DeclaredModels
-from ..core.model import RawConfig
+from ..core.model import DeclaredModels, RawConfig
 
 _PIPELINE = "pipeline"
 

@@ -19,8 +19,8 @@ from ..engine.options import declare_drafters
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.logging_setup import LogControl
 from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
+from ..telemetry.request_trace import check_trace_file
 from ..telemetry.shared_state import SharedState
-from ..telemetry.trace_file import check_trace_file
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
 from .model_selection import ModelSelection, parse_lora_modules, select_models
 from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ..core.tasks import wait_for_first
 from ..core.request_context import RequestContext
+from ..core.tasks import wait_for_first
 from ..processes import gc_tuning
 from ..processes.child_process import drop_prepared_children
 from ..processes.host import raise_open_file_limit
@@ -22,7 +22,7 @@ from ..repository.gateway import InProcessGateway
 from ..repository.watcher import RepositoryWatcher
 from ..telemetry.loop_lag import LoopLag
 from ..telemetry.request_log import log_request
-from ..telemetry.trace_file import TraceFileWriter
+from ..telemetry.request_trace import TraceFileWriter
 from ..telemetry.trace_settings import TraceControl
 from ..telemetry.tracing import SamplingTracer
 from .options import is_true

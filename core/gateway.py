@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 from .adapter import Adapter
+from .metrics import ModelStatistics
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .request_context import ExecutionTimes, Headers, RequestContext
-from .statistics import ModelStatistics
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 

@@ -1,15 +1,11 @@
-"""TODO."""
+"""Tasks of one request: waiting for the first of several, groups without reference cycles, streams read as one."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
-import asyncio
-from types import TracebackType
-from typing import Any
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
+
 from .gateway import ResponseStream
 
 

@@ -11,10 +11,9 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, Self, TypeAlias
 
-from ..core.declared_models import DeclaredModels
 from ..core.errors import CharoniaError, Internal, InvalidArgument, RequestTimeout
 from ..core.gateway import Gateway
-from ..core.model import ModelConfig
+from ..core.model import DeclaredModels, ModelConfig
 from ..core.request import InferRequest, ParameterValue
 from ..core.request_context import RequestContext
 from ..core.tensor import Tensor

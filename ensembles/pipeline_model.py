@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from ..core.declared_models import MODELS_PARAMETER, DeclaredModels
 from ..core.errors import CharoniaError, Internal, InvalidArgument
 from ..core.gateway import Gateway
-from ..core.model import ModelConfig
+from ..core.model import MODELS_PARAMETER, DeclaredModels, ModelConfig
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import RequestContext
 from .composite_model import AskedVersion, RequestTimes, ResponseBuffer, first_error, with_model_name

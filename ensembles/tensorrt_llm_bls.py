@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.declared_models import DeclaredModels
 from ..core.errors import InvalidArgument
 from ..core.gateway import Gateway
-from ..core.model import ModelConfig
+from ..core.model import DeclaredModels, ModelConfig
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import RequestContext
 from ..core.tensor import Tensor

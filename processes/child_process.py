@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .gc_tuning import collect_less_often
-from .stderr import write_stderr
+from .log_forwarding import write_stderr
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Ctrl-C and service managers signal the whole process group: the server decides what that means to its children."""

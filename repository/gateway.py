@@ -10,11 +10,10 @@ from typing import Self, cast
 from ..core.adapter import Adapter
 from ..core.errors import InvalidArgument, ServerExiting, Unavailable
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream, ServedAdapter
-from ..core.metrics import Measurement
+from ..core.metrics import Measurement, ModelStatistics
 from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ..core.request_context import ExecutionTimes, Headers, RequestContext, RequestEnd
-from ..core.statistics import ModelStatistics
 from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
 from ..telemetry.request_trace import request_trace, trace_tensors

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..core.tasks import wait_for_first
 from ..core.errors import CharoniaError, ServerExiting
 from ..core.gateway import Gateway, ModelServices, ModelState
 from ..core.model import Model, RawConfig
+from ..core.tasks import wait_for_first
 from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
 from ..telemetry.host_metrics import usable_gpus

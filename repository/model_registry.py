@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from ..core.adapter import Adapter
 from ..core.errors import NotFound, NotReady, Unavailable
 from ..core.gateway import ModelState, RepositoryIndexEntry
-from ..core.metrics import Labels, Measurement, Reading
+from ..core.metrics import Labels, Measurement, ModelStatistics, Reading
 from ..core.model import AdaptableModel, InlineModel, MeasuredModel, Model, ModelConfig, TextModel
 from ..core.request_context import RequestContext
-from ..core.statistics import ModelStatistics
 
 UNLOADED = "unloaded"
 

@@ -10,9 +10,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.declared_models import DeclaredModels
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name
+from ..core.model import DeclaredModels
 from .config_defaults import (
     LANGUAGE_MODEL_BACKEND,
     PIPELINE_BACKEND,

@@ -17,11 +17,10 @@ import numpy as np
 
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ResponseStream
-from ..core.metrics import QuantileSummary, Reading
+from ..core.metrics import QuantileSummary, Reading, StatisticDuration, VersionStatistics
 from ..core.model import MeasuredModel, ModelStats, SelfCheckingModel
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import RequestContext
-from ..core.statistics import StatisticDuration, VersionStatistics
 
 _ENTRY_OVERHEAD = 512
 """Bytes, roughly, that a response takes in addition to its tensors."""

@@ -16,16 +16,18 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from ..core.errors import InvalidArgument
-from ..core.metrics import Histogram, QuantileSummary, Reading
-from ..core.model import RawConfig
-from ..core.request_context import Outcome, RequestContext, RequestEnd
-from ..core.statistics import (
+from ..core.metrics import (
     BatchStatistics,
+    Histogram,
     InferenceStatistics,
+    QuantileSummary,
+    Reading,
     ResponseStatistics,
     StatisticDuration,
     VersionStatistics,
 )
+from ..core.model import RawConfig
+from ..core.request_context import Outcome, RequestContext, RequestEnd
 from .llm_metrics import FIRST_RESPONSE_BOUNDS, RequestDurations, ended_readings
 
 _MAX_RESPONSE_INDEX = 1023

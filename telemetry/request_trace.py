@@ -1,22 +1,220 @@
-"""The trace of one request: whether it is kept, by which settings, and the tensors that went in and came out.
+"""The trace of one request, and the files of traces, as tritonserver writes them: a JSON array of what happened when.
 
-A tensor becomes text when it passes: what clients lend in shared memory may be something else a moment later.
+A trace is objects of one `id`: what was asked, the times, the tensors. Times are nanoseconds of the monotonic clock. A
+tensor becomes text when it passes: what clients lend in shared memory may be something else a moment later.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing
+import errno
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, TypeAlias, cast
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import IO, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.errors import InvalidArgument
 from ..core.gateway import ResponseStream
 from ..core.request import InferResponse
 from ..core.request_context import RequestContext
 from ..core.tensor import Tensor
-from .trace_settings import TraceControl, TraceSettings
+from ..processes.log_forwarding import FileOutage
+from .trace_settings import TIMESTAMPS, TraceControl, TraceSettings
+
+_BUFFER_BYTES = 1 << 16
+
+_CLOSE_SECONDS = 1.0
+"""Seconds that it may take to say at the end what was lost."""
+
+
+def check_trace_file(settings: TraceSettings) -> None:
+    """Check that traces can be written where they are to go. Makes no file, opens none.
+
+    Raises:
+        InvalidArgument: they cannot; the message names the flag.
+    """
+    if not settings.trace_file:
+        return
+    file = _path_of(settings, 0)
+    if not os.path.isdir(file.parent):
+        wrong = f"there is no directory '{file.parent}'"
+    elif os.path.isdir(file):
+        wrong = "it is a directory"
+    elif not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
+        wrong = "it may not be written"
+    else:
+        return
+    raise InvalidArgument(f"--trace-config file={settings.trace_file}: {wrong}")
+
+
+def _path_of(settings: TraceSettings, number: int) -> Path:
+    return Path(settings.trace_file + (f".{number}" if settings.numbers_files else ""))
+
+
+class TraceFileWriter:
+    """Called with every context when it ended; writes those that `traces` samples. `close` completes the last file."""
+
+    def __init__(self, traces: TraceControl) -> None:
+        self._traces = traces
+        self._file: IO[bytes] | None = None
+        self._path = Path()
+        self._held = self._lost = 0
+        self._numbered = False
+        self._before = self._files = self._id = 0
+        self._outage = FileOutage("traces")
+        traces.on_change = self._flush
+
+    def __call__(self, context: RequestContext) -> None:
+        trace = None if context.parent is not None else request_trace(context, self._traces)
+        if trace is None:
+            return
+        self._traces.open_traces -= 1
+        try:
+            self._write(trace, context)
+        except OSError as error:
+            self._lose(error, self._held + 1)
+
+    def close(self) -> None:
+        """End the array of the file that is open; say what was lost."""
+        self._finish_file()
+        self._outage.report_recovery(self._lost, _CLOSE_SECONDS)
+
+    def _finish_file(self) -> None:
+        if self._file is None:
+            return
+        self._flush()
+        if not self._numbered:
+            self._before = self._held
+        self._forget()
+
+    def _write(self, trace: "RequestTrace", context: RequestContext) -> None:
+        settings = trace.settings
+        if self._numbered is not settings.numbers_files:
+            self._finish_file()
+        if self._file is None:
+            self._open(settings)
+        assert self._file is not None
+        objects = [json.dumps(each, separators=(",", ":")).encode() for each in self._objects(trace, context)]
+        _check_not_removed(self._file)
+        self._file.write((b"," if self._held else b"[") + b",".join(objects))
+        self._held += 1
+        over = not self._traces.settings(context.model).trace_count
+        if 0 < settings.log_frequency <= self._held or (over and not self._traces.open_traces):
+            self._finish_file()
+        elif over:
+            self._flush()
+
+    def _objects(self, trace: "RequestTrace", context: RequestContext, parent: int = 0) -> Iterator[dict[str, object]]:
+        """The objects of a request, and of those that its model made."""
+        self._id += 1
+        number = self._id
+        yield from _trace_objects(number, parent, trace, context)
+        for child in context.children or ():
+            own = request_trace(child, self._traces)
+            if own is not None:
+                yield from self._objects(own, child, number)
+
+    def _open(self, settings: TraceSettings) -> None:
+        """A new file, or the one without a number where it was left."""
+        self._numbered, self._path = settings.numbers_files, _path_of(settings, self._files)
+        before = 0 if self._numbered else self._before
+        self._file = self._path.open("r+b" if before else "wb", _BUFFER_BYTES)
+        if before:
+            self._file.seek(-1, os.SEEK_END)
+        self._held = before
+        self._files += self._numbered
+
+    def _flush(self) -> None:
+        """Make what is written so far a whole array; the next trace goes over its end."""
+        if self._file is None:
+            return
+        try:
+            end = self._file.tell()
+            self._file.write(b"]")
+            self._file.flush()
+            self._file.seek(end)
+            _check_not_removed(self._file)
+        except OSError as error:
+            self._lose(error, self._held)
+        else:
+            self._outage.report_recovery(self._lost)
+            self._lost = 0
+
+    def _lose(self, error: OSError, count: int) -> None:
+        """The file is no whole array, and will be written anew: all that it held goes."""
+        self._outage.report_failure(str(self._path), error)
+        self._lost += count
+        if not self._numbered:
+            self._before = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of what it held and could not write, which is told
+                self._file.close()
+        self._file, self._held = None, 0
+
+
+def _check_not_removed(file: IO[bytes]) -> None:
+    """Raises `OSError` for a file that was removed while it was open."""
+    if os.fstat(file.fileno()).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, "it was removed")
+
+
+def _trace_objects(
+    number: int, parent: int, trace: "RequestTrace", context: RequestContext
+) -> Iterator[dict[str, object]]:
+    model = {"id": number, "model_name": context.model, "model_version": int(context.version or 0)}
+    yield model | ({"request_id": context.id} if context.id else {}) | ({"parent_id": parent} if parent else {})
+    if TIMESTAMPS in trace.settings.trace_level:
+        yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _timestamps(context)]}
+    executed = context.execution is not None or context.sequences
+    for activity, tensors in (
+        ("TENSOR_QUEUE_INPUT", trace.inputs.texts),
+        ("TENSOR_BACKEND_INPUT", trace.inputs.texts if executed else ()),
+        ("TENSOR_BACKEND_OUTPUT", trace.outputs.texts),
+    ):
+        yield from ({"id": number, "activity": activity, "tensor": tensor} for tensor in tensors)
+
+
+_GRPC_ENDPOINTS = ("ModelInfer", "ModelStreamInfer")
+_COMPUTE_EVENTS = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+
+
+def _timestamps(context: RequestContext) -> Iterator[tuple[str, int]]:
+    """The events of a request by Triton's names, with times in nanoseconds; those that never happened are left out."""
+    grpc, executed, summary = context.endpoint in _GRPC_ENDPOINTS, context.execution, context.summary
+    opened = min((sequence.opened for sequence in context.sequences), default=0.0)
+    received = _ns(opened) if executed is None else executed.queued
+    answered = summary.last or context.answered_at
+    yield "GRPC_WAITREAD_START" if grpc else "HTTP_RECV_START", _ns(context.arrived_at)
+    if received:
+        yield "GRPC_WAITREAD_END" if grpc else "HTTP_RECV_END", received
+    yield "REQUEST_START", received or _ns(context.arrived_at)
+    if executed is not None:
+        yield "QUEUE_START", executed.queued
+        yield from zip(_COMPUTE_EVENTS, accumulate(executed.spent, initial=executed.begun), strict=True)
+    generated = {
+        "QUEUE_START": summary.submitted,
+        "COMPUTE_START": summary.begun,
+        "FIRST_RESPONSE": summary.first,
+        "COMPUTE_END": summary.last,
+    }
+    yield from ((name, _ns(seconds)) for name, seconds in generated.items() if seconds is not None)
+    yield "REQUEST_END", _ns(answered or context.ended_at)
+    if answered:
+        yield "INFER_RESPONSE_COMPLETE", _ns(answered)
+        yield "GRPC_SEND_START" if grpc else "HTTP_SEND_START", _ns(answered)
+    yield "GRPC_SEND_END" if grpc else "HTTP_SEND_END", _ns(context.ended_at)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
 
 TensorText: TypeAlias = dict[str, str]
 """A tensor's `name`, `data`, `shape` and `dtype` as tritonserver writes them, elements and dims between commas."""

@@ -12,8 +12,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ...core.tasks import wait_for_first
 from ...core.errors import ServerExiting, Unsupported
+from ...core.tasks import wait_for_first
 from ..size_limits import BODY_TIMEOUT
 from ..tls import KeyPair
 from .request_cycle import HttpServerState

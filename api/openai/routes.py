@@ -15,9 +15,9 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
 from ...core.gateway import Gateway, ModelHandle, ResponseStream
-from ...core.tasks import merge_streams
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
+from ...core.tasks import merge_streams
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of

@@ -13,10 +13,9 @@ import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import TokenLogprob
-from ...core.tasks import merge_streams
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, Usage, join_chunks
 from ...core.request_context import RequestContext
-from ...core.tasks import RequestTaskGroup
+from ...core.tasks import RequestTaskGroup, merge_streams
 from ...core.tensor import Tensor, TensorSpec
 from ...tokenization.tokenizer import TokenLimit
 from ..core.messages import CoreReady

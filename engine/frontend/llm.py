@@ -15,7 +15,7 @@ import msgspec
 
 from ...core.adapter import Adapter
 from ...core.errors import Cancelled, InvalidArgument, Unavailable
-from ...core.metrics import Reading
+from ...core.metrics import Reading, VersionStatistics
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
 from ...core.request import (
     GenerateChunk,
@@ -27,7 +27,6 @@ from ...core.request import (
     summarize_drafts,
 )
 from ...core.request_context import Outcome, RequestContext
-from ...core.statistics import VersionStatistics
 from ...telemetry.llm_metrics import LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ...tokenization.async_tokenizer import AsyncTokenizer

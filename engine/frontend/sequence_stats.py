@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...core.errors import RequestTimeout
+from ...core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 from ...core.request import FinishReason, GenerateRequest, SamplingParams
 from ...core.request_context import CANCELLED, Outcome, RequestContext, RequestEnd, end_for_error
-from ...core.statistics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 from ...telemetry.llm_metrics import LlmMetrics
 
 _ENDS: dict[FinishReason, RequestEnd] = {

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from ...core.errors import InvalidArgument
-from ...core.tasks import merge_streams
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, InferResponse
 from ...core.request_context import RequestContext
+from ...core.tasks import merge_streams
 from ...core.tensor import TensorSpec
 from ...tokenization.tokenizer import TokenLimit
 from ..frontend.infer import GeneratingModel, collect_answers

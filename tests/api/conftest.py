@@ -19,6 +19,7 @@ from charonia.core.adapter import Adapter
 from charonia.core.errors import NotFound
 from charonia.core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ServedAdapter
 from charonia.core.logprobs import PromptToken, TokenLogprob
+from charonia.core.metrics import ModelStatistics
 from charonia.core.model import ModelConfig
 from charonia.core.request import (
     FinishReason,
@@ -30,7 +31,6 @@ from charonia.core.request import (
     Usage,
 )
 from charonia.core.request_context import Headers, RequestContext
-from charonia.core.statistics import ModelStatistics
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.request_validation import validate_request
 from charonia.telemetry.shared_state import SharedState

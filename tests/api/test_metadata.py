@@ -3,7 +3,7 @@
 from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.metadata import model_stats_json
-from charonia.core.statistics import (
+from charonia.core.metrics import (
     BatchStatistics,
     InferenceStatistics,
     MemoryUsage,

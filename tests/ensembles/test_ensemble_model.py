@@ -18,8 +18,8 @@ from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_source import read_model
 from charonia.repository.response_cache import ResponseCache
 from charonia.telemetry.otlp import OtlpTracer
+from charonia.telemetry.request_trace import TraceFileWriter
 from charonia.telemetry.shared_state import SharedState
-from charonia.telemetry.trace_file import TraceFileWriter
 from charonia.telemetry.trace_settings import TraceControl, parse_trace_config
 
 from ..waiting import until

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
+from charonia.core.metrics import VersionStatistics
 from charonia.core.model import MemoryNeed, Model, ModelConfig, ModelSamples, ModelStats
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
-from charonia.core.statistics import VersionStatistics
 from charonia.core.tensor import Tensor
 from charonia.processes.host import Cores
 from charonia.repository import backend_registry, lifecycle

@@ -6,10 +6,10 @@ import pytest
 
 from charonia.core.adapter import Adapter
 from charonia.core.errors import InvalidArgument, NotFound, ServerExiting
+from charonia.core.metrics import VersionStatistics
 from charonia.core.model import AdaptableModel, ModelConfig, ModelStats
 from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from charonia.core.request_context import RequestContext
-from charonia.core.statistics import VersionStatistics
 from charonia.repository.gateway import InProcessGateway
 
 from ..built_models import serve_model

@@ -11,11 +11,10 @@ import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, ServerExiting, Unavailable
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
-from charonia.core.metrics import Reading
+from charonia.core.metrics import ModelStatistics, Reading, VersionStatistics
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest, Usage
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd
-from charonia.core.statistics import ModelStatistics, VersionStatistics
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import InProcessGateway
 

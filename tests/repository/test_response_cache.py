@@ -15,11 +15,10 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import CharoniaError, Internal
 from charonia.core.gateway import ModelServices
-from charonia.core.metrics import Reading
+from charonia.core.metrics import InferenceStatistics, Reading, StatisticDuration, VersionStatistics
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
-from charonia.core.statistics import InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.core.tensor import Tensor
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from charonia.core.request_context import RequestContext
-from charonia.telemetry.log_writer import LogWriter
+from charonia.telemetry.logging_setup import LogWriter
 from charonia.telemetry.request_log import RequestLogRecord
 
 UNREAD = """

@@ -12,8 +12,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferResponse
 from charonia.core.request_context import ExecutionTimes, RequestContext
 from charonia.core.tensor import Tensor
-from charonia.telemetry.request_trace import request_trace, trace_tensors
-from charonia.telemetry.trace_file import TraceFileWriter, check_trace_file
+from charonia.telemetry.request_trace import TraceFileWriter, check_trace_file, request_trace, trace_tensors
 from charonia.telemetry.trace_settings import SpanSettings, TraceControl, TraceSettings, parse_trace_config
 
 

@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from charonia.core.errors import Internal, Unavailable
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
-from charonia.core.statistics import (
+from charonia.core.metrics import (
     BatchStatistics,
     InferenceStatistics,
     MemoryUsage,

@@ -18,7 +18,7 @@ from charonia.cli.options import HttpOptions
 from charonia.cli.plan import parse_http_rules
 from charonia.core.errors import Internal, InvalidArgument
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
-from charonia.core.statistics import InferenceStatistics, ModelStatistics, StatisticDuration, VersionStatistics
+from charonia.core.metrics import InferenceStatistics, ModelStatistics, StatisticDuration, VersionStatistics
 from charonia.processes.client_shared_memory import SharedMemoryRegistry
 from charonia.telemetry.shared_state import SharedState
 

@@ -1,7 +1,7 @@
 """A language model's counters as v2's statistics."""
 
+from charonia.core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.core.request_context import Outcome, RequestEnd
-from charonia.core.statistics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.engine.frontend.sequence_stats import v2_statistics
 from charonia.telemetry.llm_metrics import LlmMetrics
 
