@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from .json_values import Buffer, JsonObject, malformed_json, parse_json, parse_json_object
+from .json_tensors import Buffer, JsonObject, malformed_json, parse_json, parse_json_object
 
 PIECE_BYTES = 1 << 16
 """Bytes that are parsed at a time; shorter bodies are parsed at once."""

@@ -5,6 +5,7 @@ Heavy imports wait until they are needed: `charonia --help` is for people.
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,9 +13,9 @@ from cyclopts import App, Parameter
 
 from .. import __version__
 from ..core.errors import CharoniaError, InvalidArgument
+from ..engine.checkpoint.packing_cache import PackingCache, is_whole
+from .foreign_flags import TritonFlags, format_usage_error, vllm_flag_table
 from .options import ConfigOptions, ServeOptions
-from .triton_flags import TritonFlags
-from .vllm_flags import format_usage_error, vllm_flag_table
 
 app = App(
     name="charonia",
@@ -233,7 +234,6 @@ def cache(
     verify
         Read them, and say which are not what was written; the status is 1 if any is.
     """
-    from .packed_weights import print_packed_weights
 
     try:
         return print_packed_weights(directory, clear=clear, verify=verify)
@@ -256,3 +256,32 @@ def _failed(error: CharoniaError) -> int:
     """Print the error; the status to exit with."""
     print(f"charonia: {error.message}", file=sys.stderr)
     return 1
+
+
+def print_packed_weights(directory: Path, *, clear: bool, verify: bool) -> int:
+    """Print a line for each file, the one used last first; the status is 1 if one that was verified is damaged.
+
+    Raises:
+        InvalidArgument: there is no such directory.
+    """
+    if not directory.is_dir():
+        raise InvalidArgument(f"{directory}: there is no such directory")
+    cache, status = PackingCache(directory, 0), 0
+    entries = cache.entries()
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        whole = not verify or _is_whole(entry.path)
+        status = status if whole else 1
+        print(f"{entry.bytes / 1e6:10,.1f} MB  used {used}  {entry.about}{'' if whole else '  DAMAGED'}")
+    total = f"{len(entries)} packed checkpoints, {sum(entry.bytes for entry in entries) / 1e6:,.1f} MB"
+    if clear:
+        cache.clear()
+    print(f"removed {total}" if clear else total)
+    return status
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return is_whole(path)
+    except (OSError, ValueError):
+        return False

@@ -1,26 +1,209 @@
-"""`charonia import`: writes a model's folder into a repository, judges it as `charonia check` does, and says how to try
-it."""
+"""`charonia import`: plans a model's folder for a checkpoint, an ONNX model or a TorchScript file, writes it into a
+repository, judges it as `charonia check` does, and says how to try it.
+
+Knows what the files of each kind look like; what is in them is the backends' to read.
+"""
 
 import json
+import mmap
 import os
+import re
 import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ..core.errors import AlreadyExists, CharoniaError, InvalidArgument
+from ..core.errors import AlreadyExists, CharoniaError, InvalidArgument, NotFound, Unsupported
+from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name, shard_paths
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
+from ..repository.backend_registry import torch_config_guesser
 from ..repository.catalog import RepositoryCatalog
-from ..repository.config_defaults import ENCODER_BACKEND, LANGUAGE_MODEL_BACKEND
-from ..repository.model_source import is_checkpoint
-from .import_plan import ImportPlan, locate_source, plan_import
+from ..repository.config_defaults import ENCODER_BACKEND, LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
+from ..repository.config_io import config_from_json, config_to_text, find_config
+from ..repository.model_source import find_versions, is_checkpoint, is_repository
 from .options import ConfigOptions
 from .repository_check import CheckedModel, model_checker
+
+_MODEL_FILES = {".onnx": "model.onnx", ".pt": "model.pt", ".pth": "model.pt", ".ts": "model.pt", ".pt2": "model.pt2"}
+"""Ending of a model's file -> its name in a version's folder."""
+
+_SETTINGS = '# Settings of its engine: parameters { key: "max_num_seqs" value { string_value: "32" } }\n'
+_PLAIN_NAMES = re.compile(r"model|onnx|[0-9]+")
+"""Names of files and folders that say nothing of a model."""
+
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+")
+_MAX_NAME_BYTES = 255
+
+
+_NEMO_PARTS = ("context", "weights")
+"""The folders of a checkpoint of NeMo 2."""
+
+
+class ImportedFile(NamedTuple):
+    """A file or directory, and its name in the model's folder."""
+
+    source: Path
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """What is written for a model. `kind`: for people. `config`: the text of config.pbtxt."""
+
+    name: str
+    kind: str
+    files: tuple[ImportedFile, ...]
+    config: str
+
+
+def locate_source(source: str) -> Path:
+    """The path itself, or the snapshot of a hub id in the Hugging Face cache. Raises `NotFound` for neither."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import constants, snapshot_download
+
+    hub_id, _, revision = source.partition("@")
+    try:
+        return Path(snapshot_download(hub_id, revision=revision or None, local_files_only=True))
+    except (OSError, ValueError):
+        message = f"'{source}' is no path, and not in the Hugging Face cache ({constants.HF_HUB_CACHE}) either; "
+        raise NotFound(
+            f"{message}nothing is fetched here: hf download {shlex.quote(hub_id)}, if it is a hub id"
+        ) from None
+
+
+def plan_import(path: Path, name: str = "") -> ImportPlan:
+    """What to write for a file or directory that is there. Reads small files, and of TorchScript the model itself.
+
+    Raises:
+        CharoniaError: it is no model, or one that has to be exported first; the message says how.
+    """
+    _refuse_nemo(path)
+    if path.is_dir() and is_checkpoint(path):
+        plan = _checkpoint_plan(path)
+    else:
+        plan = _file_plan(_only_model_file(path) if path.is_dir() else path)
+    return replace(plan, name=_checked_name(name) if name else _guessed_name(path))
+
+
+def _refuse_nemo(path: Path) -> None:
+    if path.suffix != ".nemo" and not all((path / part).is_dir() for part in _NEMO_PARTS):
+        return
+    exported = f"{path.stem}-hf"
+    raise Unsupported(
+        f"'{path}' is a checkpoint of NeMo, which is not read here; with NeMo installed, export it first:\n"
+        f"  nemo llm export path={shlex.quote(str(path.absolute()))} target=hf output_path={shlex.quote(exported)}\n"
+        f"  charonia import {shlex.quote(exported)}\n"
+        "A checkpoint of NeMo 1 is exported by its scripts/checkpoint_converters/convert_<model>_nemo_to_hf.py."
+    )
+
+
+def _checkpoint_plan(directory: Path) -> ImportPlan:
+    backend = detect_checkpoint_backend(directory)
+    kind = "a language model" if backend == LANGUAGE_MODEL_BACKEND else "an encoder"
+    described = _described(directory / "config.json")
+    text = _config_text(backend)
+    if backend == LANGUAGE_MODEL_BACKEND:
+        text += _SETTINGS
+    return ImportPlan("", f"{kind} ({described})" if described else kind, (ImportedFile(directory, "1"),), text)
+
+
+def _described(config: Path) -> str:
+    """Class and dtype, or method of quantising, as a checkpoint's config has them; its check tells wrong ones."""
+    try:
+        fields = json.loads(config.read_bytes())
+        stored = (fields.get("quantization_config") or {}).get("quant_method")
+        known = [*(fields.get("architectures") or ())[:1], stored or fields.get("dtype") or fields.get("torch_dtype")]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
+    return ", ".join(str(each) for each in known if each)
+
+
+def _only_model_file(directory: Path) -> Path:
+    if find_config(directory) is not None or find_versions(directory) or is_repository(directory):
+        raise InvalidArgument(f"'{directory}' is a model repository, or a model of one, already: charonia check tells")
+    found = sorted(file for file in directory.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
+    usual = [file for file in found if file.name in _MODEL_FILES.values()]
+    if len(found) == 1 or len(usual) == 1:
+        return (usual or found)[0]
+    if found:
+        raise InvalidArgument(f"'{directory}' has several models: name one, {', '.join(file.name for file in found)}")
+    raise InvalidArgument(
+        f"'{directory}' is no model that is known here: it has neither config.json nor modules.json, as checkpoints "
+        f"have, nor a file that ends with {', '.join(_MODEL_FILES)}"
+    )
+
+
+def _file_plan(file: Path) -> ImportPlan:
+    if not file.is_file():
+        raise InvalidArgument(f"'{file}' is neither a file nor a directory")
+    if file.suffix == GGUF_SUFFIX:
+        parts = tuple(ImportedFile(each, f"1/{each.name}") for each in shard_paths(file) if each.exists())
+        return ImportPlan("", "a language model in GGUF", parts, _config_text(LANGUAGE_MODEL_BACKEND) + _SETTINGS)
+    if file.suffix not in _MODEL_FILES:
+        hint = "; of a checkpoint, name the directory" if file.suffix in (".safetensors", ".bin", ".json") else ""
+        raise InvalidArgument(
+            f"'{file}' is no model that is known here: those end with {', '.join((*_MODEL_FILES, GGUF_SUFFIX))}{hint}"
+        )
+    place = _MODEL_FILES[file.suffix]
+    files = [ImportedFile(file, f"1/{place}")]
+    if file.suffix == ".onnx":
+        files += [ImportedFile(each, f"1/{each.name}") for each in _named_within(file)]
+        return ImportPlan("", "an ONNX model", tuple(files), _config_text("onnxruntime"))
+    if file.suffix == ".pt2":
+        return ImportPlan("", "an exported program of PyTorch", tuple(files), _config_text("pytorch"))
+    guessed = config_from_json(torch_config_guesser()({"backend": "pytorch"}, file))
+    text = (
+        "# The file does not tell its tensors: types and dims were found out by running it. Look at them.\n"
+        + config_to_text(guessed)
+    )
+    return ImportPlan("", "a TorchScript model, whose tensors are a guess", tuple(files), text)
+
+
+def _config_text(backend: str) -> str:
+    note = "# Made by charonia import. What is not written here is completed from the model's files."
+    return f'{note}\nbackend: "{backend}"\n'
+
+
+def _named_within(model: Path) -> list[Path]:
+    """The files beside an ONNX model that it names: its weights, where they lie apart."""
+    others = [file for file in model.parent.iterdir() if file.is_file() and file.suffix != model.suffix]
+    if not model.stat().st_size:
+        return []
+    with model.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        apart = content.find(b"location") >= 0  # the key in ONNX of where weights are
+        return sorted(file for file in others if apart and content.find(os.fsencode(file.name)) >= 0)
+
+
+def _guessed_name(path: Path) -> str:
+    """The name of a file or folder, or of the first one around it that says something."""
+    path = path.absolute()
+    snapshot = _SNAPSHOT.fullmatch(str(path))
+    if snapshot:
+        return _checked_name(snapshot[1].rpartition("--")[2])
+    names = [path.name if path.is_dir() else gguf_model_name(path), *(parent.name for parent in path.parents)]
+    telling = (name for name in names if name and not _PLAIN_NAMES.fullmatch(name))
+    plain = re.sub(r"[^\w.-]+", "-", next(telling, "model")).strip("-.")
+    return _checked_name(plain or "model")
+
+
+def _checked_name(name: str) -> str:
+    fits = name not in ("", ".", "..") and not name.startswith(".") and not set(name) & {"/", "\\", "\0"}
+    try:
+        fits = fits and len(name.encode()) <= _MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise InvalidArgument(f"{name!r} is no name of a model: choose another --name, of a folder")
+    return name
+
 
 _FREE_SIZE = 8
 """The size that a free dimension has in the line to try."""

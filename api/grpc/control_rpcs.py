@@ -13,7 +13,7 @@ from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ...telemetry.trace_settings import TraceSettingsChange
 from ..metadata import model_metadata, model_stats_json
-from .request_messages import parse_version, read_parameter
+from .messages import parse_version, read_parameter
 from .wire_format import ProtoMessage
 
 JsonMessage: TypeAlias = dict[str, Any]

@@ -22,8 +22,15 @@ from ...core.tasks import RequestTaskGroup
 from ...telemetry.shared_state import ServerGateway
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
-from .request_messages import check_message, parse_infer_message, parse_version, wants_empty_final
-from .response_messages import SHUTTING_DOWN, write_response_off_loop, write_stream_error
+from .messages import (
+    SHUTTING_DOWN,
+    check_message,
+    parse_infer_message,
+    parse_version,
+    wants_empty_final,
+    write_response_off_loop,
+    write_stream_error,
+)
 from .settings import Caller, GrpcCallPolicy, RpcContext, call_metadata
 from .wire_format import ProtoMessage
 

@@ -22,8 +22,7 @@ from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..metadata import ServerInfo, server_metadata
 from .control_rpcs import CONTROL_RPCS, ControlRpc
 from .inference_rpcs import model_infer, model_stream_infer
-from .request_messages import check_message
-from .response_messages import SHUTTING_DOWN, abort_call
+from .messages import SHUTTING_DOWN, abort_call, check_message
 from .settings import GrpcCallPolicy, GrpcSettings, RpcContext, call_metadata
 from .wire_format import ProtoMessage, check_message_size, deserialize_infer
 

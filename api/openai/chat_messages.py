@@ -1,14 +1,183 @@
-"""The messages of a chat body become a `Conversation`. Knows nothing of chat templates."""
+"""The messages of a chat body become a `Conversation`; its tools, and which of them may be called, a `ToolUse`.
 
-from collections.abc import Mapping
+Knows nothing of chat templates, of how a model is told of tools, nor how it writes calls.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from ...core.errors import InvalidArgument
-from ...core.request import ChatMessage, Conversation, Tool, ToolCall
+from ...core.request import ChatMessage, Conversation, Tool, ToolCall, ToolUse
 from .json_body import NoOpValues, convert_fields, reject_unsupported, shortened
 from .schemas import ChatBody, TokenizeBody
+
+MAX_TOOLS = 128
+"""Tools that a request may name."""
+
+_MAX_PARAMETERS_BYTES = 1 << 16
+_MAX_PARAMETERS_DEPTH = 64
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_NAME_RULE = "1 to 128 letters, digits, underscores, dashes and dots"
+
+
+class _ToolFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _NamedFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class _AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+def parse_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
+    """The tools of a chat. Raises `InvalidArgument` for one that is no function, or as `make_tool` and `check_tools`
+    do."""
+    found = []
+    for index, members in enumerate(tools or ()):
+        where = f"tools[{index}].function"
+        function = convert_fields(_function_of(members, f"tools[{index}]"), _ToolFunction, where)
+        found.append(make_tool(where, function.name, function.description, function.parameters, function.strict))
+    return check_tools(found, "tools[{}].function.name")
+
+
+def make_tool(
+    where: str,
+    name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    strict: bool | None,
+    schema_field: str = "parameters",
+) -> Tool:
+    """A tool from what a protocol calls it; without `parameters` it takes no arguments.
+
+    Raises `InvalidArgument` for a name with other characters, or parameters that are not an object's schema, too long
+    or too deep; `field` is its path below `where`, where the parameters are called `schema_field`.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(f"{where}.name must be {_NAME_RULE}, got {shortened(name)}", field=f"{where}.name")
+    field, schema = f"{where}.{schema_field}", parameters or {"properties": {}}
+    if schema.get("type", "object") != "object":
+        message = f"{field} must be the schema of an object, got the type {shortened(schema['type'])}"
+        raise InvalidArgument(message, field=field)
+    if _deeper_than(schema, _MAX_PARAMETERS_DEPTH):
+        raise InvalidArgument(f"{field} is nested deeper than {_MAX_PARAMETERS_DEPTH} levels", field=field)
+    text = orjson.dumps({"type": "object", **schema})
+    if len(text) > _MAX_PARAMETERS_BYTES:
+        message = f"{field} has {len(text)} bytes, more than the {_MAX_PARAMETERS_BYTES} there may be"
+        raise InvalidArgument(message, field=field)
+    return Tool(name, description or "", text.decode(), bool(strict))
+
+
+def check_tools(tools: Sequence[Tool], name_field: str) -> tuple[Tool, ...]:
+    """The tools, if they are not too many and no two have one name. Raises `InvalidArgument`; `name_field` has a place
+    for the index of a tool."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidArgument(f"tools: {len(tools)} are more than the {MAX_TOOLS} there may be", field="tools")
+    first: dict[str, int] = {}
+    for index, tool in enumerate(tools):
+        if (before := first.setdefault(tool.name, index)) != index:
+            field = name_field.format(index)
+            raise InvalidArgument(f"{field}: tools[{before}] has the name '{tool.name}', too", field=field)
+    return tuple(tools)
+
+
+def parse_tool_use(
+    tools: tuple[Tool, ...], choice: str | dict[str, Any] | None, parallel: bool | None
+) -> ToolUse | None:
+    """Which tools may be called, by the fields `tool_choice` and `parallel_tool_calls`; None where there are no tools.
+
+    Raises `InvalidArgument` for a choice of something else, of a tool that is not there, or without tools.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidArgument("tool_choice needs tools", field="tool_choice")
+        return None
+    use = ToolUse(tools, parallel=parallel is not False)
+    match choice:
+        case None:
+            return use
+        case "none" | "auto" | "required":
+            return msgspec.structs.replace(use, choice=choice)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "function":
+        return named_use(use, _named_function(choice, "tool_choice"), "tool_choice.function.name")
+    if isinstance(choice, dict) and kind == "allowed_tools":
+        return _allowed_use(use, choice)
+    message = "tool_choice must be none, auto, required, a function or allowed_tools"
+    raise InvalidArgument(f"{message}, got {shortened(choice)}", field="tool_choice")
+
+
+def named_use(use: ToolUse, name: str, field: str) -> ToolUse:
+    """The use in which exactly the tool `name` is called. Raises `InvalidArgument`, naming `field`, if none has it."""
+    if all(tool.name != name for tool in use.tools):
+        raise InvalidArgument(f"{field}: there is no tool {shortened(name)}", field=field)
+    return msgspec.structs.replace(use, choice="required", named=name)
+
+
+def _allowed_use(use: ToolUse, choice: Mapping[str, Any]) -> ToolUse:
+    """The use of some of the tools, by the JSON of `allowed_tools`."""
+    where = "tool_choice.allowed_tools"
+    allowed = convert_fields(_member(choice, "allowed_tools", "tool_choice"), _AllowedTools, where)
+    if not allowed.tools:
+        raise InvalidArgument(f"{where}.tools must not be empty", field=f"{where}.tools")
+    known, names = {tool.name for tool in use.tools}, set()
+    for index, members in enumerate(allowed.tools):
+        place = f"{where}.tools[{index}]"
+        name = _named_function(members, place)
+        if name not in known:
+            field = f"{place}.function.name"
+            raise InvalidArgument(f"{field}: there is no tool {shortened(name)}", field=field)
+        names.add(name)
+    tools = tuple(tool for tool in use.tools if tool.name in names)
+    return msgspec.structs.replace(use, tools=tools, choice=allowed.mode)
+
+
+def _named_function(members: Mapping[str, Any], where: str) -> str:
+    return convert_fields(_function_of(members, where), _NamedFunction, f"{where}.function").name
+
+
+def _function_of(members: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The member `function` of an object whose type is that, and which has nothing else."""
+    if members.get("type") != "function":
+        message = f"{where}.type must be 'function', got {shortened(members.get('type'))}"
+        raise InvalidArgument(message, field=f"{where}.type")
+    return _member(members, "function", where)
+
+
+def _member(members: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    for other in members.keys() - {"type", name}:
+        raise InvalidArgument(f"unknown field: {where}.{other}", field=f"{where}.{other}")
+    found = members.get(name)
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"{where}.{name} must be an object", field=f"{where}.{name}")
+    return found
+
+
+def _deeper_than(value: Any, most: int) -> bool:
+    """Whether lists and objects lie in each other more than `most` levels deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
 
 MESSAGE_NO_OP_VALUES: NoOpValues = {
     "refusal": (),

@@ -24,7 +24,7 @@ from ..chunked_json import (
     read_long_json,
 )
 from ..http.connection import read_json_body
-from ..json_values import Buffer
+from ..json_tensors import Buffer
 
 NoOpValues: TypeAlias = Mapping[str, tuple[Any, ...]]
 """By the name of an unsupported field: its values that ask for nothing, and are accepted. Null always is."""

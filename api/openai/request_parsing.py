@@ -7,7 +7,7 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, Prompt, SamplingParams, TokenizeRequest, ToolUse
-from .chat_messages import content_text, parse_messages
+from .chat_messages import content_text, parse_messages, parse_tool_use, parse_tools
 from .json_body import convert_fields, shortened, supported_members
 from .schemas import (
     CHAT_NO_OP_VALUES,
@@ -20,7 +20,6 @@ from .schemas import (
     StringOrList,
     TokenizeBody,
 )
-from .tools import parse_tool_use, parse_tools
 
 _MAX_CHOICES = 128
 _MAX_ANSWERS = 1024

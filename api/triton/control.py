@@ -22,7 +22,7 @@ from ..chunked_json import read_whole_json_object
 from ..graph_formats import GRAPH_FORMATS
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
-from ..json_values import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
+from ..json_tensors import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
 from ..metadata import model_stats_json
 from ..model_graph import GraphModel, graph_of_models, node_times
 from .endpoints import model_and_version

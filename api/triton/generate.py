@@ -15,7 +15,7 @@ from ...core.request import InferRequest, InferResponse, ParameterValue
 from ...core.tensor import Tensor, TensorSpec
 from .. import json_tensors
 from ..chunked_json import MAX_IDS, PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_long_json
-from ..json_values import Buffer, as_parameter, as_request_id, as_string, malformed_json, unreadable_json
+from ..json_tensors import Buffer, as_parameter, as_request_id, as_string, malformed_json, unreadable_json
 
 _SAMPLING = "sampling_parameters"
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.api.requested_outputs import classify
+from charonia.api.infer_call import classify
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import Tensor

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from charonia.cli.app import app
-from charonia.cli.vllm_flags import VLLM_FLAGS, vllm_flag_table
+from charonia.cli.foreign_flags import VLLM_FLAGS, vllm_flag_table
 
 
 def flags() -> set[str]:

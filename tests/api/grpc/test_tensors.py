@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.grpc import response_messages
-from charonia.api.grpc.request_messages import parse_infer_message
-from charonia.api.grpc.response_messages import write_response
+from charonia.api.grpc.messages import parse_infer_message, write_response
 from charonia.api.grpc.settings import Caller
 from charonia.api.infer_call import InferCall
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api import infer_call
 from charonia.api.grpc import wire_format
-from charonia.api.grpc.request_messages import parse_infer_message
+from charonia.api.grpc.messages import parse_infer_message
 from charonia.api.grpc.settings import Caller
 from charonia.api.grpc.wire_format import LazyInferRequest, check_message_size, deserialize_infer, iter_contents
 from charonia.processes.client_shared_memory import SharedMemoryRegistry

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.api.json_values import parse_json
+from charonia.api.json_tensors import parse_json
 from charonia.api.triton.generate import generate_body_to_infer_request
 from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, ServerExiting, Unavailable, Unsupported
 from charonia.core.model import ModelConfig

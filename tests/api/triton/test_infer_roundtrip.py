@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from charonia.api.triton.infer import encode_infer_response
 from charonia.api.triton.infer_request import InferRequestReader
-from charonia.api.triton.infer_response import encode_infer_response
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
 from charonia.core.tensor import NUMPY_TYPES, Tensor

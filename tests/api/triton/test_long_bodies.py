@@ -68,7 +68,7 @@ async def test_an_answer_in_pieces_is_the_one_at_once(
     asked = [("/v2/models/single/infer", {"inputs": []}), *((path, {"text_input": "x"}) for path in paths)]
     at_once = [(await client.post(path, json=body)).content for path, body in asked]
     monkeypatch.setattr(json_tensors, "PIECE_ELEMENTS", 7)
-    monkeypatch.setattr("charonia.api.triton.infer_response.LONG_OUTPUT_ELEMENTS", 7)
+    monkeypatch.setattr("charonia.api.triton.infer.LONG_OUTPUT_ELEMENTS", 7)
     assert [(await client.post(path, json=body)).content for path, body in asked] == at_once
 
 
