@@ -33,7 +33,7 @@ from rich.table import Table
 from ..core.errors import CharoniaError
 from ..core.request import GuidedDecoding
 from ..engine.config import CacheConfig, EngineConfig
-from ..engine.core.grammar_pool import GrammarPool
+from ..engine.core.guides import GrammarPool
 from ..engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
 from ..engine.core.step_loop import EngineCore
 from ..engine.grammars.llguidance_backend import LLGuidanceBackend

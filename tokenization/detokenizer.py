@@ -8,8 +8,7 @@ import codecs
 from collections.abc import Sequence
 from functools import partial
 
-from .token_pieces import TokenBytes
-from .tokenizer import Tokenizer
+from .tokenizer import TokenBytes, Tokenizer
 
 _INCOMPLETE = "\ufffd"
 _CONTEXT = 6

@@ -1,21 +1,78 @@
 """Text to token ids and back, by the `tokenizers` library alone.
 
-Knows nothing of requests or engines; never imports transformers or torch. Thread-safe once loaded.
+Knows nothing of requests or engines; never imports transformers or torch. Thread-safe once loaded. In an
+event loop long texts are handled in threads, so that the loop goes on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import tokenizers
 from tokenizers import decoders
 
-from ..core.errors import ContextLengthExceeded, InvalidArgument
+from ..core.errors import ContextLengthExceeded, InvalidArgument, Unavailable
 from ..core.request import Conversation, Prompt
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
-from .token_pieces import TokenBytes, TokenPiece, read_token_piece
 from .tokenizer_json import read_tokenizer
+
+_HALF = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
+"""Letter -> byte of byte-level vocabularies: printable bytes are Latin-1, all others stand from letter 256 on."""
+
+
+class TokenPiece(NamedTuple):
+    """A token's text, in which half a character shows as U+FFFD, and its bytes."""
+
+    text: str
+    data: bytes
+
+
+def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
+    """The piece of one token; an unknown one has no text."""
+    once = backend.decode([token], skip_special_tokens=False)
+    if _HALF in once:
+        return TokenPiece(once, _raw(backend.id_to_token(token) or once))
+    # Some decoders take the space from the first token of a text: the second one shows it.
+    text = backend.decode([token, token], skip_special_tokens=False)[len(once) :]
+    return TokenPiece(text, text.encode())
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes that each token of a byte-level vocabulary adds to a text: none for tokens that decoding leaves out,
+    and for those that are `hidden`."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, hidden: Iterable[int] = ()) -> None:
+        super().__init__(dict.fromkeys(hidden, b""))
+        self._backend = backend
+
+    def __missing__(self, token: int) -> bytes:
+        name = self._backend.id_to_token(token)
+        data = self[token] = b"" if name is None else _letters(name)
+        return data
+
+
+def _raw(name: str) -> bytes:
+    """The bytes of a vocabulary's entry, in either of the two customary spellings."""
+    fallback = _BYTE.fullmatch(name)
+    return bytes([int(fallback[1], 16)]) if fallback else _letters(name)
+
+
+def _letters(name: str) -> bytes:
+    """The bytes of an entry that has a letter for each byte; an added token may be spelt otherwise and stands for
+    itself."""
+    try:
+        return bytes([_BYTES[letter] for letter in name])
+    except KeyError:
+        return name.encode()
+
 
 _BRIEF = 1024
 """Characters up to which encoding takes less time than letting other threads run."""
@@ -191,3 +248,52 @@ class Tokenizer:
             return self._given(conversation.chat_template)
         default = self._templates.get(DEFAULT)
         return self._templates.get(TOOL_USE, default) if conversation.tools else default
+
+
+_THREADS = 2
+_SHORT = 256
+"""Characters, or tokens, that take less time to convert than to hand to another thread."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AsyncTokenizer:
+    """The methods of `tokenizer` for one event loop. They raise as its own do, and `Unavailable` for long texts after
+    `close`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(_THREADS, "tokenizer")
+
+    async def prompt_ids(
+        self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
+    ) -> list[int]:
+        # A template counts as long whatever it renders.
+        size = _SHORT + 1 if isinstance(prompt, Conversation) else len(prompt) if isinstance(prompt, str) else 0
+        return await self._run(size, self._tokenizer.prompt_ids, prompt, special, limit, kept)
+
+    async def text_ids(self, text: str, limit: TokenLimit, field: str) -> list[int]:
+        return await self._run(len(text), self._tokenizer.text_ids, text, False, limit, field)
+
+    async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
+
+    async def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.prompt_text, prompt, ids)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return await self._run(len(ids), self._tokenizer.decode, ids)
+
+    def close(self) -> None:
+        """Take no more long texts; those that were taken are finished."""
+        self._threads.shutdown(wait=False)
+
+    async def _run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        if size <= _SHORT:
+            return work(*given, **named)
+        try:
+            future = self._threads.submit(work, *given, **named)
+        except RuntimeError:
+            raise Unavailable("the model is unloaded") from None
+        return await asyncio.wrap_future(future)

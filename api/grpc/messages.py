@@ -1,5 +1,7 @@
-"""A ModelInferRequest becomes an `InferCall`, and responses become messages. Whether a request fits the model is checked
-behind the gateway."""
+"""A ModelInferRequest becomes an `InferCall`, and responses become messages.
+
+Whether a request fits the model is checked behind the gateway.
+"""
 
 import asyncio
 import math

@@ -15,7 +15,7 @@ from ...core.errors import InvalidArgument
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import torch_has_cuda
 from ...tokenization.checkpoint_files import read_json
-from ...tokenization.encoder_tokenizer import EncodedText, EncoderTokenizer
+from ...tokenization.tokenizer_json import EncodedText, EncoderTokenizer
 from ..backend_config import (
     FoundModel,
     FoundTensor,

@@ -1,6 +1,8 @@
-"""Matrices as compressed-tensors stores them, and floats of eight bits, which other methods store alike."""
+"""Matrices as compressed-tensors, GPTQ and AWQ store them: small unsigned integers packed into 32-bit words, the first
+in the lowest bits, with scales and zero points; and floats of eight bits, which other methods store alike."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cpu.matmul import GroupedRows
@@ -18,8 +20,109 @@ from .matrix_parts import (
     scale_rows,
     scale_shapes,
 )
-from .packed_words import unpack_words, words_for
-from .quantization_config import CompressedTensors, CompressedWeights
+from .quantization_config import Awq, CompressedTensors, CompressedWeights, Gptq
+from .weights import WHOLE
+
+WORD_BITS = 32
+
+
+def words_for(count: int, bits: int) -> int:
+    """The words that hold `count` numbers one behind the other, some of them across two words."""
+    return -(-count * bits // WORD_BITS)
+
+
+def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """int32 [n, words] -> uint8 [n, count], numbers of 1 to 8 bits."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets[:, :count]
+    if 8 % bits == 0:
+        parts = [octets >> at & ((1 << bits) - 1) for at in range(0, 8, bits)]
+        return torch.stack(parts, -1).flatten(1)[:, :count]
+    first = torch.arange(count) * bits
+    wide = F.pad(octets, (0, 1)).to(torch.int32)
+    both = wide[:, first // 8] | wide[:, first // 8 + 1] << 8
+    return (both >> (first % 8).to(torch.int32) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+class GptqMatrix(CodedMatrix):
+    """GPTQ: words along the inputs, each for one output; zero points in words along the outputs, stored less one in its
+    first version; with `g_idx` inputs belong to groups in any order."""
+
+    def __init__(self, parts: MatrixParts, stored: Gptq) -> None:
+        self._parts, self._less = parts, stored.less
+        words, scales = parts.shape("qweight"), parts.shape("scales")
+        self._bits = bits = stored.bits
+        if stored.varied and len(words) == 2 and parts.inputs:
+            self._bits = bits = words[0] * WORD_BITS // parts.inputs
+        if words != (words_for(parts.inputs, bits), parts.outputs) or len(scales) != 2 or not 1 <= bits <= 8:
+            raise parts.error(f"qweight {list(words)} is not what {self._bits} bits are for {parts.inputs} inputs")
+        self._groups = scales[0]
+        size = _stored_group_size(parts, self._groups, stored.group_size, stored.varied)
+        parts.view("qweight", words, INTEGERS)
+        narrow = parts.view("scales", (self._groups, parts.outputs), SCALES).dtype in NARROW
+        self._zero_shape = (self._groups, words_for(parts.outputs, bits))
+        parts.view("qzeros", self._zero_shape, INTEGERS)
+        order = input_order(parts, "g_idx", size) if parts.has("g_idx") else None
+        codes = CodeForm(4 if bits <= 4 else 8, size or parts.inputs, Zeros.POINTS, narrow, order)
+        share = (16 + bits) / (size or parts.inputs)
+        self.form = StoredForm(form_label("gptq", bits, size, order), bits + share, codes)
+
+    def codes(self, rows: slice) -> GroupedRows:
+        parts, bits = self._parts, self._bits
+        words = parts.view("qweight", (words_for(parts.inputs, bits), parts.outputs), INTEGERS, WHOLE, rows)
+        codes = unpack_words(words.t(), bits, parts.inputs)
+        order = self.form.codes.order if self.form.codes is not None else None
+        zeros = unpack_words(parts.view("qzeros", self._zero_shape, INTEGERS), bits, parts.outputs)[:, rows]
+        # A stored 255 is a zero point of 0 less one: what wraps around is meant so.
+        points = ((zeros + self._less) & 255 if bits == 8 else zeros + self._less).t()
+        scales = parts.view("scales", (self._groups, parts.outputs), SCALES, WHOLE, rows).float().t()
+        return GroupedRows(codes if order is None else codes[:, order], scales, points)
+
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of eight outputs in a word, where each of them lies: AutoAWQ stores 0, 2, 4, 6, 1, 3, 5, 7."""
+
+
+class AwqMatrix(CodedMatrix):
+    """AWQ: words of eight outputs, for one input each; zero points likewise."""
+
+    def __init__(self, parts: MatrixParts, stored: Awq) -> None:
+        self._parts, words, scales = parts, parts.shape("qweight"), parts.shape("scales")
+        self._words = parts.outputs // 8
+        if words != (parts.inputs, self._words) or parts.outputs % 8 or len(scales) != 2:
+            raise parts.error(f"qweight {list(words)} is not what awq has for {[parts.outputs, parts.inputs]}")
+        self._groups = scales[0]
+        size = _stored_group_size(parts, self._groups, stored.group_size, False)
+        parts.view("qweight", words, INTEGERS)
+        parts.view("qzeros", (self._groups, self._words), INTEGERS)
+        narrow = parts.view("scales", (self._groups, parts.outputs), SCALES).dtype in NARROW
+        codes = CodeForm(4, size or parts.inputs, Zeros.POINTS, narrow)
+        self.form = StoredForm(form_label("awq", 4, size), 4 + 20 / (size or parts.inputs), codes)
+
+    def codes(self, rows: slice) -> GroupedRows:
+        parts, some = self._parts, range(*rows.indices(self._parts.outputs))
+        scales = parts.view("scales", (self._groups, parts.outputs), SCALES, WHOLE, rows).float().t()
+        return GroupedRows(
+            self._numbers("qweight", parts.inputs, some), scales, self._numbers("qzeros", self._groups, some)
+        )
+
+    def _numbers(self, part: str, height: int, rows: range) -> Tensor:
+        """uint8 [rows, height]"""
+        first, last = rows.start // 8, -(-rows.stop // 8)
+        words = self._parts.view(part, (height, self._words), INTEGERS, WHOLE, slice(first, last))
+        numbers = unpack_words(words, 4, 8 * (last - first)).view(height, -1, 8)[..., list(_AWQ_PLACES)]
+        return numbers.flatten(1)[:, rows.start - 8 * first : rows.stop - 8 * first].t().contiguous()
+
+
+def _stored_group_size(parts: MatrixParts, groups: int, said: int, varied: bool) -> int:
+    """The group size that config.json says, or (where matrices may have others) that so many groups mean."""
+    if groups == group_count(parts.inputs, said):
+        return said
+    if varied and groups and parts.inputs % groups == 0:
+        return 0 if groups == 1 else parts.inputs // groups
+    raise parts.error(f"it has {groups} groups, but quantization_config means {group_count(parts.inputs, said)}")
+
 
 FP8 = {"F8_E4M3": torch.float8_e4m3fn}
 

@@ -1,5 +1,6 @@
-"""Weights in safetensors of which some matrices are quantised, by the tensors they consist of."""
+"""Which reader a checkpoint's weights have, and the one for safetensors of which some matrices are quantised."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -7,11 +8,12 @@ from torch import Tensor
 
 from ..cpu.matmul import GroupedRows
 from .code_forms import StoredForm
-from .compressed_matrices import FP8, BitStreamMatrix, Fp8Matrix, Int8Matrix
-from .gptq_matrices import AwqMatrix, GptqMatrix
+from .compressed_matrices import FP8, AwqMatrix, BitStreamMatrix, Fp8Matrix, GptqMatrix, Int8Matrix
+from .gguf_weights import GgufWeights
+from .hf_checkpoint import Checkpoint, text_tensor_name
 from .matrix_parts import MatrixParts, MatrixReader
-from .quantization_config import Awq, CompressedTensors, Gptq, ScaledFp8, StoredQuantization
-from .weights import CheckpointWeights, TensorSlice
+from .quantization_config import Awq, CompressedTensors, Gptq, ScaledFp8, StoredQuantization, read_quantization
+from .weights import CheckpointWeights, TensorSlice, WeightSource
 
 _SCALES_OF_OTHERS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 """Names of what belongs to activations and the KV cache, which are quantised here in ways of their own, if at all."""
@@ -92,3 +94,23 @@ def find_matrix(
     if dtype in ("I8", torch.int8) and isinstance(stored, CompressedTensors):
         return Int8Matrix(parts, stored)
     return None
+
+
+log = logging.getLogger(__name__)
+
+
+def open_weights(checkpoint: Checkpoint) -> WeightSource:
+    """The weights of `checkpoint`, by the names that our architectures give them.
+
+    Raises:
+        CheckpointError: no weights, a missing or truncated file, or one that is quantised in a way that is not served.
+    """
+    if checkpoint.gguf is not None:
+        return GgufWeights(checkpoint.gguf, checkpoint.spec.head_dim)
+    weights = CheckpointWeights(checkpoint.directory, text_tensor_name if checkpoint.language_part else str)
+    stored = read_quantization(checkpoint.config, checkpoint.where)
+    if stored is None:
+        return weights
+    for note in stored.notes:
+        log.info("%s: %s", checkpoint.directory, note)
+    return QuantizedWeights(weights, stored)

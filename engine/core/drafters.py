@@ -1,14 +1,23 @@
 """Which drafter a configuration asks for."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from ...scheduler.speculation import Drafter
+from ...scheduler.speculation import Drafter, DraftRequest
 from ..config import SpeculationConfig
 from ..drafters.custom import CustomDrafter
 from ..drafters.laboratory import OracleDrafter, RandomDrafter, SyntheticDrafter, read_records
 from ..drafters.ngram import NgramDrafter
-from ..drafters.proposed import ProposedDrafts
 from ..drafters.suffix import SuffixDrafter
+
+
+class ProposedDrafts:
+    """Takes the proposals that came with the last steps' results."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
+        """See `Drafter.propose`."""
+        return [request.proposed[: request.k] for request in requests]
+
 
 _SEED = 0
 """Of the drafters that draw: runs are to be compared."""

@@ -18,8 +18,7 @@ from ...core.errors import InvalidArgument
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceRequest
 from ..grammars.backend import CompiledGrammar
-from .grammar_pool import GrammarPool
-from .guides import SequenceGuide, ThinkingLimit
+from .guides import GrammarPool, SequenceGuide, ThinkingLimit
 from .messages import (
     AbortRequests,
     AdapterReply,

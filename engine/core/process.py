@@ -27,14 +27,14 @@ from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..config import CacheConfig, EngineConfig, LoraConfig
-from ..drafters.guard import GuardedDrafter
+from ..drafters.custom import GuardedDrafter
 from ..drafters.prediction import PredictionDrafter
 from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
 from .drafters import build_drafter
-from .grammar_pool import GrammarPool
+from .guides import GrammarPool
 from .messages import CoreFailed, CoreLoading, CoreReady
 from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore

@@ -20,8 +20,7 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceRequest
 from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
-from .grammar_pool import GrammarPool
-from .guides import Guides
+from .guides import GrammarPool, Guides
 from .inbox import Deadlines, Inbox, NewRequest
 from .messages import (
     NO_STEP,

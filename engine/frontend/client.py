@@ -32,8 +32,14 @@ from ..core.messages import (
 from .admission import AdmissionControl, QueueLimits, QueueTicket
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
 from .engine import count_by_priority
-from .resident_adapters import ResidentAdapters
-from .routing import TOKENS_PER_REQUEST, PrefixIndex, ReplicaCandidate, choose_replica, prompt_prefixes
+from .routing import (
+    TOKENS_PER_REQUEST,
+    PrefixIndex,
+    ReplicaCandidate,
+    ResidentAdapters,
+    choose_replica,
+    prompt_prefixes,
+)
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 

@@ -29,17 +29,15 @@ from ...core.request import (
 from ...core.request_context import Outcome, RequestContext
 from ...telemetry.llm_metrics import LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
-from ...tokenization.async_tokenizer import AsyncTokenizer
 from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_adapter, locate_checkpoint
 from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
-from ...tokenization.tokenizer import Tokenizer, TokenLimit
+from ...tokenization.tokenizer import AsyncTokenizer, Tokenizer, TokenLimit
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from ..drafters.prediction import PredictionFollower
 from .adapters import AdapterEngine, AdapterTable
-from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
+from .add_request import build_add_request, check_vocabulary, plan_answer, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_background
-from .answer_plan import plan_answer
 from .chunk_builder import TextEnds
 from .client import EngineClient
 from .engine import Engine, EngineSpec

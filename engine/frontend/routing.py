@@ -1,16 +1,22 @@
-"""Which of several replicas a request goes to: a pure rule, and an index of what their prefix caches likely hold.
+"""Which of several replicas a request goes to: a pure rule, and what they hold: an index of their prefix caches, which
+is likely right, and their adapters, by digest.
 
 The cost of a replica is the work that it has to do before and for the request, in prompt tokens, as in the KV router of
 NVIDIA Dynamo: prompts that it has not computed yet, and a share for every request it has, less what it saves on this
 prompt. One process sends all requests and so counts exactly: no draw between two is needed against old news.
 """
 
+import asyncio
+import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from ...core.adapter import Adapter
+from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
 from ...kvcache.manager import HashExtras
+from ..core.messages import AdapterLoaded, AdapterReply, LoadAdapter, ToCore, UnloadAdapter
 
 TOKENS_PER_REQUEST = 256
 """The prompt tokens that a request counts for the tokens it will generate."""
@@ -121,3 +127,103 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._spans)
+
+
+log = logging.getLogger(__name__)
+
+
+class ResidentAdapters:
+    """`send` takes messages to the core. The core counts: each load that it answers is one to be unloaded."""
+
+    def __init__(self, send: Callable[[ToCore], None]) -> None:
+        self._send = send
+        self._wanted: dict[str, Adapter] = {}
+        self._resident = set[str]()
+        self._lost: dict[str, str] = {}
+        """Why a core that was started again could not get them, by digest."""
+        self._loads: dict[int, asyncio.Future[Adapter]] = {}
+        self._last_load = 0
+        self._restoring = set[asyncio.Task[None]]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._resident)
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether the core computes with the adapter; "" is the model itself."""
+        return not digest or digest in self._resident
+
+    def absence(self, digest: str) -> CharoniaError:
+        """What a request is told whose adapter the core does not have, though it serves."""
+        adapter = self._wanted.get(digest)
+        if digest in self._lost and adapter is not None:
+            message = f"adapter {adapter.path} was lost with the engine core that had it: {self._lost[digest]}"
+            return Unavailable(f"{message}; load it again, with load_inplace")
+        return NotReady("the engine core was started again, and reads its adapters first")
+
+    async def load(self, path: str) -> Adapter:
+        """Return when the core has the adapter; its `name` is empty.
+
+        Raises:
+            CharoniaError: what is wrong with it, or that the core is gone.
+        """
+        self._last_load += 1
+        loading: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
+        self._loads[self._last_load] = loading
+        self._send(LoadAdapter(self._last_load, path))
+        adapter = await loading
+        if adapter.digest in self._resident:
+            self._send(UnloadAdapter(adapter.digest))
+        self._wanted[adapter.digest] = adapter
+        self._lost.pop(adapter.digest, None)
+        self._resident.add(adapter.digest)
+        return adapter
+
+    def unload(self, digest: str) -> None:
+        """Send no more requests with it; unknown ones are ignored."""
+        self._wanted.pop(digest, None)
+        self._lost.pop(digest, None)
+        if digest in self._resident:
+            self._resident.remove(digest)
+            self._send(UnloadAdapter(digest))
+
+    def on_reply(self, reply: AdapterReply) -> None:
+        loading = self._loads.pop(reply.number)
+        if isinstance(reply, AdapterLoaded):
+            if loading.done():  # its caller was cancelled
+                self._send(UnloadAdapter(reply.adapter.digest))
+            else:
+                loading.set_result(reply.adapter)
+        elif not loading.done():
+            loading.set_exception(error_from_code(reply.code, reply.message, reply.field or None))
+
+    def on_serving(self) -> None:
+        """A core serves, which has none yet."""
+        for adapter in self._wanted.values():
+            restoring = asyncio.create_task(self._restore(adapter))
+            self._restoring.add(restoring)
+            restoring.add_done_callback(self._restoring.discard)
+
+    def on_loss(self, error: CharoniaError) -> None:
+        """The core is gone with all it had."""
+        self._resident.clear()
+        loads, self._loads = self._loads, {}
+        for loading in loads.values():
+            if not loading.done():
+                loading.set_exception(error)
+
+    async def _restore(self, adapter: Adapter) -> None:
+        """Load what the core before had: the same, or nothing."""
+        try:
+            found = await self.load(adapter.path)
+        except NotReady:
+            return  # the next core gets it
+        except CharoniaError as error:
+            self._lose(adapter, error.message)
+            return
+        if found.digest != adapter.digest:
+            self._lose(adapter, "its files are not those that were loaded")
+            self.unload(found.digest)
+
+    def _lose(self, adapter: Adapter, why: str) -> None:
+        self._lost[adapter.digest] = why
+        log.error("adapter %s is lost with the engine core that had it: %s", adapter.path, why)

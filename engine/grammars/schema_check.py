@@ -5,13 +5,116 @@ Knows the keywords of drafts 4 to 2020-12 and what llguidance makes of them (`te
 the library itself). Pure: whether a schema compiles is asked of a callback.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple, TypeAlias
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
-from .exclusive_choice import narrow_one_of
-from .json_pointer import resolve_pointer
+_MAX_HOPS = 16
+
+
+def resolve_pointer(root: Any, reference: str) -> Any:
+    """The value at a reference such as `#/$defs/a`; None where there is none."""
+    found = root
+    for step in unquote(reference).removeprefix("#").split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
+
+
+def follow_references(root: Any, schema: Any) -> Any:
+    """The schema that one of nothing but a reference stands for."""
+    for _ in range(_MAX_HOPS):
+        if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#")):
+            break
+        schema = resolve_pointer(root, schema["$ref"])
+    return schema
+
+
+_ALL_TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
+
+
+class _Branch(NamedTuple):
+    """What the values of a branch have in common: `types`, all of their `values` where these are few, and of each
+    property with few values (`tags`) these."""
+
+    types: frozenset[str]
+    values: frozenset[str] | None
+    tags: dict[str, frozenset[str]]
+
+
+def narrow_one_of(root: Any, node: dict[str, Any]) -> None:
+    """Write `oneOf` in `node` as `anyOf` if no value can match two branches, or none can that has the property which
+    tells the branches apart: that is required then."""
+    branches = node.get("oneOf")
+    if not isinstance(branches, list) or not branches or "anyOf" in node:
+        return
+    described = [_describe(root, each) for each in branches]
+    tag = None
+    if any(not _apart(one, other) for one, other in combinations(described, 2)):
+        tag = next((name for name in described[0].tags if _told_apart(described, name)), None)
+        if tag is None:
+            return
+    del node["oneOf"]
+    node["anyOf"] = branches if tag is None else [_requiring(tag, each, root) for each in branches]
+
+
+def _describe(root: Any, schema: Any) -> _Branch:
+    found = follow_references(root, schema)
+    if not isinstance(found, dict):
+        return _Branch(_ALL_TYPES, None, {})
+    given = found.get("type", _ALL_TYPES)
+    several = given if isinstance(given, list | frozenset) else [given]
+    types = [each for each in several if isinstance(each, str)]
+    properties = found.get("properties")
+    tags = {name: _values(root, each) for name, each in properties.items()} if isinstance(properties, dict) else {}
+    return _Branch(
+        frozenset("number" if each == "integer" else each for each in types) or _ALL_TYPES,
+        _values(root, found),
+        {name: values for name, values in tags.items() if values is not None},
+    )
+
+
+def _values(root: Any, schema: Any) -> frozenset[str] | None:
+    found = follow_references(root, schema)
+    if not isinstance(found, dict):
+        return None
+    values = [found["const"]] if "const" in found else found.get("enum")
+    if not isinstance(values, list):
+        return None
+    whole = [int(each) if isinstance(each, float) and each.is_integer() else each for each in values]
+    return frozenset(json.dumps(each, sort_keys=True) for each in whole)
+
+
+def _apart(one: _Branch, other: _Branch) -> bool:
+    if one.values is not None and other.values is not None:
+        return one.values.isdisjoint(other.values)
+    return one.types.isdisjoint(other.types)
+
+
+def _told_apart(branches: list[_Branch], tag: str) -> bool:
+    """Whether an object with the property `tag` matches one branch at most; all others match none, or all."""
+    if any("object" not in each.types or tag not in each.tags for each in branches):
+        return False
+    if any(len(each.types) > 1 and each.types != _ALL_TYPES for each in branches):
+        return False
+    return all(one.tags[tag].isdisjoint(other.tags[tag]) for one, other in combinations(branches, 2))
+
+
+def _requiring(tag: str, branch: dict[str, Any], root: Any) -> dict[str, Any]:
+    found = follow_references(root, branch)
+    if tag not in found.get("required", ()) or found.get("type") != "object":
+        own = branch.get("required", [])
+        branch |= {"type": "object", "required": own if tag in own else [*own, tag]}
+    return branch
+
 
 Problem: TypeAlias = Callable[[Any], str]
 """Why a schema does not compile; empty where it does."""

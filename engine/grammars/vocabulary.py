@@ -9,8 +9,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from ...tokenization.checkpoint_files import locate_checkpoint
 from ...tokenization.generation_defaults import read_generation_defaults
-from ...tokenization.token_pieces import read_token_piece
-from ...tokenization.tokenizer import Tokenizer
+from ...tokenization.tokenizer import Tokenizer, read_token_piece
 from ...tokenization.tokenizer_json import read_tokenizer
 
 

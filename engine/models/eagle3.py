@@ -13,7 +13,7 @@ from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.hf_config import read_spec
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
-from ..checkpoint.open_weights import open_weights
+from ..checkpoint.quantised_weights import open_weights
 from ..checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from ..layers.embed_and_head import EMBEDDING_WEIGHT
 from ..layers.linear import LMHead, OutputShard, column_linear

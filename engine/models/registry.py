@@ -11,9 +11,9 @@ from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
-from ..checkpoint.open_weights import open_weights
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
+from ..checkpoint.quantised_weights import open_weights
 from ..checkpoint.weights import WeightLoader, WeightSource, dtype_name
 from ..config import ParallelConfig
 from ..cpu import library

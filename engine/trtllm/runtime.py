@@ -14,8 +14,7 @@ from ..core.messages import AddRequest, CoreReady
 from .llm_factory import make_llm, read_model_info
 from .options import TrtllmOptions
 from .package import differences, import_tensorrt_llm
-from .request import GenerateArguments, ResultReader
-from .sampling import SamplingTranslator
+from .request import GenerateArguments, ResultReader, SamplingTranslator
 
 if TYPE_CHECKING:
     from tensorrt_llm import LLM

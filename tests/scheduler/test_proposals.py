@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from charonia.engine.drafters.proposed import ProposedDrafts
+from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig

@@ -10,8 +10,7 @@ import pytest
 
 from charonia.core.errors import Unavailable
 from charonia.core.request import ChatMessage, Conversation
-from charonia.tokenization.async_tokenizer import AsyncTokenizer
-from charonia.tokenization.tokenizer import Tokenizer
+from charonia.tokenization.tokenizer import AsyncTokenizer, Tokenizer
 
 CHAT = Conversation((ChatMessage("user", "x"),))
 LONG = "the lazy dog " * 30

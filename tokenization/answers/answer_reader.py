@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ...core.request import Tool, ToolCallDelta, ToolUse
 from .answer_text import AnswerText, MalformedCall, Reading
-from .argument_types import argument_types
+from .literals import argument_types
 
 
 class AnswerDelta(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Reading
-from .argument_types import resolve_reference, schema_types
 from .grammar_parts import (
     CallLayout,
     CallSection,
@@ -20,7 +19,7 @@ from .grammar_parts import (
     sequence,
     tag,
 )
-from .literals import Dialect, read_value
+from .literals import Dialect, read_value, resolve_reference, schema_types
 from .marked_answer import random_id
 from .named_calls import read_name
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Reading
-from .argument_types import schema_types
 from .grammar_parts import NO_LAYOUT, CallLayout, Part, argument_list, const, either, json_value, sequence
-from .literals import PYTHON, read_value
+from .literals import PYTHON, read_value, schema_types
 from .marked_answer import random_id
 from .named_calls import read_name
 

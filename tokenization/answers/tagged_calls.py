@@ -12,7 +12,6 @@ from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Markers, Reading, Sink
-from .argument_types import schema_types, typed_argument
 from .grammar_parts import (
     CallLayout,
     CallSection,
@@ -25,7 +24,7 @@ from .grammar_parts import (
     sequence,
     tag,
 )
-from .literals import quoted
+from .literals import quoted, schema_types, typed_argument
 from .marked_answer import random_id
 from .named_calls import read_name
 

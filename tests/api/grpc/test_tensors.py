@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
-from charonia.api.grpc import response_messages
+from charonia.api.grpc import messages
 from charonia.api.grpc.messages import parse_infer_message, write_response
 from charonia.api.grpc.settings import Caller
 from charonia.api.infer_call import InferCall
@@ -234,7 +234,7 @@ def test_classes() -> None:
 
 
 def test_a_response_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_messages, "_LARGEST", 7)
+    monkeypatch.setattr(messages, "_LARGEST", 7)
     with pytest.raises(InvalidArgument) as caught:
         write_response(MODEL, read(pb.ModelInferRequest()), InferResponse((Tensor.from_values("T", "INT32", [1, 2]),)))
     assert caught.value.message == "Response has byte size 8 which exceeds gRPC's byte size limit 7."

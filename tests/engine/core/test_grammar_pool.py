@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.request import GuidedDecoding
-from charonia.engine.core.grammar_pool import GrammarCacheLimits, GrammarPool
+from charonia.engine.core.guides import GrammarCacheLimits, GrammarPool
 from charonia.engine.grammars.backend import CompiledGrammar, GrammarMatcher
 
 

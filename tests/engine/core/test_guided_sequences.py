@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from charonia.core.request import GuidedDecoding
 from charonia.engine.config import CacheConfig, EngineConfig
-from charonia.engine.core.grammar_pool import GrammarPool
+from charonia.engine.core.guides import GrammarPool
 from charonia.engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
 from charonia.engine.core.step_loop import EngineCore
 from charonia.engine.grammars.backend import LIMITS

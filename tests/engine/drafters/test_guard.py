@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from charonia.engine.drafters.guard import CALLS, GuardedDrafter
+from charonia.engine.drafters.custom import CALLS, GuardedDrafter
 from charonia.engine.drafters.prediction import PredictionDrafter
 from charonia.scheduler.speculation import DraftRequest
 

@@ -11,8 +11,7 @@ import pytest
 from charonia.core.errors import InvalidArgument, QueueFull, Unavailable
 from charonia.core.request import GuidedDecoding
 from charonia.engine.frontend import guide_checker
-from charonia.engine.frontend.guide_checker import GuideChecker, VerdictCache
-from charonia.engine.frontend.guide_process import CheckLimits, GuideProcess
+from charonia.engine.frontend.guide_checker import CheckLimits, GuideChecker, GuideProcess, VerdictCache
 from charonia.engine.grammars.guide_check import CheckedGuide
 
 SLOW = GuidedDecoding("json_schema", '{"type":"integer","multipleOf":1000003}', "response_format")

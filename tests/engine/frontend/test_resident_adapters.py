@@ -8,7 +8,7 @@ import pytest
 from charonia.core.adapter import Adapter
 from charonia.core.errors import CharoniaError, ErrorCode, NotReady, Unavailable
 from charonia.engine.core.messages import AdapterLoaded, AdapterRefused
-from charonia.engine.frontend.resident_adapters import ResidentAdapters
+from charonia.engine.frontend.routing import ResidentAdapters
 
 
 def stored(digest: str) -> Adapter:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
-from charonia.engine.drafters.proposed import ProposedDrafts
+from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
 from charonia.kvcache.manager import KVCacheManager

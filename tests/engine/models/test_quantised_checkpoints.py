@@ -15,7 +15,7 @@ from charonia.engine.build import describe, memory_needed
 from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError
-from charonia.engine.checkpoint.open_weights import open_weights
+from charonia.engine.checkpoint.quantised_weights import open_weights
 from charonia.engine.checkpoint.quantization_config import STORED_AS
 from charonia.engine.checkpoint.weights import TensorSlice, WeightLoader
 from charonia.engine.config import EngineConfig, ParallelConfig

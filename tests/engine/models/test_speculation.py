@@ -9,9 +9,9 @@ import pytest
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
+from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.drafters.ngram import NgramDrafter
 from charonia.engine.drafters.prediction import PredictionDrafter
-from charonia.engine.drafters.proposed import ProposedDrafts
 from charonia.engine.drafters.suffix import SuffixDrafter
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager

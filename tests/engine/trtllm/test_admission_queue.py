@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.engine.core.messages import AddRequest
-from charonia.engine.trtllm.admission_queue import AdmissionQueue
+from charonia.engine.trtllm.client import AdmissionQueue
 from charonia.scheduler.sequence import Sequence
 
 

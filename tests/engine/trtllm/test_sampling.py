@@ -8,7 +8,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GuidedDecoding
 from charonia.engine.core.messages import AddRequest
-from charonia.engine.trtllm.sampling import SamplingTranslator
+from charonia.engine.trtllm.request import SamplingTranslator
 from charonia.scheduler.plan import LogitsParams, SamplerParams
 
 MAPPED = {
