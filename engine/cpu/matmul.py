@@ -1,5 +1,5 @@
-"""Matrix products with constant weights, packed once (`matmul.h` says how they lie): of fp32, bf16 or int8, and of four or
-eight bits whose groups of inputs have scales.
+"""Matrix products with constant weights, packed once (`matmul.h` says how they lie): of fp32, bf16 or int8, and of four
+or eight bits whose groups of inputs have scales.
 
 A row's result does not depend on the rows beside it, nor on the threads: bit for bit. int8 is symmetric: weights by
 output, activations by row, each scaled so that its largest number is 127; the sum between is exact. With groups,

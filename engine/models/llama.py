@@ -1,6 +1,5 @@
-"""Llama 1 to 3 (arXiv 2302.13971, 2407.21783) and architectures of its shape: pre-norm, RoPE, GQA, SwiGLU, dense or with a
-mixture of experts in place of the MLP.
-"""
+"""Llama 1 to 3 (arXiv 2302.13971, 2407.21783) and architectures of its shape: pre-norm, RoPE, GQA, SwiGLU, dense or
+with a mixture of experts in place of the MLP."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias

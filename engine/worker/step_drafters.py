@@ -1,7 +1,6 @@
-"""Models that draft beside the target: a draft model, which goes through the same tokens, and an EAGLE-3 head, which goes
-on from the target's hidden states. Both have a cache of the target's blocks, and say ahead of the next step how its
-rows may go on.
-"""
+"""Models that draft beside the target: a draft model, which goes through the same tokens, and an EAGLE-3 head, which
+goes on from the target's hidden states. Both have a cache of the target's blocks, and say ahead of the next step how
+its rows may go on."""
 
 from collections import Counter
 from collections.abc import Iterable
