@@ -203,14 +203,9 @@ def _read_source(asked: RawConfig, names: set[str], field: str) -> str:
 class SequenceLayout(Protocol):
     """The additions of a stateful model to its batches; see `sequences.sequence_support.SequenceSupport`."""
 
-    @property
-    def iterative(self) -> bool: ...
-
-    @property
-    def tells_idle_rows(self) -> bool: ...
-
-    @property
-    def state_outputs(self) -> tuple[str, ...]: ...
+    iterative: bool
+    tells_idle_rows: bool
+    state_outputs: tuple[str, ...]
 
     def arrange_rows(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]: ...
 

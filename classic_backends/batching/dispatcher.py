@@ -18,7 +18,7 @@ from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher
 from .instance_pool import Instance, call_in_loop
 from .queued_request import BatchResult, QueuedRequest, RequestBatch, ResponseRouter
-from .request_execution import ExecutionSurroundings, execute_requests
+from .request_execution import execute_requests
 
 
 class DeadlineTimer:
@@ -56,10 +56,10 @@ class Dispatcher:
     responses to a request."""
 
     def __init__(self, queue: DynamicBatcher, layout: BatchLayout, router: ResponseRouter, decoupled: bool) -> None:
-        self._call_in_loop = partial(call_in_loop, asyncio.get_running_loop())
-        self._layout = layout
-        self._router = router
-        self._decoupled = decoupled
+        self.call_in_loop = partial(call_in_loop, asyncio.get_running_loop())
+        self.layout = layout
+        self.router = router
+        self.decoupled = decoupled
         self._lock = threading.Lock()
         self._queue = queue
         self._timer = DeadlineTimer(self._wake_instances)
@@ -68,9 +68,6 @@ class Dispatcher:
         self._waking: set[Instance] = set()
         self._closed = False
         self._early: set[QueuedRequest] = set()
-        self._surroundings = ExecutionSurroundings(
-            layout, decoupled, router, self._call_in_loop, self._settle_batch, self.release
-        )
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -95,7 +92,7 @@ class Dispatcher:
             waiting = [] if self._instances else self._queue.drain()
         for request in waiting:
             if request.execution is None:
-                self._router.on_rejected(request, restarting_error(request))
+                self.router.on_rejected(request, restarting_error(request))
         self._wake_instances()
 
     def submit(self, request: QueuedRequest) -> None:
@@ -134,9 +131,9 @@ class Dispatcher:
         if request.execution is not None and (request.given_up or request.finished):
             request.execution.cancel()
         if request.given_up and not request.finished:
-            self._router.on_finished([request])
+            self.router.on_finished([request])
         elif self._instances and not request.finished:  # without them, its runtime tells that its process has ended
-            self._router.on_rejected(request, stopping_error(request))
+            self.router.on_rejected(request, stopping_error(request))
 
     def cancel_request(self, request: QueuedRequest) -> bool:
         """Take a request out of the queue. False: it had left already; its responses are dropped by `given_up`."""
@@ -154,7 +151,7 @@ class Dispatcher:
         with self._lock:
             waiting = self._queue.drain()
         for request in waiting:
-            self._router.on_rejected(request, stopping_error(request))
+            self.router.on_rejected(request, stopping_error(request))
 
     def _wake_instances(self) -> None:
         """Wake as many free instances as there is work for, and set the timer for the next decision."""
@@ -177,7 +174,7 @@ class Dispatcher:
 
     def _apply(self, decision: BatchDecision) -> None:
         for request in decision.expired:
-            self._router.on_rejected(request, RequestTimeout())
+            self.router.on_rejected(request, RequestTimeout())
         if decision.ask_again_at is not None:
             self._timer.set_no_later_than(decision.ask_again_at)
 
@@ -185,28 +182,28 @@ class Dispatcher:
 
     def execute_batch(self, instance: Instance, batch: RequestBatch) -> None:
         started_at = time.monotonic_ns()
-        if self._layout.by_request:
-            execute_requests(self._surroundings, cast(RequestRuntime, instance.runtime), batch, instance.name)
+        if self.layout.by_request:
+            execute_requests(self, cast(RequestRuntime, instance.runtime), batch, instance.name)
             return
         runtime = cast(Runtime, instance.runtime)
-        if not self._decoupled:
+        if not self.decoupled:
             jobs = [request.job for request in batch.requests]
-            result = execute_batch(runtime, self._layout, jobs, instance.name)
-            self._call_in_loop(self._router.on_batch_done, BatchResult(batch, started_at, result))
+            result = execute_batch(runtime, self.layout, jobs, instance.name)
+            self.call_in_loop(self.router.on_batch_done, BatchResult(batch, started_at, result))
             return
         [request] = batch.requests
-        with closing(execute_decoupled(runtime, self._layout, request.job, instance.name)) as results:
+        with closing(execute_decoupled(runtime, self.layout, request.job, instance.name)) as results:
             for result in results:
                 instance.execution_timer.stop()
                 if request.channel.unread_slots is not None:
                     request.channel.unread_slots.acquire()
                 if request.given_up:
                     break
-                self._call_in_loop(self._router.on_stream_response, BatchResult(batch, started_at, result))
+                self.call_in_loop(self.router.on_stream_response, BatchResult(batch, started_at, result))
                 instance.execution_timer.start()
-        self._call_in_loop(self._router.on_stream_end, batch, started_at)
+        self.call_in_loop(self.router.on_stream_end, batch, started_at)
 
-    def _settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool]) -> None:
+    def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool]) -> None:
         """What becomes of the batch that was executed; see `DynamicBatcher.settle_batch`."""
         with self._lock:
             coming = dict.fromkeys((*again, *(each for each in held if each in self._early)))
@@ -216,7 +213,7 @@ class Dispatcher:
             self._early.clear()
             self._queue.settle_batch([each for each in coming if each not in lost], kept, time.monotonic_ns())
         for request in lost:
-            self._call_in_loop(self._drop, request)
+            self.call_in_loop(self._drop, request)
 
     def next_batch(self, instance: Instance) -> RequestBatch | None:
         with self._lock:
@@ -228,9 +225,9 @@ class Dispatcher:
                 self._free.append(instance)
             needs_another = gone or (decision.batch is not None and self._needs_another())
         if decision.expired or decision.ask_again_at is not None:
-            self._call_in_loop(self._apply, decision)
+            self.call_in_loop(self._apply, decision)
         if needs_another:
-            self._call_in_loop(self._wake_instances)
+            self.call_in_loop(self._wake_instances)
         return decision.batch
 
 

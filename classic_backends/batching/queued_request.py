@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -18,6 +18,9 @@ from ...core.errors import CharoniaError, ErrorCode
 from ...core.request import InferResponse, ParameterValue
 from ...core.request_context import ExecutionTimes, RequestContext
 from ...telemetry.model_metrics import NO_TIMING, CloseReason, ExecutionTiming, FailureReason, ModelMetrics
+
+if TYPE_CHECKING:
+    from .request_execution import RequestExecution
 
 _MAX_UNREAD = 256
 
@@ -147,16 +150,6 @@ class ResponseOrderer:
             self._channels.popleft()
 
 
-class ExecutionHandle(Protocol):
-    """What a runtime that takes requests as they are has of one."""
-
-    def cancel(self) -> None:
-        """Nobody waits for the request any more. Called in the event loop."""
-
-    def close(self) -> None:
-        """Nothing more becomes of the request. Called in the event loop, last."""
-
-
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
     """A job on its way through the queue and back to its reader.
@@ -180,7 +173,7 @@ class QueuedRequest:
     given_up: bool = False
     finished: bool = False
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-    execution: ExecutionHandle | None = None
+    execution: "RequestExecution | None" = None
     arrived_at: int = 0
     queued_at: int = 0
     level: int = 0

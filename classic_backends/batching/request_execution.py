@@ -5,10 +5,10 @@ A batch runs in the instance's thread; everything else happens in the event loop
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,7 +18,10 @@ from ...core.request_context import RequestContext
 from ...telemetry.model_metrics import NO_TIMING, CloseReason, ExecutionTiming
 from ..runtime import RequestRuntime, Rescheduled, RuntimeAnswer, RuntimeRequest
 from .batch_execution import BatchLayout, client_error, gather_inputs, split_outputs
-from .queued_request import BatchResult, ExecutionResult, InferenceJob, QueuedRequest, RequestBatch, ResponseRouter
+from .queued_request import BatchResult, ExecutionResult, InferenceJob, QueuedRequest, RequestBatch
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
 
 _SEQUENCE_START, _SEQUENCE_END = 1, 2
 """Triton's flags of a request."""
@@ -27,30 +30,18 @@ _FIELDS = {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout
 """Parameters of the protocol that a model sees as fields of its request."""
 
 
-class ExecutionSurroundings(NamedTuple):
-    """What all executions of a model share. `call_in_loop` calls in the event loop, from any thread; `settle_batch` and
-    `release` are the dispatcher's."""
-
-    layout: BatchLayout
-    decoupled: bool
-    router: ResponseRouter
-    call_in_loop: Callable[..., None]
-    settle_batch: Callable[[Sequence[QueuedRequest], Mapping[QueuedRequest, bool]], None]
-    release: Callable[[QueuedRequest, bool], None]
-
-
 class RequestExecution:
     """One request in the hands of a runtime, from its first execution to its last answer."""
 
     def __init__(
-        self, surroundings: ExecutionSurroundings, runtime: RequestRuntime, queued: QueuedRequest, started_at: int
+        self, dispatcher: "Dispatcher", runtime: RequestRuntime, queued: QueuedRequest, started_at: int
     ) -> None:
-        self._layout, self._decoupled, self._router, _, _, self._release = surroundings
+        self._dispatcher, self._layout, self._router = dispatcher, dispatcher.layout, dispatcher.router
+        self._decoupled = dispatcher.decoupled
         self._runtime, self.queued, self._started_at = runtime, queued, started_at
-        self._timing = NO_TIMING
-        self._mark = started_at
+        self._timing, self._mark = NO_TIMING, started_at
         self._batch = RequestBatch([queued], CloseReason.ALONE)
-        self._request = _make_request(self._layout, queued.job, self._respond, queued.context)
+        self._request = _make_request(self._layout, queued.job, self.respond, queued.context)
         self._request.id = queued.request_id
         self._request.parameters = {name: each for name, each in queued.parameters.items() if name not in _FIELDS}
         self._request.timeout, self._request.priority = queued.timeout_ns // 1000, queued.priority
@@ -61,9 +52,8 @@ class RequestExecution:
     def prepare(self, batch: RequestBatch, started_at: int) -> RuntimeRequest:
         """The request for the next execution, as a part of `batch`."""
         self._batch, self._mark = self._batch._replace(close_reason=batch.close_reason), started_at
-        _fill_request(self._request, self._layout, self.queued.job)
         self._request.cancelled = self._request.cancelled or self.queued.given_up
-        return self._request
+        return _filled(self._request, self._layout, self.queued.job)
 
     def read(self, answer: RuntimeAnswer) -> InferResponse | Exception | None:
         """An answer as the client gets it; None if there is none yet. In either thread."""
@@ -83,7 +73,7 @@ class RequestExecution:
     # In the event loop
 
     def close(self) -> None:
-        self._request.respond = _ignore_answer
+        self._request.respond = lambda answer, final: None
 
     def cancel(self) -> None:
         self._request.cancelled = True
@@ -96,25 +86,22 @@ class RequestExecution:
         if response is not None:
             self._deliver(response, NO_TIMING, True)
 
-    def fail(self, error: Exception) -> None:
-        self._respond(error, True)
-
     def resume(self) -> None:
         """Execute a rescheduled request again, once its reader has read enough."""
         if self.queued.channel.drained:
             self._runtime.hold_request(self._request, False)
-            self._release(self.queued, True)
+            self._dispatcher.release(self.queued, again=True)
         else:
             self.queued.channel.on_drained = self.resume
 
-    def _respond(self, answer: RuntimeAnswer, final: bool) -> None:
+    def respond(self, answer: RuntimeAnswer, final: bool) -> None:
         """Take an answer that does not come with the whole batch's."""
         if self.queued.finished:
             return
         response, mark = self.read(answer), self._mark
         self._mark = time.monotonic_ns()
         if isinstance(answer, Rescheduled) and response is None:
-            self._release(self.queued, True)
+            self._dispatcher.release(self.queued, again=True)
         elif response is not None or final:
             self._deliver(response, ExecutionTiming(0, self._mark - mark, 0), final)
 
@@ -139,27 +126,6 @@ class RequestExecution:
             channel.on_drained = partial(self._runtime.hold_request, self._request, False)
 
 
-def _ignore_answer(answer: RuntimeAnswer, final: bool) -> None:
-    pass
-
-
-def _make_request(
-    layout: BatchLayout, job: InferenceJob, respond: Callable[[RuntimeAnswer, bool], None], context: RequestContext
-) -> RuntimeRequest:
-    """A request without inputs; it wants the job's outputs, and those of its sequence's states."""
-    states = () if layout.sequences is None else layout.sequences.state_outputs
-    wanted = () if job.requested_outputs is None else tuple(dict.fromkeys((*job.requested_outputs, *states)))
-    sequence_id = 0 if job.sequence_flags is None else job.sequence_flags.id
-    return RuntimeRequest({}, wanted, respond, context, correlation_id=sequence_id)
-
-
-def _fill_request(request: RuntimeRequest, layout: BatchLayout, job: InferenceJob) -> None:
-    """Give the request the inputs and flags of its next execution."""
-    flags = job.sequence_flags
-    request.inputs = gather_inputs(layout, [job])
-    request.flags = 0 if flags is None else flags.start * _SEQUENCE_START | flags.end * _SEQUENCE_END
-
-
 def _reschedule(layout: BatchLayout, job: InferenceJob, answer: Rescheduled) -> None:
     """Make a job ready to come again. Raises `Internal` for a model that may not ask for that."""
     if layout.sequences is None or not layout.sequences.iterative or job.sequence_flags is None:
@@ -173,44 +139,70 @@ def _sum(left: ExecutionTiming, right: ExecutionTiming) -> ExecutionTiming:
     return ExecutionTiming(*map(sum, zip(left, right, strict=True)))
 
 
-def execute_requests(
-    surroundings: ExecutionSurroundings, runtime: RequestRuntime, batch: RequestBatch, instance: str
-) -> None:
+def _make_request(
+    layout: BatchLayout, job: InferenceJob, respond: Callable[[RuntimeAnswer, bool], None], context: RequestContext
+) -> RuntimeRequest:
+    """A request without inputs; it wants the job's outputs, and those of its sequence's states."""
+    states = () if layout.sequences is None else layout.sequences.state_outputs
+    wanted = () if job.requested_outputs is None else tuple(dict.fromkeys((*job.requested_outputs, *states)))
+    sequence_id = 0 if job.sequence_flags is None else job.sequence_flags.id
+    return RuntimeRequest({}, wanted, respond, context, correlation_id=sequence_id)
+
+
+def _filled(request: RuntimeRequest, layout: BatchLayout, job: InferenceJob) -> RuntimeRequest:
+    """The request with the inputs and flags of its next execution."""
+    flags = job.sequence_flags
+    request.inputs = gather_inputs(layout, [job])
+    request.flags = 0 if flags is None else flags.start * _SEQUENCE_START | flags.end * _SEQUENCE_END
+    return request
+
+
+def execute_requests(dispatcher: "Dispatcher", runtime: RequestRuntime, batch: RequestBatch, instance: str) -> None:
     """Execute a batch, in the thread of an instance; `instance` is its name, for the log. Never raises."""
     started_at = gathered_at = computed_at = time.monotonic_ns()
-    executions = [_execution_of(surroundings, runtime, queued, started_at) for queued in batch.requests]
+    executions = [each.execution or RequestExecution(dispatcher, runtime, each, started_at) for each in batch.requests]
     try:
         requests = [execution.prepare(batch, started_at) for execution in executions]
         gathered_at = time.monotonic_ns()
-        answers = _execute_rows(surroundings, runtime, batch, requests)
+        answers = _execute_rows(dispatcher, runtime, batch, requests)
         computed_at = time.monotonic_ns()
         responses = [execution.read(answer) for execution, answer in zip(executions, answers, strict=True)]
     except BaseException as error:  # a model may do anything: the thread goes on
-        surroundings.call_in_loop(_fail_batch, executions, client_error(error, instance))
+        # Not by a name of its own here: this frame would hold the error that holds it.
+        dispatcher.call_in_loop(_fail_all, executions, client_error(error, instance))
         return
     timing = ExecutionTiming(gathered_at - started_at, computed_at - gathered_at, time.monotonic_ns() - computed_at)
     answered = list(zip(executions, answers, responses, strict=True))
     again = [each for each, answer, response in answered if isinstance(answer, Rescheduled) and response is None]
     crowded = [each for each in again if not each.queued.channel.drained]
     held = {each.queued: True for each in crowded}
-    if surroundings.layout.holds_sequences:
+    if dispatcher.layout.holds_sequences:
         held |= {each.queued: False for each, answer, _ in answered if answer is None}
-    surroundings.settle_batch([each.queued for each in again if each not in crowded], held)
-    done = BatchResult(batch, started_at, ExecutionResult([None] * len(executions), timing))
-    surroundings.call_in_loop(
-        _finish_batch, surroundings.router, done, list(zip(executions, responses, strict=True)), crowded
-    )
+    dispatcher.settle_batch([each.queued for each in again if each not in crowded], held)
+
+    def finish() -> None:
+        done = BatchResult(batch, started_at, ExecutionResult([None] * len(executions), timing))
+        dispatcher.router.on_batch_done(done)
+        for execution, response in zip(executions, responses, strict=True):
+            execution.on_executed(response, timing)
+        for execution in crowded:
+            execution.resume()
+
+    dispatcher.call_in_loop(finish)
+
+
+def _fail_all(executions: Sequence[RequestExecution], error: Exception) -> None:
+    """Tell the error to the requests that have no last answer yet."""
+    for execution in executions:
+        execution.respond(error, True)
 
 
 def _execute_rows(
-    surroundings: ExecutionSurroundings,
-    runtime: RequestRuntime,
-    batch: RequestBatch,
-    requests: Sequence[RuntimeRequest],
+    dispatcher: "Dispatcher", runtime: RequestRuntime, batch: RequestBatch, requests: Sequence[RuntimeRequest]
 ) -> Sequence[RuntimeAnswer]:
     """The answers to `requests`, which are those of `batch`. A model with fixed rows that can tell idle ones gets a
     request for each of these, too."""
-    layout, sequences = surroundings.layout, surroundings.layout.sequences
+    layout, sequences = dispatcher.layout, dispatcher.layout.sequences
     if sequences is None or not sequences.tells_idle_rows:
         return runtime.execute_requests(requests)
     jobs = [queued.job for queued in batch.requests]
@@ -223,7 +215,7 @@ def _execute_rows(
     answers = dict(zip(rows, runtime.execute_requests(rows), strict=True))
     for row in rows:
         if row not in requests and isinstance(answers[row], Rescheduled):
-            surroundings.call_in_loop(runtime.cancel_request, row)
+            dispatcher.call_in_loop(runtime.cancel_request, row)
     return [answers[request] for request in requests]
 
 
@@ -237,8 +229,7 @@ def execute_alone(runtime: RequestRuntime, layout: BatchLayout, job: InferenceJo
         final = False
         while not final:
             if isinstance(answer, Rescheduled):
-                _fill_request(request, layout, job)
-                [answer] = runtime.execute_requests([request])
+                [answer] = runtime.execute_requests([_filled(request, layout, job)])
                 final = answer is not None and not isinstance(answer, Rescheduled)
             else:
                 answer, final = arrived.get()
@@ -251,33 +242,3 @@ def execute_alone(runtime: RequestRuntime, layout: BatchLayout, job: InferenceJo
     except BaseException as error:
         return client_error(error, instance)
     return None
-
-
-def _execution_of(
-    surroundings: ExecutionSurroundings, runtime: RequestRuntime, queued: QueuedRequest, started_at: int
-) -> RequestExecution:
-    execution = queued.execution
-    return (
-        execution
-        if isinstance(execution, RequestExecution)
-        else RequestExecution(surroundings, runtime, queued, started_at)
-    )
-
-
-def _finish_batch(
-    router: ResponseRouter,
-    done: BatchResult,
-    responses: Sequence[tuple[RequestExecution, InferResponse | Exception | None]],
-    crowded: Sequence[RequestExecution],
-) -> None:
-    router.on_batch_done(done)
-    for execution, response in responses:
-        execution.on_executed(response, done.result.timing)
-    for execution in crowded:
-        execution.resume()
-
-
-def _fail_batch(executions: Sequence[RequestExecution], error: Exception) -> None:
-    """Tell the error to the requests that have no last answer yet."""
-    for execution in executions:
-        execution.fail(error)

@@ -5,11 +5,9 @@ msgpack, beside the tensors, which lie in memory that both map.
 The process ends when the server closes the connection, or ends itself. Knows nothing of queues and requests.
 """
 
-import json
 import logging
 import os
 import traceback
-from collections.abc import Generator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,12 +37,6 @@ class ExecuteBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     wanted: tuple[str, ...]
 
 
-class OutputsRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outputs are read: make the next ones or, without `more`, end the batch."""
-
-    more: bool
-
-
 class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The instance can execute; `ragged` as in `RuntimeTraits`."""
 
@@ -52,20 +44,15 @@ class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class OutputsMade(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Outputs of a batch; unless they are the `last` ones, the instance waits for an `OutputsRead`."""
+    """The outputs of a batch."""
 
     outputs: list[TensorMessage]
-    last: bool
-
-
-class OutputsEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The batch has no more outputs."""
 
 
 class ConfigCompleted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A model's whole config, as JSON."""
+    """A model's whole config."""
 
-    config: bytes
+    config: dict[str, Any]
 
 
 class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,10 +65,7 @@ class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     report: str = ""
 
 
-ToInstance: TypeAlias = ExecuteBatch | OutputsRead
-FromInstance: TypeAlias = (
-    InstanceLoaded | OutputsMade | OutputsEnded | ConfigCompleted | InstanceFailed | LogRecordMessage
-)
+FromInstance: TypeAlias = InstanceLoaded | OutputsMade | ConfigCompleted | InstanceFailed | LogRecordMessage
 
 
 def failure_message(error: BaseException) -> InstanceFailed:
@@ -99,12 +83,9 @@ class TensorConnection(Generic[T]):
     def __init__(self, connection: Connection, descriptors: tuple[int, int], received: Any) -> None:
         self._connection = connection
         self._reader, self._writer = BlockReader(descriptors[0]), BlockWriter(descriptors[1], _MEMORY_BYTES)
-        self._messages = MessageWriter[Any](connection, self._encode)
-        self._decode = msgspec.msgpack.Decoder(tuple[received, list[int]]).decode
-
-    def send(self, message: Any) -> None:
+        self.send = MessageWriter[Any](connection, self._encode).send
         """Raises `OSError` when nothing reads the other end."""
-        self._messages.send(message)
+        self._decode = msgspec.msgpack.Decoder(tuple[received, list[int]]).decode
 
     def receive(self) -> T:
         """Raises `EOFError` or `OSError` when the other end is closed."""
@@ -138,8 +119,6 @@ class TensorConnection(Generic[T]):
     def _encode(self, message: Any) -> bytes:
         return msgspec.msgpack.encode((message, self._reader.take_released()))
 
-
-ServerEnd: TypeAlias = TensorConnection[ToInstance]
 
 OPENMP_SPINS = 5000
 """Rounds for which a thread of OpenMP waits before it sleeps, some 0.1 ms: with fewer, a small model alone gets slower,
@@ -175,18 +154,24 @@ def instance_main(connection: Connection, descriptors: tuple[int, int], task: In
     server.send(InstanceLoaded(runtime.traits.ragged))
     with suppress(EOFError, OSError):
         while True:
-            batch = server.receive()
-            assert isinstance(batch, ExecuteBatch), batch
-            messages = _execute(runtime, server, batch, task.config.decoupled)
-            for message in messages:
-                server.send(message)
-                if isinstance(message, OutputsMade) and not message.last:
-                    read = server.receive()
-                    assert isinstance(read, OutputsRead), read
-                    if not read.more:
-                        messages.close()
-                        server.send(OutputsEnded())
+            server.send(_execute(runtime, server, server.receive()))
     return runtime.close()
+
+
+def _execute(runtime: Runtime, server: TensorConnection[ExecuteBatch], batch: ExecuteBatch) -> FromInstance:
+    try:
+        # No name holds the inputs: their blocks travel back with the outputs.
+        return OutputsMade(server.write(only_response(runtime.execute(_read_inputs(server, batch), batch.wanted))))
+    except BaseException as error:
+        # Whatever a model does, even to exit, the instance is used again.
+        return failure_message(error)
+
+
+def _read_inputs(server: TensorConnection[ExecuteBatch], batch: ExecuteBatch) -> Arrays:
+    inputs = server.read(batch.inputs)
+    for array in inputs.values():
+        array.flags.writeable = False
+    return inputs
 
 
 def completion_main(
@@ -203,44 +188,10 @@ def completion_main(
         completed = resolve_loader(loader).complete(directory, config, parameters)
     except BaseException as error:
         return server.send(failure_message(error))
-    return server.send(ConfigCompleted(json.dumps(completed).encode()))
+    return server.send(ConfigCompleted({**completed}))
 
 
-def _execute(
-    runtime: Runtime, server: ServerEnd, batch: ExecuteBatch, decoupled: bool
-) -> Generator[FromInstance, None, None]:
-    """The messages that answer a batch. A `decoupled` runtime makes any number of outputs, any other exactly one.
-    Closing the generator closes the runtime's own."""
-    try:
-        if not decoupled:
-            # No name holds the inputs: their blocks travel back with the outputs.
-            made = server.write(only_response(runtime.execute(_read_inputs(server, batch), batch.wanted)))
-            yield OutputsMade(made, last=True)
-            return
-        responses = runtime.execute(_read_inputs(server, batch), batch.wanted)
-        try:
-            for each in responses:
-                yield OutputsMade(server.write(each), last=False)
-            yield OutputsEnded()
-        finally:
-            if hasattr(responses, "close"):
-                with suppress(Exception):  # what is abandoned has nothing more to say
-                    responses.close()
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        # Whatever a model does, even to exit, the instance is used again.
-        yield failure_message(error)
-
-
-def _read_inputs(server: ServerEnd, batch: ExecuteBatch) -> Arrays:
-    inputs = server.read(batch.inputs)
-    for array in inputs.values():
-        array.flags.writeable = False
-    return inputs
-
-
-def _connect(connection: Connection, descriptors: tuple[int, int]) -> ServerEnd:
+def _connect(connection: Connection, descriptors: tuple[int, int]) -> TensorConnection[ExecuteBatch]:
     """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported. Threads
     of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two at the
     same time would each take several times as long as alone. And the threads of a language model stand still together
@@ -248,6 +199,6 @@ def _connect(connection: Connection, descriptors: tuple[int, int]) -> ServerEnd:
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
     os.nice(NICENESS)
-    server = ServerEnd(connection, descriptors, ToInstance)
+    server = TensorConnection[ExecuteBatch](connection, descriptors, ExecuteBatch)
     LogForwarder(server.send).install(logging.INFO)
     return server

@@ -4,7 +4,6 @@ Any backend can be loaded so; the parameter EXECUTION of a model or backend says
 the server itself. Tensors cross in shared memory, with one small message each way beside them.
 """
 
-import json
 import logging
 import os
 import select
@@ -29,9 +28,7 @@ from .instance_main import (
     InstanceLoaded,
     InstanceTask,
     OutputsMade,
-    OutputsRead,
     TensorConnection,
-    ToInstance,
     completion_main,
     instance_main,
     resolve_loader,
@@ -91,8 +88,7 @@ class IsolatableLoader(NamedTuple):
         with closing(InstanceProcess(completion_main, self.loader, directory, raw, own)) as process:
             message = _first_message(process, f"the process that reads {directory}")
         assert isinstance(message, ConfigCompleted)
-        completed: RawConfig = json.loads(message.config)
-        return completed
+        return message.config
 
     def _read(self, parameters: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
         """Whether a child process is chosen, and the parameters that are the backend's."""
@@ -111,33 +107,20 @@ class IsolatedRuntime:
             loaded = _first_message(process, f"the process of instance '{self._name}'")
             resources.pop_all()
         assert isinstance(loaded, InstanceLoaded)
+        self.close = process.close
         self.traits = RuntimeTraits(ragged=loaded.ragged, process=process, interrupt=process.kill)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        made = self._ask(ExecuteBatch(self._process.tensors.write(inputs), tuple(wanted)))
-        try:
-            while made is not None:
-                yield self._process.tensors.read(made.outputs)
-                made = None if made.last else self._ask(OutputsRead(more=True))
-        except GeneratorExit:
-            if made is not None and not made.last:
-                self._ask(OutputsRead(more=False))
-            raise
-
-    def close(self) -> None:
-        self._process.close()
-
-    def _ask(self, message: ToInstance) -> OutputsMade | None:
-        """The outputs that answer a message; None if there are no more."""
         failed = f"Failed to process the request(s) for model instance '{self._name}', message: "
         try:
-            self._process.send(message)
+            self._process.send(ExecuteBatch(self._process.tensors.write(inputs), tuple(wanted)))
             answer = self._process.receive()
         except ProcessLost as loss:
             raise Internal(f"{failed}its process {loss}") from None
         if isinstance(answer, InstanceFailed):
             raise _to_error(answer, f"instance '{self._name}'", failed + answer.message)
-        return answer if isinstance(answer, OutputsMade) else None
+        assert isinstance(answer, OutputsMade), answer
+        yield self._process.tensors.read(answer.outputs)
 
 
 def _first_message(process: "InstanceProcess", name: str) -> FromInstance:
@@ -187,7 +170,7 @@ class InstanceProcess:
         for descriptor in (self._connection.fileno(), self.sentinel):
             self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, message: ToInstance) -> None:
+    def send(self, message: ExecuteBatch) -> None:
         """Raises `ProcessLost`."""
         try:
             self.tensors.send(message)

@@ -40,24 +40,9 @@ _RELEASED_BLOCKS = 64
 
 _ENVELOPE = msgspec.json.Decoder(tuple[str, msgspec.Raw, list[int]])
 _BODIES: Mapping[str, Callable[[msgspec.Raw], Any]] = {
-    body.__name__: msgspec.json.Decoder(body).decode
-    for body in (
-        messages.Call,
-        messages.CancelInfer,
-        messages.Checked,
-        messages.CompletedConfig,
-        messages.Executed,
-        messages.Failed,
-        messages.Infer,
-        messages.Initialized,
-        messages.LogMessage,
-        messages.ReadAnswers,
-        messages.Release,
-        messages.Reschedule,
-        messages.SendResponse,
-        messages.UpdateMetric,
-    )
+    name: msgspec.json.Decoder(body).decode for name, body in vars(messages).items() if hasattr(body, "_fields")
 }
+"""Decoders of all bodies by the names of their classes, those that only the server sends among them."""
 
 
 class MemorySizes(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -36,49 +37,28 @@ from .tensor import (
 )
 
 
+def _log(level: int, message: str, frames: int = 1) -> None:
+    """`frames`: between this function's and that of the code that logs."""
+    caller = sys._getframe(frames)
+    source = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+    server().send(LogMessage(level, str(message), source))
+
+
 class Logger:
     """Writes to the server's log."""
 
-    INFO = 0
-    WARNING = 1
-    ERROR = 2
-    VERBOSE = 3
+    INFO, WARNING, ERROR, VERBOSE = range(4)
+
+    log_info = staticmethod(partial(_log, logging.INFO))
+    log_warn = staticmethod(partial(_log, logging.WARNING))
+    log_error = staticmethod(partial(_log, logging.ERROR))
+    log_verbose = staticmethod(partial(_log, logging.DEBUG))
 
     @staticmethod
     def log(message: str, level: int = INFO) -> None:
-        if level not in _LOG_LEVELS:
+        if level not in range(4):
             raise TritonModelException(f"{level} is no level of the logger")
-        _log(_LOG_LEVELS[level], message)
-
-    @staticmethod
-    def log_info(message: str) -> None:
-        _log(logging.INFO, message)
-
-    @staticmethod
-    def log_warn(message: str) -> None:
-        _log(logging.WARNING, message)
-
-    @staticmethod
-    def log_error(message: str) -> None:
-        _log(logging.ERROR, message)
-
-    @staticmethod
-    def log_verbose(message: str) -> None:
-        _log(logging.DEBUG, message)
-
-
-_LOG_LEVELS = {
-    Logger.INFO: logging.INFO,
-    Logger.WARNING: logging.WARNING,
-    Logger.ERROR: logging.ERROR,
-    Logger.VERBOSE: logging.DEBUG,
-}
-
-
-def _log(level: int, message: str) -> None:
-    caller = sys._getframe(2)
-    source = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-    server().send(LogMessage(level, str(message), source))
+        _log((logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)[level], message, frames=2)
 
 
 class Metric:
@@ -126,9 +106,7 @@ class Metric:
 class MetricFamily:
     """Metrics of one name; `Metric` makes the series. Families of one name and kind are one, in all models."""
 
-    COUNTER = 0
-    GAUGE = 1
-    HISTOGRAM = 2
+    COUNTER, GAUGE, HISTOGRAM = range(3)
 
     def __init__(self, name: str, description: str, kind: int) -> None:
         if kind not in _KINDS:
@@ -231,43 +209,16 @@ class ModelConfig:
             )
 
 
-__all__ = [
-    "TRITONSERVER_MEMORY_CPU",
-    "TRITONSERVER_MEMORY_GPU",
-    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
-    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
-    "TRITONSERVER_REQUEST_RELEASE_ALL",
-    "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
-    "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
-    "TRITON_STRING_TO_NUMPY",
-    "InferenceRequest",
-    "InferenceResponse",
-    "InferenceResponseSender",
-    "InferenceTrace",
-    "Logger",
-    "Metric",
-    "MetricFamily",
-    "ModelConfig",
-    "PreferredMemory",
-    "ResponseIterator",
-    "Tensor",
-    "TritonError",
-    "TritonModelException",
-    "deserialize_bytes_tensor",
-    "get_input_config_by_name",
-    "get_input_tensor_by_name",
-    "get_model_dir",
-    "get_output_config_by_name",
-    "get_output_tensor_by_name",
-    "is_model_ready",
-    "load_model",
-    "numpy_to_triton_type",
-    "serialize_byte_tensor",
-    "triton_string_to_numpy",
-    "triton_to_numpy_type",
-    "unload_model",
-    "using_decoupled_model_transaction_policy",
-]
+__all__ = ["InferenceRequest", "InferenceTrace", "PreferredMemory", "ResponseIterator", "is_model_ready"]
+__all__ += ["InferenceResponse", "InferenceResponseSender", "TritonError", "TritonModelException"]
+__all__ += ["Logger", "Metric", "MetricFamily", "ModelConfig", "get_model_dir", "load_model", "unload_model"]
+__all__ += ["Tensor", "get_input_tensor_by_name", "get_output_tensor_by_name"]
+__all__ += ["TRITON_STRING_TO_NUMPY", "deserialize_bytes_tensor", "serialize_byte_tensor", "triton_string_to_numpy"]
+__all__ += ["numpy_to_triton_type", "triton_to_numpy_type"]
+__all__ += ["get_input_config_by_name", "get_output_config_by_name", "using_decoupled_model_transaction_policy"]
+__all__ += ["TRITONSERVER_MEMORY_CPU", "TRITONSERVER_MEMORY_GPU", "TRITONSERVER_RESPONSE_COMPLETE_FINAL"]
+__all__ += ["TRITONSERVER_REQUEST_FLAG_SEQUENCE_END", "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START"]
+__all__ += ["TRITONSERVER_REQUEST_RELEASE_ALL", "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE"]
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2

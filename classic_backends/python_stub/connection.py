@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 from itertools import count
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 from . import messages
 from .messages import Call, CancelInfer, Infer, RequestMessage, ResponseMessage, response_from_json
@@ -25,14 +25,7 @@ class TritonModelException(Exception):
 class TritonError:
     """Why a request failed, for the client. `code` decides about the HTTP and gRPC status."""
 
-    UNKNOWN = 0
-    INTERNAL = 1
-    NOT_FOUND = 2
-    INVALID_ARG = 3
-    UNAVAILABLE = 4
-    UNSUPPORTED = 5
-    ALREADY_EXISTS = 6
-    CANCELLED = 7
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
         if code not in ERROR_NAMES:
@@ -56,11 +49,6 @@ InferListener = Callable[[Optional[ResponseMessage], bool], None]
 """Gets each response of an inference, and whether it is the last; in the reading thread."""
 
 
-class _CallResult(NamedTuple):
-    value: Any
-    error: str | None
-
-
 class ServerConnection:
     """Messages to and from the server. Any thread may send; one thread reads, and ends the process with the connection.
 
@@ -76,13 +64,13 @@ class ServerConnection:
         self.writer = writer
         self.handlers: dict[str, Callable[..., None]] = {
             "Release": lambda: None,
-            "CallAnswer": self._on_call_answer,
+            "CallAnswer": lambda call, *answer: self._calls.pop(call).put(answer),
             "InferAnswer": self._on_infer_answer,
         }
         # What is collected while a message is made may send one itself, in the same thread.
         self._send_lock = threading.RLock()
         self._serials = count()
-        self._calls: dict[int, queue.SimpleQueue[_CallResult]] = {}
+        self._calls: dict[int, queue.SimpleQueue[Any]] = {}
         self._inferences: dict[int, InferListener] = {}
         self._release_wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -101,13 +89,13 @@ class ServerConnection:
     def call(self, method: str, **arguments: Any) -> Any:
         """The result of a function of the server. Raises `TritonModelException`."""
         self._require_serving(method)
-        serial, answer = next(self._serials), queue.SimpleQueue()  # type: ignore[var-annotated]
-        self._calls[serial] = answer
+        serial = next(self._serials)
+        answer = self._calls[serial] = queue.SimpleQueue()
         self.send(Call(serial, method, json.dumps(arguments)))
-        result = answer.get()
-        if result.error is not None:
-            raise TritonModelException(result.error)
-        return result.value
+        result, error = answer.get()
+        if error is not None:
+            raise TritonModelException(error)
+        return json.loads(result)
 
     def infer(
         self, model: str, version: str, request: RequestMessage, decoupled: bool, parent: int, listener: InferListener
@@ -127,9 +115,6 @@ class ServerConnection:
         """Cancel a request of another model, unless it has ended; its listener hears no more."""
         if self._inferences.pop(call, None) is not None:
             self.send(CancelInfer(call))
-
-    def _on_call_answer(self, call: int, result: str, error: str | None) -> None:
-        self._calls.pop(call).put(_CallResult(json.loads(result), error))
 
     def _on_infer_answer(self, call: int, response: list[Any] | None, final: bool) -> None:
         message = response_from_json(response)

@@ -101,7 +101,7 @@ class StubInstance:
             Finalize=lambda: self._inbox.put(None),
             CancelRequest=self._cancel,
             HoldRequest=self._hold,
-            CheckReady=self._check_ready,
+            CheckReady=lambda: threading.Thread(target=self._answer_ready, name="charonia-ready", daemon=True).start(),
         )
 
     def serve(self) -> int:
@@ -138,10 +138,9 @@ class StubInstance:
         self._model = model
 
     def _finalize(self) -> int:
-        if not hasattr(self._model, "finalize"):
-            return 0
         try:
-            self._model.finalize()
+            if hasattr(self._model, "finalize"):
+                self._model.finalize()
         except BaseException:
             traceback.print_exc()
             return 1
@@ -149,14 +148,15 @@ class StubInstance:
 
     def _add_batch(self, requests: list[list[Any]]) -> None:
         received = [request_from_json(request) for request in requests]
-        batch = _Batch(received, [self._pending_request(request.handle) for request in received])
-        self._pending.update({pending.handle: pending for pending in batch.pending})
-        self._inbox.put(batch)
-
-    def _pending_request(self, handle: int) -> PendingRequest:
-        pending = self._rescheduled.pop(handle, None) or PendingRequest(handle, self._decoupled)
-        pending.rescheduled = False
-        return pending
+        handles = [request.handle for request in received]
+        pending = [
+            self._rescheduled.pop(each) if each in self._rescheduled else PendingRequest(each, self._decoupled)
+            for each in handles
+        ]
+        for each in pending:
+            each.rescheduled = False
+        self._pending.update(zip(handles, pending))
+        self._inbox.put(_Batch(received, pending))
 
     def _cancel(self, handle: int) -> None:
         pending = self._pending.get(handle)
@@ -174,10 +174,10 @@ class StubInstance:
             requests = batch.take_requests()
             result = self._model.execute(requests)
             if inspect.isawaitable(result) and self._decoupled:
-                asyncio.run_coroutine_threadsafe(self._finish_later(result, requests, batch), self._background_loop())
+                asyncio.run_coroutine_threadsafe(self._finish_later(result, requests, batch), self._event_loop())
                 return Executed([None] * len(requests), [])
             if inspect.isawaitable(result):
-                result = self._own_loop().run_until_complete(result)
+                result = self._event_loop().run_until_complete(result)
             return self._read_result(result, requests, batch)
         except BaseException as error:
             traceback.print_exc()
@@ -200,8 +200,7 @@ class StubInstance:
         """What `execute` returned, checked and written."""
         if self._decoupled:
             self._check_decoupled_result(result)
-            result = [None] * len(requests)
-        elif result is None:
+        if result is None:
             result = [None] * len(requests)
         elif not isinstance(result, list):
             raise TritonModelException(f"Expected a list in the execute return, found type '{type(result).__name__}'.")
@@ -265,9 +264,6 @@ class StubInstance:
         name = self._arguments["model_instance_name"]
         return f"Failed to process the request(s) for model instance '{name}', message: {_describe(error)}"
 
-    def _check_ready(self) -> None:
-        threading.Thread(target=self._answer_ready, name="charonia-ready", daemon=True).start()
-
     def _answer_ready(self) -> None:
         try:
             ready = self._model.is_ready()
@@ -280,17 +276,13 @@ class StubInstance:
             reason = _describe(error)
         self._connection.send(messages.Checked(reason))
 
-    def _own_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of a model that answers each request once: it runs while `execute` does."""
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of the model's coroutines: of a decoupled model in a thread of its own, of any other it runs while
+        `execute` does."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop
-
-    def _background_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of a decoupled model, in a thread of its own."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="charonia-async", daemon=True).start()
+            if self._decoupled:
+                threading.Thread(target=self._loop.run_forever, name="charonia-async", daemon=True).start()
         return self._loop
 
 

@@ -161,18 +161,8 @@ class InferenceRequest:
     def _send(self, decoupled: bool, listen: Callable[[InferenceResponse | None, bool], None]) -> int:
         if not self._model:
             raise TritonModelException("A model_name is needed to call another model.")
-        tensors = write_tensors(self._inputs)
-        message = RequestMessage(
-            -1,
-            self._id,
-            self._correlation_id,
-            self._flags,
-            self._timeout,
-            self._priority,
-            self._parameters,
-            self._outputs,
-            tensors,
-        )
+        fields = (self._id, self._correlation_id, self._flags, self._timeout, self._priority, self._parameters)
+        message = RequestMessage(-1, *fields, self._outputs, write_tensors(self._inputs))
         version = "" if self._version == -1 else str(self._version)
 
         def on_answer(response: ResponseMessage | None, final: bool) -> None:

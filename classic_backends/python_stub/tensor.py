@@ -12,24 +12,15 @@ from .connection import TritonModelException, server
 from .messages import TensorMessage
 from .tensor_memory import NUMPY_TYPES, V2_NAMES
 
-TRITON_STRING_TO_NUMPY = {
-    "TYPE_BOOL": bool,
-    "TYPE_UINT8": np.uint8,
-    "TYPE_UINT16": np.uint16,
-    "TYPE_UINT32": np.uint32,
-    "TYPE_UINT64": np.uint64,
-    "TYPE_INT8": np.int8,
-    "TYPE_INT16": np.int16,
-    "TYPE_INT32": np.int32,
-    "TYPE_INT64": np.int64,
-    "TYPE_FP16": np.float16,
-    "TYPE_FP32": np.float32,
-    "TYPE_FP64": np.float64,
-    "TYPE_STRING": np.object_,
-}
-
 _NUMBERS = {name: number for number, name in enumerate(NUMPY_TYPES, 1)}
 """Triton's numbers of datatypes; 0 is no type."""
+
+
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}": bool if name == "BOOL" else dtype.type
+    for name, dtype in NUMPY_TYPES.items()
+    if name != "BF16"
+}
 
 
 class Tensor:

@@ -25,17 +25,9 @@ _LENGTH = np.dtype("<u4")
 
 NUMPY_TYPES = {
     "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
+    **{f"UINT{8 * size}": np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
+    **{f"INT{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
+    **{f"FP{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
     "BYTES": np.dtype(np.object_),
     "BF16": np.dtype(np.uint16),
 }
@@ -117,7 +109,7 @@ class BlockWriter:
     def _allocate(self, size: int) -> int:
         size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         with self._lock:
-            index = self._first_fit(size)
+            index = next((index for index, (_, room) in enumerate(self._free) if room >= size), None)
             if index is None:
                 last_free = self._free[-1][1] if self._free and sum(self._free[-1]) == self._end else 0
                 self._grow(size - last_free)
@@ -126,12 +118,6 @@ class BlockWriter:
             self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
             self._used[offset] = size
         return offset
-
-    def _first_fit(self, size: int) -> int | None:
-        for index, (_, room) in enumerate(self._free):
-            if room >= size:
-                return index
-        return None
 
     def _free_range(self, offset: int, size: int) -> None:
         index = bisect_left(self._free, (offset, 0))

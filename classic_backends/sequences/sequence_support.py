@@ -7,7 +7,7 @@ sequences are open.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,31 +28,19 @@ from .sequence_config import (
 )
 
 
-class SequenceSupport(NamedTuple):
-    """A `batch_execution.SequenceLayout`. `runtime_config`: the model's config with the tensors of its sequences, as
-    runtimes see it. `id_control`: the tensor that tells the model the sequence's id, if there is one."""
+class SequenceSupport:
+    """A `batch_execution.SequenceLayout`. `runtime_config`: the config of `model` with the tensors of its sequences, as
+    runtimes see it. `id_control`: the tensor that tells the model the sequence's id, if there is one.
+    `tells_idle_rows`: the model is told of rows without a request, and knows them by a control."""
 
-    config: SequenceConfig
-    runtime_config: ModelConfig
-    id_control: ControlTensor | None
-
-    @property
-    def iterative(self) -> bool:
-        return self.config.slots.iterative
-
-    @property
-    def tells_idle_rows(self) -> bool:
-        """Whether the model is told of rows without a request, and knows them by a control."""
-        ready = any(control.kind is ControlKind.READY for control in self.config.controls)
-        return ready and self.config.slots.fixed_rows
-
-    @property
-    def state_outputs(self) -> tuple[str, ...]:
-        return tuple(state.output for state in self.config.states)
-
-    @property
-    def _batched(self) -> bool:
-        return self.runtime_config.max_batch_size > 0
+    def __init__(self, config: SequenceConfig, model: ModelConfig) -> None:
+        by_kind = {control.kind: control for control in config.controls}
+        self.config, self.runtime_config = config, with_sequence_tensors(model, config.controls, config.states)
+        self.id_control = by_kind.get(ControlKind.ID)
+        self.iterative = config.slots.iterative
+        self.tells_idle_rows = ControlKind.READY in by_kind and config.slots.fixed_rows
+        self.state_outputs = tuple(state.output for state in config.states)
+        self._batched = model.max_batch_size > 0
 
     # Requests
 
@@ -153,10 +141,7 @@ def read_sequence_support(
 ) -> SequenceSupport | None:
     """None for a model without `sequence_batching`. Takes and raises what `read_sequence_config` does."""
     sequences = read_sequence_config(config, initial, by_request)
-    if sequences is None:
-        return None
-    id_control = next((each for each in sequences.controls if each.kind is ControlKind.ID), None)
-    return SequenceSupport(sequences, with_sequence_tensors(config, sequences.controls, sequences.states), id_control)
+    return None if sequences is None else SequenceSupport(sequences, config)
 
 
 def state_shapes(states: Sequence[StateTensor], job: InferenceJob) -> tuple[tuple[int, ...], ...]:

@@ -44,7 +44,7 @@ def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Tol
     form = BatchLayout(ModelSignature(ModelConfig("m", "1", "test")))
     dispatcher = Dispatcher(DynamicBatcher(BatchingConfig(**rules)), form, Listener(), decoupled=False)  # type: ignore[arg-type]
     told = Told()
-    dispatcher._call_in_loop = told  # type: ignore[method-assign]
+    dispatcher.call_in_loop = told  # type: ignore[method-assign]
     workers = [Worker() for _ in range(count)]
     for worker in workers:
         dispatcher.add_instance(worker)  # type: ignore[arg-type]

@@ -39,13 +39,6 @@ class Subject:
     def shares(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         yield {"Y": np.array([[os.nice(0), int(os.environ.get("GOMP_SPINCOUNT", "-1"))]], np.int64)}
 
-    def count(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        try:
-            for number in range(int(inputs["X"].ravel()[0])):
-                yield {"Y": np.array([number])}
-        finally:
-            (self._directory / "counted").touch()
-
     def write(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         inputs["X"][...] = 0  # type: ignore[index]
         yield {}

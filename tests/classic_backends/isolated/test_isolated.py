@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from charonia.classic_backends.runtime import InstancePlacement
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
-from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.processes.child_process import anonymous_file
 
@@ -145,13 +144,6 @@ def runtime(directory: Path) -> Iterator[IsolatedRuntime]:
     assert not alive(pid)
 
 
-@pytest.fixture(scope="module")
-def decoupled(directory: Path) -> Iterator[IsolatedRuntime]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        made = opened(directory, decoupled=True)
-    yield made
-    made.close()
 
 
 def pid_of(runtime: IsolatedRuntime) -> int:
@@ -204,16 +196,15 @@ def test_outputs_stay_when_the_next_batch_comes(runtime: IsolatedRuntime) -> Non
         assert first[name].dtype == array.dtype
 
 
-def test_memory_stays_whatever_is_executed(runtime: IsolatedRuntime, decoupled: IsolatedRuntime) -> None:
-    """Failures and abandoned streams included."""
+def test_memory_stays_whatever_is_executed(runtime: IsolatedRuntime) -> None:
+    """Failures included."""
     batch = np.zeros(1 << 18)
     for turn in range(8):
         with suppress(Internal):
             ask(runtime, "fail" if turn % 2 else "echo", X=batch)
-        list(decoupled.execute({"DO": order("count"), "X": np.zeros(1 << 18, int)}, ["Y"]))
-        for tensors in (runtime._process.tensors, decoupled._process.tensors):
-            assert tensors._writer.used_bytes <= 2 * batch.nbytes + 4096
-            assert os.fstat(tensors._reader._descriptor).st_size <= 3 * batch.nbytes
+        tensors = runtime._process.tensors
+        assert tensors._writer.used_bytes <= 2 * batch.nbytes + 4096
+        assert os.fstat(tensors._reader._descriptor).st_size <= 3 * batch.nbytes
 
 
 def test_inputs_are_read_only_there(runtime: IsolatedRuntime) -> None:
@@ -260,19 +251,8 @@ def test_it_leaves_signals_to_the_server(runtime: IsolatedRuntime) -> None:
     assert pid_of(runtime) == pid
 
 
-def test_many_responses_come_one_by_one(decoupled: IsolatedRuntime) -> None:
-    made = [each["Y"].tolist() for each in decoupled.execute({"DO": order("count"), "X": np.array([3])}, ["Y"])]
-    assert made == [[0], [1], [2]]
-    assert list(decoupled.execute({"DO": order("count"), "X": np.array([0])}, ["Y"])) == []
 
 
-def test_a_stream_that_is_closed_ends_there_too(decoupled: IsolatedRuntime, directory: Path) -> None:
-    (directory / "counted").unlink(missing_ok=True)
-    stream: Any = decoupled.execute({"DO": order("count"), "X": np.array([1 << 60])}, ["Y"])
-    assert [next(stream)["Y"].tolist() for _ in range(3)] == [[0], [1], [2]]
-    stream.close()
-    assert (directory / "counted").exists()
-    assert len(list(decoupled.execute({"DO": order("count"), "X": np.array([2])}, ["Y"]))) == 2
 
 
 @pytest.mark.parametrize(("do", "how"), [("exit", "it exited with 7"), ("crash", "it was ended by SIGSEGV")])
@@ -487,15 +467,3 @@ async def test_unloading_kills_what_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     assert not alive(*processes(tmp_path))
 
 
-async def test_who_leaves_a_stream_ends_it_there(tmp_path: Path) -> None:
-    model = ClassicModel(model_config(decoupled=True), LOADER, tmp_path)
-    await model.load()
-    inputs = {
-        "X": Tensor("X", "INT64", (1,), np.array([1 << 60])),
-        "DO": Tensor("DO", "BYTES", (1,), order("count")[0]),
-    }
-    async with aclosing(model.infer(InferRequest(inputs=inputs), RequestContext("test"))) as stream:
-        assert (await anext(stream)).outputs[0].data.tolist() == [0]
-    await until((tmp_path / "counted").exists)
-    assert (await asked(model)).outputs[0].data[0, 0] == processes(tmp_path)[0]
-    await model.unload()
