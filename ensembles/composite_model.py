@@ -45,13 +45,14 @@ class RequestTimes:
 
     def add(self, child: RequestContext) -> None:
         """Add the times of a request that has ended."""
+        summary, arrived_at = child.summary, child.arrived_at
         if child.execution is not None:
             self.add_execution(child.execution)
-        elif child.sequences and child.summary.last is not None:
-            submitted, begun_at = child.summary.submitted or child.arrived_at, child.summary.begun or child.arrived_at
-            self.input += int(1e9 * (submitted - child.arrived_at))
+        elif summary.last is not None:
+            submitted, begun_at = summary.submitted or arrived_at, summary.begun or arrived_at
+            self.input += int(1e9 * (submitted - arrived_at))
             self.queued += int(1e9 * (begun_at - submitted))
-            self.infer += int(1e9 * (child.summary.last - begun_at))
+            self.infer += int(1e9 * (summary.last - begun_at))
 
     def add_execution(self, times: ExecutionTimes) -> None:
         queued, begun, spent = times
@@ -89,6 +90,7 @@ class CompositeModel:
         self._gateway = gateway
         self._composition = composition
         self._metrics = ModelMetrics(LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled))
+        self.statistics, self.count = self._metrics.statistics, self._metrics.record_request_end
         self._loaded = False
 
     async def load(self) -> None:
@@ -111,12 +113,6 @@ class CompositeModel:
         asked = set(self._composition.asked if self._loaded else ())
         reasons = await asyncio.gather(*(self._gateway.unready_reason(*each) for each in asked))
         return next(filter(None, reasons), "")
-
-    def statistics(self) -> VersionStatistics:
-        return self._metrics.statistics()
-
-    def count(self, context: RequestContext) -> None:
-        self._metrics.record_request_end(context)
 
     def readings(self) -> Iterator[Reading]:
         yield from self._metrics.readings(0)
@@ -179,13 +175,8 @@ class ResponseBuffer:
         self._responses: deque[InferResponse] = deque()
         self._arrived, self._read = asyncio.Event(), asyncio.Event()
 
-    async def put(self, response: InferResponse) -> None:
-        """Called by the driver, or by tasks of its own."""
-        await self.wait_for_room()
-        self.append(response)
-
     def append(self, response: InferResponse) -> None:
-        """The same without waiting; then the driver waits for room itself."""
+        """Called by the driver, or by tasks of its own, which wait for room before or after."""
         self._responses.append(response)
         self._arrived.set()
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument
-from ..core.gateway import Gateway, ModelHandle, ResponseStream
+from ..core.gateway import Gateway, ModelHandle
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import RequestContext
@@ -30,7 +30,6 @@ ENDPOINT = "ensemble"
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 StepOutputs: TypeAlias = Mapping[str, Tensor]
-Parameters: TypeAlias = Mapping[str, ParameterValue]
 
 
 class Pass(NamedTuple):
@@ -39,10 +38,6 @@ class Pass(NamedTuple):
 
     tensors: dict[str, "Tensor | asyncio.Task[StepOutputs]"]
     parameters: dict[str, ParameterValue]
-
-    def continued(self, outputs: StepOutputs, parameters: Parameters) -> "Pass":
-        """The pass of one response of a stream that this one has begun."""
-        return Pass({**self.tensors, **outputs}, {**self.parameters, **parameters})
 
 
 Place: TypeAlias = "list[InferResponse | None]"
@@ -116,7 +111,8 @@ class EnsembleRun:
             async for response in responses:
                 if not response.outputs:
                     continue
-                made = state.continued(_renamed(source, response), response.parameters)
+                tensors = {**state.tensors, **_renamed(source, response)}
+                made = Pass(tensors, {**state.parameters, **response.parameters})
                 if number + 1 == len(self._plan.stages):
                     await self._begin_pass(made)
                 else:
@@ -194,28 +190,18 @@ class EnsembleRun:
         self._waits_for_steps = True
         child = self._context.child(ENDPOINT)
         try:
-            responses = handle.for_request(child).infer(request)
-            try:
-                response = await self._only_response(step, responses)
-            finally:
-                await responses.aclose()
-            child.finish()
-        except Exception as error:
-            child.fail(error)
-            raise
+            with child:
+                async with aclosing(handle.for_request(child).infer(request)) as responses:
+                    response = await anext(responses, None)
+                    if response is None:
+                        raise Internal(f"model '{step.model}' has not answered")
+                    # Only models that ask others can answer once more without being decoupled.
+                    if not response.final and step.number in self._plan.asking:
+                        async for _ in responses:
+                            raise Internal(f"model '{step.model}' has answered more than once, and is not decoupled")
+                child.finish()
         finally:
-            self._end(child)
-        return response
-
-    async def _only_response(self, step: EnsembleStep, responses: ResponseStream[InferResponse]) -> InferResponse:
-        try:
-            response = await responses.__anext__()
-        except StopAsyncIteration:
-            raise Internal(f"model '{step.model}' has not answered") from None
-        # Only models that ask others can answer once more without being decoupled.
-        if not response.final and step.number in self._plan.asking:
-            async for _ in responses:
-                raise Internal(f"model '{step.model}' has answered more than once, and is not decoupled")
+            self._times.add(child)
         return response
 
     async def _inputs(self, step: EnsembleStep, state: Pass) -> dict[str, Tensor] | None:
@@ -240,19 +226,13 @@ class EnsembleRun:
         """The responses of a decoupled step's model."""
         child = self._context.child(ENDPOINT)
         try:
-            handle = self._handles[step.number].for_request(child)
-            async with aclosing(handle.infer(self._request_of(step, inputs))) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            child.fail(error)
-            raise
+            with child:
+                handle = self._handles[step.number].for_request(child)
+                async with aclosing(handle.infer(self._request_of(step, inputs))) as responses:
+                    async for response in responses:
+                        yield response
         finally:
-            self._end(child)
-
-    def _end(self, child: RequestContext) -> None:
-        child.close()
-        self._times.add(child)
+            self._times.add(child)
 
     def _failure(self, error: BaseException) -> BaseException:
         """The first error of the steps, with the ensemble's name before it."""

@@ -7,8 +7,9 @@ what is left of its time. It ends with the pipeline's request at the latest, wha
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Protocol, Self, TypeAlias
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument, RequestTimeout
@@ -47,7 +48,7 @@ class Lookup(Protocol):
 
 class ModelRequests:
     """The requests that a pipeline makes for one of its own. `times`: theirs are added there; `last_error`: that one of
-    them raised; `ended`: there are to be no more."""
+    them raised; `opened`: those that have not ended; `ended`: there are to be no more."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ModelRequests:
         self.ended = False
         self._name, self._declared, self._gateway = name, declared, gateway
         self._request, self._context, self._times = request, context, times
-        self._open: set[_OpenRequest] = set()
+        self.opened: set[_OpenRequest] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -75,10 +76,10 @@ class ModelRequests:
 
     def open(
         self, model: "AskedModel", inputs: Mapping[str, Any], outputs: Collection[str] | None, stream: bool
-    ) -> "_OpenRequest":
+    ) -> "ModelStream":
         opened = _OpenRequest(self, self._responses(model, inputs, outputs, stream))
-        self._open.add(opened)
-        return opened
+        self.opened.add(opened)
+        return ModelStream(opened, partial(self._drop, opened))
 
     async def _responses(
         self, model: "AskedModel", inputs: Mapping[str, Any], outputs: Collection[str] | None, stream: bool
@@ -151,12 +152,9 @@ class ModelRequests:
             parameters["timeout"] = min(left, asked) if isinstance(asked, int) and asked > 0 else left
         return parameters
 
-    def forget(self, opened: "_OpenRequest") -> None:
-        self._open.discard(opened)
-
-    def drop(self, opened: "_OpenRequest") -> None:
+    def _drop(self, opened: "_OpenRequest") -> None:
         """Close a request whose stream nobody holds any more; called wherever objects are freed."""
-        if opened in self._open:
+        if opened in self.opened:
             with suppress(RuntimeError):  # the loop is gone
                 self._loop.call_soon_threadsafe(self._close_dropped, opened)
 
@@ -168,7 +166,7 @@ class ModelRequests:
     async def close(self) -> None:
         """End all requests that are still open, and refuse further ones."""
         self.ended = True
-        closing = (*self._closing, *(opened.close() for opened in tuple(self._open)))
+        closing = (*self._closing, *(opened.close() for opened in tuple(self.opened)))
         await asyncio.gather(*closing, return_exceptions=True)
 
 
@@ -201,7 +199,7 @@ class AskedModel:
     async def infer(self, inputs: Mapping[str, Any], *, outputs: Collection[str] | None = None) -> NamedTensors:
         """Its one response; of a language model the whole text."""
         found: NamedTensors | None = None
-        async with ModelStream(self._requests.open(self, inputs, outputs, stream=False)) as responses:
+        async with self._requests.open(self, inputs, outputs, stream=False) as responses:
             async for response in responses:
                 if found is not None:
                     raise Internal(f"model '{self.name}' has answered more than once: ask it by 'stream'")
@@ -212,17 +210,17 @@ class AskedModel:
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Collection[str] | None = None) -> "ModelStream":
         """Its responses, as they come; of a language model the text piece by piece."""
-        return ModelStream(self._requests.open(self, inputs, outputs, stream=True))
+        return self._requests.open(self, inputs, outputs, stream=True)
 
 
 class ModelStream:
     """The responses of a model: an async iterator, and an async context manager that closes it. One that a loop has
     left is closed too, at once if nothing else holds it, and else with the pipeline's request."""
 
-    __slots__ = ("_opened",)
+    __slots__ = ("_drop", "_opened")
 
-    def __init__(self, opened: "_OpenRequest") -> None:
-        self._opened = opened
+    def __init__(self, opened: "_OpenRequest", drop: Callable[[], None]) -> None:
+        self._opened, self._drop = opened, drop
 
     def __aiter__(self) -> Self:
         return self
@@ -240,7 +238,7 @@ class ModelStream:
         await self._opened.close()
 
     def __del__(self) -> None:
-        self._opened.drop()
+        self._drop()
 
 
 class _OpenRequest:
@@ -263,7 +261,7 @@ class _OpenRequest:
         try:
             return await anext(self._responses)
         except BaseException:
-            self._requests.forget(self)
+            self._requests.opened.discard(self)
             raise
         finally:
             self._reader = None
@@ -273,11 +271,8 @@ class _OpenRequest:
         if self._reader is not None:
             self._reader.cancel()
             await self._idle.wait()
-        self._requests.forget(self)
+        self._requests.opened.discard(self)
         await self._responses.aclose()
-
-    def drop(self) -> None:
-        self._requests.drop(self)
 
 
 _ENDED = "the pipeline's request has ended"

@@ -77,11 +77,12 @@ class PipelineRun:
             response = self._make_response(value, values)
             if self._config.decoupled:
                 if response.outputs:
-                    await self._buffer.put(response)
+                    await self._buffer.wait_for_room()
+                    self._buffer.append(response)
             else:
                 answer = msgspec.structs.replace(response, final=True)
         if answer is not None:
-            await self._buffer.put(answer)
+            self._buffer.append(answer)
         elif not self._config.decoupled:
             raise Internal(f"{self._name} has not yielded an answer")
 
@@ -197,11 +198,9 @@ class Pipeline:
     def asked(self) -> list[AskedVersion]:
         return [AskedVersion(model) for model in self._declared.required]
 
-    async def answer(
+    def answer(
         self, request: InferRequest, context: RequestContext, times: RequestTimes
     ) -> AsyncGenerator[InferResponse, None]:
         """Raises what the code raises."""
         requests = ModelRequests(self._config.name, self._declared, self._gateway, request, context, times)
-        async with aclosing(PipelineRun(self._config, self._code, request, requests).stream()) as responses:
-            async for response in responses:
-                yield response
+        return PipelineRun(self._config, self._code, request, requests).stream()
