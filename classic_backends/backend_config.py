@@ -6,7 +6,7 @@ backend's parameters, and opens no file: each backend reads its own.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ from ..core.errors import InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
 from ..processes.host import usable_cores
-from .runtime import InstancePlacement
+from .runtime import InstancePlacement, Parameters
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,12 @@ _MAX_THREADS = 1024
 """Libraries start as many threads as they are told to."""
 
 
-def read_thread_count(parameters: Mapping[str, str], name: str) -> int:
+def read_thread_count(parameters: Parameters, name: str) -> int:
     """0 if absent. Raises as `read_integer`."""
     return read_integer(parameters, name, 0, most=_MAX_THREADS)
 
 
-def read_integer(
-    parameters: Mapping[str, str], name: str, default: int, least: int = 0, most: int = _MAX_INTEGER
-) -> int:
+def read_integer(parameters: Parameters, name: str, default: int, least: int = 0, most: int = _MAX_INTEGER) -> int:
     """Raises `InvalidArgument` for anything but a whole number from `least` to `most`; `field` names the parameter."""
     value = _parse(parameters, name, default, int)
     if value is None or not least <= value <= most:
@@ -47,7 +45,7 @@ def read_integer(
     return value
 
 
-def read_number(parameters: Mapping[str, str], name: str, default: float = 0.0) -> float:
+def read_number(parameters: Parameters, name: str, default: float = 0.0) -> float:
     """Raises `InvalidArgument` for anything but a finite number of at least 0; `field` names it."""
     value = _parse(parameters, name, default, float)
     if value is None or not 0 <= value < float("inf"):
@@ -56,7 +54,7 @@ def read_number(parameters: Mapping[str, str], name: str, default: float = 0.0) 
     return value
 
 
-def _parse(parameters: Mapping[str, str], name: str, default: T, parse: Callable[[str], T]) -> T | None:
+def _parse(parameters: Parameters, name: str, default: T, parse: Callable[[str], T]) -> T | None:
     """None for a text that is no such number."""
     try:
         return parse(parameters[name]) if name in parameters else default
@@ -64,7 +62,7 @@ def _parse(parameters: Mapping[str, str], name: str, default: T, parse: Callable
         return None
 
 
-def read_flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
+def read_flag(parameters: Parameters, name: str, default: bool) -> bool:
     """Raises `InvalidArgument` for anything but 0, 1, true or false; `field` names the parameter."""
     text = parameters.get(name)
     if text is None:
@@ -74,7 +72,7 @@ def read_flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
     return text.lower() in _TRUE
 
 
-def read_choice(parameters: Mapping[str, str], name: str, choices: Collection[str], default: str) -> str:
+def read_choice(parameters: Parameters, name: str, choices: Collection[str], default: str) -> str:
     """Raises `InvalidArgument` for none of the `choices`; `field` names the parameter."""
     text = parameters.get(name, default)
     if text not in choices:
@@ -83,7 +81,7 @@ def read_choice(parameters: Mapping[str, str], name: str, choices: Collection[st
     return text
 
 
-def warn_unknown_parameters(model: str, parameters: Mapping[str, str], known: Collection[str]) -> None:
+def warn_unknown_parameters(model: str, parameters: Parameters, known: Collection[str]) -> None:
     """Log the parameters that a backend does not know: a config may carry them for other programs."""
     unknown = sorted(set(parameters) - set(known))
     if unknown:
@@ -167,7 +165,7 @@ def declares_tensors(raw: RawConfig) -> bool:
     return bool(raw.get("input")) and bool(raw.get("output"))
 
 
-def complete_config(raw: RawConfig, found: FoundModel, parameters: Mapping[str, str]) -> dict[str, Any]:
+def complete_config(raw: RawConfig, found: FoundModel, parameters: Parameters) -> dict[str, Any]:
     """`raw` with the inputs, outputs and batch size that it lacks. Raises `InvalidArgument` if it has a max_batch_size,
     and the model cannot batch."""
     size, tensors = int(raw.get("max_batch_size") or 0), (*found.inputs, *found.outputs)

@@ -7,8 +7,8 @@ its last response, so `WAIT`, after which Triton's takes the next one, changes n
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..core.errors import InvalidArgument
-from ..core.model import MemoryNeed, ModelConfig, RawConfig
+from ..core.model import ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
 from .backend_config import read_integer, sequence_tensor_names, warn_unknown_parameters
-from .runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from .runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 
 _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "creation_delay_sec")
 
@@ -39,29 +39,23 @@ class BuiltinRuntime(NamedTuple):
         pass
 
 
-class BuiltinLoader(NamedTuple):
+@dataclass(frozen=True)
+class BuiltinLoader(RuntimeLoader):
     """The `RuntimeLoader` of a backend without files."""
 
-    make: Callable[[ModelConfig, InstancePlacement, Mapping[str, str]], Runtime]
+    make: Callable[[ModelConfig, InstancePlacement, Parameters], Runtime]
     fill: Callable[[RawConfig], RawConfig]
-    by_request: bool = False
 
     def load(
-        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         return self.make(config, placement, parameters)
 
-    def uses_gpus(self) -> bool:
-        return False
-
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        return ()
-
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         return self.fill(raw)
 
 
-def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> Runtime:
+def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters: Parameters) -> Runtime:
     """A runtime with as many outputs as inputs, each of the same datatype. Triton's parameters: `execute_delay_ms` for
     each execution, times the instance's number and `instance_wise_delay_multiplier` where that is more;
     `creation_delay_sec` to load."""
@@ -121,7 +115,7 @@ def _square(inputs: Arrays) -> Iterator[Arrays]:
 def _decoupled_loader(compute: Callable[[Arrays], Iterator[Arrays]], inputs: Specs, outputs: Specs) -> BuiltinLoader:
     """The loader of a backend whose models all have these tensors, are decoupled, and do not batch."""
 
-    def make(config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> Runtime:
+    def make(config: ModelConfig, placement: InstancePlacement, parameters: Parameters) -> Runtime:
         if not config.decoupled or config.max_batch_size:
             message = f"model '{config.name}' must be decoupled and have max_batch_size 0 for '{config.backend}'"
             raise InvalidArgument(message, field="model_transaction_policy.decoupled")

@@ -6,7 +6,7 @@ Knows nothing of protocols, of the source of its config, and of how its runtimes
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -45,7 +45,7 @@ from .batching.queued_request import (
     SingleResponseStream,
 )
 from .batching.request_execution import execute_alone
-from .runtime import InstancePlacement, LoadedRuntime, RequestRuntime, Runtime, RuntimeLoader
+from .runtime import InstancePlacement, LoadedRuntime, Parameters, RequestRuntime, Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 
@@ -63,11 +63,11 @@ class ClassicModel:
         config: ModelConfig,
         loader: RuntimeLoader,
         directory: Path,
-        parameters: Mapping[str, str] | None = None,
+        parameters: Parameters | None = None,
         samples: ModelSamples = _NO_SAMPLES,
         quantiles: Sequence[float] = (),
     ) -> None:
-        self._config = config
+        self.config = config
         self._loader = loader
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
@@ -84,15 +84,12 @@ class ClassicModel:
         self._layout = BatchLayout(self._signature, read_ragged_config(config.raw), sequences, loader.by_request)
         self._placements = read_placements(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
-        self._metrics = ModelMetrics(latencies)
+        self._metrics = metrics = ModelMetrics(latencies)
+        self.statistics, self.count = metrics.statistics, metrics.record_request_end
         self._orderer = ResponseOrderer() if self._batching.preserve_ordering else None
         self._pool = InstancePool(self._load_runtime, execution_timeout, restart_pause)
         self._dispatcher: Dispatcher | SequenceScheduler | None = None
         self._inline_runtime: Runtime | None = None
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
 
     def stats(self) -> ModelStats:
         metrics = self._metrics
@@ -107,13 +104,7 @@ class ClassicModel:
     async def unready_reason(self) -> str:
         """Triton's text where the check of an instance's own model fails; the log says why."""
         ready = await self._pool.check_ready()
-        return "" if ready else f"Model '{self._config.name}' is not ready (user-defined check failed)."
-
-    def statistics(self) -> VersionStatistics:
-        return self._metrics.statistics()
-
-    def count(self, context: RequestContext) -> None:
-        self._metrics.record_request_end(context)
+        return "" if ready else f"Model '{self.config.name}' is not ready (user-defined check failed)."
 
     def readings(self) -> Iterator[Reading]:
         yield from self._metrics.readings(0 if self._dispatcher is None else len(self._dispatcher))
@@ -124,11 +115,11 @@ class ClassicModel:
     async def load(self) -> None:
         """Return when every instance is loaded and warm. After an error of one of them, none is left."""
         first, *others = self._placements
-        decoupled = self._config.decoupled
+        decoupled = self.config.decoupled
         try:
             await self._pool.load_instances([first])
             runtime = self._pool.first
-            check_ragged_support(self._signature, runtime.traits.ragged, self._config.backend)
+            check_ragged_support(self._signature, runtime.traits.ragged, self.config.backend)
             waits = decoupled or self._batching.max_delay_ns or self._sequences is not None
             if runtime.traits.inline and not waits:
                 self._inline_runtime = cast(Runtime, runtime)  # without a queue and threads
@@ -156,7 +147,7 @@ class ClassicModel:
         `RequestTimeout` if the request waited too long."""
         if self._inline_runtime is not None:
             return SingleResponseStream(partial(self._infer_in_loop, self._inline_runtime, request, context))
-        if self._config.decoupled:
+        if self.config.decoupled:
             return self._infer_decoupled(request, context)
         return SingleResponseStream(partial(self._infer_queued, request, context))
 
@@ -222,7 +213,7 @@ class ClassicModel:
             job.sequence_flags = self._sequences.read_flags(request, size)
         queued = QueuedRequest(
             job,
-            ResponseChannel(self._config.decoupled),
+            ResponseChannel(self.config.decoupled),
             context,
             request.id,
             size,
@@ -233,7 +224,7 @@ class ClassicModel:
         )
         try:
             if self._dispatcher is None:
-                raise Unavailable(f"model '{self._config.name}' is not loaded")
+                raise Unavailable(f"model '{self.config.name}' is not loaded")
             if self._orderer is not None:
                 self._orderer.add(queued.channel)
             self._dispatcher.submit(queued)
@@ -267,7 +258,7 @@ class ClassicModel:
 
     def _load_runtime(self, placement: InstancePlacement) -> LoadedRuntime:
         """Called in the thread of the instance."""
-        config = self._config if self._sequences is None else self._sequences.runtime_config
+        config = self.config if self._sequences is None else self._sequences.runtime_config
         runtime = self._loader.load(self._directory, config, placement, self._parameters)
         try:
             for sample in self._warmup_requests:
@@ -284,7 +275,7 @@ class ClassicModel:
             self._sequences.mark_warm_up(job)
         if self._loader.by_request:
             errors = [execute_alone(cast(RequestRuntime, runtime), self._layout, job, instance)]
-        elif self._config.decoupled:
+        elif self.config.decoupled:
             errors = [each.error for each in execute_decoupled(cast(Runtime, runtime), self._layout, job, instance)]
         else:
             errors = [execute_batch(cast(Runtime, runtime), self._layout, [job], instance).error]

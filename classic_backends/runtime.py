@@ -3,6 +3,7 @@
 Knows nothing of requests, batching and threads.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,27 +160,33 @@ class RequestRuntime(Protocol):
 LoadedRuntime: TypeAlias = Runtime | RequestRuntime
 
 
-class RuntimeLoader(Protocol):
+Parameters: TypeAlias = Mapping[str, str]
+"""A backend's, from `--backend-config`, overridden by the model's own."""
+
+
+class RuntimeLoader(ABC):
     """One backend: makes the instances of its models. Imports its libraries when it is called. `by_request`: they are
     `RequestRuntime`s."""
 
-    @property
-    def by_request(self) -> bool: ...
+    by_request = False
 
+    @abstractmethod
     def load(
-        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> LoadedRuntime:
-        """One instance, ready to execute. `directory`: of the model's version; `parameters`: the backend's, from
-        `--backend-config`, overridden by the model's own. Raises `CharoniaError` if the model cannot be loaded; `field`
-        names a wrong parameter."""
+        """One instance, ready to execute. `directory`: of the model's version. Raises `CharoniaError` if the model
+        cannot be loaded; `field` names a wrong parameter."""
 
     def uses_gpus(self) -> bool:
         """Whether its libraries were built for GPUs."""
+        return False
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """The least memory of all instances, by the sizes of the model's files; one memory may occur several times.
         `raw`: the config with a normalised `instance_group`."""
+        return ()
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
         """`raw` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file. Raises
         `CharoniaError` if it contradicts the model."""
+        return raw

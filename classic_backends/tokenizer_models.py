@@ -8,6 +8,7 @@ never mixed with another: rows would have to be padded to the longest one of bot
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -17,11 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.model import MemoryNeed, ModelConfig, RawConfig
+from ..core.model import ModelConfig, RawConfig
 from ..tokenization.checkpoint_files import locate_checkpoint
 from ..tokenization.tokenizer import Tokenizer
 from .backend_config import FoundModel, FoundTensor, complete_config, config_type, read_flag
-from .runtime import Arrays, InstancePlacement, Runtime, RuntimeAnswer, RuntimeRequest, RuntimeResponse, RuntimeTraits
+from .runtime import (
+    Arrays,
+    InstancePlacement,
+    Parameters,
+    Runtime,
+    RuntimeAnswer,
+    RuntimeLoader,
+    RuntimeRequest,
+    RuntimeResponse,
+    RuntimeTraits,
+)
 
 
 def _tensors(*texts: str, optional: bool = False) -> tuple[FoundTensor, ...]:
@@ -83,7 +94,8 @@ class TokenizerRuntime(NamedTuple):
         pass
 
 
-class TokenizerLoader(NamedTuple):
+@dataclass(frozen=True)
+class TokenizerLoader(RuntimeLoader):
     """The `RuntimeLoader` of one of the two models. `make`: its answers, from a tokenizer, a config and parameters.
     `inline`: they take microseconds. Parameter: `tokenizer_dir`, a directory or hub id; the version's directory if that
     is not set."""
@@ -91,10 +103,10 @@ class TokenizerLoader(NamedTuple):
     tensors: FoundModel
     make: Callable[[Tokenizer, ModelConfig, Mapping[str, str]], Answer]
     inline: bool
-    by_request: bool = True
+    by_request = True
 
     def load(
-        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         self._check_types(config)
         given = {name: value for name, value in parameters.items() if value and not value.startswith("${")}
@@ -118,19 +130,13 @@ class TokenizerLoader(NamedTuple):
                     message = f"{side} '{spec.name}' of model '{config.name}' {types}"
                     raise InvalidArgument(message, field=f"{side}.{spec.name}.data_type")
 
-    def uses_gpus(self) -> bool:
-        return False
-
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        return ()
-
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         if raw.get("input") and raw.get("output"):
             return raw
         return complete_config(raw, self.tensors, parameters)
 
 
-def _make_preprocessing(tokenizer: Tokenizer, config: ModelConfig, parameters: Mapping[str, str]) -> Answer:
+def _make_preprocessing(tokenizer: Tokenizer, config: ModelConfig, parameters: Parameters) -> Answer:
     preprocessor = Preprocessor(tokenizer, read_flag(parameters, "add_special_tokens", True))
     return partial(_in_rows, preprocessor.answer, config.max_batch_size > 0)
 
@@ -221,7 +227,7 @@ def _padded(rows: Sequence[Sequence[int]], pad: int) -> NDArray[Any]:
     return made
 
 
-def _make_postprocessing(tokenizer: Tokenizer, config: ModelConfig, parameters: Mapping[str, str]) -> Answer:
+def _make_postprocessing(tokenizer: Tokenizer, config: ModelConfig, parameters: Parameters) -> Answer:
     special = not read_flag(parameters, "skip_special_tokens", True)
     return partial(_postprocess, tokenizer, special)
 

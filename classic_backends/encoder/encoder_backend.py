@@ -4,7 +4,7 @@ Requests are batched by their number, as any model's; within an execution, texts
 together, a budget of tokens at a time. torch and transformers are imported when the first encoder is loaded, and stay.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from ..backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 
 if TYPE_CHECKING:
@@ -49,14 +49,12 @@ _SMALL_BATCH = 256
 """Tokens of a batch, padding included, up to which a longer row costs less than another pass."""
 
 
-class EncoderLoader:
+class EncoderLoader(RuntimeLoader):
     """Loads the version's directory itself: modules.json beside a transformer, or a transformer's config.json.
     Parameters: `max_batch_tokens` computed together, padding included; `intra_op_thread_count`."""
 
-    by_request = False
-
     def load(
-        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from ..torch.torch_backend import set_torch_threads
         from .encoder_modules import CrossEncoder, Embedder
@@ -75,10 +73,10 @@ class EncoderLoader:
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         return memory_per_instance(raw, directory)
 
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         if declares_tensors(raw):
             return raw
         sized = {**raw, "max_batch_size": raw.get("max_batch_size") or MAX_BATCH_SIZE}

@@ -7,19 +7,20 @@ the server itself. Tensors cross in shared memory, with one small message each w
 import logging
 import os
 import select
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.child_process import anonymous_file, describe_exit, python_child
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
-from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from .instance_main import (
     ConfigCompleted,
     ExecuteBatch,
@@ -44,7 +45,8 @@ _LEAVE_SECONDS = 5.0
 """How long a process may take to close its model, before it is killed."""
 
 
-class IsolatableLoader(NamedTuple):
+@dataclass(frozen=True)
+class IsolatableLoader(RuntimeLoader):
     """A backend's `RuntimeLoader`, in a child process or in this one, as the parameter says or else `default`.
     `loader`: of the backend, see `resolve_loader`. `library_bytes`: memory that a process takes with the libraries it
     imports. `completes_in_process`: completing a config imports them too, which the server must not."""
@@ -53,22 +55,22 @@ class IsolatableLoader(NamedTuple):
     default: Literal["isolated", "thread"] = THREAD
     library_bytes: int = 32 << 20
     completes_in_process: bool = False
-    by_request: bool = False
 
     def load(
-        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         """Load as the backend's own loader does, in a child process where that is chosen. Raises `Internal` if the
         process ended while it loaded."""
         isolated, own = self._read(parameters)
         if isolated:
-            return IsolatedRuntime(InstanceTask(self.loader, directory, config, place, own))
-        return cast(Runtime, resolve_loader(self.loader).load(directory, config, place, own))
+            return IsolatedRuntime(InstanceTask(self.loader, directory, config, placement, own))
+        return cast(Runtime, resolve_loader(self.loader).load(directory, config, placement, own))
 
     def uses_gpus(self) -> bool:
-        return resolve_loader(self.loader).uses_gpus()
+        loader = resolve_loader(self.loader)
+        return loader.uses_gpus()
 
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         """The memory that the backend's own loader needs, and for each process the libraries that it imports."""
         isolated, own = self._read(parameters)
         loader = resolve_loader(self.loader)
@@ -78,7 +80,7 @@ class IsolatableLoader(NamedTuple):
         weights = [loader.needs(directory, with_one_instance(raw, each), own) for each in placements]
         return (MemoryNeed(self.library_bytes * len(placements)), *chain.from_iterable(weights))
 
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         """Complete the config as the backend's own loader does, in a child process where `load` would use one."""
         isolated, own = self._read(parameters)
         if not (isolated and self.completes_in_process):
@@ -90,7 +92,7 @@ class IsolatableLoader(NamedTuple):
         assert isinstance(message, ConfigCompleted)
         return message.config
 
-    def _read(self, parameters: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
+    def _read(self, parameters: Parameters) -> tuple[bool, dict[str, str]]:
         """Whether a child process is chosen, and the parameters that are the backend's."""
         chosen = read_choice(parameters, EXECUTION_PARAMETER, (ISOLATED, THREAD), self.default)
         return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != EXECUTION_PARAMETER}

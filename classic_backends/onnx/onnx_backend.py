@@ -8,7 +8,7 @@ https://github.com/triton-inference-server/onnxruntime_backend.
 import ctypes
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from ..backend_config import (
     read_placements,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from .session_plan import KNOWN_PARAMETERS, SessionPlan, read_session_plan
 
 _DATATYPES = {np.dtype(dtype).name: datatype for datatype, dtype in NUMPY_TYPES.items()}
@@ -204,17 +204,15 @@ def _session_options(plan: SessionPlan) -> Any:
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
-class OnnxLoader:
+class OnnxLoader(RuntimeLoader):
     """Loads `model.onnx`, or the `default_model_filename`; either may be a directory with a file of that name in it.
     The session that completed a config is kept until the load that follows, or the next config: a file is read once."""
-
-    by_request = False
 
     def __init__(self) -> None:
         self._completed: Session | None = None
 
     def load(
-        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         import_onnxruntime()
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
@@ -224,11 +222,11 @@ class OnnxLoader:
         check_config_matches(config, session.tensors)
         return OnnxRuntime(session)
 
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         file = _model_file(directory, raw)
         return memory_shared_by_instances(raw, file if file.parent == directory else file.parent)
 
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         if declares_tensors(raw):
             return raw
         import_onnxruntime()

@@ -12,7 +12,7 @@ from ...core.errors import InvalidArgument
 from ...core.model import RawConfig
 from ...processes.host import usable_cores
 from ..backend_config import read_choice, read_flag, read_thread_count
-from ..runtime import InstancePlacement
+from ..runtime import InstancePlacement, Parameters
 
 Provider: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 """An execution provider of onnxruntime and its sorted options."""
@@ -62,7 +62,7 @@ class SessionPlan(NamedTuple):
     shrink_arenas: str = ""
 
 
-def read_session_plan(raw: RawConfig, placement: InstancePlacement, parameters: Mapping[str, str]) -> SessionPlan:
+def read_session_plan(raw: RawConfig, placement: InstancePlacement, parameters: Parameters) -> SessionPlan:
     """Raises `InvalidArgument` for a wrong parameter or optimization; `field` names it."""
     spins = read_flag(parameters, "session_thread_pool_allow_spinning", False)
     entries = {"session.intra_op.allow_spinning": spins, "session.inter_op.allow_spinning": spins}
@@ -88,7 +88,7 @@ def read_session_plan(raw: RawConfig, placement: InstancePlacement, parameters: 
 
 
 def _read_providers(
-    accelerators: RawConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+    accelerators: RawConfig, placement: InstancePlacement, parameters: Parameters
 ) -> tuple[Provider, ...]:
     """The providers by precedence: an operator runs on the first that has it, and the CPU has all."""
     on_gpu, device = placement.kind == "KIND_GPU", {"device_id": str(placement.device)}
@@ -119,7 +119,7 @@ def _tensorrt_options(options: Mapping[str, str]) -> dict[str, str]:
     return named | ({f"trt_{precision.lower()}_enable": "1"} if precision in ("FP16", "INT8") else {})
 
 
-def _cuda_options(parameters: Mapping[str, str]) -> dict[str, str]:
+def _cuda_options(parameters: Parameters) -> dict[str, str]:
     return {
         name: values.get(parameters[name], parameters[name])
         for name, values in _CUDA_PARAMETERS.items()

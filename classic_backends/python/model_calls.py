@@ -6,16 +6,17 @@ Everything here happens in the event loop. Knows nothing of the model's own requ
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from inspect import isawaitable
 from typing import Any, NamedTuple
 
 from ...core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable, error_from_code
 from ...core.gateway import Gateway
-from ...core.request import InferRequest, InferResponse, ParameterValue
+from ...core.request import InferRequest, ParameterValue
 from ...core.request_context import RequestContext
 from ...core.tensor import Tensor
-from ...telemetry.custom_metrics import CustomMetrics, MetricKind
+from ...telemetry.custom_metrics import CustomMetrics
 from ..python_stub.messages import (
     MAX_UNREAD_ANSWERS,
     Call,
@@ -96,13 +97,19 @@ class ModelCalls:
         self._max_inferences = max_inferences
         self._inferences: dict[int, _OpenInference] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._methods: Mapping[str, Callable[..., Awaitable[Any]]] = {
-            "load_model": self._load_model,
-            "unload_model": self._unload_model,
-            "is_model_ready": self._is_model_ready,
-            "add_metric_family": self._add_metric_family,
-            "add_metric": self._add_metric,
-            "metric_value": self._metric_value,
+
+        async def is_model_ready(name: str, version: str) -> bool:
+            return not await gateway.unready_reason(name, version)
+
+        self._methods: Mapping[str, Callable[..., Any]] = {
+            "load_model": lambda name, config, files: gateway.load_model(
+                name, config or None, {path: bytes.fromhex(content) for path, content in files.items()}
+            ),
+            "unload_model": lambda name, dependents: gateway.unload_model(name, dependents),
+            "is_model_ready": is_model_ready,
+            "add_metric_family": lambda name, description, kind: metrics.add_family(name, description, kind),
+            "add_metric": lambda family, labels, buckets: metrics.add_metric(self, family, labels, buckets),
+            "metric_value": lambda metric: metrics.value(metric),
         }
 
     def close(self) -> None:
@@ -124,22 +131,20 @@ class ModelCalls:
         self._inferences[message.call] = _OpenInference(task, room)
         task.add_done_callback(lambda _: self._inferences.pop(message.call))
 
-    def cancel_infer(self, message: CancelInfer) -> None:
-        if message.call in self._inferences:
-            self._inferences[message.call].task.cancel()
-
-    def continue_infer(self, message: ReadAnswers) -> None:
-        if message.call in self._inferences:
-            for _ in range(message.answers):
-                self._inferences[message.call].room.release()
-
-    def call(self, message: Call) -> None:
-        task = asyncio.create_task(self._call(message), name=f"{self._process.name} calls {message.method}")
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-
-    def update_metric(self, message: UpdateMetric) -> None:
-        self._metrics.update(self, message.metric, message.operation, message.value)
+    def on_message(self, message: Any) -> None:
+        """What follows an `infer`, and all other calls."""
+        match message:
+            case CancelInfer(call) if call in self._inferences:
+                self._inferences[call].task.cancel()
+            case ReadAnswers(call, answers) if call in self._inferences:
+                for _ in range(answers):
+                    self._inferences[call].room.release()
+            case Call():
+                task = asyncio.create_task(self._call(message), name=f"{self._process.name} calls {message.method}")
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
+            case UpdateMetric():
+                self._metrics.update(self, message.metric, message.operation, message.value)
 
     async def _infer(
         self, message: Infer, inputs: Sequence[Tensor], room: asyncio.Semaphore, parent: RequestContext | None
@@ -157,7 +162,9 @@ class ModelCalls:
                     async for response in responses:
                         await room.acquire()
                         sent_final = response.final or not message.decoupled
-                        self._process.send(InferAnswer(message.call, self._write_response(response), sent_final))
+                        outputs = write_tensors(self._process, response.outputs)
+                        answer = ResponseMessage(outputs, None, json.dumps(dict(response.parameters)))
+                        self._process.send(InferAnswer(message.call, answer, sent_final))
         except CharoniaError as error:
             self._send_failure(message.call, error)
         except Exception as error:
@@ -170,13 +177,10 @@ class ModelCalls:
     def _send_failure(self, call: int, error: CharoniaError) -> None:
         self._process.send(InferAnswer(call, ResponseMessage([], error_message(error)), True))
 
-    def _write_response(self, response: InferResponse) -> ResponseMessage:
-        outputs = write_tensors(self._process, response.outputs)
-        return ResponseMessage(outputs, None, json.dumps(dict(response.parameters)))
-
     async def _call(self, message: Call) -> None:
         try:
-            result = await self._methods[message.method](**json.loads(message.arguments))
+            result = self._methods[message.method](**json.loads(message.arguments))
+            result = await result if isawaitable(result) else result
         except CharoniaError as error:
             answer = CallAnswer(message.call, error=error.message)
         except Exception as error:
@@ -185,22 +189,3 @@ class ModelCalls:
         else:
             answer = CallAnswer(message.call, json.dumps(result))
         self._process.send(answer)
-
-    async def _load_model(self, name: str, config: str, files: dict[str, str]) -> None:
-        contents = {path: bytes.fromhex(content) for path, content in files.items()}
-        await self._gateway.load_model(name, config or None, contents)
-
-    async def _unload_model(self, name: str, dependents: bool) -> None:
-        await self._gateway.unload_model(name, dependents)
-
-    async def _is_model_ready(self, name: str, version: str) -> bool:
-        return not await self._gateway.unready_reason(name, version)
-
-    async def _add_metric_family(self, name: str, description: str, kind: MetricKind) -> None:
-        self._metrics.add_family(name, description, kind)
-
-    async def _add_metric(self, family: str, labels: dict[str, str], buckets: list[float] | None) -> int:
-        return self._metrics.add_metric(self, family, labels, buckets)
-
-    async def _metric_value(self, metric: int) -> float:
-        return self._metrics.value(metric)

@@ -5,7 +5,6 @@ The interface is that of https://github.com/triton-inference-server/python_backe
 
 import asyncio
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...telemetry.shared_state import ServerGateway
 from ..backend_config import read_integer, read_placements
 from ..python_stub import messages
-from ..runtime import InstancePlacement
+from ..runtime import InstancePlacement, Parameters, RuntimeLoader
 from .environments import interpreter
 from .model_calls import MAX_INFERENCES, ModelCalls
 from .python_runtime import FirstAnswer, PythonRuntime, initialize_failure
@@ -30,7 +29,7 @@ _LIBRARY_BYTES = 40 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PythonBackend:
+class PythonBackend(RuntimeLoader):
     """A `RuntimeLoader`; models are loaded once it is bound to a server, which they may call. `code`: the directory of
     the `model.py` of all its models; None where each brings its own."""
 
@@ -46,7 +45,7 @@ class PythonBackend:
         return replace(self, services=services)
 
     def load(
-        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> PythonRuntime:
         assert self.services is not None
         max_calls = read_integer(parameters, "max-open-calls", MAX_INFERENCES, least=1)
@@ -73,10 +72,10 @@ class PythonBackend:
     def uses_gpus(self) -> bool:
         return True
 
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         return (MemoryNeed(_LIBRARY_BYTES * len(read_placements("", raw))),)
 
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         """What the model's `auto_complete_config` makes of the config, in a process that ends afterwards."""
         message = messages.CompleteConfig(
             str(self._model_file(directory, raw)), self._search_path(directory), json.dumps(dict(raw))
@@ -124,11 +123,11 @@ def _arguments(directory: Path, config: ModelConfig, placement: InstancePlacemen
     }
 
 
-def _start_seconds(parameters: Mapping[str, str]) -> int:
+def _start_seconds(parameters: Parameters) -> int:
     return read_integer(parameters, "stub-timeout-seconds", 30, least=1)
 
 
-def _memory_sizes(parameters: Mapping[str, str]) -> MemorySizes:
+def _memory_sizes(parameters: Parameters) -> MemorySizes:
     initial, growth = MemorySizes()
     return MemorySizes(
         read_integer(parameters, "shm-default-byte-size", initial, least=1),

@@ -239,21 +239,17 @@ class PythonRuntime:
             case messages.SendResponse():
                 self._on_response(message)
             case messages.Reschedule():
-                self._on_reschedule(message.handle)
+                if message.handle in self._open:
+                    self._waiting.add(message.handle)
+                    self._open[message.handle].respond(Rescheduled(), False)
             case messages.Infer():
                 self._calls.infer(message, self._parent_context(message.parent))
-            case messages.CancelInfer():
-                self._calls.cancel_infer(message)
-            case messages.ReadAnswers():
-                self._calls.continue_infer(message)
-            case messages.Call():
-                self._calls.call(message)
             case messages.Checked():
                 self._set_readiness(message.unready_reason)
-            case messages.UpdateMetric():
-                self._calls.update_metric(message)
-            case _:
+            case messages.Initialized() | messages.CompletedConfig() | messages.Failed() | messages.LogMessage():
                 self._first.on_message(message)
+            case _:
+                self._calls.on_message(message)
 
     def on_end(self, how: str) -> None:
         self._first.on_end(how)
@@ -275,8 +271,3 @@ class PythonRuntime:
         if message.final:
             self._forget(message.handle)
         request.respond(self._read(message.response), message.final)
-
-    def _on_reschedule(self, handle: int) -> None:
-        if handle in self._open:
-            self._waiting.add(handle)
-            self._open[handle].respond(Rescheduled(), False)

@@ -76,8 +76,8 @@ class StubProcess:
     """Runs the package `python_stub` with an interpreter, once it is connected. `name` is the instance's, and stands
     before each line that it prints.
 
-    `writer` takes the tensors for the process, `reader` has those from it. `pid`; `sentinel`: a descriptor that becomes
-    readable when the process has ended; `lost`: that was noticed.
+    `writer` takes the tensors for the process, `reader` has those from it. `pid`; `kill` ends it, from any thread;
+    `sentinel`: a descriptor that becomes readable when the process has ended; `lost`: that was noticed.
 
     Raises:
         OSError: the process cannot be started.
@@ -111,7 +111,7 @@ class StubProcess:
                 inherited = [their_socket.fileno(), *files, their_output]
                 program = [interpreter.program, "-c", _BOOTSTRAP, *map(str, (*inherited, *memory)), str(_STUB)]
                 self._process = ChildProcess(program, inherited, interpreter.environment)
-                self.pid, self.sentinel = self._process.pid, self._process.sentinel
+                self.pid, self.sentinel, self.kill = self._process.pid, self._process.sentinel, self._process.kill
                 # The instance's pool watches the sentinel for itself.
                 self._end = self._own(os.dup(self.sentinel))
             except BaseException:
@@ -145,10 +145,6 @@ class StubProcess:
         process has ended."""
         payload = self._encode((type(body).__name__, body, self.reader.take_released()))
         self._loop.call_soon_threadsafe(self._write, messages.frame(payload))
-
-    def kill(self) -> None:
-        """End the process; from any thread."""
-        self._process.kill()
 
     async def close(self, seconds: float) -> None:
         """Let the process finalize its model and end, or else kill it after so many seconds; it is gone afterwards."""

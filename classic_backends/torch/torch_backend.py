@@ -28,7 +28,7 @@ from ..backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 
 if TYPE_CHECKING:
     import torch
@@ -56,18 +56,21 @@ class InferenceModes(NamedTuple):
     clean_cache: bool = False
 
 
-class TorchLoader:
+class TorchLoader(RuntimeLoader):
     """Loads `model.pt` or `model.pt2`, or the `default_model_filename`."""
 
-    by_request = False
-
     def load(
-        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from .model_files import open_model_file
 
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
-        modes = read_inference_modes(parameters)
+        modes = InferenceModes(
+            inference_mode=read_flag(parameters, "INFERENCE_MODE", True),
+            optimized_execution=not read_flag(parameters, "DISABLE_OPTIMIZED_EXECUTION", False),
+            cudnn=not read_flag(parameters, "DISABLE_CUDNN", False),
+            clean_cache=read_flag(parameters, "ENABLE_CACHE_CLEANING", False),
+        )
         for side, specs in (("input", config.inputs), ("output", config.outputs)):
             if not specs:
                 message = f"model '{config.name}' must have its {side}s in its config: the file does not tell them"
@@ -91,10 +94,10 @@ class TorchLoader:
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         return memory_per_instance(raw, _model_file(directory, raw))
 
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         """Only exported programs declare the types and shapes of their tensors."""
         file = _model_file(directory, raw)
         if declares_tensors(raw) or file.suffix != ".pt2":
@@ -103,16 +106,6 @@ class TorchLoader:
 
         found = open_model_file(file, "cpu").tensors
         return raw if found is None else complete_config(raw, found, parameters)
-
-
-def read_inference_modes(parameters: Mapping[str, str]) -> InferenceModes:
-    """Raises `InvalidArgument` for a wrong parameter; `field` names it."""
-    return InferenceModes(
-        inference_mode=read_flag(parameters, "INFERENCE_MODE", True),
-        optimized_execution=not read_flag(parameters, "DISABLE_OPTIMIZED_EXECUTION", False),
-        cudnn=not read_flag(parameters, "DISABLE_CUDNN", False),
-        clean_cache=read_flag(parameters, "ENABLE_CACHE_CLEANING", False),
-    )
 
 
 def _model_file(directory: Path, raw: RawConfig) -> Path:

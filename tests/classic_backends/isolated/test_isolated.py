@@ -144,8 +144,6 @@ def runtime(directory: Path) -> Iterator[IsolatedRuntime]:
     assert not alive(pid)
 
 
-
-
 def pid_of(runtime: IsolatedRuntime) -> int:
     [made] = runtime.execute({"DO": order("process")}, ["Y"])
     return int(made["Y"][0, 0])
@@ -249,10 +247,6 @@ def test_it_leaves_signals_to_the_server(runtime: IsolatedRuntime) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)
     assert pid_of(runtime) == pid
-
-
-
-
 
 
 @pytest.mark.parametrize(("do", "how"), [("exit", "it exited with 7"), ("crash", "it was ended by SIGSEGV")])
@@ -465,5 +459,3 @@ async def test_unloading_kills_what_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(Internal, match="was ended: the model was unloaded"):
         await hanging
     assert not alive(*processes(tmp_path))
-
-

@@ -16,7 +16,6 @@ from charonia.classic_backends.torch.torch_backend import (
     InferenceModes,
     argument_positions,
     indexed_positions,
-    read_inference_modes,
 )
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
@@ -262,13 +261,14 @@ def test_results_that_are_not_there_or_no_tensors(version: Path, described: Desc
 
 def test_parameters_are_tritons(version: Path, described: Describe) -> None:
     asked = {"INFERENCE_MODE": "false", "DISABLE_OPTIMIZED_EXECUTION": "true", "DISABLE_CUDNN": "true"}
-    assert read_inference_modes(asked) == InferenceModes(inference_mode=False, optimized_execution=False, cudnn=False)
+    modes = []
     script(Same(), version / "model.pt")
     threads: list[int] = []
 
     def alone() -> None:
         """Threads are counted for the one that sets them."""
         runtime = load(version, described(raw_config(["value"], ["same"])), INTRA_OP_THREAD_COUNT="1", **asked)
+        modes.append(runtime._modes)  # type: ignore[attr-defined]
         threads.append(torch.get_num_threads())
         assert run(runtime, ["same"], value=TEN)["same"].tolist() == [[10, 10]]
 
@@ -278,6 +278,7 @@ def test_parameters_are_tritons(version: Path, described: Describe) -> None:
     thread.join(30)
     torch.set_num_threads(before)
     assert threads == [1]
+    assert modes == [InferenceModes(inference_mode=False, optimized_execution=False, cudnn=False)]
     with pytest.raises(InvalidArgument) as caught:
         load(version, described(raw_config(["value"], ["same"])), INTRA_OP_THREAD_COUNT="many")
     assert caught.value.field == "INTRA_OP_THREAD_COUNT"
