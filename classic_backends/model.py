@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable, request_id_prefix
-from ..core.metrics import Reading, VersionStatistics
+from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error

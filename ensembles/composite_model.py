@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from ..core.errors import CharoniaError, NotReady
 from ..core.gateway import Gateway
-from ..core.metrics import Reading, VersionStatistics
+from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import ExecutionTimes, RequestContext
