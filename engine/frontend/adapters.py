@@ -18,7 +18,7 @@ from ...core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from ...core.metrics import Reading
 from ...processes.scratch import ScratchDirectory
 from ..config import LoraConfig
-from .sequence_stats import SequenceStats
+from .token_stream import SequenceStats
 
 log = logging.getLogger(__name__)
 

@@ -40,8 +40,7 @@ from .routing import (
     choose_replica,
     prompt_prefixes,
 )
-from .sequence_stats import SequenceStats
-from .token_stream import TokenStream
+from .token_stream import SequenceStats, TokenStream
 
 
 def split_config(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:

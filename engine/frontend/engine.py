@@ -17,8 +17,7 @@ from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import LoraConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from .admission import QueueTicket
-from .sequence_stats import SequenceStats
-from .token_stream import TokenStream
+from .token_stream import SequenceStats, TokenStream
 
 _PARAMETERS = {
     "adapter": "lora_name",

@@ -43,9 +43,8 @@ from .client import EngineClient
 from .engine import Engine, EngineSpec
 from .guide_checker import GuideChecker
 from .infer import OWN_LAYOUT, InferLayout
-from .sequence_stats import SequenceStats, open_sequence, record_request, v2_statistics
 from .task_adapters import TaskAdapters
-from .token_stream import TokenStream
+from .token_stream import SequenceStats, TokenStream, open_sequence, record_request, v2_statistics
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds so far, detail."""

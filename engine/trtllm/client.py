@@ -22,8 +22,7 @@ from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from ..frontend.admission import AdmissionControl, QueueLimits, QueueTicket
 from ..frontend.engine import count_by_priority
-from ..frontend.sequence_stats import SequenceStats
-from ..frontend.token_stream import TokenStream
+from ..frontend.token_stream import SequenceStats, TokenStream
 from .options import TrtllmOptions
 from .request import TrtllmRequest
 from .runtime import TrtllmRuntime, TrtllmRuntimeLoader

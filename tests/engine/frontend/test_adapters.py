@@ -14,7 +14,7 @@ from charonia.core.errors import InvalidArgument, NotFound, NotReady, Unavailabl
 from charonia.engine.config import LoraConfig
 from charonia.engine.frontend import adapters
 from charonia.engine.frontend.adapters import AdapterEngine, AdapterTable, AdapterUse
-from charonia.engine.frontend.sequence_stats import SequenceStats
+from charonia.engine.frontend.token_stream import SequenceStats
 from charonia.telemetry.llm_metrics import LlmMetrics
 from charonia.telemetry.metric_families import CHARONIA_FAMILIES, VLLM_FAMILIES
 

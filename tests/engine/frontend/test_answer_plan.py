@@ -29,8 +29,7 @@ from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.engine.frontend.admission import AdmissionControl, QueueLimits, QueueTicket
 from charonia.engine.frontend.engine import EngineSpec
 from charonia.engine.frontend.llm import LlmModel
-from charonia.engine.frontend.sequence_stats import SequenceStats
-from charonia.engine.frontend.token_stream import TokenStream
+from charonia.engine.frontend.token_stream import SequenceStats, TokenStream
 from charonia.tokenization.answers.answer_formats import AnswerParsers
 from charonia.tokenization.answers.harmony import FINAL
 

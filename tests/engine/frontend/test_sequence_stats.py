@@ -6,7 +6,7 @@ import pytest
 
 from charonia.core.request import FinishReason, GenerateRequest
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd
-from charonia.engine.frontend.sequence_stats import SequenceStats, open_sequence, record_request
+from charonia.engine.frontend.token_stream import SequenceStats, open_sequence, record_request
 from charonia.telemetry.llm_metrics import LlmMetrics
 
 

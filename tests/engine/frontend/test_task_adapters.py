@@ -16,8 +16,8 @@ from charonia.core.errors import InvalidArgument, NotFound
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.config import LoraConfig
 from charonia.engine.frontend.adapters import AdapterTable, TaskKey
-from charonia.engine.frontend.sequence_stats import SequenceStats
 from charonia.engine.frontend.task_adapters import TaskAdapters, read_task_tensors
+from charonia.engine.frontend.token_stream import SequenceStats
 from charonia.telemetry.llm_metrics import LlmMetrics
 
 CONFIG = {

@@ -2,7 +2,7 @@
 
 from charonia.core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.core.request_context import Outcome, RequestEnd
-from charonia.engine.frontend.sequence_stats import v2_statistics
+from charonia.engine.frontend.token_stream import v2_statistics
 from charonia.telemetry.llm_metrics import LlmMetrics
 
 
