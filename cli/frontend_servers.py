@@ -1,15 +1,12 @@
 """The servers of one process, over one gateway: HTTP, gRPC and the clouds' for requests, another one for metrics."""
 
 import asyncio
-import errno
 import os
 import shlex
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from itertools import combinations
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 
 from .. import __version__
 from ..api.app import build_app
@@ -18,79 +15,13 @@ from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricsSource, build_registry, metrics_app
-from ..api.triton.clouds import CloudEndpoint, CloudMiddleware
-from ..core.errors import InvalidArgument, Unavailable
+from ..api.triton.clouds import CloudMiddleware
 from ..core.tasks import wait_for_first
 from ..repository.gateway import InProcessGateway
 from ..telemetry.host_metrics import Gpus, HostMetrics
-from .options import GrpcOptions, ServerOptions, is_true
+from .options import ServerOptions, is_true
 from .plan import ServePlan
-
-_EVERYWHERE = {"0.0.0.0", "::"}
-_PORTS_FAULT = (errno.EADDRINUSE, errno.EACCES)
-
-
-class ReservedPorts(NamedTuple):
-    """Sockets that do not listen yet; None for an endpoint that is not wanted."""
-
-    http: socket.socket | None
-    grpc: socket.socket | None
-    metrics: socket.socket | None
-    clouds: Sequence[socket.socket]
-
-
-@contextmanager
-def reserve_ports(
-    server: ServerOptions, grpc: GrpcOptions, clouds: Sequence[CloudEndpoint] = ()
-) -> Iterator[ReservedPorts]:
-    """The ports that the options ask for, given back at the end of the block.
-
-    Raises `Unavailable` as `bind_port`, and `InvalidArgument` if two are the same, or none is for requests.
-    """
-    if not is_true(server.allow_http) and not is_true(grpc.allow_grpc) and not clouds:
-        raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
-    with ExitStack() as stack:
-        ports: dict[str, socket.socket] = {}
-
-        def reserve(flag: str, address: str, port: int, shared: bool = False) -> None:
-            ports[flag] = stack.enter_context(bind_port(address, port, flag, shared))
-
-        if is_true(server.allow_http):
-            reserve("--http-port", server.http_address, server.http_port, is_true(server.reuse_http_port))
-        if is_true(grpc.allow_grpc):
-            reserve("--grpc-port", grpc.grpc_address, grpc.grpc_port, is_true(grpc.reuse_grpc_port))
-        if is_true(server.allow_metrics):
-            reserve("--metrics-port", server.metrics_address or server.http_address, server.metrics_port)
-        for cloud in clouds:
-            reserve(cloud.flag, server.http_address, cloud.port)
-        for (flag, mine), (other, theirs) in combinations(ports.items(), 2):
-            (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
-            # A port that nothing listens on yet can be reserved twice.
-            if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):
-                raise InvalidArgument(f"{flag} and {other} are both {port}")
-        http, rpc, metrics = (ports.get(flag) for flag in ("--http-port", "--grpc-port", "--metrics-port"))
-        yield ReservedPorts(http, rpc, metrics, [ports[cloud.flag] for cloud in clouds])
-
-
-def bind_port(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:
-    """The port, reserved but not listening: clients are turned away until there is something to serve.
-
-    `shared`: other processes may listen on it too, if they say so as well. Raises `Unavailable` if the port is taken,
-    or the address is not ours; the message names `flag`, or the one that goes with it.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        sock.bind((address, port))
-    except OSError as error:
-        sock.close()
-        wrong = flag if error.errno in _PORTS_FAULT else flag.replace("-port", "-address")
-        raise Unavailable(f"cannot open port {port} on {address}: {error.strerror} ({wrong})") from None
-    return sock
-
+from .ports import ReservedPorts
 
 _NO_GPUS = "TRITON_SERVER_CPU_ONLY"
 """The environment variable that, set to anything, turns the gauges of GPUs off, as in tritonserver."""

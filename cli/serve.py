@@ -25,9 +25,9 @@ from ..telemetry.request_log import log_request
 from ..telemetry.request_trace import TraceFileWriter
 from ..telemetry.trace_settings import TraceControl
 from ..telemetry.tracing import SamplingTracer
-from .frontend_servers import ReservedPorts, reserve_ports
 from .options import is_true
 from .plan import ServePlan
+from .ports import ReservedPorts, reserve_ports
 
 if TYPE_CHECKING:
     from ..api.prometheus import MetricsSource

@@ -14,9 +14,9 @@ from charonia.api.api_keys import Keyring
 from charonia.api.grpc.server import GrpcServer
 from charonia.api.grpc.settings import build_call_policy
 from charonia.api.metadata import ServerInfo
-from charonia.cli.frontend_servers import bind_port
 from charonia.cli.options import GrpcOptions
 from charonia.cli.plan import parse_grpc_settings
+from charonia.cli.ports import bind_port
 
 INFO = ServerInfo("triton", "9.9")
 

@@ -8,8 +8,8 @@ from cyclopts.exceptions import CycloptsError
 
 from charonia.cli.app import app
 from charonia.cli.foreign_flags import TritonFlags
-from charonia.cli.frontend_servers import bind_port, reserve_ports
 from charonia.cli.options import GrpcOptions, ServeOptions, ServerOptions
+from charonia.cli.ports import bind_port, reserve_ports
 from charonia.core.errors import CharoniaError
 from charonia.telemetry.trace_settings import parse_trace_config
 

@@ -13,7 +13,7 @@ import pytest
 from charonia.api.app import build_app
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
-from charonia.cli.frontend_servers import bind_port
+from charonia.cli.ports import bind_port
 from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.core.messages import EngineLoad, RequestUpdates
 from charonia.engine.frontend.llm import LlmModel
