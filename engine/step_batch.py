@@ -27,6 +27,11 @@ SamplingArray: TypeAlias = NDArray[np.void]
 """How S rows choose their next token: an array [S] of SAMPLING_DTYPE, on the host."""
 
 
+def as_signed64(value: int) -> int:
+    """`value` mod 2**64 as the int64 with the same bits: a seed in a SamplingArray."""
+    return ((value + 2**63) % 2**64) - 2**63
+
+
 class SampledTokens(NamedTuple):
     """Tokens that a decoder chooses by itself, from the logits as they are.
 
@@ -82,6 +87,12 @@ class StepBatch:
     def first_places(self) -> NDArray[np.int64]:
         """[R] the packed place of each row's first token."""
         return np.cumsum(self.counts, dtype=np.int64) - self.counts
+
+    @property
+    def c_fields(self) -> tuple[int, ...]:
+        """The fields of `struct step` (attention.h): valid as long as this batch lives."""
+        numbers = (each.ctypes.data for each in (self.rows, self.starts, self.counts, self.first_places))
+        return len(self.rows), self.block_ids.stride(0), *numbers, self.block_ids.data_ptr()
 
     @cached_property
     def tables(self) -> Tensor:

@@ -1,6 +1,7 @@
 """The interface of attention backends: a backend alone allocates, writes and reads cache tensors."""
 
-from typing import ClassVar, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -47,21 +48,32 @@ class BackendSupport(NamedTuple):
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
 
 
-class AttentionBackend(Protocol):
-    """A rank's paged cache of keys and values, and attention over it."""
+class AttentionBackend(ABC):
+    """A rank's paged cache of keys and values, and attention over it. Backends in torch have heads of any number and
+    size, and blocks without padding."""
 
-    supports: ClassVar[BackendSupport]
+    supports: ClassVar[BackendSupport] = BackendSupport(
+        ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
+    )
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self._spec = spec
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
         """Whether the backend can serve heads of these numbers and size, given that all in `supports` fits."""
+        return True
 
     @property
     def block_bytes(self) -> int:
         """Bytes that one block takes, over all layers."""
+        spec = self._spec
+        return 2 * spec.layers * spec.block_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
 
+    @abstractmethod
     def allocate(self, blocks: int) -> None:
         """Make a cache of `blocks` blocks; an earlier one is dropped."""
 
+    @abstractmethod
     def begin_step(self, batch: StepBatch) -> StepAttention:
         """The attention of one step; what is the same in all layers is computed here, once."""

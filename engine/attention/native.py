@@ -23,10 +23,10 @@ from ..cpu.attention import (
 from ..cpu.memory import HugePageArena
 from ..layers.rotary import FusedAngles, RotaryAngles
 from ..step_batch import StepBatch
-from .backend import BackendSupport, CacheSpec
+from .backend import AttentionBackend, BackendSupport, CacheSpec
 
 
-class NativeAttention:
+class NativeAttention(AttentionBackend):
     """A cache, uint8 [layers, blocks, bytes of a block]; a block is tiles of 16 tokens and one head."""
 
     supports: ClassVar[BackendSupport] = BackendSupport(
@@ -39,7 +39,7 @@ class NativeAttention:
         return size % TILE_TOKENS == 0 and size <= MAX_HEAD_DIM and group * size <= MAX_QUERY_FLOATS
 
     def __init__(self, spec: CacheSpec) -> None:
-        self._spec = spec
+        super().__init__(spec)
         kind, usual_scale = library.DTYPE_CODES[spec.dtype], spec.head_dim**-0.5
         stored = INT8_CODE if spec.kv_cache_dtype == "int8" else kind
         sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size

@@ -1,7 +1,7 @@
 """The attention backends by the names of the `attention` setting, and the choice between them."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -11,9 +11,7 @@ from .backend import AttentionBackend, CacheSpec
 from .native import NativeAttention
 from .torch_attention import ReferenceAttention, TorchSdpaAttention
 
-BackendClass: TypeAlias = type[NativeAttention] | type[TorchSdpaAttention] | type[ReferenceAttention]
-
-BACKENDS: dict[str, BackendClass] = {
+BACKENDS: dict[str, type[AttentionBackend]] = {
     "native": NativeAttention,
     "cpu": TorchSdpaAttention,
     "reference": ReferenceAttention,
@@ -47,9 +45,8 @@ def capable_backends(
         InvalidArgument: no backend is called `name`, or it can't serve this device, dtype, block size or cache dtype.
     """
     if name != "auto" and name not in BACKENDS:
-        raise InvalidArgument(
-            f"attention must be auto or one of {', '.join(BACKENDS)}, got {name!r}", field="attention"
-        )
+        message = f"attention must be auto or one of {', '.join(BACKENDS)}, got {name!r}"
+        raise InvalidArgument(message, field="attention")
     names = AUTO_ORDER[device.type] if name == "auto" else (name,)
     wanted = {"device": device.type, "dtype": dtype, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
     refusals = {each: _missing_support(each, wanted) for each in names}

@@ -21,28 +21,7 @@ from ..checkpoint.model_spec import LayerAttention
 from ..layers.rotary import RotaryAngles
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
-from .backend import BackendSupport, CacheSpec
-
-
-class TorchBackend:
-    """The part that backends in torch have in common: heads of any number and size, and blocks without padding."""
-
-    supports: ClassVar[BackendSupport] = BackendSupport(
-        ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
-    )
-
-    def __init__(self, spec: CacheSpec) -> None:
-        self._spec = spec
-
-    @classmethod
-    def supports_heads(cls, spec: CacheSpec) -> bool:
-        return True
-
-    @property
-    def block_bytes(self) -> int:
-        spec = self._spec
-        return 2 * spec.layers * spec.block_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
-
+from .backend import AttentionBackend, BackendSupport, CacheSpec
 
 AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """The arguments and result of `StepAttention.__call__`."""
@@ -62,10 +41,10 @@ class TorchStepAttention:
         return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)
 
 
-class ReferenceAttention(TorchBackend):
+class ReferenceAttention(AttentionBackend):
     """A cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
 
-    supports: ClassVar[BackendSupport] = TorchBackend.supports._replace(devices=("cpu", "cuda"))
+    supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
@@ -135,7 +114,7 @@ class _AttentionPart(NamedTuple):
     chunk: bool
 
 
-class TorchSdpaAttention(TorchBackend):
+class TorchSdpaAttention(AttentionBackend):
     """Keys and values of each layer, each [blocks, block_size * kv_heads * head_dim], and attention by
     `F.scaled_dot_product_attention`."""
 

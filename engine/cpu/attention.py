@@ -37,7 +37,7 @@ class AttentionParams(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """`struct step`: the rows of one step and their blocks."""
+    """`struct step`: the rows of one step and their blocks, `StepBatch.c_fields`."""
 
     _fields_ = struct_fields("l rows width", "p lines starts counts firsts tables")
 
@@ -50,13 +50,6 @@ class _CallStruct(ctypes.Structure):
     _fields_ = struct_fields(
         "p queries keys values", "l query_stride key_stride value_stride", "p cos_sin sinks cache out", "l rotary_dim"
     )
-
-
-def fill_step_struct(batch: StepBatch, step: StepStruct) -> None:
-    """Point `step` at the numbers of `batch`, which must outlive it, but for `firsts`."""
-    tables = batch.block_ids
-    step.rows, step.width, step.tables = len(batch.rows), tables.stride(0), tables.data_ptr()
-    step.lines, step.starts, step.counts = (each.ctypes.data for each in (batch.rows, batch.starts, batch.counts))
 
 
 class LayerCaches:
@@ -77,9 +70,7 @@ class PlannedAttention:
     """One step's attention for layers with equal `params`, divided into pieces of work once for all of them."""
 
     def __init__(self, params: AttentionParams, batch: StepBatch, dtype: torch.dtype) -> None:
-        self._params, self._batch, self._step = params, batch, StepStruct()
-        fill_step_struct(batch, self._step)
-        self._step.firsts = batch.first_places.ctypes.data
+        self._params, self._batch, self._step = params, batch, StepStruct(*batch.c_fields)
         self._plan, self._call = _PlanStruct(), _CallStruct()
         self._plan_pieces(64 + batch.size * params.kv_heads)
         self._scratch = torch.empty(self._plan.scratch)

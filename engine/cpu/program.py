@@ -21,7 +21,7 @@ from torch import Tensor
 from ...scheduler.plan import MaskArray
 from ..step_batch import SampledTokens, StepBatch
 from . import library
-from .attention import LayerCaches, StepStruct, fill_step_struct
+from .attention import LayerCaches, StepStruct
 from .library import struct_fields
 from .lora import StepAdapters
 from .memory import aligned_empty
@@ -96,7 +96,7 @@ class _StepWorkspace:
 
 
 class StepRun:
-    """A `PendingStep` of a program. Its results are good until the next step of the program begins."""
+    """A step that other threads may be computing already. Its results are good until the next step begins."""
 
     def __init__(self, program: "DecoderProgram", workspace: _StepWorkspace, inputs: ProgramInputs) -> None:
         self._program, self.workspace, self.inputs = program, workspace, inputs
@@ -107,19 +107,24 @@ class StepRun:
         self._masks: MaskArray | None = None
 
     def provide_masks(self, masks: MaskArray | None) -> None:
+        """The masks that its `SampledTokens.mask_of` names; until they come it is not finished, nor is any step after
+        it. None: there are none, and its tokens mean nothing."""
         samples, logits = self.inputs.samples, self._program.io.logits
         if samples is None or samples.mask_of is None or logits is None:
             return
         if masks is None:
             masks = np.zeros((int(samples.mask_of.max()) + 1, -(-logits.width // 32)), np.int32)
-        self._masks = np.ascontiguousarray(masks)
-        self._program.provide_masks(self.workspace.arguments, self._masks)
+        self._masks = np.ascontiguousarray(masks)  # C reads it until the step is finished
+        address = ctypes.addressof(self.workspace.arguments)
+        library.bind_function("charonia_provide_masks")(address, self._masks.ctypes.data)
 
     def finish(self) -> None:
-        self._program.finish(self)
+        """Help to compute it, and return when it is computed. Steps are finished in the order they were begun in."""
+        self._program.finish_up_to(self)
 
     @property
     def logits(self) -> Tensor:
+        """Logits [S, vocabulary] of `ProgramInputs.logits_indices`, of a finished step."""
         logits, places = self._program.io.logits, self.inputs.logits_indices
         if logits is None or places is None:
             raise RuntimeError("the step was begun without logits")
@@ -131,6 +136,7 @@ class StepRun:
         return [self._tensor(each, 0, self.inputs.batch.size) for each in self._program.io.kept]
 
     def more_logits(self, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
+        """Logits of other packed places of a finished step, in `selections` as of `Decoder.compute_logits`; once."""
         io, size = self._program.io, self.inputs.batch.size
         return self._program.head(self._tensor(io.residual, 0, size), self._tensor(io.delta, 0, size), selections)
 
@@ -178,16 +184,13 @@ class DecoderProgram:
         """Have a step computed after those begun before it, beside the caller."""
         workspace = self._free_workspaces.pop() if self._free_workspaces else _StepWorkspace()
         arguments, token_ids = workspace.arguments, inputs.batch.token_ids
-        fill_step_struct(inputs.batch, arguments.step)
+        arguments.step = StepStruct(*inputs.batch.c_fields)
         arguments.token_ids, arguments.token_ids_stride = token_ids.data_ptr(), token_ids.stride(0)
         arguments.params_count, arguments.params, arguments.params_of_layer, arguments.caches = inputs.caches.c_fields
         arguments.lora_count = 0
         if (adapters := inputs.adapters) is not None:
-            count, *addresses = adapters.c_fields
-            arguments.lora_count, arguments.lora_adapters, arguments.lora_begins, arguments.lora_places = (
-                count,
-                *addresses,
-            )
+            arguments.lora_count, *lora = adapters.c_fields
+            arguments.lora_adapters, arguments.lora_begins, arguments.lora_places = lora
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples
@@ -196,12 +199,11 @@ class DecoderProgram:
         if places is not None:
             arguments.operation_count = len(self._operations) - 1
             arguments.logits_count, arguments.logits_indices = len(places), places.data_ptr()
-            if samples is not None:
-                arguments.operation_count, arguments.sampled_count = len(self._operations), len(samples.tokens)
-                arguments.sampled = samples.tokens.ctypes.data
-                arguments.sampling = None if samples.sampling is None else samples.sampling.ctypes.data
-                arguments.sampled_of = None if samples.selected is None else samples.selected.ctypes.data
-                arguments.mask_of = None if samples.mask_of is None else samples.mask_of.ctypes.data
+        if places is not None and samples is not None:
+            arguments.operation_count, arguments.sampled_count = len(self._operations), len(samples.tokens)
+            columns = samples.tokens, samples.sampling, samples.selected, samples.mask_of
+            addresses = [None if column is None else column.ctypes.data for column in columns]
+            arguments.sampled, arguments.sampling, arguments.sampled_of, arguments.mask_of = addresses
         run = StepRun(self, workspace, inputs)
         while (number := self._submit(arguments)) < 0:
             self._grow(run)
@@ -209,12 +211,8 @@ class DecoderProgram:
         self._pending.append(run)
         return run
 
-    def provide_masks(self, arguments: _StepArguments, masks: MaskArray) -> None:
-        """Let a step go on that waits for its masks, which must stay until it is finished."""
-        library.bind_function("charonia_provide_masks")(ctypes.addressof(arguments), masks.ctypes.data)
-
-    def finish(self, run: StepRun) -> None:
-        """Help to compute the steps begun up to `run`, and return when they are computed."""
+    def finish_up_to(self, run: StepRun) -> None:
+        """Compute the steps begun up to `run`."""
         while run in self._pending:
             first = self._pending[0]
             self._wait(self._pool, first.number)
@@ -236,7 +234,7 @@ class DecoderProgram:
         arguments = run.workspace.arguments
         if arguments.memory_bytes > len(self.memory):
             if self._pending:
-                self.finish(self._pending[-1])
+                self.finish_up_to(self._pending[-1])
             self.memory = run.memory = aligned_empty(arguments.memory_bytes * 5 // 4)
         run.workspace.grow(arguments.workspace_bytes * 5 // 4)
 

@@ -25,42 +25,6 @@ from ..cpu.op_trace import SymbolicTensor
 from .int4 import BYTES, GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
 from .step_context import StepContext
 
-
-class LoraProduct:
-    """What adapters add to product `number` of a rank. `native`: the kernels that do it, where they serve."""
-
-    def __init__(self, number: int, native: NativeLora | None) -> None:
-        self._number, self._native = number, native
-
-    def add(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
-        """Adds it to the product's result `out` [N, outputs] for x [N, inputs]."""
-        if self._native is not None:
-            self._native.add(x, out, step)
-            return
-        for adapter, places in step.segments(x.device):
-            for part in adapter.parts[self._number]:
-                added = F.linear(x[places], part.a).mul_(part.scale) @ part.b
-                out[:, part.first : part.first + part.outputs].index_add_(0, places, added)
-
-    def trace(self, x: SymbolicTensor, product: Callable[[SymbolicTensor], SymbolicTensor]) -> SymbolicTensor:
-        """Record `product` of x and what is added to it; its result."""
-        assert self._native is not None, "what is recorded are kernels"
-        shrunk = self._native.trace_shrink(x)
-        out = product(x)
-        self._native.trace_expand(shrunk, out)
-        return out
-
-
-def lora_product(loader: WeightLoader, slices: list[TensorSlice]) -> LoraProduct | None:
-    """What adapters add to the product with `slices`, one below the other; None where there are no adapters."""
-    if loader.adaptable is None:
-        return None
-    loader.adaptable.append(slices)
-    number, matrices = len(loader.adaptable) - 1, len({each.name for each in slices})
-    native = library.supports(loader.dtype, loader.device)
-    return LoraProduct(number, NativeLora(number, matrices * loader.context.max_lora_rank) if native else None)
-
-
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
 
@@ -102,21 +66,38 @@ class OutputShard(NamedTuple):
 
 class LayerMatmul:
     """The product of a linear layer with the matrices `slices`, one below the other, and what the adapters of a step's
-    rows add to it."""
+    rows (LoRA, arXiv 2106.09685) add to it: by the kernels `native` where they serve."""
 
     def __init__(self, loader: WeightLoader, slices: list[TensorSlice], bias: Tensor | None) -> None:
-        self._product, self._lora = build_matmul(loader, slices, bias), lora_product(loader, slices)
+        self._product = build_matmul(loader, slices, bias)
+        self._adaptable, self._native = loader.adaptable is not None, None
+        if loader.adaptable is not None:
+            loader.adaptable.append(slices)
+            self._number, matrices = len(loader.adaptable) - 1, len({each.name for each in slices})
+            if library.supports(loader.dtype, loader.device):
+                self._native = NativeLora(self._number, matrices * loader.context.max_lora_rank)
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        if self._lora is None:
-            return self._product(x)
         recorded: object = x  # declared for tensors
-        if isinstance(recorded, SymbolicTensor):
-            return cast(Tensor, self._lora.trace(recorded, cast(Any, self._product)))
+        if self._native is not None and isinstance(recorded, SymbolicTensor):
+            shrunk = self._native.trace_shrink(recorded)
+            traced: SymbolicTensor = cast(Any, self._product)(recorded)
+            self._native.trace_expand(shrunk, traced)
+            return cast(Tensor, traced)
         out = self._product(x)
-        if context.adapters is not None:
-            self._lora.add(x, out, context.adapters)
+        if self._adaptable and context.adapters is not None:
+            self._add_adapters(x, out, context.adapters)
         return out
+
+    def _add_adapters(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
+        """Adds what adapters make of x [N, inputs] to the product's result `out` [N, outputs]."""
+        if self._native is not None:
+            self._native.add(x, out, step)
+            return
+        for adapter, places in step.segments(x.device):
+            for part in adapter.parts[self._number]:
+                added = F.linear(x[places], part.a).mul_(part.scale) @ part.b
+                out[:, part.first : part.first + part.outputs].index_add_(0, places, added)
 
 
 def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> LayerMatmul:

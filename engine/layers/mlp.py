@@ -14,7 +14,7 @@ from ..checkpoint.model_spec import ExpertsSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
-from .linear import ROUTER, OutputShard, RowLinear, build_matmul, column_linear
+from .linear import ROUTER, LayerMatmul, OutputShard, RowLinear, build_matmul, column_linear
 from .step_context import StepContext
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,23 +49,20 @@ class GatedMLPSpec(NamedTuple):
 
 
 class GatedMLP:
-    """x [N, hidden] -> down(activation(gate(x)) * up(x)) [N, hidden]."""
+    """x [N, hidden] -> down(activation(gate(x)) * up(x)) [N, hidden]; of a `partial` one, this rank's summand of it."""
 
-    def __init__(self, loader: WeightLoader, spec: GatedMLPSpec) -> None:
+    def __init__(self, loader: WeightLoader, spec: GatedMLPSpec, partial: bool = False) -> None:
         mine = rank_slice(spec.intermediate, loader.group)
         self._gate_up = column_linear(loader, spec.gate_and_up(mine), spec.hidden, bias=spec.bias)
         down = f"{spec.name}.{spec.down}"
-        self._down = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
+        whole = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
+        self._down: RowLinear | LayerMatmul = whole.partial if partial else whole
         fused = library.supports(loader.dtype, loader.device)
         self._gate: FusedGate | TorchGate = FusedGate(spec.activation) if fused else TorchGate(spec.activation)
-        self.untraceable = self._down.untraceable
+        self.untraceable = whole.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         return self._down(self._gate(self._gate_up(x, context)), context)
-
-    def partial(self, x: Tensor, context: StepContext) -> Tensor:
-        """This rank's summand of the output."""
-        return self._down.partial(self._gate(self._gate_up(x, context)), context)
 
 
 class TorchGate:
@@ -95,7 +92,7 @@ class MixtureOfExperts:
             self._mine, loader = self._mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
         loader = loader.without_adapters()
         names = (f"{expert.name}.experts.{number}" for number in self._mine)
-        self._experts = [GatedMLP(loader, expert._replace(name=name)) for name in names]
+        self._experts = [GatedMLP(loader, expert._replace(name=name), partial=True) for name in names]
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
@@ -110,5 +107,5 @@ class MixtureOfExperts:
         for number, expert in zip(self._mine, self._experts, strict=True):
             mine, weight = shares[number]
             if len(mine):
-                total.index_add_(0, mine, expert.partial(x[mine], context).mul_(weight))
+                total.index_add_(0, mine, expert(x[mine], context).mul_(weight))
         return self._group.all_reduce(total)

@@ -131,6 +131,9 @@ class Eagle3Head:
         """[S, hidden] -> [S, draft vocabulary]."""
         return self._head(self._last(states))
 
+    def close(self) -> None:
+        """It has no threads."""
+
     def target_ids(self, tokens: Tensor) -> Tensor:
         """Tokens of the draft vocabulary as the target has them."""
         return self._target_ids[tokens]

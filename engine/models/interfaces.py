@@ -1,42 +1,23 @@
-"""The interfaces between architectures and the worker: a decoder, a step that is being computed, and the builder that
-makes a decoder from a checkpoint."""
+"""The interfaces between architectures and the worker: a decoder, and the builder that makes one from a checkpoint."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ...scheduler.plan import MaskArray
 from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.model_spec import DecoderShape
 from ..checkpoint.served_forms import ServedForms
 from ..config import ParallelConfig
+from ..cpu.program import StepRun
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens
 
 LogitsIterator: TypeAlias = Iterator[Tensor]
 """Logits [S, vocabulary] of each selection of places, computed when the iterator comes to it, good until it goes on."""
-
-
-class PendingStep(Protocol):
-    """A step that other threads may be computing already."""
-
-    def provide_masks(self, masks: MaskArray | None) -> None:
-        """The masks that its `SampledTokens.mask_of` names; until they come it is not finished, nor is any step after
-        it. None: there are none, and its tokens mean nothing."""
-
-    def finish(self) -> None:
-        """Help to compute it, and return when it is computed. Steps are finished in the order they were begun in."""
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits [S, vocabulary] of the places that `Decoder.begin_step` was given, of a finished step; good until the
-        next step begins."""
-
-    def more_logits(self, selections: Sequence[Tensor]) -> LogitsIterator | None:
-        """Logits of other packed places of a finished step, in `selections` as of `Decoder.compute_logits`; once, and
-        before the next step begins."""
 
 
 class Decoder(Protocol):
@@ -53,7 +34,7 @@ class Decoder(Protocol):
 
     def begin_step(
         self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None
-    ) -> PendingStep | None:
+    ) -> StepRun | None:
         """Begin to compute the tokens of `context` beside the caller, when the steps begun before are computed, and
         logits of the packed places `logits_indices` [S], ascending, as many of a row as the caller likes. With
         `samples` tokens are sampled, too, and stored in the batch's token ids: then the next step may begin before this
@@ -73,21 +54,17 @@ class BuiltDecoder(NamedTuple):
     served: ServedForms | None = None
 
 
-class CheckpointBuilder(Protocol):
-    """A checkpoint that can be served: the facts known before its weights are read, and how to build its decoder."""
+@dataclass(frozen=True, slots=True)
+class CheckpointBuilder(ABC):
+    """A checkpoint that can be served: the facts known before its weights are read, and how to build its decoder.
+    `dtype`: the name of the dtype that the weights are stored in. `max_position`: the length of the longest sequence in
+    tokens; `default_length`, where the configuration gives none."""
 
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype that the weights are stored in."""
+    dtype: str
+    max_position: int
+    default_length: int
 
-    @property
-    def max_position(self) -> int:
-        """The length of the longest sequence in tokens."""
-
-    @property
-    def default_length(self) -> int:
-        """The length of the longest sequence where the configuration gives none, at most `max_position`."""
-
+    @abstractmethod
     def build(self, context: BuildContext) -> BuiltDecoder:
         """Read the weights.
 
@@ -95,6 +72,7 @@ class CheckpointBuilder(Protocol):
             CheckpointError: the weights are broken, do not fit config.json, or can't be quantised.
         """
 
+    @abstractmethod
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
         """Look for everything that `build` would refuse, without reading weights; returns what this can't find, for
         people, or nothing.

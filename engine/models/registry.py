@@ -44,25 +44,11 @@ _COMPUTED_TENSORS = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
-class NativeBuilder:
+class NativeBuilder(CheckpointBuilder):
     """A `CheckpointBuilder` of an architecture in the table."""
 
     checkpoint: Checkpoint
     spec: ModelSpec
-
-    @property
-    def dtype(self) -> str:
-        return self.spec.dtype
-
-    @property
-    def max_position(self) -> int:
-        return self.spec.max_position
-
-    @property
-    def default_length(self) -> int:
-        """With longrope the original length: its factors for longer texts make short ones worse."""
-        rope = self.spec.rope
-        return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
 
     def build(self, context: BuildContext) -> BuiltDecoder:
         shard, spec = context.shard, self.spec
@@ -121,9 +107,10 @@ class NativeBuilder:
         if context.cache is None:
             return Packing()
         if not library.supports(context.dtype, context.device):
-            log.info(
+            message = (
                 "cache_dir has no effect: only the C kernels' packed weights are kept, and these do not compute here"
             )
+            log.info(message)
             return Packing()
         shard, dtype = context.shard, dtype_name(context.dtype)
         facts = {
@@ -134,15 +121,12 @@ class NativeBuilder:
             "rank": [shard.group.rank, shard.group.size, *astuple(shard.stage)],
             "whole_experts": context.whole_experts,
         }
-        kept = dtype if context.quantization == "none" else context.quantization
-        ranks = (
-            "" if shard.is_whole else f", rank {shard.group.rank} of {shard.group.size} in stage {shard.stage.index}"
-        )
-        about = f"{self.checkpoint.directory}: {kept} for {library.level()}{ranks}"
-        memory = HugePageArena()
-        return Packing(
-            context.cache, packing_key(weights.files, facts), about, lambda size: memory.allocate(size).numpy()
-        )
+        about = f"{self.checkpoint.directory}: "
+        about += f"{dtype if context.quantization == 'none' else context.quantization} for {library.level()}"
+        if not shard.is_whole:
+            about += f", rank {shard.group.rank} of {shard.group.size} in stage {shard.stage.index}"
+        key, memory = packing_key(weights.files, facts), HugePageArena()
+        return Packing(context.cache, key, about, lambda size: memory.allocate(size).numpy())
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
         """Build on torch's meta device, which holds shapes alone: every tensor is looked up and none is read."""
@@ -178,4 +162,7 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
             raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
         log.warning("%s; so transformers computes it", variant.message)
         return found
-    return NativeBuilder(checkpoint, spec)
+    longest, rope = spec.max_position, spec.rope
+    # Longrope's factors for longer texts make short ones worse.
+    usual = min(rope.original_max_position, longest) if rope.kind == "longrope" else longest
+    return NativeBuilder(spec.dtype, longest, usual, checkpoint, spec)

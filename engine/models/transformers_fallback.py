@@ -29,7 +29,7 @@ from ..checkpoint.weights import CheckpointWeights
 from ..config import ParallelConfig
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens, StepBatch
-from .interfaces import BuiltDecoder, Decoder, LogitsIterator
+from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, LogitsIterator
 
 ATTENTION_NAME = "charonia"
 """The name that the function is registered by; transformers makes no masks for a name without a mask function."""
@@ -250,10 +250,8 @@ class TransformersDecoder:
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: AttentionHandler, places: Tensor) -> Tensor:
         ids, position_ids = tokens.unsqueeze(0), positions.unsqueeze(0)
-        out = self._model(
-            input_ids=ids, position_ids=position_ids, use_cache=False, logits_to_keep=places, attend=attend
-        )
-        logits: Tensor = out.logits[0]
+        named = {"use_cache": False, "logits_to_keep": places, "attend": attend}
+        logits: Tensor = self._model(input_ids=ids, position_ids=position_ids, **named).logits[0]
         return logits
 
     def _logits_again(self, context: StepContext, layers_output: Any, places: Tensor) -> Tensor:
@@ -276,24 +274,12 @@ class TransformersDecoder:
 
 
 @dataclass(frozen=True, slots=True)
-class TransformersBuilder:
+class TransformersBuilder(CheckpointBuilder):
     """A checkpoint that transformers can open and whose config.json forbids nothing."""
 
     directory: Path
     architecture: str
     config: Any
-
-    @property
-    def dtype(self) -> str:
-        return str(self.config.dtype or "float32").removeprefix("torch.")
-
-    @property
-    def max_position(self) -> int:
-        return int(getattr(self.config, "max_position_embeddings", None) or 2048)
-
-    @property
-    def default_length(self) -> int:
-        return self.max_position
 
     def build(self, context: BuildContext) -> BuiltDecoder:
         """Load the model, probe its layers, and verify it over a small cache."""
@@ -341,7 +327,9 @@ def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
         _check_config(config, architecture)
     except CheckpointError as error:
         raise _refusal(checkpoint.where, architecture, error.message) from error
-    return TransformersBuilder(checkpoint.directory, architecture, config)
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    longest = int(getattr(config, "max_position_embeddings", None) or 2048)
+    return TransformersBuilder(dtype, longest, longest, checkpoint.directory, architecture, config)
 
 
 def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:

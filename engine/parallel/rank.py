@@ -31,29 +31,9 @@ from ..checkpoint.build_context import Shard, SingleRank, TensorGroup, all_rank_
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
 from ..worker.loaded_rank import LoadedRank, assign_device, load_rank
+from . import rank_messages as messages
 from .local_ranks import RankLayout, RankPlace
 from .rank_connections import listen_on
-from .rank_messages import (
-    AllocateCache,
-    CacheAllocated,
-    ComputeStep,
-    JoinRanks,
-    LeaveRanks,
-    LoadRankAdapter,
-    ProvideMasks,
-    RankAdapterLoaded,
-    RankAdapterRefused,
-    RankFailed,
-    RankJoined,
-    RankLoaded,
-    RankReport,
-    RankStarted,
-    StepComputed,
-    UnloadRankAdapter,
-    WeightsProgress,
-    decode_command,
-    encode_message,
-)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -182,38 +162,40 @@ def run_rank(config: EngineConfig, place: RankPlace, connection: Connection) -> 
     Raises:
         SystemExit: something failed, which was reported to the core, or the core is gone.
     """
-    report = MessageWriter[RankReport](connection, encode_message).send
+    report = MessageWriter[messages.RankReport](connection, messages.encode_message).send
     try:
         _run(config, place, connection, report)
         return
     except (EOFError, ConnectionError):
         sys.exit(1)
     except CharoniaError as error:
-        failed = RankFailed(error.message, error.code, isinstance(error, PeerLost), error.field or "")
+        failed = messages.RankFailed(error.message, error.code, isinstance(error, PeerLost), error.field or "")
     except Exception as error:
         print_traceback(error)
-        failed = RankFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+        failed = messages.RankFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
     with suppress(OSError):
         report(failed)
     sys.exit(1)
 
 
-def _run(config: EngineConfig, place: RankPlace, connection: Connection, report: Callable[[RankReport], None]) -> None:
+def _run(
+    config: EngineConfig, place: RankPlace, connection: Connection, report: Callable[[messages.RankReport], None]
+) -> None:
     LogForwarder(report).install(logging.WARNING)
     torch.set_num_threads(config.threads_each(place.local_ranks))
     config = msgspec.structs.replace(config, device=assign_device(config, place.local_rank, place.local_ranks))
     store = open_store(place.host) if place.rank == 0 else None  # the others use it as long as they live
-    report(RankStarted(store.host, store.port) if store else RankStarted())
-    command = decode_command(connection.recv_bytes())
-    if not isinstance(command, JoinRanks):
+    report(messages.RankStarted(store.host, store.port) if store else messages.RankStarted())
+    command = messages.decode_command(connection.recv_bytes())
+    if not isinstance(command, messages.JoinRanks):
         raise EOFError
     join_ranks(command.host, command.port, place.rank, place.layout, torch.device(config.device))
-    report(RankJoined())
+    report(messages.RankJoined())
     shard = rank_shard(place.rank, place.layout, config.parallel.layers)
-    loaded = load_rank(config, shard, lambda fraction: report(WeightsProgress(fraction)))
+    loaded = load_rank(config, shard, lambda fraction: report(messages.WeightsProgress(fraction)))
     wait_for_all_ranks()  # free memory is known when all have taken what they need
     sharing = 1 if loaded.context.device.type == "cuda" else place.local_ranks
-    report(RankLoaded(loaded.capacity(sharing)))
+    report(messages.RankLoaded(loaded.capacity(sharing)))
     while _execute_command(loaded, place, connection, report):
         pass
     loaded.close()
@@ -221,12 +203,12 @@ def _run(config: EngineConfig, place: RankPlace, connection: Connection, report:
 
 
 def _execute_command(
-    rank: LoadedRank, place: RankPlace, connection: Connection, report: Callable[[RankReport], None]
+    rank: LoadedRank, place: RankPlace, connection: Connection, report: Callable[[messages.RankReport], None]
 ) -> bool:
     """Wait for the next command and execute it; False when that is to leave."""
     runner = rank.runner
-    match decode_command(connection.recv_bytes()):
-        case ComputeStep(plan, sampled):
+    match messages.decode_command(connection.recv_bytes()):
+        case messages.ComputeStep(plan, sampled):
             if sampled is not None:
                 runner.store_remote_tokens(*sampled)
             # The core sends masks while the step is computed; where it has several stages to feed, it must not wait
@@ -236,38 +218,38 @@ def _execute_command(
                 masks = partial(np.asarray, masks())
             result = runner.run_step(plan, masks)
             if place.rank == place.layout.result_rank:
-                report(StepComputed(result))
-        case ProvideMasks():
+                report(messages.StepComputed(result))
+        case messages.ProvideMasks():
             raise ValueError("masks without a step that waits for them")
-        case AllocateCache(blocks):
+        case messages.AllocateCache(blocks):
             runner.allocate(blocks)
-            report(CacheAllocated())
-        case LoadRankAdapter(path):
+            report(messages.CacheAllocated())
+        case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))
-        case UnloadRankAdapter(digest):
-            rank.loaded_adapters.unload(digest)
-        case LeaveRanks():
+        case messages.UnloadRankAdapter(digest):
+            rank.loaded_adapters.held.pop(digest, None)
+        case messages.LeaveRanks():
             return False
     return True
 
 
-def _report_adapter(report: Callable[[RankReport], None], loaded: Future[Adapter]) -> None:
+def _report_adapter(report: Callable[[messages.RankReport], None], loaded: Future[Adapter]) -> None:
     """Called by the thread that loaded."""
-    outcome: RankReport
+    outcome: messages.RankReport
     try:
-        outcome = RankAdapterLoaded(loaded.result())
+        outcome = messages.RankAdapterLoaded(loaded.result())
     except CancelledError:
         return  # the rank leaves
     except CharoniaError as error:
-        outcome = RankAdapterRefused(error.message, error.code, error.field or "")
+        outcome = messages.RankAdapterRefused(error.message, error.code, error.field or "")
     except Exception as error:
-        outcome = RankAdapterRefused(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+        outcome = messages.RankAdapterRefused(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
     with suppress(OSError):  # the core is gone
         report(outcome)
 
 
 def _read_masks(connection: Connection) -> MaskArray:
-    command = decode_command(connection.recv_bytes())
-    if not isinstance(command, ProvideMasks):
+    command = messages.decode_command(connection.recv_bytes())
+    if not isinstance(command, messages.ProvideMasks):
         raise EOFError
     return command.masks

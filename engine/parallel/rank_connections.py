@@ -42,15 +42,15 @@ class RankConnection(NamedTuple):
 
 
 class RankListener:
-    """Accepts the connections of ranks, on `host` alone.
+    """Accepts the connections of ranks, on `host` alone, as long as `socket` is open.
 
     Raises:
         OSError: this machine does not have that address.
     """
 
     def __init__(self, host: str) -> None:
-        self._listener = listen_on(host)
-        self._host, self._port = self._listener.getsockname()[:2]
+        self.socket = listen_on(host)
+        self._host, self._port = self.socket.getsockname()[:2]
         self._secret = secrets.token_bytes(32)
 
     def token(self, rank: int) -> ConnectToken:
@@ -60,9 +60,9 @@ class RankListener:
         """The next rank that connects; None if none does within so many seconds. Strangers are disconnected."""
         deadline = monotonic() + seconds
         while (left := deadline - monotonic()) > 0:
-            self._listener.settimeout(left)
+            self.socket.settimeout(left)
             try:
-                connected = self._listener.accept()[0]
+                connected = self.socket.accept()[0]
             except TimeoutError:
                 return None
             _limit_silence(connected, _HANDSHAKE_SECONDS)
@@ -78,9 +78,6 @@ class RankListener:
                 _limit_silence(same, 0)
             return RankConnection(rank, connection)
         return None
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 def listen_on(host: str) -> socket.socket:

@@ -9,16 +9,8 @@ from typing import NamedTuple
 from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_code
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import StepResult
+from . import rank_messages as messages
 from .local_ranks import LaunchedRanks, RankLayout
-from .rank_messages import (
-    AdapterReport,
-    RankAdapterLoaded,
-    RankAdapterRefused,
-    RankFailed,
-    RankReport,
-    StepComputed,
-    decode_report,
-)
 
 _GRACE_SECONDS = 1.0
 """How long the report of a rank that lost another one waits for that one's own, which says more."""
@@ -26,7 +18,7 @@ _GRACE_SECONDS = 1.0
 
 class ReceivedReport(NamedTuple):
     rank: int
-    report: RankReport
+    report: messages.RankReport
 
 
 class RankMonitor:
@@ -42,7 +34,7 @@ class RankMonitor:
         layout: RankLayout,
         on_result: Callable[[StepResult], None],
         on_loss: Callable[[CharoniaError], None],
-        on_adapter: Callable[[int, AdapterReport], None],
+        on_adapter: Callable[[int, messages.AdapterReport], None],
     ) -> None:
         self.ranks, self._layout = ranks, layout
         self._on_result, self._on_loss, self._on_adapter = on_result, on_loss, on_adapter
@@ -83,10 +75,10 @@ class RankMonitor:
     def _listen(self, rank: int) -> None:
         connection, name = self.ranks.connections[rank], self._layout.rank_name(rank)
         try:
-            while not isinstance(report := decode_report(connection.recv_bytes()), RankFailed):
-                if isinstance(report, StepComputed):
+            while not isinstance(report := messages.decode_report(connection.recv_bytes()), messages.RankFailed):
+                if isinstance(report, messages.StepComputed):
                     self._on_result(report.result)
-                elif isinstance(report, RankAdapterLoaded | RankAdapterRefused):
+                elif isinstance(report, messages.RankAdapterLoaded | messages.RankAdapterRefused):
                     self._on_adapter(rank, report)
                 elif isinstance(report, LogRecordMessage):
                     report.log_here(name)

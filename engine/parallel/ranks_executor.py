@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,31 +18,12 @@ from ...core.errors import CharoniaError, InvalidArgument, Unavailable, error_fr
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
 from ..worker.executor import Capacity, ProgressCallback
+from . import rank_messages as messages
 from .local_ranks import LaunchedRanks, LocalRanks, RankLayout
-from .rank_messages import (
-    AdapterReport,
-    AllocateCache,
-    CacheAllocated,
-    ComputeStep,
-    JoinRanks,
-    LeaveRanks,
-    LoadRankAdapter,
-    ProvideMasks,
-    RankAdapterLoaded,
-    RankAdapterRefused,
-    RankCommand,
-    RankJoined,
-    RankLoaded,
-    RankReport,
-    RankStarted,
-    SampledBatch,
-    UnloadRankAdapter,
-    WeightsProgress,
-    encode_message,
-)
 from .rank_monitor import RankMonitor
 
-R = TypeVar("R", RankStarted, RankJoined, RankLoaded, CacheAllocated)
+F = TypeVar("F")
+R = TypeVar("R", messages.RankStarted, messages.RankJoined, messages.RankLoaded, messages.CacheAllocated)
 
 StartRanks: TypeAlias = Callable[[EngineConfig, RankLayout], LaunchedRanks]
 """Starts the ranks of an engine."""
@@ -64,12 +45,13 @@ class RanksExecutor:
     ) -> None:
         self._config, self._start_ranks, self._join_seconds = config, start_ranks, join_seconds
         self._layout = RankLayout(config.parallel.tensor, config.parallel.pipeline)
-        self._pending = PendingSteps()
+        self._pending = PendingFutures[StepResult]()
+        self._lost: Future[CharoniaError] = Future()
         self._sampled: deque[StepResult] = deque()
         self._adapters = AdapterLoads(self._layout.world)
         self._monitor: RankMonitor | None = None
         # By kind and rank: a quick rank may report the next thing before a slow one reports this.
-        self._reports: defaultdict[type[RankReport], dict[int, Any]] = defaultdict(dict)
+        self._reports: defaultdict[type[messages.RankReport], dict[int, Any]] = defaultdict(dict)
 
     def load(self, progress: ProgressCallback) -> Capacity:
         """Start the ranks and let each load its share; `progress` is called on the caller's thread.
@@ -82,11 +64,11 @@ class RanksExecutor:
         ranks = self._start_ranks(self._config, self._layout)
         self._monitor = RankMonitor(ranks, self._layout, self._on_result, self._on_loss, self._adapters.add_report)
         deadline = monotonic() + self._join_seconds
-        store = self._wait_for_all(RankStarted, deadline)[0]
-        self._command(JoinRanks(store.host, store.port))
-        self._wait_for_all(RankJoined, deadline)
+        store = self._wait_for_all(messages.RankStarted, deadline)[0]
+        self._command(messages.JoinRanks(store.host, store.port))
+        self._wait_for_all(messages.RankJoined, deadline)
         progress("ranks", 1.0)
-        loaded = self._wait_for_all(RankLoaded, progress=progress)
+        loaded = self._wait_for_all(messages.RankLoaded, progress=progress)
         progress("weights", 1.0)
         # All have as many blocks as the rank with room for the fewest.
         smallest = min((each.capacity for each in loaded.values()), key=lambda each: each.free_bytes / each.block_bytes)
@@ -96,43 +78,45 @@ class RanksExecutor:
     def allocate(self, blocks: int) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
         self._sampled.clear()
-        self._command(AllocateCache(blocks))
-        self._wait_for_all(CacheAllocated)
+        self._command(messages.AllocateCache(blocks))
+        self._wait_for_all(messages.CacheAllocated)
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
-        step = self._pending.add_step()
+        step = self._pending.add()
         if not step.done():
             # For the stages that do not sample: a sequence's next plan comes after its last result. More may come
             # meanwhile.
             results = [self._sampled.popleft() for _ in range(len(self._sampled))]
-            sampled = SampledBatch.from_results(results) if any(len(result.rows) for result in results) else None
-            self._command(ComputeStep(plan, sampled))
+            sampled = (
+                messages.SampledBatch.from_results(results) if any(len(result.rows) for result in results) else None
+            )
+            self._command(messages.ComputeStep(plan, sampled))
             if masks is not None and len(plan.masked):
-                self._command(ProvideMasks(masks()))
+                self._command(messages.ProvideMasks(masks()))
         return step
 
     def load_adapter(self, path: str) -> Future[Adapter]:
         for digest in self._adapters.take_strays():
-            self._command(UnloadRankAdapter(digest))
-        loading = self._adapters.add_load()
+            self._command(messages.UnloadRankAdapter(digest))
+        loading = self._adapters.add()
         if not loading.done():
-            self._command(LoadRankAdapter(path))
+            self._command(messages.LoadRankAdapter(path))
         return loading
 
     def unload_adapter(self, digest: str) -> None:
         self._adapters.held.discard(digest)
-        self._command(UnloadRankAdapter(digest))
+        self._command(messages.UnloadRankAdapter(digest))
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """Call `tell`, from any thread, when a rank is lost; at once if one is already."""
-        self._pending.on_loss(tell)
+        self._lost.add_done_callback(lambda lost: tell(lost.result()))
 
     def close(self) -> None:
         if self._monitor is None:
             return
         monitor, ranks = self._monitor, self._monitor.ranks
         monitor.expect_exits()
-        self._command(LeaveRanks())
+        self._command(messages.LeaveRanks())
         ranks.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
         monitor.join()
         ranks.close()
@@ -146,9 +130,9 @@ class RanksExecutor:
             raise RuntimeError("the executor is not loaded")
         return self._monitor
 
-    def _command(self, command: RankCommand) -> None:
+    def _command(self, command: messages.RankCommand) -> None:
         """Send `command` to all ranks. Waits for a rank that has not read more than its connection holds."""
-        message = encode_message(command)
+        message = messages.encode_message(command)
         with suppress(OSError):  # a rank is gone: the monitor fails whatever waits for it
             for connection in self._loaded.ranks.connections:
                 connection.send_bytes(message)
@@ -165,7 +149,9 @@ class RanksExecutor:
                 names = ", ".join(map(self._layout.rank_name, absent))
                 raise Unavailable(f"{names} did not join within {self._join_seconds:g} s")
             self._reports[type(received.report)][received.rank] = received.report
-            read = sum(report.fraction for report in self._reports[WeightsProgress].values()) / self._layout.world
+            read = (
+                sum(report.fraction for report in self._reports[messages.WeightsProgress].values()) / self._layout.world
+            )
             if reported < read < 1.0:
                 reported = read
                 progress("weights", read)
@@ -174,124 +160,85 @@ class RanksExecutor:
     def _on_loss(self, error: CharoniaError) -> None:
         self._adapters.fail_all(error)
         self._pending.fail_all(error)
+        self._lost.set_result(error)
 
     def _on_result(self, result: StepResult) -> None:
         """Called by the monitor's thread."""
         if self._layout.pipeline > 1:
             self._sampled.append(result)
-        self._pending.resolve_oldest(result)
+        self._pending.take_oldest().set_result(result)
 
 
-class PendingSteps:
-    """The steps without a result, in order; for any thread. `loss`: why none will come any more."""
+class PendingFutures(Generic[F]):
+    """Results to come, in order; for any thread. `loss`: why none will come any more."""
 
     def __init__(self) -> None:
-        self._steps: deque[Future[StepResult]] = deque()
+        self._futures: deque[Future[F]] = deque()
         self._lock = threading.Lock()
-        self._on_loss: Callable[[CharoniaError], None] = lambda error: None
         self.loss: CharoniaError | None = None
 
-    def add_step(self) -> Future[StepResult]:
-        """The future of one more step; it has failed already if there will be no result."""
-        step: Future[StepResult] = Future()
+    def add(self) -> Future[F]:
+        """The future of one more result; it has failed already if there will be none."""
+        added: Future[F] = Future()
         with self._lock:
             if self.loss is None:
-                self._steps.append(step)
-                return step
-        step.set_exception(self.loss)
-        return step
+                self._futures.append(added)
+                return added
+        added.set_exception(self.loss)
+        return added
 
-    def resolve_oldest(self, result: StepResult) -> None:
+    def take_oldest(self) -> Future[F]:
         with self._lock:
-            step = self._steps.popleft()
-        step.set_result(result)
+            return self._futures.popleft()
 
     def fail_all(self, error: CharoniaError) -> None:
-        """Fail these steps, and all to be added."""
+        """Fail these, and all to be added."""
         with self._lock:
             self.loss = error
-            steps, self._steps = self._steps, deque()
-            on_loss = self._on_loss
-        for step in steps:
-            step.set_exception(error)
-        on_loss(error)
-
-    def on_loss(self, callback: Callable[[CharoniaError], None]) -> None:
-        """Call `callback` when `fail_all` is called, at once if it was."""
-        with self._lock:
-            self._on_loss = callback
-            error = self.loss
-        if error is not None:
-            callback(error)
+        for each in self._take_all():
+            each.set_exception(error)
 
     def cancel_all(self) -> None:
+        for each in self._take_all():
+            each.cancel()
+
+    def _take_all(self) -> deque[Future[F]]:
         with self._lock:
-            steps, self._steps = self._steps, deque()
-        for step in steps:
-            step.cancel()
+            taken, self._futures = self._futures, deque()
+        return taken
 
 
-class AdapterLoads:
-    """The loads that not all of `world` ranks have reported on, in order; for any thread. `held`: adapters that all
-    ranks have. `strays`: those that some may have, because others could not load them."""
+class AdapterLoads(PendingFutures[Adapter]):
+    """Adapters that `world` ranks are loading, each its share. A rank reports on them in the order they were asked for.
+    `held`: adapters that all ranks have. `strays`: those that some may have, because others could not load them."""
 
     def __init__(self, world: int) -> None:
-        self._world = world
-        self._loads: deque[tuple[Future[Adapter], dict[int, AdapterReport]]] = deque()
-        self._lock = threading.Lock()
-        self._loss: CharoniaError | None = None
+        super().__init__()
+        self._reports: list[deque[messages.AdapterReport]] = [deque() for _ in range(world)]
         self.held, self.strays = set[str](), set[str]()
 
-    def add_load(self) -> Future[Adapter]:
-        """One more adapter; it has failed already if there will be no reports."""
-        loading: Future[Adapter] = Future()
+    def add_report(self, rank: int, report: messages.AdapterReport) -> None:
+        """Settle the oldest load when all ranks have reported on it."""
         with self._lock:
-            if self._loss is None:
-                self._loads.append((loading, {}))
-                return loading
-        loading.set_exception(self._loss)
-        return loading
-
-    def add_report(self, rank: int, report: AdapterReport) -> None:
-        with self._lock:
-            loading, reports = next(each for each in self._loads if rank not in each[1])
-            reports[rank] = report
-            if len(reports) < self._world:
+            self._reports[rank].append(report)
+            if not self._futures or not all(self._reports):
                 return
-            self._loads.popleft()  # a rank reports in order, so the oldest is complete first
-            digests = {each.adapter.digest for each in reports.values() if isinstance(each, RankAdapterLoaded)}
-            agreed = len(digests) == 1 and all(isinstance(each, RankAdapterLoaded) for each in reports.values())
-            (self.held if agreed else self.strays).update(digests)
-        _settle(loading, list(reports.values()))
+            loading = self._futures.popleft()
+            reports = [each.popleft() for each in self._reports]
+            loaded = [each.adapter for each in reports if isinstance(each, messages.RankAdapterLoaded)]
+            refused = next((each for each in reports if isinstance(each, messages.RankAdapterRefused)), None)
+            digests = {adapter.digest for adapter in loaded}
+            (self.held if len(digests) == 1 and refused is None else self.strays).update(digests)
+        if refused is not None:
+            loading.set_exception(error_from_code(refused.code, refused.message, refused.field or None))
+        elif len(digests) > 1:
+            message = f"{loaded[0].path}: ranks read different files"
+            loading.set_exception(InvalidArgument(message, field="lora_path"))
+        else:
+            loading.set_result(msgspec.structs.replace(loaded[0], bytes=sum(adapter.bytes for adapter in loaded)))
 
     def take_strays(self) -> set[str]:
         """Adapters that ranks are to be told to forget."""
         with self._lock:
             strays, self.strays = self.strays - self.held, set()
         return strays
-
-    def fail_all(self, error: CharoniaError) -> None:
-        """Fail these loads, and all to be added."""
-        with self._lock:
-            self._loss = error
-            loads, self._loads = self._loads, deque()
-        for loading, _ in loads:
-            loading.set_exception(error)
-
-    def cancel_all(self) -> None:
-        with self._lock:
-            loads, self._loads = self._loads, deque()
-        for loading, _ in loads:
-            loading.cancel()
-
-
-def _settle(loading: Future[Adapter], reports: list[AdapterReport]) -> None:
-    loaded = [each.adapter for each in reports if isinstance(each, RankAdapterLoaded)]
-    refused = next((each for each in reports if isinstance(each, RankAdapterRefused)), None)
-    if refused is not None:
-        loading.set_exception(error_from_code(refused.code, refused.message, refused.field or None))
-    elif len({adapter.digest for adapter in loaded}) > 1:
-        error = InvalidArgument(f"{loaded[0].path}: ranks read different files", field="lora_path")
-        loading.set_exception(error)
-    else:
-        loading.set_result(msgspec.structs.replace(loaded[0], bytes=sum(adapter.bytes for adapter in loaded)))

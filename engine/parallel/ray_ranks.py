@@ -226,7 +226,7 @@ class RayRanks:
             shut_down(connection)
 
     def close(self) -> None:
-        self._listener.close()
+        self._listener.socket.close()
         for connection in self._connected.values():
             connection.close()
         ray.shutdown()

@@ -50,7 +50,7 @@ class InlineExecutor:
         return self.rank.loaded_adapters.load(path)
 
     def unload_adapter(self, digest: str) -> None:
-        self.rank.loaded_adapters.unload(digest)
+        self.rank.loaded_adapters.held.pop(digest, None)
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: there is nothing to watch."""

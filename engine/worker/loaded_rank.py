@@ -4,7 +4,7 @@ its cache.
 Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,29 +42,18 @@ from .row_states import RowStates
 from .step_drafters import DraftLimits, DraftModel, Eagle3Draft, StepDrafter
 
 
-class RankAdapters(Mapping[str, RankAdapter]):
-    """Adapters by digest. Those of steps that are being computed live as long as these, whatever is unloaded."""
+class RankAdapters:
+    """The adapters that a rank holds, read and prepared beside its steps: `held`, by digest. Those of steps that are
+    being computed live as long as these, whatever is unloaded."""
 
     def __init__(self, targets: AdapterTargets, limits: LoraConfig) -> None:
         self._targets, self._limits = targets, limits
-        self._held: dict[str, RankAdapter] = {}
+        self.held: dict[str, RankAdapter] = {}
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=lower_thread_priority)
-
-    def __getitem__(self, digest: str) -> RankAdapter:
-        return self._held[digest]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def load(self, path: str) -> Future[Adapter]:
         """See `Executor.load_adapter`."""
         return self._thread.submit(self._load, path)
-
-    def unload(self, digest: str) -> None:
-        self._held.pop(digest, None)
 
     def close(self) -> None:
         """Load nothing more."""
@@ -72,13 +61,13 @@ class RankAdapters(Mapping[str, RankAdapter]):
 
     def _load(self, path: str) -> Adapter:
         files = read_adapter(path, self._limits)
-        found = self._held.get(files.digest)
+        found = self.held.get(files.digest)
         if found is None:
             found = self._targets.prepare(files)
             if found.bytes > self._limits.max_bytes:
                 message = f"{path}: {found.bytes} bytes in memory, more than max_lora_bytes {self._limits.max_bytes}"
                 raise InvalidArgument(message, field="lora_path")
-            self._held[files.digest] = found
+            self.held[files.digest] = found
         return Adapter("", path, found.digest, found.rank, found.bytes)
 
 
@@ -171,7 +160,7 @@ class LoadedRank:
         lora = 0 if self.config.lora is None else self.config.lora.max_bytes // self.config.parallel.world
         free = _free_memory(self.context.device, neighbours, self.config) - activations - logits - lora
         machine = self._machine() if self.context.device.type == "cpu" else ""
-        block_bytes = self.attention.block_bytes + (0 if self.draft is None else self.draft.block_bytes)
+        block_bytes = self.attention.block_bytes + (0 if self.draft is None else self.draft.attention.block_bytes)
         sizes = shape.vocab_size, self.context.max_positions, block_bytes
         return Capacity(*sizes, max(free, 0), machine)
 
@@ -207,36 +196,29 @@ def load_rank(
         message = "enable_lora: this model is computed by transformers, where layers take no adapters"
         raise InvalidArgument(message, field="enable_lora")
     progress(1.0)
-    mine = shard.local_shape(shape)
-    sizes = mine.heads, mine.kv_heads, mine.head_dim, block_size
-    spec = CacheSpec(mine.attention, *sizes, context.dtype, context.device, config.cache.dtype)
-    attention = create_backend(config.attention, spec)
+    attention = _create_attention(config, context, shard.local_shape(shape))
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
-    rows = RowStates(context.max_positions, block_size, context.device, {} if adapters is None else adapters)
+    rows = RowStates(context.max_positions, block_size, context.device, {} if adapters is None else adapters.held)
     draft = _load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     runner = ModelRunner(decoder, attention, rows, context.device, draft)
     return LoadedRank(config, context, shape, attention, runner, adapters, served, draft)
+
+
+def _create_attention(config: EngineConfig, context: BuildContext, shape: DecoderShape) -> AttentionBackend:
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, config.cache.block_size
+    spec = CacheSpec(shape.attention, *sizes, context.dtype, context.device, config.cache.dtype)
+    return create_backend(config.attention, spec)
 
 
 def _load_drafter(
     config: EngineConfig, target: BuildContext, decoder: Decoder, shape: DecoderShape, rows: RowStates
 ) -> StepDrafter | None:
     """Load the model that drafts for a target of `shape`, if one does. Raises as `load_rank`."""
-    if config.speculation is None or not config.speculation.computes:
+    speculation = config.speculation
+    if speculation is None or not speculation.computes:
         return None
-    if config.speculation.method == "draft_model":
-        return _load_draft_model(config, config.speculation, target, shape, rows)
-    return _load_eagle3(config, config.speculation, target, decoder, shape, rows)
-
-
-def _load_eagle3(
-    config: EngineConfig,
-    speculation: SpeculationConfig,
-    target: BuildContext,
-    decoder: Decoder,
-    shape: DecoderShape,
-    rows: RowStates,
-) -> Eagle3Draft:
+    if speculation.method == "draft_model":
+        return _load_draft_model(config, speculation, target, shape, rows)
     _check_eagle3(config)
     if not isinstance(decoder, NativeDecoder) or not isinstance(shape, ModelSpec):
         message = "speculative_config: an EAGLE-3 head needs a model that is not computed by transformers"
@@ -246,9 +228,7 @@ def _load_eagle3(
     spec, positions = head.spec, min(target.max_positions, head.spec.max_position)
     quantization = speculation.quantization or ("none" if target.quantization == "none" else "int8")
     context = BuildContext(target.dtype, target.device, positions, quantization=quantization)
-    sizes = spec.heads, spec.kv_heads, spec.head_dim, config.cache.block_size
-    cache = CacheSpec(spec.attention, *sizes, context.dtype, context.device, config.cache.dtype)
-    attention = create_backend(config.attention, cache)
+    attention = _create_attention(config, context, spec)
     return Eagle3Draft(Eagle3Head(head, context, config.model), attention, decoder, rows, positions, speculation.draws)
 
 
@@ -268,10 +248,8 @@ def _load_draft_model(
     context = _build_context(draft, found, WHOLE_MODEL, lambda _: None)
     decoder, own, _, _ = found.build(context)
     _check_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)
-    sizes = own.heads, own.kv_heads, own.head_dim, config.cache.block_size
-    spec = CacheSpec(own.attention, *sizes, context.dtype, context.device, config.cache.dtype)
     limits = DraftLimits(positions, own.vocab_size if own.vocab_size < shape.vocab_size else None)
-    return DraftModel(decoder, create_backend(config.attention, spec), rows, limits, speculation.draws)
+    return DraftModel(decoder, _create_attention(config, context, own), rows, limits, speculation.draws)
 
 
 def _draft_builder(config: EngineConfig) -> tuple[EngineConfig, CheckpointBuilder]:
@@ -342,21 +320,11 @@ def _build_context(
     if quantization == "int8" and device.type != "cpu":
         raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
     dtype, max_positions = getattr(torch, name), wanted or found.default_length
-    whole_experts = config.parallel.whole_experts
-    cache = (
-        open_packing_cache(Path(config.cache_dir).expanduser(), config.cache_max_bytes) if config.cache_dir else None
-    )
-    return BuildContext(
-        dtype,
-        device,
-        max_positions,
-        shard,
-        progress,
-        quantization,
-        whole_experts,
-        cache,
-        max_lora_rank=0 if config.lora is None else config.lora.max_rank,
-    )
+    whole_experts, lora_rank = config.parallel.whole_experts, 0 if config.lora is None else config.lora.max_rank
+    directory = Path(config.cache_dir).expanduser()
+    cache = open_packing_cache(directory, config.cache_max_bytes) if config.cache_dir else None
+    split = shard, progress, quantization, whole_experts, cache
+    return BuildContext(dtype, device, max_positions, *split, max_lora_rank=lora_rank)
 
 
 def _check_stored_as(name: str, checkpoint: Checkpoint) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, LogitsParams, LongArray
+from ...scheduler.plan import LogitsParams, LongArray
 from ..step_batch import to_device
 
 _ANY = -1
@@ -135,40 +135,29 @@ PROCESSORS: tuple[LogitsProcessor, ...] = (_add_biases, _ban_words, _penalise_re
 """In the order in which they run. A new parameter of `LogitsParams` is a function in this list."""
 
 
-class LogitsProcessors:
-    """The rows whose logits are changed, and `PROCESSORS` for them."""
+def prepare_logits_params(prompt: int, params: LogitsParams) -> PreparedLogitsParams:
+    """The `params` of a row whose sequence has that many prompt tokens."""
+    single = [word[0] for word in params.bad_words if len(word) == 1]
+    longer = [word for word in params.bad_words if len(word) > 1]
+    return PreparedLogitsParams(
+        params,
+        prompt,
+        early_biases=_biases(params.logit_bias, [*single, *params.stop_token_ids]),
+        later_biases=_biases(params.logit_bias, single),
+        bad_word_heads=_stack([np.array([word[:-1]], np.int64) for word in longer]),
+        bad_word_lasts=np.array([word[-1] for word in longer], np.int64),
+        allowed=np.array(params.allowed_token_ids, np.int64),
+    )
 
-    def __init__(self) -> None:
-        self._rows: dict[int, PreparedLogitsParams] = {}
 
-    def add_row(self, row: int, prompt: int, params: LogitsParams) -> None:
-        """Give the row to a sequence with that many prompt tokens."""
-        single = [word[0] for word in params.bad_words if len(word) == 1]
-        longer = [word for word in params.bad_words if len(word) > 1]
-        self._rows[row] = PreparedLogitsParams(
-            params,
-            prompt,
-            early_biases=_biases(params.logit_bias, [*single, *params.stop_token_ids]),
-            later_biases=_biases(params.logit_bias, single),
-            bad_word_heads=_stack([np.array([word[:-1]], np.int64) for word in longer]),
-            bad_word_lasts=np.array([word[-1] for word in longer], np.int64),
-            allowed=np.array(params.allowed_token_ids, np.int64),
-        )
-
-    def remove_row(self, row: int) -> None:
-        self._rows.pop(row, None)
-
-    def processed_places(self, rows: IntArray | LongArray) -> LongArray:
-        """The places in `rows` of those whose logits are changed."""
-        found = [place for place, row in enumerate(rows.tolist()) if row in self._rows] if self._rows else []
-        return np.array(found, np.int64)
-
-    def apply(self, logits: Tensor, rows: LongArray, positions: LongArray, tokens: Tensor) -> None:
-        """Change float32 `logits` [S, vocabulary] of `rows` [S], all of which were added, in place. `positions` [S] are
-        those of the tokens to be chosen; `tokens` [all rows, length] holds the ids before them."""
-        prepared, history = [self._rows[row] for row in rows.tolist()], _TokenHistory(tokens, rows, positions)
-        for process in PROCESSORS:
-            process(logits, prepared, history)
+def process_logits(
+    logits: Tensor, params: Sequence[PreparedLogitsParams], rows: LongArray, positions: LongArray, tokens: Tensor
+) -> None:
+    """Change float32 `logits` [S, vocabulary] in place as `params` [S] of `rows` [S] say. `positions` [S] are those of
+    the tokens to be chosen; `tokens` [all rows, length] holds the ids before them."""
+    history = _TokenHistory(tokens, rows, positions)
+    for process in PROCESSORS:
+        process(logits, params, history)
 
 
 def _biases(bias: Iterable[tuple[int, float]], banned: Sequence[int]) -> TokenBiases:

@@ -14,8 +14,9 @@ from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..config import LOGITS_PIECE
+from ..cpu.program import StepRun
 from ..layers.step_context import StepContext
-from ..models.interfaces import Decoder, PendingStep
+from ..models.interfaces import Decoder
 from ..step_batch import SampledTokens
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
@@ -42,7 +43,7 @@ class _RunnerStep:
         self.logits: Tensor | None = None
         self.inputs: StepInputs | None = None
         self.context: StepContext | None = None
-        self.pending: PendingStep | None = None
+        self.pending: StepRun | None = None
         self.samples: SampledTokens | None = None
         self.computed = False
         self.tokens: Tensor | None = None
@@ -102,7 +103,8 @@ class ModelRunner:
         self._rows.clear()
         self._attention.allocate(blocks)
         if self._draft is not None:
-            self._draft.allocate(blocks)
+            self._draft.attention.allocate(blocks)
+            self._draft.forget(blocks)
 
     @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
@@ -147,7 +149,7 @@ class ModelRunner:
             step.drop_masks()
         self.decoder.close()
         if self._draft is not None:
-            self._draft.close()
+            self._draft.model.close()
         self._steps.clear()
 
     def _advance(self) -> None:

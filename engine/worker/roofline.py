@@ -1,6 +1,5 @@
 """What a machine makes of a model: the bound that memory sets on decoding, and what serving a checkpoint would be like,
-found without reading its weights.
-"""
+found without reading its weights."""
 
 import time
 from typing import NamedTuple

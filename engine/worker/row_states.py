@@ -22,12 +22,13 @@ from ..step_batch import (
     SampledTokens,
     SamplingArray,
     StepBatch,
+    as_signed64,
     gather_entries,
     to_device,
 )
-from .logits_processors import LogitsProcessors
+from .logits_processors import PreparedLogitsParams, prepare_logits_params, process_logits
 from .logprobs import PromptSpan, ScoredTokens
-from .sampler import as_signed64, is_greedy
+from .sampler import GREEDY_BELOW
 
 
 class StepInputs(NamedTuple):
@@ -98,7 +99,7 @@ class RowStates:
         self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self.device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
         self._sampling: SamplingArray = np.zeros(0, dtype=SAMPLING_DTYPE)
-        self._processors = LogitsProcessors()
+        self._processed: dict[int, PreparedLogitsParams] = {}
         # The rows that ask for more than the likeliest token: a step without such rows looks for none.
         self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
@@ -149,7 +150,7 @@ class RowStates:
         logprobs = {}
         if self._logprobs:
             logprobs = {at: self._logprobs[row] for at, row in enumerate(rows.tolist()) if row in self._logprobs}
-        processed = self._processors.processed_places(rows)
+        processed = self._processed_places(rows)
         masked: LongArray | None = None
         if len(plan.masked):
             masked = np.full(len(rows), -1, np.int64)
@@ -180,6 +181,11 @@ class RowStates:
         """The ids of the row's blocks from number `first` on."""
         found: LongArray = self._tables[row, first:end].cpu().numpy()
         return found
+
+    def _processed_places(self, rows: IntArray | LongArray) -> LongArray:
+        """The places in `rows` of those whose logits are changed on the host."""
+        found = [place for place, row in enumerate(rows.tolist()) if row in self._processed] if self._processed else []
+        return np.array(found, np.int64)
 
     def _step_adapters(self, batch: StepBatch) -> StepAdapters | None:
         """The packed places of each adapter's rows."""
@@ -230,14 +236,13 @@ class RowStates:
     def process_logits(self, inputs: StepInputs, logits: Tensor, masks: MaskArray | None) -> None:
         """Change the float32 `logits` of `inputs.processed` in place, as their rows ask, and then their masks."""
         rows, positions = (each[inputs.processed].astype(np.int64) for each in (inputs.rows, inputs.positions))
-        asking = self._processors.processed_places(rows)
-        if len(asking) == len(rows):
-            self._processors.apply(logits, rows, positions, self._tokens)
-        elif len(asking):
-            at = self._to(asking)
-            changed = logits[at]
-            self._processors.apply(changed, rows[asking], positions[asking], self._tokens)
-            logits[at] = changed
+        asking = self._processed_places(rows)
+        if len(asking):
+            at, params = self._to(asking), [self._processed[row] for row in rows[asking].tolist()]
+            changed = logits if len(asking) == len(rows) else logits[at]
+            process_logits(changed, params, rows[asking], positions[asking], self._tokens)
+            if changed is not logits:
+                logits[at] = changed
         if inputs.masked is None or masks is None:
             return
         mask_of = inputs.masked[inputs.processed]
@@ -269,12 +274,12 @@ class RowStates:
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
         numbers = asked._replace(top_k=max(asked.top_k, 0), seed=as_signed64(asked.seed))
         self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)  # the position, for now
-        if not is_greedy(asked):
+        if asked.temperature >= GREEDY_BELOW and asked.top_k != 1:
             self._drawing.add(row)
         if sequence.adapter:
             self._adapters[row] = self._known_adapters[sequence.adapter]
         if asked.logits is not None:
-            self._processors.add_row(row, sequence.prompt, asked.logits)
+            self._processed[row] = prepare_logits_params(sequence.prompt, asked.logits)
         if asked.logprobs is not None:
             self._logprobs[row] = asked.logprobs
         if asked.prompt_logprobs is not None:
@@ -284,7 +289,7 @@ class RowStates:
         self._drawing.discard(row)
         self._logprobs.pop(row, None)
         self._adapters.pop(row, None)
-        self._processors.remove_row(row)
+        self._processed.pop(row, None)
         self._scoring.pop(row, None)
 
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:

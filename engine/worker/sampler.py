@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduler.plan import SamplerParams
 from ..cpu import library
 from ..cpu.sampling import argmax, sample_tokens
-from ..step_batch import SamplingArray, to_device
+from ..step_batch import SamplingArray, as_signed64, to_device
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: ties aside, it cannot choose anything else."""
@@ -21,11 +20,6 @@ TOP_CANDIDATES = 256
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """SplitMix64's constants."""
-
-
-def is_greedy(params: SamplerParams) -> bool:
-    """Whether a row takes the likeliest token, whatever its random numbers are."""
-    return params.temperature < GREEDY_BELOW or params.top_k == 1
 
 
 def sample(logits: Tensor, sampling: SamplingArray | None) -> Tensor:
@@ -101,11 +95,6 @@ def _invert_cumulative(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def _uniform(sampling: SamplingArray, device: torch.device) -> Tensor:
     return counter_uniform(*(to_device(sampling[name], device) for name in ("seed", "choice", "position")))
-
-
-def as_signed64(value: int) -> int:
-    """`value` mod 2**64 as the int64 with the same bits."""
-    return ((value + 2**63) % 2**64) - 2**63
 
 
 def counter_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:

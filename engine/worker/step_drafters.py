@@ -2,11 +2,12 @@
 goes on from the target's hidden states. Both have a cache of the target's blocks, and say ahead of the next step how
 its rows may go on."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from itertools import compress
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from ...scheduler.plan import IntArray, LongArray, Proposals, StepPlan, StepResult, proposals_of
 from ..attention.backend import AttentionBackend
+from ..cpu.program import StepRun
 from ..layers.step_context import StepContext
 from ..models.eagle3 import Eagle3Head
-from ..models.interfaces import Decoder, PendingStep
+from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
-from ..step_batch import SampledTokens
+from ..step_batch import SampledTokens, SamplingArray
 from .row_states import RowStates
 from .sampler import sample
 
@@ -28,24 +30,33 @@ CATCH_UP_TOKENS = 256
 while lack some."""
 
 
-class StepDrafter(Protocol):
-    """A model that proposes tokens beside the target's steps, on the target's thread."""
+class StepDrafter(ABC):
+    """A model that proposes tokens beside the target's steps, on the target's thread. Tokens and block tables are the
+    target's `rows`, and `attention` has a cache of the target's blocks. With `draws` it chooses tokens as the rows'
+    samplers would, with the same random numbers, else the likeliest ones."""
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a cache block."""
+    def __init__(self, model: Decoder | Eagle3Head, attention: AttentionBackend, rows: RowStates, draws: bool) -> None:
+        self.model, self.attention, self._rows, self._draws = model, attention, rows, draws
 
-    def allocate(self, blocks: int) -> None:
-        """Make a cache of `blocks` blocks and begin anew."""
+    @abstractmethod
+    def forget(self, blocks: int) -> None:
+        """Begin anew: `attention` has a cache of `blocks` blocks, all empty."""
 
+    @abstractmethod
     def apply_plan(self, plan: StepPlan) -> None:
         """Called for every plan when its rows are entered."""
 
+    @abstractmethod
     def propose(self, plan: StepPlan, result: StepResult) -> Proposals:
         """Propose as `plan` says, before the next step begins: the target's has `result`."""
 
-    def close(self) -> None:
-        """End its threads; no step may follow."""
+    def _context(self, going: IntArray) -> StepContext:
+        """A pass over (row, start, count)."""
+        batch = self._rows.batch(*going.T)
+        return StepContext(batch, self.attention.begin_step(batch))
+
+    def _sampling(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
+        return self._rows.sampling_at(rows, positions) if self._draws else None
 
 
 class DraftLimits(NamedTuple):
@@ -67,34 +78,20 @@ class _DraftRow(NamedTuple):
     most: int
 
 
-class DraftModel:
-    """A model of the target's vocabulary, for one thread: its tokens and block tables are the target's `rows`. A block
-    that it has computed is found by other rows as the target's is. With `draws` it chooses tokens as the rows' samplers
-    would, with the same random numbers, else the likeliest ones."""
+class DraftModel(StepDrafter):
+    """A model of the target's vocabulary. A block that it has computed is found by other rows as the target's is."""
 
     def __init__(
         self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, limits: DraftLimits, draws: bool = False
     ) -> None:
-        self._decoder, self._attention, self._rows, self._draws = decoder, attention, rows, draws
-        self._limits = limits
-        self._forget()
+        super().__init__(decoder, attention, rows, draws)
+        self._decoder, self._limits = decoder, limits
+        self.forget(0)
 
-    def _forget(self, blocks: int = 0) -> None:
+    def forget(self, blocks: int) -> None:
         self._full: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # by block: whether all of it is computed
         self._computed: dict[int, int] = {}  # tokens by row
         self._guessed: dict[int, tuple[int, list[int]]] = {}  # by row: known tokens, and computed proposals after them
-
-    @property
-    def block_bytes(self) -> int:
-        return self._attention.block_bytes
-
-    def allocate(self, blocks: int) -> None:
-        """Make a cache of `blocks` blocks and begin anew."""
-        self._forget(blocks)
-        self._attention.allocate(blocks)
-
-    def close(self) -> None:
-        self._decoder.close()
 
     def apply_plan(self, plan: StepPlan) -> None:
         """See `StepDrafter.apply_plan`: blocks that a row does not share are to be computed."""
@@ -171,17 +168,15 @@ class DraftModel:
         self._computed[row.row] = row.last
         self._guessed.pop(row.row, None)
 
-    def _begin(self, going: IntArray, chooses: NDArray[np.bool_]) -> tuple[PendingStep | None, IntArray]:
+    def _begin(self, going: IntArray, chooses: NDArray[np.bool_]) -> tuple[StepRun | None, IntArray]:
         """Begin a pass of (row, start, count); the tokens that it chooses for some of them, unless it is pending."""
-        rows, starts, counts = going.T
-        batch = self._rows.batch(rows, starts, counts)
-        context = StepContext(batch, self._attention.begin_step(batch))
+        (rows, starts, counts), context = going.T, self._context(going)
         own, positions = rows[chooses], (starts + counts)[chooses]
-        places: LongArray = (batch.first_places + counts - 1)[chooses]
+        places: LongArray = (context.batch.first_places + counts - 1)[chooses]
         if not len(places):
             self._decoder.compute_logits(context, ())
             return None, own
-        sampling = self._rows.sampling_at(own, positions) if self._draws else None
+        sampling = self._sampling(own, positions)
         at = torch.from_numpy(places).to(self._rows.device)
         samples = SampledTokens(np.empty(len(own), np.int32), sampling)
         pending = self._decoder.begin_step(context, at, samples) if at.device.type == "cpu" else None
@@ -206,8 +201,8 @@ class _HeadRow(NamedTuple):
     most: int
 
 
-class Eagle3Draft:
-    """A head, for one thread: tokens and block tables are the target's `rows`. Its cache lacks the places of steps for
+class Eagle3Draft(StepDrafter):
+    """A head. Its cache lacks the places of steps for
     which nothing was to be proposed: their hidden states are gone, and it attends to whatever is there. So it does at
     the last place of a prefix that another row computed, which was followed by that row's token. `positions`: the
     longest sequence."""
@@ -221,24 +216,16 @@ class Eagle3Draft:
         positions: int,
         draws: bool = False,
     ) -> None:
-        self._head, self._attention, self._target, self._rows = head, attention, target, rows
-        self._positions, self._draws = positions, draws
+        super().__init__(head, attention, rows, draws)
+        self._head, self._target, self._positions = head, target, positions
 
-    @property
-    def block_bytes(self) -> int:
-        return self._attention.block_bytes
-
-    def allocate(self, blocks: int) -> None:
-        self._attention.allocate(blocks)
+    def forget(self, blocks: int) -> None:
+        """It remembers nothing of rows."""
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """See `StepDrafter.apply_plan`: it remembers nothing of rows."""
-
-    def close(self) -> None:
-        """It has no threads."""
+        """It remembers nothing of rows."""
 
     def propose(self, plan: StepPlan, result: StepResult) -> Proposals:
-        """See `StepDrafter.propose`."""
         began = perf_counter()
         rows = self._rows_to_compute(plan, result)
         if not rows:
@@ -275,18 +262,16 @@ class Eagle3Draft:
     def _advance(self, going: IntArray, states: Tensor, fuse: bool = False) -> Tensor:
         """Compute places of (row, start, count) from `states`, the target's to be fused or its own; the states [R,
         hidden] of the last place of each."""
-        rows, starts, counts = going.T
-        batch = self._rows.batch(rows, starts, counts)
-        context = StepContext(batch, self._attention.begin_step(batch))
+        context, (rows, starts, counts) = self._context(going), going.T
         following = self._rows.batch(rows, starts + 1, counts).tokens
         own = self._head(following, self._head.fuse(states, context) if fuse else states, context)
-        return own[self._to(batch.first_places + batch.counts - 1)]
+        return own[self._to(context.batch.first_places + counts - 1)]
 
     def _choose(self, states: Tensor, ready: list[_HeadRow], place: int) -> list[int]:
         """The tokens that follow so many proposals of these rows, which are stored behind them."""
         rows = np.array([each.row for each in ready], np.int32)
         positions = np.array([each.end + 1 + place for each in ready], np.int32)
-        sampling = self._rows.sampling_at(rows, positions) if self._draws else None
+        sampling = self._sampling(rows, positions)
         tokens = self._head.target_ids(sample(self._head.logits(states), sampling)).to(torch.int32)
         self._rows.store_tokens(rows, positions, tokens)
         found: list[int] = tokens.tolist()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.engine.worker.logits_processors import LogitsProcessors
+from charonia.engine.worker.logits_processors import prepare_logits_params, process_logits
 from charonia.engine.worker.logprobs import sampled_logprobs
 from charonia.scheduler.plan import LogitsParams
 
@@ -33,11 +33,9 @@ def logits() -> torch.Tensor:
 
 def shaped(device: torch.device) -> torch.Tensor:
     tokens = torch.randint(0, 12, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    processors, rows = LogitsProcessors(), np.arange(ROWS)
-    for row in rows.tolist():
-        processors.add_row(row, PROMPT, WISHES[row % len(WISHES)])
+    params = [prepare_logits_params(PROMPT, WISHES[row % len(WISHES)]) for row in range(ROWS)]
     changed = logits().to(device)
-    processors.apply(changed, rows, np.array([10, 15, 20, 30, 39, 10]), tokens.to(device))
+    process_logits(changed, params, np.arange(ROWS), np.array([10, 15, 20, 30, 39, 10]), tokens.to(device))
     return changed.cpu()
 
 

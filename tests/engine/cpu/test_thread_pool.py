@@ -18,8 +18,8 @@ from charonia.engine.attention.native import NativeAttention
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
+from charonia.engine.cpu.program import StepRun
 from charonia.engine.layers.step_context import StepContext
-from charonia.engine.models.interfaces import PendingStep
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.step_batch import SAMPLING_DTYPE, SampledTokens, SamplingArray, StepBatch
@@ -46,7 +46,7 @@ class World:
 
     def begin(
         self, starts: list[int], counts: list[int], *, pick: bool = True, choices: SamplingArray | None = None
-    ) -> tuple[PendingStep, np.ndarray]:
+    ) -> tuple[StepRun, np.ndarray]:
         context = self.context(starts, counts)
         picked = np.full(len(starts), -1, np.int32)
         places = torch.from_numpy(context.batch.first_places + context.batch.counts - 1)
@@ -155,7 +155,7 @@ def test_memory_grows_under_nobody(checkpoint: Callable[..., Path], threads: int
     """A larger step that is begun while smaller ones are computed."""
     steps = [(0, 1), (1, 1), (2, 30), (32, 1), (33, 64), (97, 2)]
 
-    def picked(world: World, each: Callable[[PendingStep], object]) -> list[list[int]]:
+    def picked(world: World, each: Callable[[StepRun], object]) -> list[list[int]]:
         world.known[:] = torch.arange(world.known.numel(), dtype=torch.int32).view(world.known.shape) % 300
         begun = []
         for start, count in steps:

@@ -5,7 +5,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
@@ -25,7 +25,8 @@ SECONDS = 30.0
 
 @pytest.fixture
 def gate() -> Iterator[RankListener]:
-    with closing(RankListener("127.0.0.1")) as gate:
+    gate = RankListener("127.0.0.1")
+    with gate.socket:
         yield gate
 
 
@@ -143,6 +144,6 @@ def test_a_machine_that_resets_its_line_has_broken_it(gate: RankListener) -> Non
 def test_a_gate_that_is_closed_is_not_called() -> None:
     gate = RankListener("127.0.0.1")
     ticket: ConnectToken = gate.token(0)
-    gate.close()
+    gate.socket.close()
     with pytest.raises(ConnectionRefusedError):
         connect_to_listener(ticket)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.logits_processors import LogitsProcessors
+from charonia.engine.worker.logits_processors import prepare_logits_params, process_logits
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, SamplerParams
@@ -179,9 +179,8 @@ def test_penalties_by_the_book() -> None:
     logits = torch.linspace(-1, 1, 10)
 
     def shaped(**wishes: Any) -> torch.Tensor:
-        shapes, changed = LogitsProcessors(), logits.clone().unsqueeze(0)
-        shapes.add_row(1, 3, LogitsParams(**wishes))
-        shapes.apply(changed, np.array([1]), np.array([6]), row)
+        changed, params = logits.clone().unsqueeze(0), prepare_logits_params(3, LogitsParams(**wishes))
+        process_logits(changed, [params], np.array([1]), np.array([6]), row)
         return changed[0]
 
     allowed = shaped(allowed_token_ids=(2, 4), logit_bias=((4, 1.0),))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from charonia.engine.cpu import library
-from charonia.engine.step_batch import SAMPLING_DTYPE
+from charonia.engine.step_batch import SAMPLING_DTYPE, as_signed64
 from charonia.engine.worker.model_runner import verify_samples
-from charonia.engine.worker.sampler import as_signed64, counter_uniform, sample
+from charonia.engine.worker.sampler import counter_uniform, sample
 from charonia.scheduler.plan import StepPlan
 
 DRAWS = 6_000
