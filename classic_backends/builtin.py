@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,17 +26,15 @@ _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "c
 Specs: TypeAlias = Sequence[TensorSpec]
 
 
-class BuiltinRuntime(NamedTuple):
+@dataclass(frozen=True)
+class BuiltinRuntime(Runtime):
     """A runtime that holds nothing. `compute`: inputs -> outputs, any number of times."""
 
     compute: Callable[[Arrays], Iterator[Arrays]]
-    traits: RuntimeTraits = RuntimeTraits()
+    traits: RuntimeTraits = Runtime.traits
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         return self.compute(inputs)
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable, request_id_prefix
 from ..core.metrics import Reading
@@ -45,7 +44,7 @@ from .batching.queued_request import (
     SingleResponseStream,
 )
 from .batching.request_execution import execute_alone
-from .runtime import InstancePlacement, LoadedRuntime, Parameters, RequestRuntime, Runtime, RuntimeLoader
+from .runtime import InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 
@@ -122,7 +121,7 @@ class ClassicModel:
             check_ragged_support(self._signature, runtime.traits.ragged, self.config.backend)
             waits = decoupled or self._batching.max_delay_ns or self._sequences is not None
             if runtime.traits.inline and not waits:
-                self._inline_runtime = cast(Runtime, runtime)  # without a queue and threads
+                self._inline_runtime = runtime  # without a queue and threads
             else:
                 await self._pool.load_instances(others)
         except BaseException:
@@ -256,7 +255,7 @@ class ClassicModel:
             self._dispatcher.cancel_request(queued)
         queued.channel.end(error)
 
-    def _load_runtime(self, placement: InstancePlacement) -> LoadedRuntime:
+    def _load_runtime(self, placement: InstancePlacement) -> Runtime:
         """Called in the thread of the instance."""
         config = self.config if self._sequences is None else self._sequences.runtime_config
         runtime = self._loader.load(self._directory, config, placement, self._parameters)
@@ -269,16 +268,16 @@ class ClassicModel:
             raise
         return runtime
 
-    def _warm_up(self, runtime: LoadedRuntime, request: InferRequest, instance: str) -> None:
+    def _warm_up(self, runtime: Runtime, request: InferRequest, instance: str) -> None:
         job = InferenceJob(self._signature.to_arrays(request), request.outputs)
         if self._sequences is not None:
             self._sequences.mark_warm_up(job)
         if self._loader.by_request:
-            errors = [execute_alone(cast(RequestRuntime, runtime), self._layout, job, instance)]
+            errors = [execute_alone(runtime, self._layout, job, instance)]
         elif self.config.decoupled:
-            errors = [each.error for each in execute_decoupled(cast(Runtime, runtime), self._layout, job, instance)]
+            errors = [each.error for each in execute_decoupled(runtime, self._layout, job, instance)]
         else:
-            errors = [execute_batch(cast(Runtime, runtime), self._layout, [job], instance).error]
+            errors = [execute_batch(runtime, self._layout, [job], instance).error]
         for error in errors:
             if error is not None:
                 raise InvalidArgument(f"failed to run warmup sample on '{instance}': {error}")

@@ -66,22 +66,6 @@ class RuntimeTraits(NamedTuple):
     unready_reason: Callable[[], Awaitable[str]] | None = None
 
 
-class Runtime(Protocol):
-    """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's. An
-    exception that is no `CharoniaError` is the model's own failure; the instance is used again."""
-
-    @property
-    def traits(self) -> RuntimeTraits: ...
-
-    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        """The outputs for a batch of inputs: exactly once or, of a decoupled model, any number of times. `inputs` are
-        read-only, valid until the next execution, and lack optional inputs that were not given. Outputs beyond
-        `output_names` are ignored. Closing the iterator early abandons the rest of the computation."""
-
-    def close(self) -> None:
-        """Free everything; the last call."""
-
-
 def only_response(responses: Iterable[Arrays]) -> Arrays:
     """The outputs of a model that is not decoupled. Raises `Internal` unless there is one response."""
     outputs = list(responses)
@@ -109,14 +93,14 @@ RuntimeAnswer: TypeAlias = RuntimeResponse | Exception | Rescheduled | None
 
 @dataclass(slots=True, eq=False)
 class RuntimeRequest:
-    """One request as the client made it, for a `RequestRuntime`. One that is rescheduled comes again as the same
-    object, with `inputs` and `flags` of its next execution.
+    """One request as the client made it. One that is rescheduled comes again as the same object, with `inputs` and
+    `flags` of its next execution.
 
     `inputs` as in `Runtime.execute`; `output_names`: those that the client wants, none for all. `correlation_id` and
     `flags` place it in its sequence, as in Triton's API; `timeout` is in microseconds. `respond`, called in the event
     loop, takes a response or an error, or None where only the end of the responses is told; then the last argument is
     true, as it may be with a response and is with an error. It takes a `Rescheduled` that did not come with the other
-    answers, too. `cancelled`: nobody waits for it any more; `RequestRuntime.cancel_request` tells it, unless that was
+    answers, too. `cancelled`: nobody waits for it any more; `Runtime.cancel_request` tells it, unless that was
     before the runtime had the request.
     """
 
@@ -133,18 +117,30 @@ class RuntimeRequest:
     cancelled: bool = False
 
 
-class RequestRuntime(Protocol):
-    """A runtime that takes the requests of a batch as they are, and may answer them later; else as a `Runtime`. When
-    its process ends, it tells that to all that have no last answer, rescheduled ones too."""
+Parameters: TypeAlias = Mapping[str, str]
+"""A backend's, from `--backend-config`, overridden by the model's own."""
 
-    @property
-    def traits(self) -> RuntimeTraits: ...
+
+class Runtime:
+    """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's. An
+    exception that is no `CharoniaError` is the model's own failure; the instance is used again. One whose loader is
+    `by_request` takes the requests of a batch as they are, and may answer them later; when its process ends, it tells
+    that to all that have no last answer, rescheduled ones too."""
+
+    traits = RuntimeTraits()
+
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        """The outputs for a batch of inputs: exactly once or, of a decoupled model, any number of times. `inputs` are
+        read-only, valid until the next execution, and lack optional inputs that were not given. Outputs beyond
+        `output_names` are ignored. Closing the iterator early abandons the rest of the computation."""
+        raise NotImplementedError
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
         """An answer for each request; None for one that `respond` tells all answers of, before or after this returns.
 
         Raises what fails all requests that have no answer yet.
         """
+        raise NotImplementedError
 
     def cancel_request(self, request: RuntimeRequest) -> None:
         """Nobody waits for the request any more; if it was rescheduled, it does not come again. Called in the event
@@ -157,23 +153,16 @@ class RequestRuntime(Protocol):
         """Free everything; the last call."""
 
 
-LoadedRuntime: TypeAlias = Runtime | RequestRuntime
-
-
-Parameters: TypeAlias = Mapping[str, str]
-"""A backend's, from `--backend-config`, overridden by the model's own."""
-
-
 class RuntimeLoader(ABC):
-    """One backend: makes the instances of its models. Imports its libraries when it is called. `by_request`: they are
-    `RequestRuntime`s."""
+    """One backend: makes the instances of its models. Imports its libraries when it is called. `by_request`: they take
+    requests as they are."""
 
     by_request = False
 
     @abstractmethod
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
-    ) -> LoadedRuntime:
+    ) -> Runtime:
         """One instance, ready to execute. `directory`: of the model's version. Raises `CharoniaError` if the model
         cannot be loaded; `field` names a wrong parameter."""
 

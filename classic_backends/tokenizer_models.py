@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,8 @@ _UNREAD = {"DECODER_QUERY"}
 Answer = Callable[[Arrays], Arrays]
 
 
-class TokenizerRuntime(NamedTuple):
+@dataclass(frozen=True)
+class TokenizerRuntime(Runtime):
     """A runtime that answers each request by itself."""
 
     answer: Answer
@@ -83,15 +84,6 @@ class TokenizerRuntime(NamedTuple):
             return RuntimeResponse(self.answer(request.inputs))
         except CharoniaError as error:
             return error
-
-    def cancel_request(self, request: RuntimeRequest) -> None:
-        pass
-
-    def hold_request(self, request: RuntimeRequest, held: bool) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

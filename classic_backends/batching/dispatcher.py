@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import cast
 
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
-from ..runtime import RequestRuntime, Runtime
 from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher
 from .instance_pool import Instance, call_in_loop
@@ -183,16 +181,15 @@ class Dispatcher:
     def execute_batch(self, instance: Instance, batch: RequestBatch) -> None:
         started_at = time.monotonic_ns()
         if self.layout.by_request:
-            execute_requests(self, cast(RequestRuntime, instance.runtime), batch, instance.name)
+            execute_requests(self, instance.runtime, batch, instance.name)
             return
-        runtime = cast(Runtime, instance.runtime)
         if not self.decoupled:
             jobs = [request.job for request in batch.requests]
-            result = execute_batch(runtime, self.layout, jobs, instance.name)
+            result = execute_batch(instance.runtime, self.layout, jobs, instance.name)
             self.call_in_loop(self.router.on_batch_done, BatchResult(batch, started_at, result))
             return
         [request] = batch.requests
-        with closing(execute_decoupled(runtime, self.layout, request.job, instance.name)) as results:
+        with closing(execute_decoupled(instance.runtime, self.layout, request.job, instance.name)) as results:
             for result in results:
                 instance.execution_timer.stop()
                 if request.channel.unread_slots is not None:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from ...core.tasks import wait_for_first
 from ...processes.child_process import RestartBackoff
-from ..runtime import InstancePlacement, LoadedRuntime, RuntimeProcess
+from ..runtime import InstancePlacement, Runtime, RuntimeProcess
 from .queued_request import RequestBatch
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Instance:
     batch without losing its process."""
 
     def __init__(
-        self, placement: InstancePlacement, load: Callable[[InstancePlacement], LoadedRuntime], backoff: RestartBackoff
+        self, placement: InstancePlacement, load: Callable[[InstancePlacement], Runtime], backoff: RestartBackoff
     ) -> None:
         self.placement = placement
         self.name = placement.name
@@ -110,13 +110,13 @@ class Instance:
         self.started_at = time.monotonic()
         self.overdue_logged = self.timed_out = self.has_served = False
         self.unready_reason = ""
-        self.runtime: LoadedRuntime
+        self.runtime: Runtime
         self.process: RuntimeProcess | None = None
         self.execution_timer = ExecutionTimer()
         self.current_batch: RequestBatch | None = None
         self._load = load
         self._loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[LoadedRuntime] = self._loop.create_future()
+        self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
         self._ended = asyncio.Event()
         self._inbox: SimpleQueue[WorkSource | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -183,7 +183,7 @@ class Instance:
                 log.exception("instance '%s' did not close", self.name)
         call_in_loop(self._loop, self._ended.set)
 
-    def _set_loaded(self, runtime: LoadedRuntime | None, error: BaseException | None = None) -> None:
+    def _set_loaded(self, runtime: Runtime | None, error: BaseException | None = None) -> None:
         if self._loaded.done():
             return
         if runtime is not None:
@@ -242,7 +242,7 @@ class InstancePool:
 
     def __init__(
         self,
-        load: Callable[[InstancePlacement], LoadedRuntime],
+        load: Callable[[InstancePlacement], Runtime],
         execution_timeout: float = 0.0,
         restart_pause: float = DEFAULT_RESTART_PAUSE,
     ) -> None:
@@ -257,7 +257,7 @@ class InstancePool:
         self.restarts = 0
 
     @property
-    def first(self) -> LoadedRuntime:
+    def first(self) -> Runtime:
         return self._instances[0].runtime
 
     @property

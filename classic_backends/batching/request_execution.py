@@ -16,7 +16,7 @@ from ...core.errors import CharoniaError, Internal
 from ...core.request import InferResponse
 from ...core.request_context import RequestContext
 from ...telemetry.model_metrics import NO_TIMING, CloseReason, ExecutionTiming
-from ..runtime import RequestRuntime, Rescheduled, RuntimeAnswer, RuntimeRequest
+from ..runtime import Rescheduled, Runtime, RuntimeAnswer, RuntimeRequest
 from .batch_execution import BatchLayout, client_error, gather_inputs, split_outputs
 from .queued_request import BatchResult, ExecutionResult, InferenceJob, QueuedRequest, RequestBatch
 
@@ -33,9 +33,7 @@ _FIELDS = {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout
 class RequestExecution:
     """One request in the hands of a runtime, from its first execution to its last answer."""
 
-    def __init__(
-        self, dispatcher: "Dispatcher", runtime: RequestRuntime, queued: QueuedRequest, started_at: int
-    ) -> None:
+    def __init__(self, dispatcher: "Dispatcher", runtime: Runtime, queued: QueuedRequest, started_at: int) -> None:
         self._dispatcher, self._layout, self._router = dispatcher, dispatcher.layout, dispatcher.router
         self._decoupled = dispatcher.decoupled
         self._runtime, self.queued, self._started_at = runtime, queued, started_at
@@ -157,7 +155,7 @@ def _filled(request: RuntimeRequest, layout: BatchLayout, job: InferenceJob) -> 
     return request
 
 
-def execute_requests(dispatcher: "Dispatcher", runtime: RequestRuntime, batch: RequestBatch, instance: str) -> None:
+def execute_requests(dispatcher: "Dispatcher", runtime: Runtime, batch: RequestBatch, instance: str) -> None:
     """Execute a batch, in the thread of an instance; `instance` is its name, for the log. Never raises."""
     started_at = gathered_at = computed_at = time.monotonic_ns()
     executions = [each.execution or RequestExecution(dispatcher, runtime, each, started_at) for each in batch.requests]
@@ -198,7 +196,7 @@ def _fail_all(executions: Sequence[RequestExecution], error: Exception) -> None:
 
 
 def _execute_rows(
-    dispatcher: "Dispatcher", runtime: RequestRuntime, batch: RequestBatch, requests: Sequence[RuntimeRequest]
+    dispatcher: "Dispatcher", runtime: Runtime, batch: RequestBatch, requests: Sequence[RuntimeRequest]
 ) -> Sequence[RuntimeAnswer]:
     """The answers to `requests`, which are those of `batch`. A model with fixed rows that can tell idle ones gets a
     request for each of these, too."""
@@ -219,7 +217,7 @@ def _execute_rows(
     return [answers[request] for request in requests]
 
 
-def execute_alone(runtime: RequestRuntime, layout: BatchLayout, job: InferenceJob, instance: str) -> Exception | None:
+def execute_alone(runtime: Runtime, layout: BatchLayout, job: InferenceJob, instance: str) -> Exception | None:
     """Execute a request that no client waits for, until it has its last answer, and return its error. Never raises."""
     arrived: SimpleQueue[tuple[RuntimeAnswer, bool]] = SimpleQueue()
     context = RequestContext("warm-up")

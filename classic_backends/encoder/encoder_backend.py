@@ -28,7 +28,7 @@ from ..backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
+from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
     return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
 
 
-class EncoderRuntime:
+class EncoderRuntime(Runtime):
     """One instance, with weights of its own. Its requests have texts, pairs of texts, or ids."""
 
     def __init__(
@@ -112,7 +112,6 @@ class EncoderRuntime:
         self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
         self._output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
         self._max_batch_tokens = max_batch_tokens
-        self.traits = RuntimeTraits()
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._encoder is not None

@@ -148,7 +148,7 @@ def instance_main(connection: Connection, descriptors: tuple[int, int], task: In
     server = _connect(connection, descriptors)
     try:
         loader = resolve_loader(task.loader)
-        runtime = cast(Runtime, loader.load(task.directory, task.config, task.placement, task.parameters))
+        runtime = loader.load(task.directory, task.config, task.placement, task.parameters)
     except BaseException as error:
         return server.send(failure_message(error))
     server.send(InstanceLoaded(runtime.traits.ragged))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
@@ -64,7 +64,7 @@ class IsolatableLoader(RuntimeLoader):
         isolated, own = self._read(parameters)
         if isolated:
             return IsolatedRuntime(InstanceTask(self.loader, directory, config, placement, own))
-        return cast(Runtime, resolve_loader(self.loader).load(directory, config, placement, own))
+        return resolve_loader(self.loader).load(directory, config, placement, own)
 
     def uses_gpus(self) -> bool:
         loader = resolve_loader(self.loader)
@@ -98,7 +98,7 @@ class IsolatableLoader(RuntimeLoader):
         return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != EXECUTION_PARAMETER}
 
 
-class IsolatedRuntime:
+class IsolatedRuntime(Runtime):
     """The runtime of one instance, in its child process. If that ends by itself, the execution fails with `Internal`,
     and the runtime is of no more use, as `RuntimeTraits.process` tells."""
 
@@ -109,7 +109,6 @@ class IsolatedRuntime:
             loaded = _first_message(process, f"the process of instance '{self._name}'")
             resources.pop_all()
         assert isinstance(loaded, InstanceLoaded)
-        self.close = process.close
         self.traits = RuntimeTraits(ragged=loaded.ragged, process=process, interrupt=process.kill)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
@@ -123,6 +122,9 @@ class IsolatedRuntime:
             raise _to_error(answer, f"instance '{self._name}'", failed + answer.message)
         assert isinstance(answer, OutputsMade), answer
         yield self._process.tensors.read(answer.outputs)
+
+    def close(self) -> None:
+        self._process.close()
 
 
 def _first_message(process: "InstanceProcess", name: str) -> FromInstance:

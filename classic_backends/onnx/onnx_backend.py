@@ -245,17 +245,14 @@ def _model_file(directory: Path, raw: RawConfig) -> Path:
     return directory / name / name if (directory / name).is_dir() else directory / name
 
 
-class OnnxRuntime:
+class OnnxRuntime(Runtime):
     """One instance: a session that it shares with the others until it is closed."""
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session
         self._options = session.run_options()
         self._interrupted = ""
-
-    @property
-    def traits(self) -> RuntimeTraits:
-        return RuntimeTraits(ragged=True, interrupt=self._interrupt)
+        self.traits = RuntimeTraits(ragged=True, interrupt=self._interrupt)
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._session is not None

@@ -19,6 +19,7 @@ from ...telemetry.tracing import trace_context
 from ..python_stub import messages
 from ..runtime import (
     Rescheduled,
+    Runtime,
     RuntimeAnswer,
     RuntimeRequest,
     RuntimeResponse,
@@ -79,7 +80,7 @@ class FirstAnswer:
         return message
 
 
-class PythonRuntime:
+class PythonRuntime(Runtime):
     """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` and `traces`
     are the server's; `resources` are closed with it.
 

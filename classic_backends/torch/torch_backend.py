@@ -28,7 +28,7 @@ from ..backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
+from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ def _with_config_names(
     return FoundModel(*renamed)
 
 
-class TorchRuntime:
+class TorchRuntime(Runtime):
     """One instance, with weights of its own. `inputs`: in the order of forward's arguments; `result_positions`: of each
     output among forward's results."""
 
@@ -176,7 +176,6 @@ class TorchRuntime:
         self._result_positions = result_positions
         self._device = device
         self._modes = modes
-        self.traits = RuntimeTraits()
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         import torch

@@ -238,8 +238,7 @@ def test_files_that_are_not_there_or_no_models(version: Path, described: Describ
 def test_instances_share_one_session_until_the_last_is_closed(
     version: Path, onnx_models: ModuleType, described: Describe
 ) -> None:
-    from charonia.classic_backends.onnx import onnx_backend
-
+    gc.collect()  # what earlier tests did not close
     onnx_models.write_mlp(version / "model.onnx", [5, 3])
     first, second = load(version, described(MLP)), load(version, described(MLP))
     (session,) = (weakref.ref(each) for each in onnx_backend._sessions.values())
