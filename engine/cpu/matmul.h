@@ -22,8 +22,21 @@
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define TILE(rows, groups) \
-    TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
+
+/* A TileFunction: `tile` for constants. And those of one group with up to six rows, and of two with up to two. */
+#define TILE(tile, kind, rows, groups) \
+    TARGET static inline void kind##_##rows##x##groups(const Tile *t) { tile(t, kind, rows, groups); }
+#define SIX_TILES(tile, kind, groups) \
+    TILE(tile, kind, 1, groups) TILE(tile, kind, 2, groups) TILE(tile, kind, 3, groups) \
+    TILE(tile, kind, 4, groups) TILE(tile, kind, 5, groups) TILE(tile, kind, 6, groups)
+#define TILES_OF_16(tile, kind) SIX_TILES(tile, kind, 1) TILE(tile, kind, 1, 2) TILE(tile, kind, 2, 2)
+#define SIX(kind, groups) \
+    {kind##_1x##groups, kind##_2x##groups, kind##_3x##groups, kind##_4x##groups, kind##_5x##groups, kind##_6x##groups}
+
+/* Plans of TILES_OF_16, for processors with sixteen or so registers: for two rows, for few, and for many. */
+#define PLANS_OF_16(kind, chunk, block) \
+    {{2, 2, 2, 1280, 2, {kind##_1x2, kind##_2x2}}, {6, 6, 1, 1280, 6, SIX(kind, 1)}, \
+     {INT64_MAX, 6, 1, chunk, block, SIX(kind, 1)}}
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, GROUPED_INT8, KINDS };
 /* What a span has beside its scale. */

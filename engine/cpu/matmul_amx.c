@@ -8,9 +8,6 @@
 #include "matmul.h"
 
 #ifdef CHARONIA_AMX
-#include <math.h>
-#include <string.h>
-
 #include "tile_registers.h"
 
 /* The registers: sums of two blocks of rows times two groups, those rows, and those groups' weights. */
@@ -28,56 +25,20 @@ enum { GROUPS = 2, SUMS_STRIDE = GROUPS * LINE, SUMS_BYTES = 2 * TILE_ROWS * SUM
 /* How far ahead the weights that are read but once are fetched. */
 enum { AHEAD = 4096 };
 
-typedef float Floats __attribute__((vector_size(LINE), may_alias));
-typedef int32_t Ints __attribute__((vector_size(LINE), may_alias));
-typedef uint16_t Shorts __attribute__((vector_size(LINE / 2)));
-
-ALWAYS_INLINE TARGET Floats floats(const void *from) {
-    Floats all;
-    memcpy(&all, from, LINE);
-    return all;
-}
-
-/* To nearest, halves to even; what is no number stays none. */
-ALWAYS_INLINE TARGET Shorts narrowed(Floats values) {
-    const Ints bits = (Ints)values, none = values != values, rounded = bits + 0x7fff + (bits >> 16 & 1);
-    return __builtin_convertvector(((rounded & ~none) | (none & 0x7fc00000)) >> 16, Shorts);
-}
-
-ALWAYS_INLINE TARGET void store(const Tile *t, Floats values, int64_t row, int64_t group) {
-    const int64_t output = t->output + group * LANES, left = t->matrix->outputs - output;
-    const int64_t at = row * t->out_stride + group * LANES, lanes = left < LANES ? left : LANES;
-    if (t->matrix->bias) values += floats(t->matrix->bias + output);
-    if (t->matrix->out_kind == FLOAT32) {
-        memcpy(t->out + at * 4, &values, lanes * 4);
-    } else {
-        const Shorts halves = narrowed(values);
-        memcpy(t->out + at * 2, &halves, lanes * 2);
-    }
-}
-
-ALWAYS_INLINE TARGET void store_scaled(const Tile *t, Floats values, int64_t row, int64_t group) {
-    const Floats scales = floats(t->matrix->scales + t->output + group * LANES) * t->row_scales[row];
-    values = __builtin_convertvector((Ints)values, Floats) * scales;
-    __asm__("" : "+m"(values)); /* not fused with the bias: the other levels round in between */
-    store(t, values, row, group);
-}
-
-ALWAYS_INLINE TARGET void store_spans(const Tile *t, Floats values, int64_t row, int64_t group) {
-    store(t, values * floats(t->matrix->scales + t->output + group * LANES), row, group);
-}
+#define VECTORS 1
+#define REGISTER "+m"
+#include "matmul_store.inc"
+#include "matmul_row.inc"
 
 ALWAYS_INLINE TARGET void store_rows(const Tile *t, int kind, const char *sums) {
     for (int64_t row = 0; row < t->count; row++)
         for (int64_t group = 0; group < t->groups; group++) {
-            const Floats values = floats(sums + row * SUMS_STRIDE + group * LINE);
-            if (kind == INT8) store_scaled(t, values, row, group);
-            else if (kind == INT4) store_spans(t, values, row, group);
-            else store(t, values, row, group);
+            const Ints own = load_ints(sums + row * SUMS_STRIDE + group * LINE);
+            finish(t, kind, &own, row, group);
         }
 }
 
-ALWAYS_INLINE TARGET void begin_sums(const char *kept, int first, int blocks) {
+ALWAYS_INLINE TARGET void load_sums(const char *kept, int first, int blocks) {
     if (first) {
         tile_zero(SUMS_00);
         tile_zero(SUMS_01);
@@ -93,7 +54,7 @@ ALWAYS_INLINE TARGET void begin_sums(const char *kept, int first, int blocks) {
     }
 }
 
-ALWAYS_INLINE TARGET void end_sums(char *to, int blocks) {
+ALWAYS_INLINE TARGET void keep_sums(char *to, int blocks) {
     tile_store(SUMS_00, to, SUMS_STRIDE);
     tile_store(SUMS_01, to + LINE, SUMS_STRIDE);
     if (blocks == 1) return;
@@ -144,7 +105,7 @@ ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int blocks, int kind, int
     const int64_t apart = t->groups > 1 ? t->group_stride : 0, bytes = t->steps / TILE_STEPS * TILE_BYTES;
     const char *rows = t->rows;
     WRITTEN(t);
-    begin_sums(t->sums, t->first, blocks);
+    load_sums(t->sums, t->first, blocks);
     for (int64_t at = 0; at < bytes; at += TILE_BYTES, rows += LINE) {
         fetch_meanwhile(t, at, TILE_BYTES, bytes, once);
         add_products(kind, blocks, once, rows, t->row_stride, t->lines + at, t->lines + apart + at);
@@ -158,11 +119,11 @@ ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int blocks, int kind, int
         WRITTEN(rest);
     }
     if (!t->last) {
-        end_sums(t->sums, blocks);
+        keep_sums(t->sums, blocks);
         return;
     }
     char sums[SUMS_BYTES] __attribute__((aligned(LINE)));
-    end_sums(sums, blocks);
+    keep_sums(sums, blocks);
     store_rows(t, kind, sums);
 }
 
@@ -173,25 +134,17 @@ typedef struct {
     float scales[LANES], offsets[LANES];
 } __attribute__((aligned(LINE))) Span;
 
-/* fp16 that are numbers. */
-ALWAYS_INLINE TARGET Floats widened(const char *halves) {
-    Shorts narrow;
-    memcpy(&narrow, halves, sizeof narrow);
-    const Ints bits = __builtin_convertvector(narrow, Ints);
-    const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
-    return (Floats)((Ints)size | (bits & 0x8000) << 16);
-}
-
 /* The span number `each` of the step at `step`. */
 ALWAYS_INLINE TARGET void read_span(const Matrix *m, const char *step, int64_t each, Span *to) {
     const char *lines = step + LINE + each * m->span / 8 * LINE;
     char *half = to->lines[0];
-    const Floats scales = widened(step + each * LINE / 2), offsets = widened(step + LINE / 2);
+    const Floats scales = load_halves(step + each * LINE / 2), offsets = load_halves(step + LINE / 2);
     memcpy(to->scales, &scales, LINE);
     memcpy(to->offsets, &offsets, LINE);
-    for (int i = 0; i < LANES; i++) to->zeros[i] = ((const int16_t *)(step + LINE / 2))[i];
+    const Ints zeros = load_shorts(step + LINE / 2);
+    memcpy(to->zeros, &zeros, LINE);
     for (int64_t line = 0; line < m->span / 8; line++, half += 2 * LINE) {
-        const Ints both = (Ints)floats(lines + line * LINE), first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
+        const Ints both = load_ints(lines + line * LINE), first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
         memcpy(half, &first, LINE);
         memcpy(half + LINE, &second, LINE);
     }
@@ -217,11 +170,11 @@ ALWAYS_INLINE TARGET void add_span(const Tile *t, const char *row, int blocks, c
                                    float sums[][GROUPS][LANES]) {
     int32_t dots[2 * TILE_ROWS][GROUPS][LANES] __attribute__((aligned(LINE)));
     WRITTEN(spans);
-    begin_sums(0, 1, blocks);
+    load_sums(0, 1, blocks);
     for (int64_t at = 0; at < t->matrix->span; at += LINE)
         add_products(INT4, blocks, 0, row + sizeof(SpanHead) + at, t->row_stride, spans[0].lines[at / LINE],
                      spans[1].lines[at / LINE]);
-    end_sums((char *)dots, blocks);
+    keep_sums((char *)dots, blocks);
     WRITTEN(spans);
     switch (t->matrix->zeros) {
         case NO_ZEROS: add_scaled(t, row, NO_ZEROS, spans, dots, sums); break;
@@ -277,9 +230,6 @@ static TARGET void shape(const Matrix *m, int64_t rows) {
     WRITTEN(&shapes);
     tile_configure(&shapes);
 }
-
-#include "matmul_row.inc"
-#include "matmul_span_row.inc"
 
 static const Plan int8_plans[] = {{32, 32, 2, 4096, 32, {int8_once}}, {INT64_MAX, 32, 2, 1280, 256, {int8_again}}};
 static const Plan bf16_plans[] = {{32, 32, 2, 4096, 32, {bf16_once}}, {INT64_MAX, 32, 2, 1280, 256, {bf16_again}}};

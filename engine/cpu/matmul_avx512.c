@@ -6,109 +6,101 @@
 #include CHARONIA_AVX512_MODEL
 #else
 #include <immintrin.h>
+#define REGISTER "+v"
 #endif
 
 #define TARGET TARGET_AVX512
 #define VECTORS 1
-#define PARTS 1
-#define STEP 4
-#define Operand __m512i
-#define WEIGHTS(line, vector, part) _mm512_loadu_si512(line)
-#define SPREAD(row, part) _mm512_set1_epi32(*(const int32_t *)(row))
+#define PARTS(kind) 1
+#define STEP(kind) 4
+#define UNSIGNED_ROWS /* for the unsigned operand of vpdpbusd */
 
-/* To nearest, halves to even; what is no number stays none. */
-ALWAYS_INLINE TARGET __m256i narrowed(__m512 values) {
-    const __m512i bits = _mm512_castps_si512(values);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __mmask16 none = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    const __m512i kept = _mm512_mask_mov_epi32(rounded, none, _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
-}
-
-ALWAYS_INLINE TARGET void store(const Tile *t, __m512 values, int row, int group) {
-    const int64_t left = t->matrix->outputs - t->output - group * LANES, at = row * t->out_stride + group * LANES;
-    const __mmask16 there = left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1);
-    if (t->matrix->bias) values = _mm512_add_ps(values, _mm512_loadu_ps(t->matrix->bias + t->output + group * LANES));
-    if (t->matrix->out_kind == FLOAT32)
-        _mm512_mask_storeu_ps((float *)t->out + at, there, values);
-    else
-        _mm256_mask_storeu_epi16((uint16_t *)t->out + at, there, narrowed(values));
-}
-
-/* Activations are stored as 128 more than they are, for the unsigned operand of vpdpbusd. */
-ALWAYS_INLINE TARGET void store_scaled(const Tile *t, __m512i sums, int row, int group) {
-    const int64_t output = t->output + group * LANES;
-    sums = _mm512_sub_epi32(sums, _mm512_loadu_si512(t->matrix->offsets + output));
-    const __m512 scales = _mm512_mul_ps(_mm512_set1_ps(t->row_scales[row]), _mm512_loadu_ps(t->matrix->scales + output));
-    store(t, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scales), row, group);
-}
-
-#define NAME(x) int8_##x
-#define Vector __m512i
-#define ZERO _mm512_setzero_si512()
-#define DOT(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
-#define KEEP(to, sum) _mm512_storeu_si512(to, sum)
-#define KEPT(from) _mm512_loadu_si512(from)
-#define FINISH(t, sums, row, group) store_scaled(t, *(sums), row, group)
-#include "matmul_tile.inc"
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
-TILE(7, 2) TILE(8, 2) TILE(9, 2) TILE(10, 2) TILE(11, 2) TILE(12, 2)
-#undef NAME
-#undef Vector
-#undef ZERO
-#undef DOT
-#undef KEEP
-#undef KEPT
-#undef FINISH
-
-#define Vector __m512
-#define ZERO _mm512_setzero_ps()
-#define KEEP(to, sum) _mm512_storeu_ps(to, sum)
-#define KEPT(from) _mm512_loadu_ps(from)
-#define FINISH(t, sums, row, group) store(t, *(sums), row, group)
-
-#define NAME(x) fp32_##x
-#define DOT(sum, x, w) _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum)
-#include "matmul_tile.inc"
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
-#undef NAME
-#undef DOT
-
+#include "matmul_store.inc"
 #include "matmul_row.inc"
 
-#undef NAME
-#undef FINISH
-#include "matmul_spans_avx512.inc"
-#undef NAME
-#undef FINISH
-#define FINISH(t, sums, row, group) store(t, *(sums), row, group)
+#define weights_at(kind, line, vector, part) load_ints(line)
+#define spread(kind, row, part) ((Ints)_mm512_set1_epi32(*(const int32_t *)(row)))
+
+ALWAYS_INLINE TARGET Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+
+/* Four products of an unsigned byte and a signed one, added to each sum. */
+ALWAYS_INLINE TARGET Ints vnni(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)unsigned_bytes, (__m512i)signed_bytes);
+}
+
+#define DOT(kind, sum, x, w) \
+    ((kind) == INT8 ? vnni(sum, x, w) : (Ints)fused((Floats)(x), (Floats)(w), (Floats)(sum)))
+#include "matmul_tile.inc"
+SIX_TILES(tile, INT8, 4) SIX_TILES(tile, FLOAT32, 4)
+TILE(tile, INT8, 7, 2) TILE(tile, INT8, 8, 2) TILE(tile, INT8, 9, 2)
+TILE(tile, INT8, 10, 2) TILE(tile, INT8, 11, 2) TILE(tile, INT8, 12, 2)
+
+/* Of spans, whose weights are the unsigned operand as they are. Line by line: where memory is what a tile waits for, lines
+   asked for four at a time come later. */
+#define SPAN_LINES(kind) 1
+#define SPAN_INPUTS(kind) ((kind) == INT4 ? 8 : 4)
+
+/* What is in the second cache by then comes into the first: the lines of scales in between keep the machine from it. */
+enum { LINES_AHEAD = 12 };
+
+ALWAYS_INLINE TARGET Floats half_floats(const char *line) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)line));
+}
+
+/* Zero points and starts fit into 16 bits. */
+ALWAYS_INLINE TARGET Ints times(Ints zeros, int32_t start) {
+    return (Ints)_mm512_madd_epi16((__m512i)zeros, _mm512_set1_epi32(start));
+}
+
+/* One line of each group: eight inputs of four bits, or four of eight. */
+ALWAYS_INLINE TARGET void multiply_lines(int kind, Ints dots[MOST_ROWS][4], const char *x, int64_t row_stride,
+                                         const char *const line[4], int64_t at, int rows, int groups) {
+    if (kind == GROUPED_INT8)
+        UNROLL for (int g = 0; g < groups; g++) __builtin_prefetch(line[g] + at + LINES_AHEAD * LINE, 0, 3);
+    const int parts = SPAN_INPUTS(kind) / 4;
+    UNROLL for (int part = 0; part < parts; part++) {
+        Ints weights[4];
+        UNROLL for (int g = 0; g < groups; g++) {
+            weights[g] = load_ints(line[g] + at);
+            if (part) weights[g] = (Ints)_mm512_srli_epi16((__m512i)weights[g], 4);
+            if (kind == INT4) weights[g] &= 0x0f0f0f0f;
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            const Ints four = spread(kind, x + r * row_stride + 4 * part, 0);
+            UNROLL for (int g = 0; g < groups; g++) dots[r][g] = vnni(dots[r][g], weights[g], four);
+        }
+    }
+}
+
+#include "matmul_span_tile.inc"
+SIX_TILES(span_tile, INT4, 2) TILE(span_tile, INT4, 1, 4) TILE(span_tile, INT4, 2, 4) TILE(span_tile, INT4, 3, 4)
+SIX_TILES(span_tile, GROUPED_INT8, 2)
+TILE(span_tile, GROUPED_INT8, 1, 4) TILE(span_tile, GROUPED_INT8, 2, 4) TILE(span_tile, GROUPED_INT8, 3, 4)
 
 #undef TARGET
+#undef NAME
+#undef DOT
 #define TARGET TARGET_AVX512BF16
 #define NAME(x) bf16_##x
-#define DOT(sum, x, w) _mm512_dpbf16_ps(sum, (__m512bh)(x), (__m512bh)(w))
+#define DOT(kind, sum, x, w) (Ints)_mm512_dpbf16_ps((Floats)(sum), (__m512bh)(x), (__m512bh)(w))
 #include "matmul_tile.inc"
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
-
-#define TILES(kind) {kind##_1x4, kind##_2x4, kind##_3x4, kind##_4x4, kind##_5x4, kind##_6x4}
+SIX_TILES(bf16_tile, BFLOAT16, 4)
 
 /* Up to twelve rows read each line once: two tiles would read it again, where memory is what they wait for. */
 static const Plan int8_plans[] = {
-    {6, 6, 4, 1280, 6, TILES(int8)},
-    {12, 12, 2, 1280, 12, {[6] = int8_7x2, int8_8x2, int8_9x2, int8_10x2, int8_11x2, int8_12x2}},
-    {INT64_MAX, 6, 4, 1280, 252, TILES(int8)},
+    {6, 6, 4, 1280, 6, SIX(INT8, 4)},
+    {12, 12, 2, 1280, 12, {[6] = INT8_7x2, INT8_8x2, INT8_9x2, INT8_10x2, INT8_11x2, INT8_12x2}},
+    {INT64_MAX, 6, 4, 1280, 252, SIX(INT8, 4)},
 };
-static const Plan fp32_plan = {INT64_MAX, 6, 4, 1280, 252, TILES(fp32)};
-static const Plan bf16_plan = {INT64_MAX, 6, 4, 1280, 252, TILES(bf16)};
+static const Plan fp32_plan = {INT64_MAX, 6, 4, 1280, 252, SIX(FLOAT32, 4)};
+static const Plan bf16_plan = {INT64_MAX, 6, 4, 1280, 252, SIX(BFLOAT16, 4)};
 static const Plan int4_plans[] = {
-    {3, 3, 4, 1280, 252, {int4_1x4, int4_2x4, int4_3x4}},
-    {INT64_MAX, 6, 2, 1280, 252, {int4_1x2, int4_2x2, int4_3x2, int4_4x2, int4_5x2, int4_6x2}},
+    {3, 3, 4, 1280, 252, {INT4_1x4, INT4_2x4, INT4_3x4}},
+    {INT64_MAX, 6, 2, 1280, 252, SIX(INT4, 2)},
 };
-
 static const Plan grouped_plans[] = {
-    {3, 3, 4, 1280, 252, {grouped_1x4, grouped_2x4, grouped_3x4}},
-    {INT64_MAX, 6, 2, 1280, 252, {grouped_1x2, grouped_2x2, grouped_3x2, grouped_4x2, grouped_5x2, grouped_6x2}},
+    {3, 3, 4, 1280, 252, {GROUPED_INT8_1x4, GROUPED_INT8_2x4, GROUPED_INT8_3x4}},
+    {INT64_MAX, 6, 2, 1280, 252, SIX(GROUPED_INT8, 2)},
 };
 
 const Kernel matmul_avx512[KINDS] = {

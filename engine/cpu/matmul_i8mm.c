@@ -8,38 +8,56 @@
 #include "matmul.h"
 
 #ifdef CHARONIA_ARM
-#include "matmul_neon.h"
-
 #define TARGET TARGET_I8MM
+#include "matmul_neon.inc"
+
 #define PAIRS(rows) (((rows) + 1) / 2)
 
 /* Vectors of a group's sums by a pair of rows: two outputs, each with the first row's and the second's. */
 enum { QUADS = 8, MOST_PAIRS = MOST_ROWS / 2 };
 
 /* Eight bytes of each row of a pair; the last of an odd number is its own neighbour. */
-ALWAYS_INLINE int8x16_t both_rows(const char *rows, int64_t row_stride, int pair, int count) {
+ALWAYS_INLINE TARGET int8x16_t both_rows(const char *rows, int64_t row_stride, int pair, int count) {
     const int8_t *first = (const int8_t *)rows + 2 * pair * row_stride;
     return vcombine_s8(vld1_s8(first), vld1_s8(2 * pair + 1 < count ? first + row_stride : first));
 }
 
 /* Four bytes of each of two outputs, with four zeros behind each. */
-ALWAYS_INLINE int8x16_t half_quad(const char *line, int quad) {
+ALWAYS_INLINE TARGET int8x16_t half_quad(const char *line, int quad) {
     return vreinterpretq_s8_u64(vmovl_u32(vld1_u32((const uint32_t *)line + 2 * quad)));
 }
 
-/* The sums of four outputs by the first or the second row of a pair, out of two vectors. */
-ALWAYS_INLINE int32x4_t of_row(const int32x4_t *quads, int second) {
-    return second ? vuzp2q_s32(quads[0], quads[1]) : vuzp1q_s32(quads[0], quads[1]);
+/* The sums of a tile: zero, or what the chunk before left. */
+ALWAYS_INLINE TARGET void begin_pairs(const Tile *t, Ints sums[MOST_PAIRS][2 * QUADS], int rows, int groups) {
+    UNROLL for (int p = 0; p < PAIRS(rows); p++)
+        UNROLL for (int v = 0; v < groups * QUADS; v++)
+            sums[p][v] = t->first ? (Ints){0} : load_ints(t->sums + (p * groups * QUADS + v) * sizeof(Ints));
+}
+
+/* Results, or what the next chunk begins with. */
+ALWAYS_INLINE TARGET void end_pairs(const Tile *t, int kind, const Ints sums[MOST_PAIRS][2 * QUADS], int rows, int groups) {
+    if (!t->last) {
+        UNROLL for (int p = 0; p < PAIRS(rows); p++)
+            UNROLL for (int v = 0; v < groups * QUADS; v++)
+                memcpy(t->sums + (p * groups * QUADS + v) * sizeof(Ints), &sums[p][v], sizeof(Ints));
+        return;
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int g = 0; g < groups; g++) {
+            const Ints *quads = sums[r / 2] + g * QUADS;
+            Ints own[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                own[v] = r % 2 ? vuzp2q_s32(quads[2 * v], quads[2 * v + 1]) : vuzp1q_s32(quads[2 * v], quads[2 * v + 1]);
+            if (g < t->groups) finish(t, kind, own, r, g);
+        }
 }
 
 #define NAME(x) int8_##x
 #define DOT(sums, weights, rows) vmmlaq_s32(sums, weights, rows)
-#define FINISH(t, sums, row, group) store_scaled(t, sums, row, group)
 #include "matmul_pair_tile.inc"
-TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
+TILES_OF_16(int8_tile, INT8)
 #undef NAME
 #undef DOT
-#undef FINISH
 
 /* What the rows of a pair have before a span: [first, second, first, second]. */
 typedef struct {
@@ -47,7 +65,7 @@ typedef struct {
     int32x4_t starts;
 } PairHead;
 
-ALWAYS_INLINE PairHead pair_head(const char *rows, int64_t row_stride, int pair, int count) {
+ALWAYS_INLINE TARGET PairHead pair_head(const char *rows, int64_t row_stride, int pair, int count) {
     const int8x16_t both = both_rows(rows, row_stride, pair, count);
     const int32x4_t scales = vuzp1q_s32(vreinterpretq_s32_s8(both), vreinterpretq_s32_s8(both));
     const int32x4_t starts = vuzp2q_s32(vreinterpretq_s32_s8(both), vreinterpretq_s32_s8(both));
@@ -55,7 +73,7 @@ ALWAYS_INLINE PairHead pair_head(const char *rows, int64_t row_stride, int pair,
 }
 
 /* The weights of eight inputs: of int4 one line, of grouped int8 two. */
-ALWAYS_INLINE void eight_inputs(int kind, const char *line, uint8x16_t weights[QUADS]) {
+ALWAYS_INLINE TARGET void eight_inputs(int kind, const char *line, uint8x16_t weights[QUADS]) {
     UNROLL for (int v = 0; v < 4; v++) {
         const uint8x16_t bytes = vld1q_u8((const uint8_t *)line + 16 * v);
         const uint8x16_t low = kind == INT4 ? vandq_u8(bytes, vdupq_n_u8(15)) : bytes;
@@ -73,9 +91,9 @@ ALWAYS_INLINE TARGET void multiply_span(const Tile *t, int kind, const char *hea
     UNROLL for (int p = 0; p < PAIRS(rows); p++) {
         const int32x4_t starts = pair_head(row, t->row_stride, p, rows).starts;
         UNROLL for (int v = 0; v < QUADS; v++) {
-            const int32x4_t zeros = four_zeros(head, v / 2);
-            const int32x4_t times = v % 2 ? vzip2q_s32(zeros, zeros) : vzip1q_s32(zeros, zeros);
-            dots[p][v] = each == ZERO_POINTS_EACH ? vmulq_s32(times, starts) : each ? vdupq_n_s32(0) : starts;
+            const int32x4_t zeros = load_shorts(head + LINE / 2 + v / 2 * sizeof(Shorts));
+            const int32x4_t both = v % 2 ? vzip2q_s32(zeros, zeros) : vzip1q_s32(zeros, zeros);
+            dots[p][v] = each == ZERO_POINTS_EACH ? vmulq_s32(both, starts) : each ? vdupq_n_s32(0) : starts;
         }
     }
     row += sizeof(SpanHead);
@@ -92,36 +110,22 @@ ALWAYS_INLINE TARGET void multiply_span(const Tile *t, int kind, const char *hea
 }
 
 /* Of two outputs what a line has, for both rows. */
-ALWAYS_INLINE float32x4_t quad_scales(const char *line, int quad) {
-    const float32x4_t four = four_scales(line, quad / 2);
+ALWAYS_INLINE TARGET float32x4_t quad_scales(const char *line, int quad) {
+    const float32x4_t four = half_floats(line + quad / 2 * sizeof(Shorts));
     return quad % 2 ? vzip2q_f32(four, four) : vzip1q_f32(four, four);
 }
 
-/* As the other levels do it: in one rounding. */
-ALWAYS_INLINE float32x4_t added(float32x4_t sum, int32x4_t numbers, float32x4_t scales, PairHead rows) {
-    return vfmaq_f32(sum, vcvtq_f32_s32(numbers), vmulq_f32(scales, rows.scales));
+/* sums += numbers * scales * the rows' scales, in one rounding. */
+ALWAYS_INLINE TARGET void add_scaled(Ints *sum, Ints numbers, Floats scales, PairHead rows) {
+    *sum = (Ints)fused(vcvtq_f32_s32(numbers), scales * rows.scales, (Floats)*sum);
 }
 
-ALWAYS_INLINE void add_span(const Tile *t, const char *head, const char *row, int rows,
-                            const int32x4_t dots[MOST_PAIRS][QUADS], float32x4_t sums[MOST_PAIRS][QUADS]) {
-    UNROLL for (int p = 0; p < PAIRS(rows); p++) {
-        const PairHead own = pair_head(row, t->row_stride, p, rows);
-        UNROLL for (int v = 0; v < QUADS; v++) sums[p][v] = added(sums[p][v], dots[p][v], quad_scales(head, v), own);
-        if (t->matrix->zeros == OFFSETS_EACH)
-            UNROLL for (int v = 0; v < QUADS; v++)
-                sums[p][v] = added(sums[p][v], own.starts, quad_scales(head + LINE / 2, v), own);
-    }
-}
-
-ALWAYS_INLINE TARGET void span_tile(const Tile *t, int kind, int rows) {
+ALWAYS_INLINE TARGET void span_tile(const Tile *t, int kind, int rows, int groups) {
     const Matrix *m = t->matrix;
     const int64_t span_bytes = span_lines(m) * LINE;
     const char *row = t->rows;
-    float *kept = (float *)t->sums;
-    float32x4_t sums[MOST_PAIRS][QUADS];
-    UNROLL for (int p = 0; p < PAIRS(rows); p++)
-        UNROLL for (int v = 0; v < QUADS; v++)
-            sums[p][v] = t->first ? vdupq_n_f32(0) : vld1q_f32(kept + (p * QUADS + v) * 4);
+    Ints sums[MOST_PAIRS][2 * QUADS];
+    begin_pairs(t, sums, rows, groups);
     for (int64_t step = 0, at = 0; step < t->steps; step++) {
         const char *head = t->lines + at;
         fetch_lines(t, at, 1, 1);
@@ -129,31 +133,19 @@ ALWAYS_INLINE TARGET void span_tile(const Tile *t, int kind, int rows) {
         for (int each = 0; each < spans_a_step(m); each++, at += span_bytes, head += LINE / 2) {
             int32x4_t dots[MOST_PAIRS][QUADS];
             multiply_span(t, kind, head, t->lines, row, at, rows, dots);
-            add_span(t, head, row, rows, dots, sums);
+            UNROLL for (int p = 0; p < PAIRS(rows); p++) {
+                const PairHead own = pair_head(row, t->row_stride, p, rows);
+                UNROLL for (int v = 0; v < QUADS; v++) add_scaled(&sums[p][v], dots[p][v], quad_scales(head, v), own);
+                if (m->zeros == OFFSETS_EACH)
+                    UNROLL for (int v = 0; v < QUADS; v++)
+                        add_scaled(&sums[p][v], own.starts, quad_scales(head + LINE / 2, v), own);
+            }
             row += sizeof(SpanHead) + m->span;
         }
     }
-    if (!t->last) {
-        UNROLL for (int p = 0; p < PAIRS(rows); p++)
-            UNROLL for (int v = 0; v < QUADS; v++) vst1q_f32(kept + (p * QUADS + v) * 4, sums[p][v]);
-        return;
-    }
-    UNROLL for (int r = 0; r < rows; r++) {
-        float32x4_t own[4];
-        UNROLL for (int v = 0; v < 4; v++)
-            own[v] = r % 2 ? vuzp2q_f32(sums[r / 2][2 * v], sums[r / 2][2 * v + 1])
-                           : vuzp1q_f32(sums[r / 2][2 * v], sums[r / 2][2 * v + 1]);
-        store_spans(t, own, r, 0);
-    }
+    end_pairs(t, kind, sums, rows, groups);
 }
-
-#define SPANS(rows)                                                                       \
-    TARGET static void int4_##rows##x1(const Tile *t) { span_tile(t, INT4, rows); }         \
-    TARGET static void grouped_##rows##x1(const Tile *t) { span_tile(t, GROUPED_INT8, rows); }
-SPANS(1) SPANS(2) SPANS(3) SPANS(4) SPANS(5) SPANS(6)
-
-#include "matmul_row.inc"
-#include "matmul_span_row.inc"
+SIX_TILES(span_tile, INT4, 1) SIX_TILES(span_tile, GROUPED_INT8, 1)
 
 #undef TARGET
 #define TARGET TARGET_BFMMLA
@@ -163,24 +155,17 @@ ALWAYS_INLINE TARGET int32x4_t dot_bf16(int32x4_t sums, int8x16_t weights, int8x
                                               vreinterpretq_bf16_s8(rows)));
 }
 
-ALWAYS_INLINE void store_floats(const Tile *t, const int32x4_t *sums, int row, int group) {
-    float32x4_t values[4];
-    UNROLL for (int v = 0; v < 4; v++) values[v] = vreinterpretq_f32_s32(sums[v]);
-    store(t, values, row, group);
-}
-
 #define NAME(x) bf16_##x
 #define DOT(sums, weights, rows) dot_bf16(sums, weights, rows)
-#define FINISH(t, sums, row, group) store_floats(t, sums, row, group)
 #include "matmul_pair_tile.inc"
-TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
+TILES_OF_16(bf16_tile, BFLOAT16)
 
-#define SPAN_PLANS(kind) {{6, 6, 1, 1280, 6, SIX_ROWS(kind)}, {INT64_MAX, 6, 1, 256, 60, SIX_ROWS(kind)}}
+#define SPAN_PLANS(kind) {{6, 6, 1, 1280, 6, SIX(kind, 1)}, {INT64_MAX, 6, 1, 256, 60, SIX(kind, 1)}}
 
-static const Plan bf16_plans[] = PLANS(bf16, 384);
-static const Plan int8_plans[] = PLANS(int8, 256);
-static const Plan int4_plans[] = SPAN_PLANS(int4);
-static const Plan grouped_plans[] = SPAN_PLANS(grouped);
+static const Plan bf16_plans[] = PLANS_OF_16(BFLOAT16, 384, 60);
+static const Plan int8_plans[] = PLANS_OF_16(INT8, 256, 60);
+static const Plan int4_plans[] = SPAN_PLANS(INT4);
+static const Plan grouped_plans[] = SPAN_PLANS(GROUPED_INT8);
 
 const Kernel matmul_i8mm[KINDS] = {
     [BFLOAT16] = {bf16_plans, copy_row, 4, 2 * LINE, 1, PAIRED, 2},

@@ -7,47 +7,20 @@
 #undef TARGET_AVX512BF16
 #define TARGET_AVX512
 #define TARGET_AVX512BF16
+#define REGISTER "+m"
 
 typedef int32_t __m512i __attribute__((vector_size(64), may_alias));
 typedef float __m512 __attribute__((vector_size(64), may_alias));
-typedef int16_t __m256i __attribute__((vector_size(32), may_alias));
+typedef int16_t __m256i __attribute__((vector_size(32), may_alias, aligned(1)));
 typedef int16_t Words __attribute__((vector_size(64), may_alias));
 typedef int8_t Bytes __attribute__((vector_size(64), may_alias));
-typedef uint16_t __mmask16;
 typedef __m512i __m512bh;
-
-enum { _CMP_UNORD_Q };
 
 #define EACH(i, count) for (int i = 0; i < (count); i++)
 #define MODEL(Type, name, ...) static inline __attribute__((always_inline)) Type name(__VA_ARGS__)
-#define LOAD(Type, name, Address) MODEL(Type, name, Address from) { Type all; memcpy(&all, from, sizeof all); return all; }
-#define STORE(Type, name, Address) MODEL(void, name, Address to, Type all) { memcpy(to, &all, sizeof all); }
-#define EVERY(Type, name, Number, Vector) MODEL(Type, name, Number one) { return (Type)((Vector){0} + one); }
 
-LOAD(__m512i, _mm512_loadu_si512, const void *)
-LOAD(__m512, _mm512_loadu_ps, const void *)
-LOAD(__m256i, _mm256_loadu_si256, const __m256i *)
-STORE(__m512i, _mm512_storeu_si512, void *)
-STORE(__m512, _mm512_storeu_ps, void *)
-EVERY(__m512i, _mm512_set1_epi8, int8_t, Bytes)
-EVERY(__m512i, _mm512_set1_epi32, int32_t, __m512i)
-EVERY(__m512, _mm512_set1_ps, float, __m512)
-
-MODEL(__m512i, _mm512_setzero_si512, void) { return (__m512i){0}; }
-MODEL(__m512, _mm512_setzero_ps, void) { return (__m512){0}; }
-MODEL(__m512i, _mm512_castps_si512, __m512 x) { return (__m512i)x; }
-MODEL(__m512, _mm512_castsi512_ps, __m512i x) { return (__m512)x; }
-MODEL(__m512i, _mm512_and_si512, __m512i a, __m512i b) { return a & b; }
-MODEL(__m512i, _mm512_add_epi32, __m512i a, __m512i b) { return a + b; }
-MODEL(__m512i, _mm512_sub_epi32, __m512i a, __m512i b) { return a - b; }
-MODEL(__m512, _mm512_add_ps, __m512 a, __m512 b) { return a + b; }
-MODEL(__m512, _mm512_mul_ps, __m512 a, __m512 b) { return a * b; }
-
-MODEL(__m512i, _mm512_srli_epi32, __m512i x, int by)
-{
-    EACH(i, 16) x[i] = (int32_t)((uint32_t)x[i] >> by);
-    return x;
-}
+MODEL(__m256i, _mm256_loadu_si256, const __m256i *from) { return *from; }
+MODEL(__m512i, _mm512_set1_epi32, int32_t one) { return (__m512i){0} + one; }
 
 MODEL(__m512i, _mm512_srli_epi16, __m512i x, int by)
 {
@@ -60,27 +33,6 @@ MODEL(__m512, _mm512_fmadd_ps, __m512 a, __m512 b, __m512 c)
 {
     EACH(i, 16) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
-}
-
-MODEL(__m512, _mm512_cvtepi32_ps, __m512i x)
-{
-    __m512 floats;
-    EACH(i, 16) floats[i] = (float)x[i];
-    return floats;
-}
-
-MODEL(__m512i, _mm512_cvtepi16_epi32, __m256i x)
-{
-    __m512i wide;
-    EACH(i, 16) wide[i] = x[i];
-    return wide;
-}
-
-MODEL(__m256i, _mm512_cvtepi32_epi16, __m512i x)
-{
-    __m256i narrow;
-    EACH(i, 16) narrow[i] = (int16_t)x[i];
-    return narrow;
 }
 
 MODEL(__m512, _mm512_cvtph_ps, __m256i halves)
@@ -109,29 +61,6 @@ MODEL(__m512i, _mm512_dpbusd_epi32, __m512i sums, __m512i a, __m512i b)
     const Bytes x = (Bytes)a, y = (Bytes)b;
     EACH(i, 64) sums[i / 4] += (uint8_t)x[i] * y[i];
     return sums;
-}
-
-MODEL(__mmask16, _mm512_cmp_ps_mask, __m512 a, __m512 b, int how)
-{
-    int mask = how;
-    EACH(i, 16) mask |= (a[i] != a[i] || b[i] != b[i]) << i;
-    return (__mmask16)mask;
-}
-
-MODEL(__m512i, _mm512_mask_mov_epi32, __m512i kept, __mmask16 mask, __m512i other)
-{
-    EACH(i, 16) kept[i] = mask >> i & 1 ? other[i] : kept[i];
-    return kept;
-}
-
-MODEL(void, _mm512_mask_storeu_ps, float *to, __mmask16 mask, __m512 x)
-{
-    EACH(i, 16) if (mask >> i & 1) to[i] = x[i];
-}
-
-MODEL(void, _mm256_mask_storeu_epi16, uint16_t *to, __mmask16 mask, __m256i x)
-{
-    EACH(i, 16) if (mask >> i & 1) to[i] = (uint16_t)x[i];
 }
 
 /* Pairs of bf16: first the odd ones, then the even ones, each product fused with its sum. */
