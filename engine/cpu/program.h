@@ -71,10 +71,4 @@ typedef struct {
     int64_t *sampled_to;                          /* the index in token_ids of each sampled token */
 } StepLayout;
 
-/* A product with the operands of this step. */
-MatmulCall matmul_call(const StepLayout *, const Operation *);
-
-/* A PoolJob: the operations of a StepLayout from `from` on, with a barrier_admitting() after each. */
-void run_program(ThreadPool *, Team *, void *layout, int64_t from);
-
 #endif

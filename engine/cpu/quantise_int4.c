@@ -1,4 +1,4 @@
-/* The four bits and the scales that stand for rows of weights; matmul_pack_int4.c packs them. Plain C: the same numbers at
+/* The four bits and the scales that stand for rows of weights; matmul_pack.c packs them. Plain C: the same numbers at
  * every level. */
 #include "matmul.h"
 

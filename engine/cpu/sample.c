@@ -1,15 +1,17 @@
-/* Tokens drawn from logits: temperature, top-k, top-p and min-p, in time that grows with the vocabulary and not faster.
+/* Tokens chosen from logits: masks; the likeliest; or drawn by temperature, top-k, top-p and min-p, in time that
+   grows with the vocabulary and not faster.
 
    A weight is 2^-below, where `below` is how many halvings a token is less likely than the likeliest, whose weight is 1.
    Whoever wants tokens in order of weight counts them into buckets by `below`, and sorts only the bucket that matters. */
 #include <float.h>
 #include <stdlib.h>
 
-#include "argmax.h"
-#include "sample.h"
 #include "parallel_region.h"
+#include "sample.h"
 
 enum {
+    WORD = 32,     /* tokens of a mask's word; most allow all of theirs, or none */
+    PIECE = 2048,  /* numbers that are searched for the largest at a time */
     CHUNK = 2048,  /* tokens whose weights are summed at a time */
     CHUNKS = 256,  /* at most; of a larger vocabulary they are longer */
     BLOCK = 64,    /* tokens that are looked at at a time */
@@ -118,6 +120,49 @@ static double uniform(const struct choice *c)
 #define SUBJECT "sample.inc"
 #include "each_level.h"
 
+typedef int64_t argmax_row(const void *, int64_t);
+
+static argmax_row *const argmax_f32[LEVELS] = ALL_LEVELS(argmax_f32);
+static argmax_row *const argmax_bf16[LEVELS] = ALL_LEVELS(argmax_bf16);
+
+int64_t argmax_of(const void *x, int64_t n, int kind)
+{
+    return (kind == F32 ? argmax_f32 : argmax_bf16)[charonia_level()](x, n);
+}
+
+/* What minus infinity is, as an integer of the logits' width. */
+#define FORBID(type, x, n, allowed, lowest)                                                                    \
+    for (int64_t at = 0; at < (n); at += WORD) {                                                               \
+        const uint32_t bits = (allowed)[at / WORD];                                                            \
+        type *here = (type *)(x) + at;                                                                         \
+        const int64_t end = (n) - at < WORD ? (n) - at : WORD;                                                 \
+        if (bits == 0 && end == WORD)                                                                          \
+            for (int i = 0; i < WORD; i++)                                                                     \
+                here[i] = (lowest);                                                                            \
+        else if (bits != UINT32_MAX)                                                                           \
+            for (int64_t i = 0; i < end; i++)                                                                  \
+                here[i] = bits >> i & 1 ? here[i] : (lowest);                                                  \
+    }
+
+void forbid_tokens(void *logits, int64_t n, int kind, const uint32_t *allowed)
+{
+    if (kind == F32) {
+        FORBID(uint32_t, logits, n, allowed, 0xff800000u)
+    } else {
+        FORBID(uint16_t, logits, n, allowed, 0xff80u)
+    }
+}
+
+int64_t allowed_token(int64_t token, int64_t n, const uint32_t *allowed)
+{
+    if (allowed[token / WORD] >> token % WORD & 1)
+        return token;
+    for (int64_t each = 0; each < n; each++)
+        if (allowed[each / WORD] >> each % WORD & 1)
+            return each;
+    return token;
+}
+
 typedef int64_t draw(const Row *, const struct choice *);
 
 static draw *const plain[LEVELS] = ALL_LEVELS(plain);
@@ -135,14 +180,34 @@ int64_t sample_token(const void *logits, int64_t n, int kind, const struct choic
     return (filters ? filtered : plain)[charonia_level()](&row, c);
 }
 
-/* out [rows] = a token of each row of x [rows, n], rows `stride` elements apart, as choices [rows] say. */
-EXPORT void charonia_sample(const void *x, const struct choice *choices, int64_t *out, int64_t rows, int64_t stride,
+/* Runs the rest for each `row`, whose n logits begin at `x`. */
+#define FOR_LOGITS(...)                                                                                        \
+    do {                                                                                                       \
+        const int threads = rows < 2 || rows * n < WORTH_THREADS ? 1 : omp_get_max_threads();                  \
+        PARALLEL_REGION(threads, FOR_ROWS(team, rows, rows * n, {                                              \
+                     char *x = (char *)logits + row * stride * KIND_BYTES(kind);                               \
+                     __VA_ARGS__;                                                                              \
+                 }));                                                                                          \
+    } while (0)
+
+/* out [rows] = the index of the first largest of the n numbers of each row, rows `stride` elements apart. */
+EXPORT void charonia_argmax(const void *logits, int64_t *out, int64_t rows, int64_t stride, int64_t n, int kind)
+{
+    FOR_LOGITS(out[row] = argmax_of(x, n, kind));
+}
+
+/* forbid_tokens() for each row, by masks [rows, words]. */
+EXPORT void charonia_forbid_tokens(void *logits, const uint32_t *masks, int64_t rows, int64_t stride, int64_t n,
+                                   int64_t words, int kind)
+{
+    FOR_LOGITS(forbid_tokens(x, n, kind, masks + row * words));
+}
+
+/* out [rows] = a token of each row, as choices [rows] say. */
+EXPORT void charonia_sample(const void *logits, const struct choice *choices, int64_t *out, int64_t rows, int64_t stride,
                             int64_t n, int kind)
 {
-    const int threads = rows < 2 || rows * n < WORTH_THREADS ? 1 : omp_get_max_threads();
-    PARALLEL_REGION(threads, FOR_ROWS(team, rows, rows * n, {
-                 out[row] = sample_token((const char *)x + row * stride * KIND_BYTES(kind), n, kind, choices + row);
-             }));
+    FOR_LOGITS(out[row] = sample_token(x, n, kind, choices + row));
 }
 
 #define CHOICE_TEXT(type, name) #type " " #name ";"

@@ -1,4 +1,5 @@
-/* A token drawn from logits. */
+/* What is done with the logits of a row: tokens are forbidden, the likeliest is found, one is drawn. A mask has a bit for each
+   token that may be chosen: bit t % 32 of word t / 32. */
 #ifndef CHARONIA_SAMPLE_H
 #define CHARONIA_SAMPLE_H
 
@@ -19,6 +20,15 @@
 struct choice {
     CHOICE_FIELDS(CHOICE_MEMBER)
 };
+
+/* Makes the n logits of tokens whose bit is not set minus infinity. */
+void forbid_tokens(void *logits, int64_t n, int kind, const uint32_t *allowed);
+
+/* `token` if it is allowed, or else the first that is: the model finds all of them impossible. `token` if none is. */
+int64_t allowed_token(int64_t token, int64_t n, const uint32_t *allowed);
+
+/* The index of the first largest of n numbers. */
+int64_t argmax_of(const void *x, int64_t n, int kind);
 
 /* A token out of n > 0 logits, a function of these and of `choice` alone; between AVX2 and portable code the last bits
    of probabilities differ. Allocates where it filters; without memory it is the likeliest token. */

@@ -42,16 +42,7 @@ typedef float vf __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), may_alias));
 
-INLINE vf vf_all(float x)
-{
-#if LANES == 16
-    return _mm512_set1_ps(x);
-#elif LANES == 8
-    return _mm256_set1_ps(x);
-#else
-    return (vf){x, x, x, x};
-#endif
-}
+INLINE vf vf_all(float x) { return x - (vf){0}; }
 
 INLINE vf vf_load(const float *from)
 {
@@ -76,51 +67,32 @@ INLINE vf vf_fma(vf a, vf b, vf c)
 #endif
 }
 
-/* The larger of each two; b where either is NaN. */
-INLINE vf vf_max(vf a, vf b)
-{
+/* The larger, or the smaller, of each two; b where either is NaN. */
 #if LANES == 16
-    return _mm512_max_ps(a, b);
+INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 #elif LANES == 8
-    return _mm256_max_ps(a, b);
+INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 #else
-    vi more = a > b;
-    return (vf)((more & (vi)a) | (~more & (vi)b));
+INLINE vf vf_max(vf a, vf b) { return (vf)(((a > b) & (vi)a) | (~(a > b) & (vi)b)); }
+INLINE vf vf_min(vf a, vf b) { return (vf)(((a < b) & (vi)a) | (~(a < b) & (vi)b)); }
 #endif
-}
 
-INLINE vf vf_min(vf a, vf b)
-{
-#if LANES == 16
-    return _mm512_min_ps(a, b);
-#elif LANES == 8
-    return _mm256_min_ps(a, b);
-#else
-    vi less = a < b;
-    return (vf)((less & (vi)a) | (~less & (vi)b));
-#endif
-}
+/* The sum of all lanes, and the largest: halves on halves, so always in the same order. */
+#define FOLD_LANES(x, fold)                                \
+    float lanes[LANES];                                    \
+    vf_store(lanes, x);                                    \
+    for (int half = LANES / 2; half; half /= 2)            \
+        for (int i = 0; i < half; i++)                     \
+            lanes[i] = fold(lanes[i], lanes[i + half]);    \
+    return lanes[0]
+#define SUM_OF(a, b) ((a) + (b))
+#define MOST_OF(a, b) ((a) > (b) ? (a) : (b))
 
-/* The sum over lanes, halves on halves: always in the same order. */
-INLINE float vf_sum(vf x)
-{
-    float lanes[LANES];
-    vf_store(lanes, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] += lanes[i + half];
-    return lanes[0];
-}
+INLINE float vf_sum(vf x) { FOLD_LANES(x, SUM_OF); }
 
-INLINE float vf_most(vf x)
-{
-    float lanes[LANES];
-    vf_store(lanes, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
-}
+INLINE float vf_most(vf x) { FOLD_LANES(x, MOST_OF); }
 
 /* The nearest whole number, for |x| < 2^22. */
 INLINE vi vi_nearest(vf x)
@@ -135,7 +107,6 @@ INLINE vi vi_nearest(vf x)
     return (vi)(x + 12582912.0f) - 0x4B400000; /* 1.5 * 2^23: the mantissa's last bits are the number */
 #endif
 }
-
 
 /* 2^x, within 2 units in the last place; 0 below 2^-126, at most 2^127; NaN stays. */
 INLINE vf vf_exp2(vf x)
@@ -277,3 +248,22 @@ INLINE void vf_put_some(void *to, long at, vf x, long count, int kind)
             step;                             \
         }                                     \
     } while (0)
+
+/* Rotary position embedding of some numbers of one head. */
+INLINE void AT(rope_some)(const void *x, const float *cos_sin, void *out, long half, long at, long count, int kind)
+{
+    vf a = vf_get_some(x, at, count, kind), b = vf_get_some(x, half + at, count, kind);
+    vf c = vf_get_some(cos_sin, at, count, F32), s = vf_get_some(cos_sin, half + at, count, F32);
+    vf_put_some(out, at, vf_fma(a, c, -(b * s)), count, kind);
+    vf_put_some(out, half + at, vf_fma(b, c, a * s), count, kind);
+}
+
+/* A head of 2 * half numbers, its halves turned against each other by cosines and sines [half each]
+   (arXiv 2104.09864). */
+static __attribute__((unused)) void AT(rope)(const void *x, const float *cos_sin, void *out, long half, int kind)
+{
+    if (kind == F32)
+        FOR_VECTORS(half, AT(rope_some)(x, cos_sin, out, half, at, count, F32));
+    else
+        FOR_VECTORS(half, AT(rope_some)(x, cos_sin, out, half, at, count, BF16));
+}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FLAGS = "-shared -fPIC -std=gnu11 -Og -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
-SOURCES = ("matmul.c", "matmul_avx512.c", "matmul_pack.c", "matmul_pack_spans.c")
+SOURCES = ("matmul.c", "matmul_avx512.c", "matmul_pack.c")
 
 ROWS = range(1, 14)
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 FLAGS = "-std=gnu11 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wno-psabi -Werror"
 MODEL = '-DCHARONIA_TILE_MODEL="tile_model.h"'
-SOURCES = ("level.c", "matmul.c", "matmul_pack.c", "matmul_pack_spans.c")
+SOURCES = ("level.c", "matmul.c", "matmul_pack.c")
 OURS, THEIRS = Path(__file__).parent, Path(library.__file__).parent
 
 TRAPS = pytest.mark.skipif(library.level() != "avx2", reason="has AVX-512, and maybe tiles, or no AVX2")
