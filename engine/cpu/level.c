@@ -7,6 +7,10 @@
 enum { HAS_DOTPROD = 1 << 20, HAS_I8MM = 1 << 13, HAS_BF16 = 1 << 14 };
 #endif
 
+#ifndef KERNEL_SOURCES /* tests compile without setuptools */
+#define KERNEL_SOURCES ""
+#endif
+
 static int chosen = -1, refused;
 
 /* The best level without tile registers. */
@@ -91,3 +95,6 @@ EXPORT int charonia_tiles_refused(void) { return refused; }
 
 /* Threads that a parallel region started here would have. */
 EXPORT int charonia_threads(void) { return omp_get_max_threads(); }
+
+/* source_stamp.py's hash of the sources that this library was built from: Python compares it with those beside it. */
+EXPORT const char *charonia_sources(void) { return KERNEL_SOURCES; }

@@ -13,6 +13,7 @@ from typing import Any
 import torch  # before the library is opened: its OpenMP then is torch's, with the same pool of threads
 
 from ..step_batch import SAMPLING_DTYPE
+from .source_stamp import source_stamp
 
 LEVELS_OF = {"x86_64": ("avx2", "avx512", "avx512bf16", "amx"), "aarch64": ("dotprod", "i8mm", "bfmmla")}
 """By `platform.machine()`: the levels of instruction sets that are its own, lowest first."""
@@ -28,7 +29,10 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "s": ctypes.c_char_p}
 
+BUILD_COMMAND = 'python -c "from setuptools import setup; setup()" build_ext --inplace'
+
 SIGNATURES = {
+    "charonia_sources": ">s",
     "charonia_level": "",
     "charonia_limit": "i",
     "charonia_tiles_refused": "",
@@ -133,17 +137,35 @@ def _open_library() -> ctypes.CDLL | None:
     if wanted not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE} must be none or one of {', '.join(LEVELS)}, got {wanted!r}")
     library = ctypes.CDLL(str(found[0]))
+    _check_sources(library, found[0])
     _check_sampling_layout(library)
     library.charonia_limit(LEVELS.index(wanted))
     return library
+
+
+def _text(library: ctypes.CDLL, name: str) -> str:
+    """What the function `name` returns; "" of a library that has none."""
+    function = getattr(library, name, None)
+    if function is None:
+        return ""
+    function.restype = ctypes.c_char_p
+    text: bytes = function()
+    return text.decode()
+
+
+def _check_sources(library: ctypes.CDLL, path: Path) -> None:
+    """Raise RuntimeError unless the library was built from the C sources beside it, if there are any."""
+    stamp = source_stamp(path.parent)
+    if stamp and _text(library, "charonia_sources") != stamp:
+        raise RuntimeError(
+            f"{path} was built from other C sources than those beside it, and would compute something else. "
+            f"Build it again: make install, or `{BUILD_COMMAND}` in {path.parents[2]}"
+        )
 
 
 def _check_sampling_layout(library: ctypes.CDLL) -> None:
     """Raise RuntimeError unless `struct choice` of sample.h is SAMPLING_DTYPE."""
     names = {"float32": "float", "int64": "int64_t"}
     ours = "".join(f"{names[str(SAMPLING_DTYPE[name])]} {name};" for name in SAMPLING_DTYPE.names or ())
-    function = getattr(library, "charonia_choice_fields", None)
-    if function is not None:
-        function.restype = ctypes.c_char_p
-    if function is None or function().decode() != ours:
-        raise RuntimeError("engine/cpu/_native was built from other sources than these: build it again (make install)")
+    if _text(library, "charonia_choice_fields") != ours:
+        raise RuntimeError(f"engine/cpu/_native is of another version than engine/step_batch.py: {BUILD_COMMAND}")

@@ -20,7 +20,16 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 IS_HERE = all(map(shutil.which, (COMPILER, EMULATOR)))
 
 FLAGS = "-static -std=gnu11 -Og -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wall -Wno-psabi -Werror"
-SOURCES = ("elementwise", "level", "matmul", "matmul_dotprod", "matmul_i8mm", "matmul_pack", "matmul_portable", "sample")
+SOURCES = (
+    "elementwise",
+    "level",
+    "matmul",
+    "matmul_dotprod",
+    "matmul_i8mm",
+    "matmul_pack",
+    "matmul_portable",
+    "sample",
+)
 
 CALL, ARGUMENTS = struct.Struct("32sqqf4x"), 12
 """As arm_calls.c has them."""

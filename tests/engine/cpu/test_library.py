@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,6 +84,27 @@ def test_only_what_kernels_compute_is_served() -> None:
     assert not library.supports(torch.float16, torch.device("cpu"))
     assert not library.supports(torch.float32, torch.device("cuda"))
     assert library.supports(torch.bfloat16, torch.device("cpu")) == (library.level() is not None)
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the error says what builds it again. Without sources, as in a wheel, there is nothing to compare."""
+    ours = Path(library.__file__).parent
+    for path in ours.iterdir():
+        if path.suffix in {".c", ".h", ".inc", ".so"}:
+            shutil.copy(path, tmp_path)
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    assert library._open_library.__wrapped__() is not None
+    with (tmp_path / "matmul.h").open("a") as header:
+        header.write("\n")
+    with pytest.raises(
+        RuntimeError, match=r"was built from other C sources .* make install, or `python -c .*build_ext"
+    ):
+        library._open_library.__wrapped__()
+    for path in tmp_path.iterdir():
+        if path.suffix != ".so":
+            path.unlink()
+    assert library._open_library.__wrapped__() is not None
 
 
 def test_people_are_told_what_computes(level: str) -> None:
