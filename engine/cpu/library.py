@@ -168,4 +168,4 @@ def _check_sampling_layout(library: ctypes.CDLL) -> None:
     names = {"float32": "float", "int64": "int64_t"}
     ours = "".join(f"{names[str(SAMPLING_DTYPE[name])]} {name};" for name in SAMPLING_DTYPE.names or ())
     if _text(library, "charonia_choice_fields") != ours:
-        raise RuntimeError(f"engine/cpu/_native is of another version than engine/step_batch.py: {BUILD_COMMAND}")
+        raise RuntimeError(f"engine/cpu/_native does not fit engine/step_batch.py: build it again ({BUILD_COMMAND})")
