@@ -65,7 +65,8 @@ def log_what_models_print() -> None:
 
 async def _ask_model(model: str, asked: ModelRequest, catalog: RepositoryCatalog, builder: ModelBuilder) -> None:
     gateway = InProcessGateway(end_listeners=(), builder=builder)
-    gateway.model_control = ModelControl(catalog, gateway.registry, gateway.lifecycle)
+    # A pipeline's code is that of whoever runs the command.
+    gateway.model_control = ModelControl(catalog, gateway.registry, gateway.lifecycle, allow_pipelines=True)
     try:
         for name in (*asked.loads, model):
             await gateway.load_model(name)

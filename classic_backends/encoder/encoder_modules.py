@@ -39,11 +39,21 @@ class Transformer:
         with _transformers:
             import transformers
 
-            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            log: Any = transformers.utils.logging
+            log.disable_progress_bar()
+            verbosity = log.get_verbosity()
+            log.set_verbosity_error()  # its report of what is missing is ours
             try:
-                module = getattr(transformers, auto_class).from_pretrained(directory, **options)
+                made = getattr(transformers, auto_class).from_pretrained(directory, output_loading_info=True, **options)
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 raise InvalidArgument(f"transformers cannot load {directory}: {error}") from error
+            finally:
+                log.set_verbosity(verbosity)
+        module, report = made
+        # A base model's own pooler is not asked: those of embedders lie in files of their own.
+        missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
+        if missing:
+            raise InvalidArgument(f"{directory} lacks weights of its model: {', '.join(missing)}")
         self._module = module.to(device).eval()
         self._device = device
         self._has_segments = (getattr(module.config, "type_vocab_size", 0) or 0) > 1

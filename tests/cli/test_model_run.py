@@ -50,15 +50,25 @@ input { name: "A" data_type: TYPE_INT32 dims: -1 } output { name: "B" data_type:
 ensemble_scheduling { step { model_name: "echo" model_version: -1
   input_map { key: "IN_INT32" value: "A" } output_map { key: "OUT_INT32" value: "B" } } }
 """
+GLUE = """
+backend: "pipeline" parameters { key: "models" value { string_value: "echo" } }
+input { name: "A" data_type: TYPE_INT32 dims: -1 } output { name: "B" data_type: TYPE_INT32 dims: [ -1, -1 ] }
+"""
+GLUE_CODE = """
+async def run(request, lookup):
+    answer = await lookup("echo").infer({"IN_INT32": request["A"]})
+    return {"B": answer["OUT_INT32"]}
+"""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name, config in (("echo", ECHO), ("count", COUNT_CONFIG), ("twice", TWICE)):
+    for name, config in (("echo", ECHO), ("count", COUNT_CONFIG), ("twice", TWICE), ("glue", GLUE)):
         (root / name / "1").mkdir(parents=True)
         (root / name / "config.pbtxt").write_text(config)
     (root / "count" / "1" / "model.py").write_text(COUNT)
+    (root / "glue" / "1" / "pipeline.py").write_text(GLUE_CODE)
     return root
 
 
@@ -131,6 +141,10 @@ def test_a_model_that_asks_another_streams(asked: Any) -> None:
 
 def test_the_steps_of_an_ensemble_are_found_beside_it(asked: Any) -> None:
     assert asked("twice", "A=[[5]]") == [{"outputs": {"B": [[5]]}}]
+
+
+def test_a_pipeline_runs_and_its_models_are_found_beside_it(asked: Any) -> None:
+    assert asked("glue", "A=[5, 6]") == [{"outputs": {"B": [[5, 6]]}}]
 
 
 def test_what_is_no_model_is_told(asked: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from charonia.classic_backends.encoder.encoder_backend import ENCODER, batch_by_length
@@ -257,3 +257,27 @@ def test_short_texts_are_not_padded_to_the_longest() -> None:
     lengths = [512] + [16] * 100
     padded = sum(len(batch) * max(lengths[index] for index in batch) for batch in batch_by_length(lengths, 8192))
     assert padded == sum(lengths)
+
+
+def without(file: Path, part: str) -> None:
+    """Take the weights out of a file whose names have this part."""
+    save_file({name: each for name, each in load_file(file).items() if part not in name}, file, {"format": "pt"})
+
+
+def test_a_pooler_may_be_absent_and_nothing_else(
+    tmp_path: Path, making_encoders: ModuleType, described: Describe, capfd: pytest.CaptureFixture[str]
+) -> None:
+    making_encoders.write_embedder(tmp_path, "bert")
+    without(tmp_path / "model.safetensors", "pooler.")
+    load(tmp_path, described)
+    assert "MISSING" not in "".join(capfd.readouterr())
+    without(tmp_path / "model.safetensors", "layer.1.attention.self.query")
+    with pytest.raises(InvalidArgument, match=r"lacks weights of its model: encoder\.layer\.1\.attention\.self\.query"):
+        load(tmp_path, described)
+
+
+def test_a_reranker_needs_its_classifier(tmp_path: Path, making_encoders: ModuleType, described: Describe) -> None:
+    making_encoders.write_cross_encoder(tmp_path)
+    without(tmp_path / "model.safetensors", "classifier.")
+    with pytest.raises(InvalidArgument, match=r"lacks weights of its model: classifier\.bias, classifier\.weight"):
+        load(tmp_path, described)
