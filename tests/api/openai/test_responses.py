@@ -1,6 +1,7 @@
 """/v1/responses: what becomes of its body, the answer's form, and refusals that name the field."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from charonia.api.anthropic.messages_request import parse_messages_body
 from charonia.api.openai.responses_request import parse_responses
 from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
 from charonia.core.request import (
@@ -422,3 +424,13 @@ async def test_a_graph_answers_as_in_a_chat(client: httpx.AsyncClient, gateway: 
     schema = {"format": {"type": "json_object"}}
     refused = await client.post(PATH, json=HI | {"model": "answering", "text": schema})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format")
+
+
+@pytest.mark.parametrize("parse", [parse_responses, parse_messages_body])
+def test_bodies_that_become_a_chat_bring_its_parameters_along(parse: Callable[..., Any]) -> None:
+    targets = {"target_ttft_ms": 250, "target_itl_ms": 40, "speculative": {"k": 2}}
+    messages = [{"role": "user", "content": "Hi"}]
+    own = HI if parse is parse_responses else {"model": "llm", "max_tokens": 4, "messages": messages}
+    (request,) = parse({**own, **targets}, "1").chat.requests
+    assert (request.target_ttft_ms, request.target_itl_ms) == (250, 40)
+    assert request.drafts is not None and request.drafts.most == 2
