@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .op_trace import EMBED, GATE, NORM, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
+from .op_trace import EMBED, GATE, JOIN, NORM, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3}
 """The numbers of `enum activation` of elementwise.c."""
@@ -75,6 +75,13 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     addresses, kind = (x.data_ptr(), cos_sin.data_ptr(), out.data_ptr()), library.DTYPE_CODES[x.dtype]
     library.bind_function("charonia_rope")(*addresses, rows, heads, x.stride(0), size // 2, kind)
     return out
+
+
+def join_features(first: TensorOrSymbol, second: TensorOrSymbol) -> TensorOrSymbol:
+    """Two tensors [N, n] side by side, [N, 2n]."""
+    if isinstance(first, SymbolicTensor):
+        return first.trace.add_op(OpStruct(kind=JOIN, size=first.width), first, 2 * first.width, delta=second)
+    return torch.cat((first, second), -1)
 
 
 def trace_embedding(trace: OpTrace, table: Tensor, factor: float) -> SymbolicTensor:

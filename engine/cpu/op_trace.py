@@ -15,7 +15,7 @@ from torch import Tensor
 from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
-NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP = range(11)
+NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN = range(12)
 """Kinds of operations, as in program.h."""
 
 
@@ -111,8 +111,8 @@ class OpTrace:
 class TraceIO(NamedTuple):
     """The tensors of a trace that are read from outside. `residual` is the residual stream, and `delta` what is still
     to be added to it after the first `layer_ops` operations. The source is token ids if it `embeds_tokens`, else hidden
-    states. `logits` are those of selected places; None if the trace ends before them. `kept` are copies of the residual
-    stream on its way."""
+    states. `logits` are those of selected places; None if the trace ends before them. `kept` are other tensors that are
+    read from outside."""
 
     residual: SymbolicTensor
     delta: SymbolicTensor

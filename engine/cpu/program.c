@@ -71,6 +71,18 @@ static void keep(const Operation *o, const StepLayout *l)
     memcpy(tensor(l, o->out, 0), tensor(l, o->x, 0), (size_t)(l->tokens * o->size * number_bytes(o)));
 }
 
+/* Lines of x with those of delta behind them, `size` numbers each. */
+static void join(const Operation *o, const StepLayout *l)
+{
+    const int64_t bytes = o->size * number_bytes(o);
+    const char *first = tensor(l, o->x, 0), *second = tensor(l, o->delta, 0);
+    char *to = tensor(l, o->out, 0);
+    for (int64_t i = 0; i < l->tokens; i++) {
+        memcpy(to + 2 * i * bytes, first + i * bytes, (size_t)bytes);
+        memcpy(to + (2 * i + 1) * bytes, second + i * bytes, (size_t)bytes);
+    }
+}
+
 static void input(const Operation *o, const StepLayout *l)
 {
     memcpy(tensor(l, o->out, 0), l->arguments->hidden_states, (size_t)(l->tokens * o->size * number_bytes(o)));
@@ -97,6 +109,7 @@ static void sample(Team *team, const Operation *o, const StepLayout *l)
     const int64_t bytes = o->size * number_bytes(o), words = (o->size + 31) / 32, *of = a->sampled_of;
     const struct choice *how = a->sampling;
     const uint32_t *masks = a->mask_of ? await_masks(a) : 0;
+    const int32_t *ids = o->what;
     FOR_ROWS(team, a->sampled_count, a->sampled_count * o->size, {
         char *own = logits + (of ? of[row] : row) * bytes;
         const uint32_t *mask = masks && a->mask_of[row] >= 0 ? masks + a->mask_of[row] * words : 0;
@@ -105,7 +118,7 @@ static void sample(Team *team, const Operation *o, const StepLayout *l)
         int64_t token = how ? sample_token(own, o->size, o->dtype, how + row) : argmax_of(own, o->size, o->dtype);
         if (mask)
             token = allowed_token(token, o->size, mask);
-        a->sampled[row] = a->token_ids[l->sampled_to[row]] = (int32_t)token;
+        a->sampled[row] = a->token_ids[l->sampled_to[row]] = ids ? ids[token] : (int32_t)token;
     });
 }
 
@@ -138,7 +151,8 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
     } else if (adapts(o)) {
         adapt(team, o, l);
     } else if (team->me == 0) {
-        o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : o->kind == KEEP ? keep(o, l) : input(o, l);
+        o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : o->kind == KEEP ? keep(o, l)
+        : o->kind == JOIN ? join(o, l) : input(o, l);
     }
 }
 

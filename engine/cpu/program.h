@@ -8,13 +8,14 @@
 #include "sample.h"
 #include "thread_pool.h"
 
-enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP };
+enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
    a token from the beginning, or s bytes a selected place. */
 typedef struct {
     int64_t kind, x, delta, out; /* delta: -1 is none */
-    const void *what;            /* a norm's weights, a product's Matrix, an embedding table */
+    const void *what;            /* a norm's weights, a product's Matrix, an embedding table; SAMPLE: int32 ids to store in
+                                    place of tokens, or null */
     int64_t heads, stride, weights, size;
     int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head; of
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines */

@@ -128,33 +128,55 @@ class StepRun:
         logits, places = self._program.io.logits, self.inputs.logits_indices
         if logits is None or places is None:
             raise RuntimeError("the step was begun without logits")
-        return self._tensor(logits, self.inputs.batch.size * self._program.token_bytes, len(places))
+        return self._tensor(logits)
 
     @property
     def kept(self) -> list[Tensor]:
-        """The tensors [N, width] of `TraceIO.kept`."""
-        return [self._tensor(each, 0, self.inputs.batch.size) for each in self._program.io.kept]
+        """The tensors [N or S, width] of `TraceIO.kept`."""
+        return [self._tensor(each) for each in self._program.io.kept]
 
     def more_logits(self, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
         """Logits of other packed places of a finished step, in `selections` as of `Decoder.compute_logits`; once."""
-        io, size = self._program.io, self.inputs.batch.size
-        return self._program.head(self._tensor(io.residual, 0, size), self._tensor(io.delta, 0, size), selections)
+        io, head = self._program.io, self._program.head
+        if head is None:
+            raise RuntimeError("the program has no logits of other places")
+        return head(self._tensor(io.residual), self._tensor(io.delta), selections)
 
-    def _tensor(self, symbol: SymbolicTensor, begin: int, rows: int) -> Tensor:
+    def _tensor(self, symbol: SymbolicTensor) -> Tensor:
+        begin, rows = 0, self.inputs.batch.size
+        if symbol.selected:
+            places = self.inputs.logits_indices
+            begin, rows = rows * self._program.token_bytes, 0 if places is None else len(places)
         at = begin + self._program.offsets[symbol] * rows
         raw = self.memory[at : at + rows * symbol.width * symbol.dtype.itemsize]
         return raw.view(symbol.dtype).view(rows, symbol.width)
 
 
+class ThreadPool:
+    """As many threads as torch has now, the caller's included: they compute the steps of one program or of several, in
+    the order in which these are begun.
+
+    Raises:
+        MemoryError: the machine gives no more threads.
+    """
+
+    def __init__(self) -> None:
+        helpers = library.bind_function("charonia_threads")() - 1
+        self.address: int | None = library.bind_function("charonia_pool_start")(helpers)
+        if self.address is None:
+            raise MemoryError(f"no {helpers} threads to compute with")
+        self.close = weakref.finalize(self, _stop_threads, self.address, os.getpid())
+        """Ends the threads when everything begun is computed. Called at the latest when the pool is collected."""
+
+
 class DecoderProgram:
-    """A trace with planned memory, and a pool of as many threads as torch has now, the caller's included."""
+    """A trace with planned memory, which `threads` compute."""
 
-    def __init__(self, trace: OpTrace, io: TraceIO, cos_sin: Sequence[Tensor], head: Head) -> None:
-        """`cos_sin`: by number of a rotary embedding its table, float32 [positions, 2, rotary_dim / 2].
-
-        Raises:
-            MemoryError: the machine gives no more threads.
-        """
+    def __init__(
+        self, trace: OpTrace, io: TraceIO, cos_sin: Sequence[Tensor], threads: ThreadPool, head: Head | None = None
+    ) -> None:
+        """`cos_sin`: by number of a rotary embedding its table, float32 [positions, 2, rotary_dim / 2]. `head`: for
+        `StepRun.more_logits`."""
         self.io, self.head, self._cos_sin, self.offsets = io, head, cos_sin, plan_buffers(trace, io)
         for to, x, delta, out in trace.ops:
             to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in (x, delta, out))
@@ -170,12 +192,7 @@ class DecoderProgram:
         self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._tables.ctypes.data)
         self._submit_step = library.bind_function("charonia_step_submit")
         self._wait = library.bind_function("charonia_pool_wait")
-        helpers = library.bind_function("charonia_threads")() - 1
-        self._pool: int | None = library.bind_function("charonia_pool_start")(helpers)
-        if self._pool is None:
-            raise MemoryError(f"no {helpers} threads to compute with")
-        self.close = weakref.finalize(self, _stop_threads, self._pool, os.getpid())
-        """Ends the threads when everything begun is computed. Called at the latest when the program is collected."""
+        self.threads = threads
         self.memory = aligned_empty(0)
         self._pending: deque[StepRun] = deque()
         self._free_workspaces: list[_StepWorkspace] = []
@@ -215,7 +232,7 @@ class DecoderProgram:
         """Compute the steps begun up to `run`."""
         while run in self._pending:
             first = self._pending[0]
-            self._wait(self._pool, first.number)
+            self._wait(self.threads.address, first.number)
             self._pending.popleft()  # not before: a caller that is interrupted comes back for it
             self._free_workspaces.append(first.workspace)
             if first.seconds is not None and (listener := first.inputs.listener) is not None:
@@ -225,7 +242,9 @@ class DecoderProgram:
 
     def _submit(self, arguments: _StepArguments) -> int:
         arguments.memory, arguments.memory_bytes = self.memory.data_ptr(), len(self.memory)
-        number: int = self._submit_step(self._pool, ctypes.addressof(self._program), ctypes.addressof(arguments))
+        number: int = self._submit_step(
+            self.threads.address, ctypes.addressof(self._program), ctypes.addressof(arguments)
+        )
         return number
 
     def _grow(self, run: StepRun) -> None:

@@ -3,25 +3,31 @@ states of its target, with a vocabulary of its own."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention.native import NativeStepAttention
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.hf_config import read_spec
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
 from ..checkpoint.quantised_weights import open_weights
 from ..checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
+from ..cpu.elementwise import join_features, trace_embedding
+from ..cpu.op_trace import INPUT, SAMPLE, OpStruct, OpTrace, TraceIO
+from ..cpu.program import DecoderProgram, ProgramInputs, StepRun, ThreadPool
 from ..layers.embed_and_head import EMBEDDING_WEIGHT
 from ..layers.linear import LMHead, OutputShard, column_linear
 from ..layers.mlp import GatedMLP
 from ..layers.norm import rms_norm
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from ..layers.step_context import StepContext
+from ..step_batch import SampledTokens
 from .llama import mlp_spec, shared_rotary
+from .native_decoder import SymbolicContext
 
 _LAYER, _OWN_LAYER = "layers.0.", "model.layers.0."
 _NOT_SERVED = ("norm_before_fc", "fc_norm", "parallel_drafting")
@@ -75,9 +81,22 @@ def read_eagle3_config(model: str, target: ModelSpec) -> Eagle3Config:
     return Eagle3Config(directory, spec, tuple(map(int, found)), size, bool(config.get("norm_before_residual", True)))
 
 
+class HeadStep(NamedTuple):
+    """A step of a head: at each place of `context`, whose tokens are those that follow, it goes on from `states`
+    [N, width], which may be overwritten: the target's, side by side, if it `fuses` them, else its own [N, hidden].
+    Tokens are chosen at the packed `places`, int64 [S]."""
+
+    context: StepContext
+    states: Tensor
+    fuses: bool
+    places: Tensor
+    samples: SampledTokens
+
+
 class Eagle3Head:
     """The head itself. At each place it goes on from the hidden states there, of its target or its own, and the token
-    that follows; its attention's cache has one layer."""
+    that follows; its attention's cache has one layer. Where kernels compute all of it, and its target is one program,
+    it is recorded as two: one goes on from the target's states, the other from its own."""
 
     def __init__(self, config: Eagle3Config, context: BuildContext, target: str) -> None:
         """`target`: the checkpoint whose embeddings it shares where it has none of its own.
@@ -107,36 +126,67 @@ class Eagle3Head:
         self._mlp = GatedMLP(loader, mlp_spec(spec, 0))
         self._head = LMHead(loader, "lm_head.weight", config.draft_vocab_size, hidden)
         self._norm_before_residual = config.norm_before_residual
-        self._target_ids = torch.arange(config.draft_vocab_size, device=context.device)
+        self.target_ids = torch.arange(config.draft_vocab_size, dtype=torch.int32, device=context.device)
         if "d2t" in weights:
             offsets = weights.view(TensorSlice("d2t", (config.draft_vocab_size,)), {"I64": torch.int64})
-            self._target_ids += offsets.to(context.device)
+            self.target_ids += offsets.to(self.target_ids)
         elif config.draft_vocab_size != spec.vocab_size:
             raise CheckpointError(f"{config.directory}: tensor d2t is missing from the weights")
+        contiguous = None if self._embeddings.is_contiguous() else "its embedding table is not contiguous"
+        self._untraceable = self._attention.untraceable or self._mlp.untraceable or contiguous
+        self._programs: tuple[DecoderProgram, DecoderProgram] | None = None
+        self._widths = len(config.target_layers) * hidden, hidden
 
-    def fuse(self, states: Tensor, context: StepContext) -> Tensor:
-        """The target's hidden states [N, layers * hidden] -> [N, hidden]."""
-        return self._fuse(states.contiguous(), context)
+    def begin_step(self, step: HeadStep, threads: ThreadPool | None) -> StepRun | None:
+        """Begin to compute `step` beside the caller, behind what these threads compute. Its tokens are stored, and the
+        run keeps its own states at `places`. None: only `compute` can compute it."""
+        attention = step.context.attention
+        if threads is None or not isinstance(attention, NativeStepAttention) or self._untraceable:
+            return None
+        if self._programs is None:
+            self._programs = self._trace(attention, threads, True), self._trace(attention, threads, False)
+        program = self._programs[0 if step.fuses else 1]
+        places = step.places if len(step.places) else None
+        return program.begin(
+            ProgramInputs(step.context.batch, attention.caches, step.states.contiguous(), places, step.samples)
+        )
 
-    def __call__(self, following: Tensor, states: Tensor, context: StepContext) -> Tensor:
-        """`states` [N, hidden], of `fuse` or of the place before, and the tokens [N] `following` -> the head's own
-        states [N, hidden]."""
-        normed = self._of_states(states)
-        both = torch.cat((self._of_tokens(F.embedding(following, self._embeddings)), normed), -1)
-        residual = normed.clone() if self._norm_before_residual else states.clone()
-        mixed = self._before_mlp.add_and_norm(residual, self._attention(both, context))
-        return residual + self._mlp(mixed, context)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """[S, hidden] -> [S, draft vocabulary]."""
-        return self._head(self._last(states))
+    def compute(self, step: HeadStep) -> tuple[Tensor, Tensor]:
+        """The head's own states [S, hidden] at the places of `step`, and logits [S, draft vocabulary]."""
+        states = self._fuse(step.states.contiguous(), step.context) if step.fuses else step.states
+        embedded = F.embedding(step.context.batch.tokens, self._embeddings)
+        residual, delta = self._layer(embedded, states, step.context)
+        own = residual[step.places] + delta[step.places]
+        return own, self._head(self._last(own))
 
     def close(self) -> None:
-        """It has no threads."""
+        """Its programs have the target's threads."""
 
-    def target_ids(self, tokens: Tensor) -> Tensor:
-        """Tokens of the draft vocabulary as the target has them."""
-        return self._target_ids[tokens]
+    def _layer(self, embedded: Any, states: Any, context: Any) -> tuple[Any, Any]:
+        """Tensors, or what stands for them: the residual stream, and what is to be added to it. `states` may be
+        overwritten."""
+        normed = self._of_states(states)
+        joined = join_features(self._of_tokens(embedded), normed)
+        residual = normed if self._norm_before_residual else states
+        mixed = self._before_mlp.add_and_norm(residual, self._attention(joined, context))
+        return residual, self._mlp(mixed, context)
+
+    def _trace(self, attention: NativeStepAttention, threads: ThreadPool, fuses: bool) -> DecoderProgram:
+        trace, context, width = (
+            OpTrace(attention.dtype),
+            SymbolicContext(attention.output_size),
+            self._widths[not fuses],
+        )
+        states: Any = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
+        if fuses:
+            states = self._fuse(states, cast(StepContext, context))
+        residual, delta = self._layer(trace_embedding(trace, self._embeddings, 1.0), states, context)
+        layer_ops = len(trace.ops)
+        own = residual.select()
+        logits: Any = self._head(cast(Any, self._last).add_and_norm(own, delta.select()))
+        trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width, what=self.target_ids.data_ptr()), logits)
+        io = TraceIO(residual, delta, layer_ops, False, logits, (own,))
+        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], threads)
 
 
 def _own_name(stored: str) -> str:

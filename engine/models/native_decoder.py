@@ -20,7 +20,7 @@ from ..cpu.op_trace import (
     Traceable,
     TraceIO,
 )
-from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun
+from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun, ThreadPool
 from ..layers.embed_and_head import DecoderEnds, Embedding, LogitsOutput
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
 from ..layers.step_context import StepContext
@@ -43,7 +43,8 @@ class NativeDecoder:
 
     def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer]) -> None:
         self._ends, self._layers = ends, layers
-        self._program: DecoderProgram | None = None
+        self.program: DecoderProgram | None = None
+        """Its layers, once they are recorded."""
         self._traced = False
         self.timing_listener: Callable[[ProgramTimings], None] | None = None
         """Called with the times of every step that the program computes: for measurements."""
@@ -94,8 +95,8 @@ class NativeDecoder:
         return run
 
     def close(self) -> None:
-        if self._program is not None:
-            self._program.close()
+        if self.program is not None:
+            self.program.threads.close()
 
     def _inputs(
         self,
@@ -116,8 +117,8 @@ class NativeDecoder:
             return None
         if not self._traced:
             self._traced = True
-            self._program = self._trace(context.attention)
-        return self._program
+            self.program = self._trace(context.attention)
+        return self.program
 
     def _trace(self, attention: NativeStepAttention) -> DecoderProgram | None:
         reason = next((each.untraceable for each in self._layers if each.untraceable), None)
@@ -133,7 +134,7 @@ class NativeDecoder:
             x = source.trace(trace)
         else:
             x = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
-        context = _SymbolicContext(attention.output_size)
+        context = SymbolicContext(attention.output_size)
         delta = trace.no_delta
         kept: dict[int, SymbolicTensor] = {}
         for index, layer in enumerate(self._layers):
@@ -147,7 +148,7 @@ class NativeDecoder:
             trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled
         states = tuple(kept[index] for index in self._kept_layers)
         io = TraceIO(x, delta, layer_ops, source.untraceable is None, logits, states)
-        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], last)
+        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], ThreadPool(), last)
 
 
 class _SymbolicAngles(NamedTuple):
@@ -157,7 +158,7 @@ class _SymbolicAngles(NamedTuple):
     rotary_dim: int
 
 
-class _SymbolicContext:
+class SymbolicContext:
     """Stands for a `StepContext` and its attention, whose result has `width` features."""
 
     def __init__(self, width: int) -> None:

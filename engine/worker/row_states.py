@@ -161,9 +161,9 @@ class RowStates:
         choice = selected, sampling, processed, logprobs, masked, scored
         return StepInputs(batch, indices, rows, positions, *choice, adapters)
 
-    def batch(self, rows: IntArray, starts: IntArray, counts: IntArray) -> StepBatch:
-        """`counts` tokens of `rows` from `starts` on."""
-        return StepBatch(rows, starts, counts, self._tokens, self._tables, self.block_size)
+    def batch(self, rows: IntArray, starts: IntArray, counts: IntArray, following: int = 0) -> StepBatch:
+        """`counts` places of `rows` from `starts` on, with their tokens, or those so many places later."""
+        return StepBatch(rows, starts, counts, self._tokens[:, following:], self._tables, self.block_size)
 
     def sampling_at(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
         """How `rows` choose their tokens at `positions`; None: all are greedy."""

@@ -18,7 +18,7 @@ from ...scheduler.plan import IntArray, LongArray, Proposals, StepPlan, StepResu
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
 from ..layers.step_context import StepContext
-from ..models.eagle3 import Eagle3Head
+from ..models.eagle3 import Eagle3Head, HeadStep
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from ..step_batch import SampledTokens, SamplingArray
@@ -49,11 +49,6 @@ class StepDrafter(ABC):
     @abstractmethod
     def propose(self, plan: StepPlan, result: StepResult) -> Proposals:
         """Propose as `plan` says, before the next step begins: the target's has `result`."""
-
-    def _context(self, going: IntArray) -> StepContext:
-        """A pass over (row, start, count)."""
-        batch = self._rows.batch(*going.T)
-        return StepContext(batch, self.attention.begin_step(batch))
 
     def _sampling(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
         return self._rows.sampling_at(rows, positions) if self._draws else None
@@ -170,9 +165,11 @@ class DraftModel(StepDrafter):
 
     def _begin(self, going: IntArray, chooses: NDArray[np.bool_]) -> tuple[StepRun | None, IntArray]:
         """Begin a pass of (row, start, count); the tokens that it chooses for some of them, unless it is pending."""
-        (rows, starts, counts), context = going.T, self._context(going)
+        rows, starts, counts = going.T
+        batch = self._rows.batch(rows, starts, counts)
+        context = StepContext(batch, self.attention.begin_step(batch))
         own, positions = rows[chooses], (starts + counts)[chooses]
-        places: LongArray = (context.batch.first_places + counts - 1)[chooses]
+        places: LongArray = (batch.first_places + counts - 1)[chooses]
         if not len(places):
             self._decoder.compute_logits(context, ())
             return None, own
@@ -199,6 +196,19 @@ class _HeadRow(NamedTuple):
     states: int
     sampled: bool
     most: int
+
+
+class _HeadPass(NamedTuple):
+    """A pass of a head that may be computed already: its own states [S, hidden] where it chooses `tokens` int32 [S]."""
+
+    run: StepRun | None
+    states: Tensor
+    tokens: IntArray
+
+    def finish(self) -> None:
+        """Return when it is computed."""
+        if self.run is not None:
+            self.run.finish()
 
 
 class Eagle3Draft(StepDrafter):
@@ -232,22 +242,24 @@ class Eagle3Draft(StepDrafter):
             return Proposals()
         wanted = np.concatenate([np.arange(each.states, each.states + each.end - each.first) for each in rows])
         going = np.array([(each.row, each.first, each.end - each.first) for each in rows], np.int32)
-        states = self._advance(going, self._target.kept_states()[self._to(wanted)], fuse=True)
-        ready = [each for each in rows if each.sampled]
-        states = states[self._to(np.flatnonzero([each.sampled for each in rows]))]
+        states = self._target.kept_states()[self._to(wanted)]
+        passes = [self._begin(going, np.array([each.sampled for each in rows]), states, True)]
+        ready = going_on = [each for each in rows if each.sampled]
         proposed: dict[int, list[int]] = {each.row: [] for each in ready}
-        place = 0
-        while ready:
-            for each, token in zip(ready, self._choose(states, ready, place), strict=True):
+        for place in range(1, max((each.most for each in ready), default=0)):
+            states, still = passes[-1].states, [each.most > place for each in going_on]
+            if not all(still):
+                passes[-1].finish()
+                states, going_on = states[self._to(np.flatnonzero(still))], [*compress(going_on, still)]
+            going = np.array([(each.row, each.end + place - 1, 1) for each in going_on], np.int32)
+            passes.append(self._begin(going, np.ones(len(going), np.bool_), states))
+        for place, each_pass in enumerate(passes):
+            each_pass.finish()
+            of_pass = (each for each in ready if each.most > place)
+            for each, token in zip(of_pass, each_pass.tokens.tolist(), strict=True):
                 proposed[each.row].append(token)
-            still = [each.most > place + 1 for each in ready]
-            ready = [*compress(ready, still)]
-            if ready:
-                going = np.array([(each.row, each.end + place, 1) for each in ready], np.int32)
-                states = self._advance(going, states[self._to(np.flatnonzero(still))])
-            place += 1
-        found = [(each.row, each.end + 1, proposed[each.row]) for each in rows if each.sampled]
-        return proposals_of(found, perf_counter() - began, max(place, 1), len(wanted))
+        found = [(each.row, each.end + 1, proposed[each.row]) for each in ready]
+        return proposals_of(found, perf_counter() - began, len(passes), len(wanted))
 
     def _rows_to_compute(self, plan: StepPlan, result: StepResult) -> list[_HeadRow]:
         known = dict(zip(result.rows.tolist(), (result.offsets + result.counts).tolist(), strict=True))
@@ -259,23 +271,24 @@ class Eagle3Draft(StepDrafter):
                 found.append(_HeadRow(row, start, end, states, row in known, most))
         return found
 
-    def _advance(self, going: IntArray, states: Tensor, fuse: bool = False) -> Tensor:
-        """Compute places of (row, start, count) from `states`, the target's to be fused or its own; the states [R,
-        hidden] of the last place of each."""
-        context, (rows, starts, counts) = self._context(going), going.T
-        following = self._rows.batch(rows, starts + 1, counts).tokens
-        own = self._head(following, self._head.fuse(states, context) if fuse else states, context)
-        return own[self._to(context.batch.first_places + counts - 1)]
-
-    def _choose(self, states: Tensor, ready: list[_HeadRow], place: int) -> list[int]:
-        """The tokens that follow so many proposals of these rows, which are stored behind them."""
-        rows = np.array([each.row for each in ready], np.int32)
-        positions = np.array([each.end + 1 + place for each in ready], np.int32)
-        sampling = self._sampling(rows, positions)
-        tokens = self._head.target_ids(sample(self._head.logits(states), sampling)).to(torch.int32)
-        self._rows.store_tokens(rows, positions, tokens)
-        found: list[int] = tokens.tolist()
-        return found
+    def _begin(self, going: IntArray, chooses: NDArray[np.bool_], states: Tensor, fuses: bool = False) -> _HeadPass:
+        """Begin a pass of (row, start, count) from `states`, the target's if they are to be fused; tokens are chosen
+        for some rows."""
+        rows, starts, counts = going.T
+        batch = self._rows.batch(rows, starts, counts, following=1)
+        context = StepContext(batch, self.attention.begin_step(batch))
+        own, positions = rows[chooses], (starts + counts)[chooses] + 1
+        places = self._to((batch.first_places + counts - 1)[chooses])
+        samples = SampledTokens(np.empty(len(own), np.int32), self._sampling(own, positions))
+        step = HeadStep(context, states, fuses, places, samples)
+        program = self._target.program
+        run = None if program is None else self._head.begin_step(step, program.threads)
+        if run is not None:
+            return _HeadPass(run, run.kept[0], samples.tokens)
+        ours, logits = self._head.compute(step)
+        tokens = self._head.target_ids[sample(logits, samples.sampling)]
+        self._rows.store_tokens(own, positions, tokens)
+        return _HeadPass(None, ours, tokens.cpu().numpy())
 
     def _to(self, places: LongArray) -> Tensor:
         return torch.from_numpy(places).to(self._rows.device)
