@@ -13,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from charonia.core.request import GuidedDecoding
-from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
+from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.core.guides import GrammarPool
 from charonia.engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
 from charonia.engine.core.step_loop import EngineCore
@@ -61,15 +62,20 @@ class Served:
         blocks: int = 64,
         make: Callable[[EngineConfig], Any] = InlineExecutor,
         drafter: Drafter | None = None,
+        drafts: SpeculationConfig | None = None,
+        block_size: int = BLOCK_SIZE,
         **scheduling: Any,
     ) -> None:
-        config = EngineConfig(model=str(model), device="cpu", cache=CacheConfig(block_size=BLOCK_SIZE))
+        cache = CacheConfig(block_size=block_size)
+        config = EngineConfig(model=str(model), device="cpu", cache=cache, speculation=drafts)
         self.executor = make(config)
         capacity = self.executor.load(lambda *_: None)
         self.executor.allocate(blocks)
-        self.cache = KVCacheManager(blocks, BLOCK_SIZE)
+        self.cache = KVCacheManager(blocks, block_size)
         limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, ahead=ahead)
-        self.speculation = None if drafter is None else Speculation(drafter, 5, capacity.vocab_size)
+        self.speculation = None
+        if drafter is not None:
+            self.speculation = Speculation(drafter, 5, capacity.vocab_size, draft_model=drafts is not None)
         limits = msgspec.structs.replace(limits, **scheduling)
         self.scheduler = Scheduler(limits, self.cache, speculation=self.speculation)
         self.vocabulary = read_vocabulary(str(model), "", capacity.vocab_size)
@@ -433,3 +439,25 @@ def test_a_request_that_was_aborted_while_its_grammar_was_compiled_is_forgotten(
     plain.core.inbox.accept(AbortRequests([77]))
     wait([plain.grammars.compile(slow)], 30)
     assert is_valid(plain.text(plain.run(ask(1))[1]))
+
+
+@pytest.mark.parametrize(("method", "name"), [("draft_model", "draft"), ("eagle3", "eagle3")])
+def test_models_draft_for_guided_sequences_too(root: Path, method: Any, name: str) -> None:
+    """The demo's, for some that write JSON and some that write what they like, greedily and not. Blocks are such as
+    kernels attend to: torch's last bits depend on how many tokens come at once."""
+    demo = root / "examples/model_repository/demo/1"
+    speculation = SpeculationConfig(method=method, model=str(root / "examples" / name))
+    plain = Served(demo, block_size=16)
+    drafted = Served(demo, drafter=ProposedDrafts(), drafts=speculation, block_size=16)
+    drafted.draft_always()
+    requests = [ask(key, GUIDE if key % 3 else None, WARM._replace(temperature=key % 2, seed=key)) for key in range(6)]
+    try:
+        expected, found = plain.run(*requests), drafted.run(*requests)
+        assert {key: answer.tokens for key, answer in found.items()} == {
+            key: answer.tokens for key, answer in expected.items()
+        }
+        assert all(is_valid(drafted.text(found[key])) for key in found if key % 3)
+        assert max(max(found[key].runs) for key in found if key % 3) > 1, "no draft was right under a grammar"
+    finally:
+        plain.close()
+        drafted.close()

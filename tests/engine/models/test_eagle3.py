@@ -136,7 +136,10 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Head:
 
 
 def run(
-    config: EngineConfig, sampling: SamplerParams = GREEDY, most: int = MOST
+    config: EngineConfig,
+    sampling: SamplerParams = GREEDY,
+    most: int = MOST,
+    before_step: Callable[[InlineExecutor], None] = lambda _: None,
 ) -> tuple[list[list[int]], list[tuple[int, int, list[int]]]]:
     """Whole texts, and proposals: which text, how much of it was known, and what was proposed."""
     executor = InlineExecutor(config)
@@ -160,6 +163,7 @@ def run(
             keys[new.row] = next(
                 key for key, text in enumerate(texts) if text[: len(new.tokens)] == new.tokens.tolist()
             )
+        before_step(executor)
         result = executor.execute(plan).result()
         tokens = iter(result.proposals.tokens.tolist())
         for row, position, count in zip(*(each.tolist() for each in result.proposals[:3]), strict=True):
@@ -217,6 +221,20 @@ def test_a_head_changes_no_text(target: Path, head: Head, config: dict[str, Any]
         texts, found = run(config_of(target, head, **config), sampling)
         assert found
         assert texts == run(plain, sampling, 0)[0]
+
+
+@pytest.mark.parametrize("config", [{}, {"attention": "reference"}], ids=["programs", "torch"])
+def test_whatever_its_cache_holds_changes_no_text(target: Path, head: Head, config: dict[str, Any]) -> None:
+    """Blocks of a prefix hit, for which nothing was proposed, have what was in them before: at worst no numbers."""
+
+    def spoil(executor: InlineExecutor) -> None:
+        assert executor.rank.draft is not None
+        executor.rank.draft.attention._cache.fill_(255 if not config else torch.nan)  # type: ignore[attr-defined]
+
+    plain = EngineConfig(model=str(target), device="cpu", cache=CacheConfig(block_size=BLOCK), **config)
+    texts, found = run(config_of(target, head, **config), before_step=spoil)
+    assert found
+    assert texts == run(plain, most=0)[0]
 
 
 def test_the_demos_head_is_often_right(root: Path) -> None:

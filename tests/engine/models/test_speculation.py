@@ -1,13 +1,16 @@
 """Whatever is drafted, the text is the one without drafts: greedy or drawn, with whatever else a step does."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.logprobs import Logprobs
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.drafters.ngram import NgramDrafter
@@ -20,6 +23,7 @@ from charonia.scheduler.plan import LogitsParams, SamplerParams, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
+from charonia.tokenization.tokenizer_json import read_tokenizer
 
 VOCABULARY, BLOCK, NEW, MOST = 384, 16, 32, 5
 LENGTHS = (1, 7, 16, 31, 40, 64, 65, 90)
@@ -60,7 +64,7 @@ class Model:
 
     def __init__(self, checkpoint: Path, **config: object) -> None:
         cache = CacheConfig(block_size=BLOCK)
-        self.has_draft = "speculation" in config
+        self.has_draft, self.directory = "speculation" in config, checkpoint
         self.executor = InlineExecutor(EngineConfig(model=str(checkpoint), device="cpu", cache=cache, **config))  # type: ignore[arg-type]
         self.executor.load(lambda phase, fraction: None)
 
@@ -262,3 +266,115 @@ def test_a_prediction_is_followed_to_the_same_text_in_fewer_steps(
     assert speculation.totals.accepted_tokens > 40
     assert sum(plan.tokens for plan in fewer) > sum(plan.tokens for plan in steps)
     assert len(fewer) <= len(steps)
+
+
+class OneOf:
+    """Guesses tokens that are likely somewhere, without regard to what stands before."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens, self._random = tokens, Random(3)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._random.choices(self._tokens, k=request.k) for request in requests]
+
+
+REPETITIVE = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def add(a, b):\n   "
+DRAWN, AMONG = 3, 3
+"""Tokens of an answer, and those that each is drawn among."""
+
+
+class Draws:
+    """Answers to one prompt, each from a seed of its own, by the paths that the model may take."""
+
+    def __init__(self, model: Model, temperature: float, top_p: float) -> None:
+        self._model, self._sampling = model, SamplerParams(temperature, AMONG, top_p)
+        self._prompt = read_tokenizer(model.directory)[0].encode(REPETITIVE).ids
+        self.expected: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(DRAWN):
+            self.expected = {
+                (*path, token): before * share
+                for (path, before), shares in zip(self.expected.items(), self._shares([*self.expected]), strict=True)
+                for token, share in shares.items()
+            }
+
+    def _shares(self, paths: Sequence[tuple[int, ...]]) -> list[dict[int, float]]:
+        """What may follow each path, and how likely it is, by the log-probabilities that the model reports."""
+        outcome, _ = self._run([(path, SamplerParams(logprobs=AMONG)) for path in paths], 1, None)
+        return [self._filtered(outcome.logprobs[key][0]) for key in range(len(paths))]
+
+    def _filtered(self, found: Logprobs) -> dict[int, float]:
+        weights = np.exp(np.array(found.values[:AMONG]) / self._sampling.temperature)
+        weights /= weights.sum()
+        weights[np.cumsum(weights) - weights >= self._sampling.top_p] = 0
+        return dict(zip(found.ids, (weights / weights.sum()).tolist(), strict=False))
+
+    def draw(self, count: int, drafter: Drafter) -> tuple[Counter[tuple[int, ...]], Speculation]:
+        asked = [((), self._sampling._replace(seed=seed)) for seed in range(count)]
+        outcome, speculation = self._run(asked, DRAWN, drafter)
+        assert speculation is not None
+        return Counter(tuple(tokens) for tokens in outcome.tokens.values()), speculation
+
+    def _run(
+        self, asked: Sequence[tuple[tuple[int, ...], SamplerParams]], new: int, drafter: Drafter | None
+    ) -> tuple[LoopResult, Speculation | None]:
+        cache = KVCacheManager(400, BLOCK)
+        self._model.executor.allocate(400)
+        speculation = None
+        if drafter is not None:
+            speculation = Speculation(drafter, DRAWN, 4096, draft_model=isinstance(drafter, ProposedDrafts))
+        config = SchedulerConfig(max_num_seqs=128, max_model_len=128)
+        scheduler = Scheduler(config, cache, speculation=speculation)
+        requests = [
+            SequenceRequest(
+                key=key,
+                prompt=(prompt := np.array([*self._prompt, *path], np.int32)),
+                max_tokens=new,
+                hashes=cache.digest(prompt),
+                sampling=sampling,
+            )
+            for key, (path, sampling) in enumerate(asked)
+        ]
+        return run_to_end(scheduler, self._model.executor, requests), speculation
+
+
+def deviation(found: Counter[tuple[int, ...]], expected: Mapping[tuple[int, ...], float], count: int) -> float:
+    """How far Pearson's sum over `count` draws is from what chance makes of it, in standard deviations of a normal
+    variable (Wilson and Hilferty: The distribution of chi-square, 1931). Paths hardly ever taken are one."""
+    often = [path for path, share in expected.items() if count * share >= 5]
+    cells = [(found[path], count * expected[path]) for path in often]
+    rare = count - sum(right for _, right in cells)
+    if rare > 1:
+        cells.append((count - sum(drawn for drawn, _ in cells), rare))
+    free = len(cells) - 1
+    total = sum((drawn - right) ** 2 / right for drawn, right in cells)
+    return float(((total / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "count"),
+    [
+        (1.0, 1.0, 600),
+        *(pytest.param(t, p, 10_000, marks=pytest.mark.proof) for t, p in ((0.5, 1.0), (1.0, 0.8), (1.7, 0.95))),
+    ],
+)
+@pytest.mark.parametrize("method", ["custom", "ngram", "suffix", "draft_model", "eagle3"])
+def test_what_is_drawn_beside_drafts_is_distributed_as_the_models(
+    method: Any, temperature: float, top_p: float, count: int, root: Path
+) -> None:
+    """Pearson's test, over whole paths: the model's own chances are told by its log-probabilities."""
+    config = {}
+    if (directory := {"draft_model": "draft", "eagle3": "eagle3"}.get(method)) is not None:
+        drawn = {"draft_sample_method": "probabilistic", "model": str(root / "examples" / directory)}
+        config = {"speculation": SpeculationConfig(method=method, **drawn)}
+    model = Model(root / "examples/model_repository/demo/1", **config)
+    try:
+        draws = Draws(model, temperature, top_p)
+        likely = sorted({token for path in draws.expected for token in path})
+        drafters: dict[str, Drafter] = {"custom": OneOf(likely), "ngram": NgramDrafter(1, 4), "suffix": SuffixDrafter()}
+        found, speculation = draws.draw(count, drafters.get(method, ProposedDrafts()))
+    finally:
+        model.executor.close()
+    assert speculation.totals.draft_tokens > count / 10
+    assert count / 50 < speculation.totals.accepted_tokens < speculation.totals.draft_tokens
+    assert found.keys() <= draws.expected.keys()
+    assert abs(deviation(found, draws.expected, count)) < 4, "chance does that once in ten thousand times"
