@@ -175,7 +175,7 @@ def test_who_was_interrupted_comes_back_for_the_step(
     world, joined = World(checkpoint("llama")), list[int]()
     first, second = (world.begin([start] * 3, [count] * 3)[0] for start, count in spans(2))
     assert isinstance(world.decoder, NativeDecoder)
-    program = world.decoder._program
+    program = world.decoder.program
     assert program is not None
     join = program._wait
 

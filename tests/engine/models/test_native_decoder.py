@@ -50,7 +50,7 @@ def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
 def whole(decoder: Decoder) -> tuple[bool, bool]:
     """Whether its program begins with token ids, and whether it ends with logits: those that are capped are torch's."""
     assert isinstance(decoder, NativeDecoder)
-    marks = None if decoder._program is None else decoder._program.io
+    marks = None if decoder.program is None else decoder.program.io
     return marks is not None and marks.embeds_tokens, marks is not None and marks.logits is not None
 
 
