@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
-from cyclopts import App, Parameter
-from cyclopts.validators import Number
+from cyclopts import App
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -28,14 +27,13 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
-from .charonia_peer import BLOCK, PRECISIONS
-from .inline_loop import run_to_end
+from .command import Count
+from .inline_loop import BLOCK, PRECISIONS, run_to_end
 from .offline import prepare_checkpoint
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "target_modules": "all-linear"}
 PROMPT = 32
 
-_Positive = Parameter(validator=Number(gt=0))
 app = App(name="python -m charonia.bench.adapters", help=__doc__)
 
 
@@ -130,11 +128,11 @@ def main(
     checkpoint: Path | None = None,
     scratch: Path | None = None,
     precision: Literal["bf16", "fp32", "int8", "int4"] = "int8",
-    streams: Annotated[int, _Positive] = 16,
-    adapters: Annotated[int, _Positive] = 8,
-    rank: Annotated[int, _Positive] = 16,
-    new: Annotated[int, _Positive] = 48,
-    turns: Annotated[int, _Positive] = 3,
+    streams: Count = 16,
+    adapters: Count = 8,
+    rank: Count = 16,
+    new: Count = 48,
+    turns: Count = 3,
 ) -> None:
     """Print tokens a second with adapters over those without, and what loading one does to the time between tokens.
 

@@ -6,20 +6,19 @@ bf16 and int8 beside torch's attention, in turns, and the memory's speed measure
 
 import math
 from collections.abc import Callable, Iterator
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from cyclopts import App
 from rich.console import Console
-from rich.table import Table
 
 from ..engine.attention.backend import CacheSpec
 from ..engine.attention.selector import create_backend
 from ..engine.checkpoint.model_spec import LayerAttention, RopeSpec
 from ..engine.cpu import library
-from ..engine.layers.rotary import RotaryAngles, build_rotary
+from ..engine.layers.rotary import build_rotary
 from ..engine.step_batch import StepBatch
+from .command import seconds_of, table_of
 from .machine_peaks import PeakMeter
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK = 14, 2, 64, 24, 16
@@ -77,16 +76,11 @@ def step(case: AttentionCase, backend: str, stored: str) -> Callable[[], None]:
 
     @torch.inference_mode()
     def run() -> None:
-        _layers(attention.begin_step(batch).apply_rope_and_attend, packed, angles)
+        attend = attention.begin_step(batch).apply_rope_and_attend
+        for layer in range(LAYERS):
+            attend(layer, packed, angles)
 
     return run
-
-
-def _layers(
-    turned: Callable[[int, torch.Tensor, RotaryAngles], torch.Tensor], packed: torch.Tensor, angles: RotaryAngles
-) -> None:
-    for layer in range(LAYERS):
-        turned(layer, packed, angles)
 
 
 def _batch(case: AttentionCase) -> StepBatch:
@@ -104,15 +98,9 @@ def measure(turns: int) -> Iterator[AttentionFigure]:
         best, read = [math.inf] * len(contenders), 0.0
         for _ in range(turns):
             for at, run in enumerate(contenders):
-                best[at] = min(best[at], _seconds(run))
+                best[at] = min(best[at], seconds_of(run))
             read = max(read, gauge.measure()["bf16"].read)
         yield AttentionFigure(case, best, read)
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    begun = perf_counter()
-    run()
-    return perf_counter() - begun
 
 
 @app.default
@@ -125,10 +113,9 @@ def main(*, turns: int = 10) -> None:
         Tries of each contender.
     """
     console = Console()
-    table = Table(title=f"attention, {LAYERS} layers; kernels: {library.level()}, {torch.get_num_threads()} threads")
-    table.add_column("sequences x tokens", no_wrap=True)
-    for column in ("bf16 ms", "GFLOP/s", "GB/s", "int8 ms", "GB/s", "torch ms", "memory GB/s"):
-        table.add_column(column, justify="right")
+    title = f"attention, {LAYERS} layers; kernels: {library.level()}, {torch.get_num_threads()} threads"
+    columns = ("bf16 ms", "GFLOP/s", "GB/s", "int8 ms", "GB/s", "torch ms", "memory GB/s")
+    table = table_of(("sequences x tokens",), columns, title)
     for case, (ours, small, torchs), read in measure(turns):
         rates = [case.operations / ours, *(case.tokens * BYTES[s] / t for s, t in (("auto", ours), ("int8", small)))]
         flops, full, half = (f"{rate / 1e9:.1f}" for rate in rates)

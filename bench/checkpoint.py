@@ -1,14 +1,17 @@
-"""Checkpoints with random weights, written by transformers: shapes to measure and to compare with, not models.
+"""Checkpoints with random weights, written by transformers: shapes to measure and to compare with, not models. Their
+tokenizers have printable characters, and invented words for all other ids: every token is whole characters.
 
-python -m charonia.bench.checkpoint DIR [--shape llama-3.2-1b]
+    python -m charonia.bench.checkpoint DIR [--shape llama-3.2-1b]
 """
 
 import math
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from cyclopts import App
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 QWEN2_HALF_BILLION: dict[str, Any] = {
     "model_type": "qwen2",
@@ -113,12 +116,30 @@ def write_shape(directory: Path, /, *, shape: ShapeName = "qwen2.5-0.5b") -> Non
     shape
         Whose shape.
     """
-    from .dummy_tokenizer import write_tokenizer
 
     if (directory / "tokenizer.json").exists():
         return
     write_random(directory, SHAPES[shape])
     write_tokenizer(directory, SHAPES[shape]["vocab_size"])
+
+
+_PRINTABLE = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
+"""The characters that the byte-level pre-tokenizer makes of printable text; space and newline are the last two."""
+
+
+def build_tokenizer(vocab: int) -> Tokenizer:
+    """Single characters to read prompts with, and invented words to fill a vocabulary of `vocab` tokens up."""
+    pieces = [*_PRINTABLE, *(f"Ġw{number}" for number in range(vocab - len(_PRINTABLE)))]
+    made = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces[:vocab])}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def write_tokenizer(directory: Path, vocab: int) -> None:
+    """Write the tokenizer files of a checkpoint."""
+    build_tokenizer(vocab).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 if __name__ == "__main__":

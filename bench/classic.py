@@ -7,7 +7,6 @@ contenders take turns in one run, for the machine is shared and its speed is not
 the cores that the generator leaves free; requests per second of the server's CPU time do not.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,11 +21,12 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from .cli_errors import exit_on_error
+from .command import Count, Log, exit_on_error, log_to
 from .load.bare_infer import NAME
+from .load.bare_server import bare_server
 from .load.infer_generators import Driver, Generator, describe_generators, find_generator, run_load
 from .load.infer_load import Door, InferLoad
-from .server_process import LOOPBACK, CpuMeter, ServerAddress, free_ports, own_server, run_process, until_open
+from .server_process import CpuMeter, ServerAddress, own_server
 
 IDENTITY = """\
 name: "identity"
@@ -40,8 +40,6 @@ _BARE = "bare"
 
 app = App(name="python -m charonia.bench.classic", help=__doc__)
 
-_Count = Annotated[int, Parameter(validator=Number(gt=0))]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferTrial:
@@ -53,7 +51,7 @@ class InferTrial:
     """Requests at a time."""
     seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 3.0
     """Of each turn."""
-    repeats: _Count = 3
+    repeats: Count = 3
     """Turns of each contender."""
     generator: Generator = "auto"
     """What drives them: wrk and h2load, which want whole seconds, or our own process; auto takes those that are
@@ -86,7 +84,7 @@ class InferComparison(msgspec.Struct, frozen=True):
         return median(map(figure, chosen))
 
 
-def compare(trial: InferTrial, log: Callable[[str], None]) -> InferComparison:
+def compare(trial: InferTrial, log: Log) -> InferComparison:
     """Run the contenders in turns.
 
     Raises:
@@ -137,18 +135,7 @@ def _servers() -> Iterator[dict[str, ServerAddress]]:
         (repository / NAME / "1").mkdir(parents=True)
         (repository / NAME / "config.pbtxt").write_text(IDENTITY)
         ours = stack.enter_context(own_server("--model-repository", str(repository)))
-        yield {_OURS: ours, _BARE: stack.enter_context(bare_server())}
-
-
-@contextmanager
-def bare_server() -> Iterator[ServerAddress]:
-    """The handlers of classic_bare."""
-    http_port, grpc_port = free_ports(2)
-    command = [sys.executable, "-m", "charonia.bench.load.bare_infer", str(http_port), str(grpc_port)]
-    with run_process(command) as (pid, alive):
-        place = ServerAddress(LOOPBACK, http_port, grpc_port, pid)
-        until_open(place, alive)
-        yield place
+        yield {_OURS: ours, _BARE: stack.enter_context(bare_server("bare_infer"))}
 
 
 def _line(leg: InferRun) -> str:
@@ -191,7 +178,7 @@ def classic(*, trial: Annotated[InferTrial, Parameter("*")] = InferTrial(), json
     """
     console = Console()
     with exit_on_error():
-        comparison = compare(trial, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        comparison = compare(trial, log_to(console))
     show(console, comparison)
     if json:
         json.write_bytes(msgspec.json.encode(comparison))

@@ -10,7 +10,7 @@ shorter delay they form two groups, which take turns. The generator computes on 
 share of them. Needs the packages `onnx` and `onnxruntime`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ from rich.table import Table
 from ..core.errors import Unsupported
 from ..processes.host import usable_cores
 from .classic import IDENTITY
-from .cli_errors import exit_on_error
+from .command import Count, Log, exit_on_error, log_to
 from .load.bare_infer import NAME
 from .load.infer_generators import Driver, Generator, describe_generators, find_generator, run_load
 from .load.infer_load import InferLoad
@@ -49,18 +49,16 @@ _ALONE = "onnxruntime"
 
 app = App(name="python -m charonia.bench.classic_models", help=__doc__)
 
-_Count = Annotated[int, Parameter(validator=Number(gt=0))]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingTrial:
     """The load of every contender."""
 
-    connections: _Count = 32
+    connections: Count = 32
     """Requests at a time."""
     seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 4.0
     """Of each turn."""
-    repeats: _Count = 3
+    repeats: Count = 3
     """Turns of each contender."""
     generator: Generator = "auto"
     """What drives them: wrk, which wants whole seconds, or our own process; auto takes wrk if it is there."""
@@ -106,7 +104,7 @@ class BatchingComparison(msgspec.Struct, frozen=True):
         return median(turn.net for turn in self.turns[name])
 
 
-def measure(trial: BatchingTrial, log: Callable[[str], None]) -> BatchingComparison:
+def measure(trial: BatchingTrial, log: Log) -> BatchingComparison:
     """Run the contenders in turns.
 
     Raises:
@@ -193,7 +191,7 @@ def models(*, trial: Annotated[BatchingTrial, Parameter("*")] = BatchingTrial(),
     """
     console = Console()
     with exit_on_error():
-        rates = measure(trial, lambda line: console.print(line, highlight=False))
+        rates = measure(trial, log_to(console))
     show(console, rates)
     if json:
         json.write_bytes(msgspec.json.encode(rates))

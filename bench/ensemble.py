@@ -10,11 +10,10 @@ alone, which is a fake that only counts. `chain`: requests a second through thre
 of its own; `--script` adds a graph with a Python step per token. Ends with status 1 if a bar is missed.
 """
 
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -24,31 +23,26 @@ import msgspec
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
-from rich.table import Table
 
 from ..core.errors import Unavailable
 from .checkpoint import ShapeName
-from .cli_errors import exit_on_error
+from .command import Count, Log, exit_on_error, log_to, run_command
 from .load import fake_model
-from .load.driver import LoopMode
-from .load.endpoints import OK, RequestOptions
-from .load.graph_models import CHAIN, GRAPH, IDENTITY, LLM, SCRIPTED, write_chain, write_graphs
+from .load.driver import OK, LoopMode, RequestOptions
 from .load.infer_generators import Generator, find_generator, run_load
 from .load.infer_load import InferLoad
 from .load.plan import Prompts, uniform_jobs
-from .load.service_trials import TrialVerdict, speed
+from .load.service_trials import TrialVerdict, show_verdicts, speed
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
 from .offline import prepare_checkpoint
 from .server_process import CpuMeter, ServerAddress, own_server
 
-Log: TypeAlias = Callable[[str], None]
 TrialName: TypeAlias = Literal["tokens", "chain", "throughput"]
 _TRIALS: tuple[TrialName, ...] = ("tokens", "chain", "throughput")
 _MOST_MICROSECONDS = 60.0
 _LEAST_CHAIN = 0.4
 _LEAST_THROUGHPUT = 0.9
 _BLOCK = 16
-_Count = Annotated[int, Parameter(validator=Number(gt=0))]
 _Switch = Annotated[bool, Parameter(negative=())]
 
 app = App(name="python -m charonia.bench.ensemble", help=__doc__)
@@ -58,21 +52,21 @@ app = App(name="python -m charonia.bench.ensemble", help=__doc__)
 class GraphLoad:
     """The load of every turn."""
 
-    streams: _Count = 64
+    streams: Count = 64
     """Requests at a time of `tokens` and `throughput`."""
-    prompt: _Count = 16
+    prompt: Count = 16
     """Tokens of each prompt, about."""
-    new: _Count = 128
+    new: Count = 128
     """New tokens of each request."""
     step_ms: Annotated[float, Parameter(validator=Number(gt=0))] = 15.0
     """Milliseconds that a step of the fake engine takes: at less, tokens merge."""
-    connections: _Count = 32
+    connections: Count = 32
     """Requests at a time of `chain`."""
     seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 3.0
     """Of each turn of `chain`."""
     generator: Generator = "auto"
     """What drives `chain`: wrk, which wants whole seconds, or our own process; auto takes wrk if it is there."""
-    repeats: _Count = 3
+    repeats: Count = 3
     """Turns of each side."""
     script: _Switch = False
     """In `throughput`, a graph with a Python step as well."""
@@ -210,16 +204,6 @@ def _ask(place: ServerAddress, model: str, load: GraphLoad) -> GraphTurn:
     return GraphTurn(trial="chain", model=model, per_second=report.rate, microseconds=each)
 
 
-def show(console: Console, verdicts: Sequence[TrialVerdict]) -> None:
-    """Print them beside their bars."""
-    table = Table("", "figure", "bar", "")
-    for verdict in verdicts:
-        sign = "at least" if verdict.at_least else "at most"
-        met = "met" if verdict.met else "[red]missed[/red]"
-        table.add_row(verdict.what, f"{verdict.value:.2f}", f"{sign} {verdict.bar:g}", met)
-    console.print(table)
-
-
 @contextmanager
 def _computing(
     load: GraphLoad, shape: ShapeName, scratch: Path | None, log: Log
@@ -255,9 +239,7 @@ def ensemble(
     """
     console, load = Console(), load.sized()
 
-    def log(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
-
+    log = log_to(console)
     turns: list[GraphTurn] = []
     verdicts: list[TrialVerdict] = []
     with exit_on_error():
@@ -268,12 +250,97 @@ def ensemble(
             else:
                 taken, reached = (tokens_trial if trial == "tokens" else chain_trial)(load, log)
             turns, verdicts = turns + taken, verdicts + reached
-    show(console, verdicts)
+    show_verdicts(console, verdicts)
     if json:
         json.write_bytes(msgspec.json.encode({"load": load, "turns": turns, "verdicts": verdicts}))
     return 0 if load.quick or all(verdict.met for verdict in verdicts) else 1
 
 
+LLM = "fake"
+GRAPH = "graph"
+"""The language model, then two steps in the server's process, for each of its responses."""
+SCRIPTED = "scripted"
+"""The same with a Python step in place of the second."""
+IDENTITY = "identity"
+CHAIN = "chain"
+"""Three identity models."""
+
+_TEXT_STEP = """
+backend: "{backend}"
+input {{ name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }}
+output {{ name: "SAME" data_type: TYPE_STRING dims: [ -1 ] }}
+"""
+_NUMBERS = """
+backend: "identity"
+max_batch_size: 8
+input { name: "INPUT0" data_type: TYPE_FP32 dims: 16 }
+output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 16 }
+"""
+_SCRIPT = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        texts = [pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("SAME", text)]) for text in texts]
+"""
+_GRAPH = """
+platform: "ensemble"
+model_transaction_policy { decoupled: true }
+input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }
+input { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
+output { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }
+"""
+_CHAIN = """
+platform: "ensemble"
+max_batch_size: 8
+input { name: "INPUT0" data_type: TYPE_FP32 dims: 16 }
+output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 16 }
+"""
+
+
+def write_graphs(directory: Path, llm: str = LLM, script: bool = False) -> None:
+    """Add the ensembles and their steps to the repository `directory`, around its language model `llm`."""
+    _write(directory, "first", _TEXT_STEP.format(backend="identity"))
+    _write(directory, "second", _TEXT_STEP.format(backend="identity"))
+    _write(directory, GRAPH, _GRAPH + _steps(_llm_step(llm), *_text_steps("first", "second")))
+    if script:
+        (_write(directory, "script", _TEXT_STEP.format(backend="python")) / "model.py").write_text(_SCRIPT)
+        _write(directory, SCRIPTED, _GRAPH + _steps(_llm_step(llm), *_text_steps("first", "script")))
+
+
+def write_chain(directory: Path) -> None:
+    """Add `identity` and `chain` to the repository `directory`."""
+    _write(directory, IDENTITY, _NUMBERS)
+    tensors = ("INPUT0", "one", "two", "OUTPUT0")
+    steps = [_step(IDENTITY, {"INPUT0": taken}, {"OUTPUT0": made}) for taken, made in pairwise(tensors)]
+    _write(directory, CHAIN, _CHAIN + _steps(*steps))
+
+
+def _write(directory: Path, name: str, config: str) -> Path:
+    (directory / name / "1").mkdir(parents=True)
+    (directory / name / "config.pbtxt").write_text(config)
+    return directory / name / "1"
+
+
+def _llm_step(llm: str) -> str:
+    return _step(llm, {"text_input": "text_input", "stream": "stream"}, {"text_output": "text"})
+
+
+def _text_steps(first: str, second: str) -> Sequence[str]:
+    return _step(first, {"TEXT": "text"}, {"SAME": "same"}), _step(second, {"TEXT": "same"}, {"SAME": "text_output"})
+
+
+def _step(model: str, taken: dict[str, str], made: dict[str, str]) -> str:
+    maps = [("input_map", taken), ("output_map", made)]
+    lines = [f'{kind} {{ key: "{key}" value: "{value}" }}' for kind, pairs in maps for key, value in pairs.items()]
+    return f'step {{ model_name: "{model}" model_version: -1 {" ".join(lines)} }}'
+
+
+def _steps(*steps: str) -> str:
+    return "ensemble_scheduling {\n" + "\n".join(steps) + "\n}\n"
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(app())
+    run_command(app)

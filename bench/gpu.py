@@ -10,8 +10,7 @@ import sys
 import torch
 from rich.console import Console
 
-from .offline import OfflineOptions, compare, prepare_checkpoint
-from .offline_report import show
+from .offline import OfflineOptions, compare, prepare_checkpoint, show
 
 WORK = OfflineOptions(sequences=(32,), precisions=("bf16",), chunk=2048, device="cuda", repeats=2)
 

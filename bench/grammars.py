@@ -10,12 +10,10 @@ the arms take turns, and each figure is a median of its turns.
 """
 
 import json
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,11 +24,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import CharoniaError
 from ..core.request import GuidedDecoding
 from ..engine.config import CacheConfig, EngineConfig
 from ..engine.core.guides import GrammarPool
@@ -44,12 +40,12 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import SamplerParams
 from ..scheduler.scheduler import Scheduler
 from .checkpoint import ShapeName
+from .command import Count, exit_on_error, log_to, run_command
 from .offline import prepare_checkpoint
 
 Arm: TypeAlias = Literal["free", "half", "half, one by one", "all", "all, one by one"]
 ARMS: tuple[Arm, ...] = ("free", "half", "half, one by one", "all", "all, one by one")
 
-_Positive = Parameter(validator=Number(gt=0))
 _BLOCK = 16
 _RECORD = {
     "type": "object",
@@ -72,13 +68,13 @@ app = App(name="python -m charonia.bench.grammars", help=__doc__)
 class GrammarWork:
     """The work of an arm."""
 
-    streams: Annotated[int, _Positive] = 32
+    streams: Count = 32
     """At once; in some arms half of them are under the schema."""
-    prompt: Annotated[int, _Positive] = 32
+    prompt: Count = 32
     """Prompt tokens of each."""
-    new: Annotated[int, _Positive] = 128
+    new: Count = 128
     """New tokens of each."""
-    repeats: Annotated[int, _Positive] = 5
+    repeats: Count = 5
     """Turns of each arm."""
     precision: Literal["int8", "none"] = "int8"
     """What weights are kept as."""
@@ -200,15 +196,6 @@ def _is_guided(arm: Arm, stream: int) -> bool:
     return arm != "free" and (stream % 2 == 1 or arm.startswith("all"))
 
 
-@contextmanager
-def _prepared(checkpoint: Path, work: GrammarWork) -> Iterator[GrammarBench]:
-    made = GrammarBench(checkpoint, work)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def _table(runs: dict[Arm, list[ArmRun]], work: GrammarWork) -> Table:
     table = Table(
         "arm", "tokens/s", "of free", "step of free streams ms", "of free", "not sampled", "a mask us",
@@ -254,20 +241,19 @@ def main(
     if quick:
         work = GrammarWork(streams=8, prompt=8, new=24, repeats=2, precision=work.precision)
 
-    def log(line: str) -> None:
-        console.print(line, highlight=False)
-
-    try:
-        with prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _), _prepared(found, work) as bench:
-            runs: dict[Arm, list[ArmRun]] = {arm: [] for arm in ARMS}
-            for arm in ARMS:
-                bench.run(arm, seed=0)
-            for seed in range(1, work.repeats + 1):
-                for arm in ARMS if seed % 2 else reversed(ARMS):
-                    runs[arm].append(bench.run(arm, seed))
-            masks = bench.first_masks(100)
-    except CharoniaError as error:
-        sys.exit(f"charonia: {error.message}")
+    log = log_to(console)
+    with (
+        exit_on_error(),
+        prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _),
+        closing(GrammarBench(found, work)) as bench,
+    ):
+        runs: dict[Arm, list[ArmRun]] = {arm: [] for arm in ARMS}
+        for arm in ARMS:
+            bench.run(arm, seed=0)
+        for seed in range(1, work.repeats + 1):
+            for arm in ARMS if seed % 2 else reversed(ARMS):
+                runs[arm].append(bench.run(arm, seed))
+        masks = bench.first_masks(100)
     console.print(_table(runs, work))
     log(f"vocabulary read in {bench.vocabulary_seconds:.2f} s, schema compiled in {bench.compile_seconds:.3f} s")
     log(f"first mask of the cached schema: median {median(masks) * 1e6:.0f} us of CPU, worst {max(masks) * 1e6:.0f} us")
@@ -277,5 +263,4 @@ def main(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    app()
+    run_command(app)

@@ -14,7 +14,6 @@ from typing import Annotated, NamedTuple, TypeAlias
 import torch
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from ..engine.cpu import library
@@ -22,6 +21,7 @@ from ..engine.cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, Matmu
 from ..engine.cpu.memory import HugePageArena
 from ..engine.layers.int4 import BYTES, GROUP_SIZE, TorchInt4Matmul, quantize_int4
 from ..engine.layers.linear import TorchInt8Matmul, quantize_rows, torch_matmul
+from .command import seconds_of, table_of
 from .machine_peaks import PeakMeter
 from .roofline import MachinePeaks, Precision
 
@@ -164,28 +164,14 @@ def _x(precision: Precision) -> torch.dtype:
 
 @torch.inference_mode()
 def _seconds(stack: ProductStack, inputs: dict[int, Tensor]) -> float:
-    begun = perf_counter()
-    stack.run(inputs)
-    return perf_counter() - begun
+    return seconds_of(lambda: stack.run(inputs))
 
 
 def show(console: Console, precision: Precision, figures: list[ProductFigure]) -> None:
     """Our best product may be the machine's best: then it is the peak."""
     peak = max(chain(*((each.limits.peak, each.operations / each.ours) for each in figures)))
-    table = Table(title=f"{precision}, all products of a step")
-    for column in (
-        "rows",
-        "ms",
-        "torch ms",
-        "torch / ours",
-        "over the first",
-        "GB/s",
-        "of",
-        "GOP/s",
-        "of",
-        "of the limit",
-    ):
-        table.add_column(column, justify="right")
+    columns = ["rows", "ms", "torch ms", "torch / ours", "over the first", "GB/s", "of", "GOP/s", "of", "of the limit"]
+    table = table_of((), columns, f"{precision}, all products of a step")
     for each in figures:
         limits = MachinePeaks(each.limits.read, peak)
         table.add_row(

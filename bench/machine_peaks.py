@@ -5,12 +5,12 @@ On a shared machine both move from minute to minute: measure them beside whateve
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from .command import seconds_of
 from .roofline import MachinePeaks, Precision
 
 _ROWS, _IN, _OUT = 512, 1024, 4096
@@ -100,19 +100,11 @@ def _waited(result: Tensor) -> object:
 
 
 def _once(action: Product) -> float:
-    begun = perf_counter()
-    action()
-    first = perf_counter() - begun
+    first = seconds_of(action)
     # The first try pays for what is set up on the way, unless it was hopeless anyway.
     return first if first > 0.3 else _best(action, 2)
 
 
 def _best(action: Product, tries: int) -> float:
     """Seconds of the fastest try."""
-
-    def once() -> float:
-        begun = perf_counter()
-        action()
-        return perf_counter() - begun
-
-    return min(once() for _ in range(tries))
+    return min(seconds_of(action) for _ in range(tries))

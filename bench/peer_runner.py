@@ -2,11 +2,10 @@
 
     python -P peer_runner.py NAME SETUP
 
-NAME is a file `peer_NAME.py` beside this one with a class `Peer`; SETUP is a `PeerSetup` as JSON. Once the peer
-stands, a
-line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered by {"tokens": [[ids]],
-"seconds": s}, or by {"error"} and the end. Of the standard library alone: a peer's interpreter holds the peer, and no
-charonia.
+NAME is a file of `peers`, or charonia, whose class `Peer` is in `inline_loop`; SETUP is a `PeerSetup` as JSON. Once the
+peer is ready, a line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered by
+{"tokens": [[ids]], "seconds": s}, or by {"error"} and the end. Imports the standard library alone: a peer's interpreter
+has the peer, and no charonia.
 """
 
 import json
@@ -67,8 +66,8 @@ def _say(line: TextIO, **fields: object) -> None:
 
 
 def _peer_class(name: str) -> Any:
-    """The class `Peer` for the engine `name`: ours stands beside this module, all others in `peers`."""
-    module = "charonia_peer" if name == "charonia" else f"peers.{name}"
+    """The class `Peer` for the engine `name`: ours is in `inline_loop`, all others in `peers`."""
+    module = "inline_loop" if name == "charonia" else f"peers.{name}"
     if __package__:
         return import_module(f".{module}", __package__).Peer
     spec = spec_from_file_location(

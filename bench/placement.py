@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple
-from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 from cyclopts import App, Parameter
@@ -23,10 +22,9 @@ from rich.table import Table
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from .load.plan import uniform_jobs
 from .load.service_trials import TrialSizes, TrialTarget, speed, steady_gaps
-from .server_process import CpuMeter, CpuSeconds, ServerAddress, first_model, own_server
+from .server_process import CpuMeter, CpuSeconds, ServerAddress, fetch, first_model, own_server
 
 _TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n" * 64
-_http = build_opener(ProxyHandler({}))
 
 app = App(name="python -m charonia.bench.placement", help=__doc__)
 
@@ -72,12 +70,10 @@ def tokenizing(at: ServerAddress, model: str, clients: int) -> Iterator[None]:
     """So many clients that have a long text tokenized again and again."""
     enough = threading.Event()
     body = json.dumps({"model": model, "prompt": _TEXT}).encode()
-    asking = Request(f"http://{at.host}:{at.http_port}/tokenize", body, {"Content-Type": "application/json"})
 
     def ask() -> None:
         while not enough.is_set():
-            with _http.open(asking, timeout=30) as answer:
-                answer.read()
+            fetch(at, "/tokenize", body)
 
     threads = [threading.Thread(target=ask, daemon=True) for _ in range(clients)]
     for thread in threads:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from ..engine.attention.backend import AttentionBackend, CacheSpec
@@ -28,6 +27,7 @@ from ..engine.layers.step_context import StepContext
 from ..engine.models.interfaces import Decoder
 from ..engine.models.registry import checkpoint_builder
 from ..engine.step_batch import StepBatch
+from .command import table_of
 
 BLOCK, WINDOW = 16, 512
 SEED, SHARE = 20261120, 0.04
@@ -137,9 +137,8 @@ def main(
     """
     texts = [path.read_text(encoding="utf-8") for path in text] if text else list(held_out_modules())
     plain, *quantized = compare(checkpoint, windows_of(checkpoint, texts, tokens))
-    table = Table(title=f"{len(texts)} texts, {plain.tokens} tokens predicted in windows of {WINDOW}")
-    for column in ("precision", "perplexity", "nats a token", "ratio"):
-        table.add_column(column, justify="right")
+    title = f"{len(texts)} texts, {plain.tokens} tokens predicted in windows of {WINDOW}"
+    table = table_of((), ("precision", "perplexity", "nats a token", "ratio"), title)
     for each in (plain, *quantized):
         ratio = each.perplexity / plain.perplexity
         table.add_row(each.name, f"{each.perplexity:.3f}", f"{each.nats:.4f}", f"{ratio:.4f}")

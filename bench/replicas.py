@@ -9,7 +9,7 @@ what comes out is the routing's doing, not the machine's.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from statistics import median
@@ -24,6 +24,7 @@ from ..engine.core.messages import AddRequest
 from ..engine.frontend.client import EngineClient
 from ..engine.frontend.routing import PrefixIndex, prompt_prefixes
 from ..scheduler.config import SchedulerConfig
+from .command import seconds_of
 
 BLOCK_SIZE = 16
 STEP_SECONDS, TOKEN_SECONDS = 4e-3, 20e-6
@@ -114,7 +115,7 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
 def microseconds(length: int) -> float:
     """The best time to find a replica, in microseconds a token of a prompt of that length."""
     prompt, known = list(range(length)), [PrefixIndex(), PrefixIndex()]
-    return min(_timed(lambda: _find(prompt, known)) for _ in range(50)) / length * 1e6
+    return min(seconds_of(lambda: _find(prompt, known)) for _ in range(50)) / length * 1e6
 
 
 def _find(prompt: list[int], known: list[PrefixIndex]) -> None:
@@ -122,12 +123,6 @@ def _find(prompt: list[int], known: list[PrefixIndex]) -> None:
     for each in known:
         each.longest_match(beginnings)
     known[0].insert(beginnings, 1 << 20)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 @app.default

@@ -9,8 +9,6 @@ Without a URL it starts a server on free loopback ports, and stops it afterwards
 """
 
 import shlex
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,18 +17,143 @@ from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
-from .cli_errors import exit_on_error
+from .command import Count, Positive, exit_on_error, log_to, run_command
 from .load import frontend_cost
-from .load.figures import Slo, compute_figures
-from .load.options import ENDLESS, LoadFlags, ServerFlags, build_load, describe_load
-from .load.report import Cpu, LoadResult, require_matplotlib, show, write_json, write_plot
-from .load.worker import RequestProgress, WorkerOutcome, run
-from .server_process import CpuMeter, CpuSeconds, ServerAddress, own_server, parse_server_url, require_open
+from .load.driver import EndpointName, LoopMode, RequestOptions
+from .load.figures import Cpu, LoadResult, Slo, compute_figures, require_matplotlib, show, write_json, write_plot
+from .load.plan import Form, PlannedRequest, Prompts, due_within, poisson, read_trace, uniform_jobs
+from .load.worker import LoadRun, LoadTarget, RequestProgress, WorkerOutcome, run
+from .server_process import (
+    GRPC_PORT,
+    CpuMeter,
+    CpuSeconds,
+    ServerAddress,
+    first_model,
+    own_server,
+    parse_server_url,
+    require_open,
+)
+
+ENDLESS = 100_000
+"""Requests of a closed loop that only its duration is to end."""
+
+_Switch = Parameter(negative=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFlags:
+    """Whom to ask, and where."""
+
+    model_repository: Path | None = None
+    """Start a server of our own over this repository."""
+    checkpoint: Path | None = None
+    """Start a server of our own over this checkpoint."""
+    server_args: str = ""
+    """More arguments of `charonia serve` for a server of our own."""
+    model: str = ""
+    """The model to ask; by default the server's first."""
+    door: EndpointName = "completions"
+    """The protocol: OpenAI's completions or chat, v2's generate_stream, or gRPC's ModelStreamInfer."""
+    grpc_port: int = GRPC_PORT
+    """The gRPC door's port, of a server given by its URL."""
+    allow_remote: Annotated[bool, _Switch] = False
+    """Allow a server that is not this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFlags:
+    """The load. Give one of rate, trace and concurrency."""
+
+    rate: Annotated[float | None, Positive] = None
+    """Open loop: requests per second on average, arriving at random (Poisson)."""
+    trace: Path | None = None
+    """Open loop: a CSV with arrived_at, num_prefill_tokens, num_decode_tokens."""
+    concurrency: Annotated[int | None, Positive] = None
+    """Closed loop: requests at a time."""
+    speedup: Annotated[float, Positive] = 1.0
+    """How much faster than recorded a trace is played."""
+    limit: Annotated[int | None, Positive] = None
+    """Only the first rows of a trace."""
+    longest: Annotated[int | None, Parameter(validator=Number(gte=2))] = None
+    """Cut a trace's prompts so that no request exceeds this many tokens."""
+    requests: Annotated[int | None, Positive] = None
+    """How many requests."""
+    duration: Annotated[float | None, Positive] = None
+    """Seconds after which no request begins."""
+    prompt: Count = 128
+    """Tokens of each prompt."""
+    new: Count = 64
+    """New tokens of each request."""
+    form: Form | None = None
+    """Prompts as token ids or as text; chat is always text."""
+    vocab: Count = 256
+    """Token ids of prompts are below this."""
+    shared_prefix: int = 0
+    """Tokens at the beginning that all prompts share."""
+    temperature: float = 0.0
+    """Sampling temperature."""
+    stop_at_eos: Annotated[bool, _Switch] = False
+    """Let the model end before all new tokens are there."""
+    seed: int = 0
+    """Of arrivals and prompts."""
+    timeout: Annotated[float, Positive] = 600.0
+    """Seconds a request may take."""
+    warmup: int = 1
+    """Requests of each generator process before the start, in no figure."""
+    processes: Count = 1
+    """Generator processes."""
+
+
+def build_load(place: ServerAddress, server: ServerFlags, work: LoadFlags) -> LoadRun:
+    grpc = server.door == "grpc"
+    if grpc:
+        require_open(place, place.grpc_port, "the gRPC door")
+    manner = RequestOptions(server.model or first_model(place), work.temperature, not work.stop_at_eos)
+    port = place.grpc_port if grpc else place.http_port
+    return LoadRun(
+        target=LoadTarget(host=place.host, port=port, door=server.door, manner=manner),
+        jobs=plan_requests(work),
+        prompts=Prompts(form=_form(server, work), vocab=work.vocab, shared=work.shared_prefix, seed=work.seed),
+        pace=LoopMode(concurrency=work.concurrency or 0, duration=work.duration, timeout=work.timeout),
+        warm_up=work.warmup,
+    )
+
+
+def plan_requests(work: LoadFlags) -> list[PlannedRequest]:
+    """The requests of a load.
+
+    Raises:
+        InvalidArgument: it has no pace, or several, or no end; or the trace cannot be read.
+    """
+    if sum(each is not None for each in (work.rate, work.trace, work.concurrency)) != 1:
+        raise InvalidArgument("give one of --rate, --trace and --concurrency")
+    if work.trace is not None:
+        limit = min(filter(None, (work.limit, work.requests)), default=None)
+        jobs = read_trace(work.trace, speedup=work.speedup, limit=limit, longest=work.longest)
+        return due_within(jobs, work.duration)
+    if work.requests is None and work.duration is None:
+        raise InvalidArgument("give --requests or --duration, or both: else it never ends")
+    if work.rate is None:
+        return uniform_jobs([0.0] * (work.requests or ENDLESS), work.prompt, work.new)
+    count = work.requests or round(2 * work.rate * (work.duration or 0)) + 100
+    return due_within(uniform_jobs(poisson(work.rate, count, work.seed), work.prompt, work.new), work.duration)
+
+
+def _form(server: ServerFlags, work: LoadFlags) -> Form:
+    if server.door == "chat" and work.form == "ids":
+        raise InvalidArgument("a chat takes no token ids")
+    return work.form or ("text" if server.door == "chat" else "ids")
+
+
+def describe_load(server: ServerFlags, work: LoadFlags) -> dict[str, Any]:
+    return {**msgspec.to_builtins(server, enc_hook=str), **msgspec.to_builtins(work, enc_hook=str)}
+
 
 app = App(name="python -m charonia.bench.serve", help=__doc__)
 
@@ -54,8 +177,8 @@ def load(
     url: str | None = None,
     /,
     *,
-    server: Annotated[ServerFlags, Parameter("*")] = ServerFlags(),  # noqa: B008
-    work: Annotated[LoadFlags, Parameter("*")] = LoadFlags(),  # noqa: B008
+    server: Annotated[ServerFlags, Parameter("*")] = ServerFlags(),
+    work: Annotated[LoadFlags, Parameter("*")] = LoadFlags(),
     output: Annotated[OutputOptions, Parameter("*")] = OutputOptions(),
 ) -> int:
     """Put a load to a server.
@@ -94,7 +217,7 @@ def frontend(
     """
     console = Console()
     with exit_on_error():
-        comparison = frontend_cost.compare(trial, lambda line: console.print(line, highlight=False))
+        comparison = frontend_cost.compare(trial, log_to(console))
         frontend_cost.show(console, comparison)
         if json:
             json.write_bytes(msgspec.json.encode(comparison))
@@ -153,11 +276,5 @@ def _progress(console: Console, requests: int) -> "Iterator[Any]":
         yield tell
 
 
-def main() -> None:
-    """The command. Asked to end, it leaves by the way that ends its server too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(app())
-
-
 if __name__ == "__main__":
-    main()
+    run_command(app)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 from ..core.errors import InvalidArgument, NotFound, Unavailable
 
@@ -109,6 +109,30 @@ def require_open(place: ServerAddress, port: int, what: str) -> None:
         raise Unavailable(f"{what} is closed: nothing listens on {place.host}:{port} ({error.strerror})") from None
 
 
+def fetch(
+    place: ServerAddress,
+    path: str,
+    body: object = None,
+    *,
+    timeout: float = 60.0,
+    headers: Mapping[str, str] = {"Content-Type": "application/json"},
+) -> bytes:
+    """The content of an answer: to a POST of `body` (bytes, or what becomes JSON), without one to a GET.
+
+    Raises:
+        HTTPError: an error's status, in `code`.
+        OSError: there is no such server, or no answer in time.
+    """
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with _http.open(Request(f"http://{_netloc(place)}{path}", data, dict(headers)), timeout=timeout) as answer:
+            content: bytes = answer.read()
+            return content
+    except HTTPError as error:
+        error.close()
+        raise
+
+
 def first_model(place: ServerAddress) -> str:
     """The name of the first model the server offers.
 
@@ -116,8 +140,7 @@ def first_model(place: ServerAddress) -> str:
         NotFound, Unavailable: there is none, or no such server.
     """
     try:
-        with _http.open(f"http://{_netloc(place)}/v1/models", timeout=30) as answer:
-            models: list[dict[str, Any]] = json.load(answer)["data"]
+        models: list[dict[str, Any]] = json.loads(fetch(place, "/v1/models"))["data"]
     except (OSError, ValueError, LookupError) as error:
         raise Unavailable(f"{_netloc(place)} does not list its models: {error}; name one with --model") from None
     if not models:
@@ -227,13 +250,10 @@ def _until_ready(place: ServerAddress, alive: LivenessCheck) -> None:
 def is_ready(place: ServerAddress) -> bool:
     """Whether the server reports that it is ready."""
     try:
-        with _http.open(f"http://{_netloc(place)}/v2/health/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except HTTPError as error:
-        error.close()
+        fetch(place, "/v2/health/ready", timeout=5)
+    except OSError:
         return False
-    except (URLError, OSError):
-        return False
+    return True
 
 
 def _netloc(place: ServerAddress) -> str:

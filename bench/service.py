@@ -8,7 +8,6 @@ is missed.
 """
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -16,14 +15,13 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.table import Table
 
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..processes.host import usable_cores
 from .checkpoint import ShapeName
-from .cli_errors import exit_on_error
+from .command import Log, exit_on_error, log_to, run_command
+from .inline_loop import PRECISIONS
 from .load.service_trials import (
-    Log,
     TrialSizes,
     TrialTarget,
     TrialVerdict,
@@ -32,6 +30,7 @@ from .load.service_trials import (
     mixed,
     prefill,
     prefix,
+    show_verdicts,
     throughput,
 )
 from .offline import prepare_checkpoint
@@ -42,13 +41,7 @@ from .server_process import first_model, own_server
 
 TrialName: TypeAlias = Literal["throughput", "prefill", "beside", "mixed", "prefix", "hostile"]
 _TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "beside", "mixed", "prefix", "hostile")
-SERVER_FLAGS: dict[Precision, list[str]] = {
-    "bf16": ["--dtype", "bfloat16"],
-    "fp16": ["--dtype", "float16"],
-    "fp32": ["--dtype", "float32"],
-    "int8": ["--dtype", "bfloat16", "--quantization", "int8"],
-    "int4": ["--dtype", "bfloat16", "--quantization", "int4"],
-}
+SERVER_FLAGS = {name: [f"--{key}={value}" for key, value in each.items()] for name, each in PRECISIONS.items()}
 _CHUNK = 512
 """Most tokens in a step, of the server and of the engine beside it."""
 
@@ -99,16 +92,6 @@ def _setup(checkpoint: Path, precision: Precision, sizes: TrialSizes) -> PeerSet
     )
 
 
-def show(console: Console, verdicts: list[TrialVerdict]) -> None:
-    """Print them beside their bars."""
-    table = Table("", "ratio", "bar", "")
-    for verdict in verdicts:
-        sign = "at least" if verdict.at_least else "at most"
-        met = "met" if verdict.met else "[red]missed[/red]"
-        table.add_row(verdict.what, f"{verdict.value:.2f}", f"{sign} {verdict.bar:g}", met)
-    console.print(table)
-
-
 @app.default
 def main(
     *,
@@ -142,17 +125,14 @@ def main(
     """
     console = Console()
 
-    def log(line: str) -> None:
-        console.print(line, highlight=False)
-
+    log = log_to(console)
     with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _):
         verdicts = run_trials(found, precision, trials, sizes, server_args, log)
-    show(console, verdicts)
+    show_verdicts(console, verdicts)
     if json:
         json.write_bytes(msgspec.json.encode(verdicts))
     return 0 if all(verdict.met for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(app())
+    run_command(app)

@@ -10,10 +10,9 @@ product is computed and every token sampled, but a sequence goes on with the rec
 drafters alone, against the records, without a model.
 """
 
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,8 +32,8 @@ from ..engine.drafters.laboratory import Record
 from ..engine.options import read_speculation_config
 from ..scheduler.speculation import DraftRequest
 from .checkpoint import ShapeName
-from .cli_errors import exit_on_error
-from .load.report import require_matplotlib
+from .command import Count, Log, exit_on_error, log_to, run_command
+from .load.figures import require_matplotlib
 from .offline import prepare_checkpoint
 from .roofline import Precision
 from .speculation_report import (
@@ -47,13 +46,11 @@ from .speculation_report import (
     write_plot,
 )
 from .speculation_texts import TEXT_KINDS, RecordedText, TextKind, read_texts, write_records
-from .speculation_trial import Acceptance, Arm, Contender, Laboratory, RunFigures, laboratory
+from .speculation_trial import Acceptance, Arm, Contender, Laboratory, RunFigures
 
-Log: TypeAlias = Callable[[str], None]
 TargetTokens: TypeAlias = Literal["record", "model"]
 _Several = Parameter(consume_multiple=True)
 _Counts = Parameter(consume_multiple=True, validator=Number(gt=0))
-_Positive = Parameter(validator=Number(gt=0))
 _REPLAYED_VOCABULARY = 1 << 18
 
 app = App(name="python -m charonia.bench.speculation", help=__doc__)
@@ -73,9 +70,9 @@ class SpeculationWork:
     """Sequences at once."""
     kinds: Annotated[tuple[TextKind, ...], _Several] = TEXT_KINDS
     """Kinds of text."""
-    new: Annotated[int, _Positive] = 1000
+    new: Count = 1000
     """New tokens of a sequence, at most; the recorded answers are shorter."""
-    repeats: Annotated[int, _Positive] = 3
+    repeats: Count = 3
     """Turns of each drafter at each kind and number of streams."""
     everything: bool = False
     """Verify every draft, whatever it costs."""
@@ -126,7 +123,9 @@ def compare(
         arms = build_arms(work, record)
         computing = _computing(arms, recorded)
         model = stack.enter_context(
-            laboratory(str(checkpoint), precision, texts, max(work.streams), recorded=recorded, computing=computing)
+            closing(
+                Laboratory(str(checkpoint), precision, texts, max(work.streams), recorded=recorded, computing=computing)
+            )
         )
         none = model.contender(Arm("none"))
         records: Sequence[Record] = texts
@@ -281,7 +280,7 @@ def main(
             if json:
                 json.write_bytes(msgspec.json.encode(seen))
             return
-        log: Log = lambda line: console.print(line, highlight=False)  # noqa: E731
+        log = log_to(console)
         target = target or ("record" if checkpoint is None else "model")
         found, _ = stack.enter_context(prepare_checkpoint(checkpoint, shape, scratch, log))
         result = compare(found, precision, target, texts, work, log)
@@ -296,5 +295,4 @@ def main(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    app()
+    run_command(app)

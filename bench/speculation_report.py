@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from .load.report import require_matplotlib
+from .command import table_of
+from .load.figures import require_matplotlib
 from .roofline import Precision
 from .speculation_texts import TextKind
 from .speculation_trial import Acceptance, RunFigures
@@ -100,11 +101,9 @@ class SpeculationCell:
 def show(console: Console, seen: SpeculationComparison) -> None:
     """Print speeds by text, what became of drafts, and what steps cost."""
     said = f"{seen.checkpoint}, {seen.precision}, tokens of the {seen.target}"
-    table = Table(title=f"output tokens/s while decoding, {said}; medians")
-    for name in ("streams", "text", "drafter"):
-        table.add_column(name)
-    for name in ("tokens/s", "of none", "TPOT p99 of none", "gap p50", "gap p99 ms", "length", "wasted", "others"):
-        table.add_column(name, justify="right")
+    columns = ("tokens/s", "of none", "TPOT p99 of none", "gap p50", "gap p99 ms", "length", "wasted", "others")
+    title = f"output tokens/s while decoding, {said}; medians"
+    table = table_of(("streams", "text", "drafter"), columns, title)
     for streams in seen.streams:
         for kind in seen.kinds:
             for drafter in seen.drafters:
@@ -132,9 +131,9 @@ def _add_cell(table: Table, names: tuple[str, ...], cell: SpeculationCell) -> No
 
 
 def _by_drafter(seen: SpeculationComparison) -> Table:
-    table = Table(title="over all texts: geometric mean of the ratios, and what became of drafts")
-    for name in ("streams", "drafter", "of none", *_ACCEPTANCE, "ms to draft"):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
+    columns = ("of none", *_ACCEPTANCE, "ms to draft")
+    title = "over all texts: geometric mean of the ratios, and what became of drafts"
+    table = table_of(("streams", "drafter"), columns, title)
     for streams in seen.streams:
         for drafter in seen.drafters:
             own = [turn for turn in seen.turns if (turn.streams, turn.drafter) == (streams, drafter)]
@@ -164,9 +163,8 @@ def _drafting(figures: RunFigures) -> str:
 
 
 def _costs(costs: Sequence[StepCost]) -> Table:
-    table = Table(title="steps that only decode, by their tokens: median ms, and what the schedulers expect")
-    for name in ("tokens", "steps", "measured", "expected", "of the smallest"):
-        table.add_column(name, justify="right")
+    columns = ("tokens", "steps", "measured", "expected", "of the smallest")
+    table = table_of((), columns, "steps that only decode, by their tokens: median ms, and what the schedulers expect")
     steps = sum(cost.steps for cost in costs)
     for cost in costs:
         if cost.tokens > _ALL_SIZES and cost.steps < steps / 100:
@@ -179,9 +177,8 @@ def _costs(costs: Sequence[StepCost]) -> Table:
 
 def show_replay(console: Console, turns: Sequence[SpeculationTurn]) -> None:
     """Print what each drafter would have had accepted in each kind of text."""
-    table = Table(title="drafters against records")
-    for name in ("drafter", "text", "tokens a step", *_ACCEPTANCE, "us to draft"):
-        table.add_column(name, justify="left" if name in ("drafter", "text") else "right")
+    columns = ("tokens a step", *_ACCEPTANCE, "us to draft")
+    table = table_of(("drafter", "text"), columns, "drafters against records")
     for drafter in dict.fromkeys(turn.drafter for turn in turns):
         for kind in dict.fromkeys(turn.kind for turn in turns):
             own = [turn.figures for turn in turns if (turn.drafter, turn.kind) == (drafter, kind)]

@@ -5,8 +5,7 @@ and accepted, and how long that took.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
@@ -30,7 +29,7 @@ from ..scheduler.plan import IntArray, MaskSource, SamplerParams, StepPlan, Step
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import GREEDY
 from ..scheduler.speculation import Drafter, DraftRequest, Speculation
-from .charonia_peer import BLOCK, PRECISIONS
+from .inline_loop import BLOCK, PRECISIONS
 from .roofline import Precision
 
 Times: TypeAlias = list[float]
@@ -407,24 +406,3 @@ def _take(message: RequestUpdates, arrivals: Sequence[Arrivals]) -> None:
             seen.tokens += [next(stream) for _ in range(count)]
             seen.times.append(now)
             seen.first = seen.first or count
-
-
-@contextmanager
-def laboratory(
-    checkpoint: str,
-    precision: Precision,
-    records: Sequence[Record],
-    streams: int,
-    *,
-    recorded: bool,
-    sampling: SamplerParams = GREEDY,
-    computing: SpeculationConfig | None = None,
-) -> Iterator[Laboratory]:
-    """A `Laboratory`, closed in the end."""
-    made = Laboratory(
-        checkpoint, precision, records, streams, recorded=recorded, sampling=sampling, computing=computing
-    )
-    try:
-        yield made
-    finally:
-        made.close()

@@ -12,7 +12,6 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
@@ -22,14 +21,14 @@ from ..engine.cpu.op_trace import ATTENTION, GATE, NORM, PRODUCT
 from ..engine.cpu.program import ProgramTimings
 from ..engine.models.native_decoder import NativeDecoder
 from ..processes.host import usable_cores
-from .charonia_peer import Peer
+from .command import Count, table_of
+from .inline_loop import Peer
 from .machine_peaks import PeakMeter
 from .peer_runner import PeerSetup
 from .roofline import MachinePeaks, ModelDemand, OfflineJob, Precision
 
 PARTS = {"products": PRODUCT, "attention": ATTENTION, "norms": NORM, "gates": GATE}
 
-_Positive = Parameter(validator=Number(gt=0))
 app = App(name="python -m charonia.bench.step_breakdown", help=__doc__)
 
 
@@ -78,9 +77,9 @@ def main(
     *,
     precision: Precision = "int8",
     sequences: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (1, 4, 16, 32),
-    prompt: Annotated[int, _Positive] = 128,
-    new: Annotated[int, _Positive] = 32,
-    tries: Annotated[int, _Positive] = 3,
+    prompt: Count = 128,
+    new: Count = 32,
+    tries: Count = 3,
 ) -> None:
     """Take steps apart.
 
@@ -125,10 +124,8 @@ def _least(demand: ModelDemand, job: OfflineJob, machine: MachinePeaks) -> float
 
 def _table(precision: Precision, threads: int, machine: MachinePeaks) -> Table:
     said = f"{precision}, {threads} threads; {machine.read / 1e9:.1f} GB/s, {machine.peak / 1e9:.0f} GOP/s"
-    table = Table(title=f"ms of a decode step: {said}")
-    for name in ("sequences", "least", "step", *PARTS, "head", "rest"):
-        table.add_column(name, justify="right")
-    return table
+    columns = ("sequences", "least", "step", *PARTS, "head", "rest")
+    return table_of((), columns, f"ms of a decode step: {said}")
 
 
 def _row(table: Table, step: StepTimes, least: float) -> None:

@@ -18,7 +18,6 @@ from typing import Annotated, Literal, TypeVar
 import numpy as np
 import zmq
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +31,7 @@ from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Continuation, MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
+from .command import Count
 from .scheduler import BLOCK_SIZE, sampled
 
 PARTS = ("schedule", "execute", "wait", "apply", "send", "loop")
@@ -41,7 +41,6 @@ _WARM_UP = 64
 """Steps in which all decode and that are not counted."""
 
 T = TypeVar("T")
-_Positive = Parameter(validator=Number(gt=0))
 app = App(name="python -m charonia.bench.step_overhead", help=__doc__)
 
 
@@ -213,10 +212,10 @@ def _read(address: CoreEndpoints) -> None:
 @app.default
 def main(
     *,
-    sequences: Annotated[tuple[Annotated[int, _Positive], ...], Parameter(consume_multiple=True)] = (1, 4, 32, 256),
+    sequences: Annotated[tuple[Count, ...], Parameter(consume_multiple=True)] = (1, 4, 32, 256),
     ahead: Literal[0, 1, 2] = 0,
-    steps: Annotated[int, _Positive] = 300,
-    megabytes: Annotated[int, _Positive] = 32,
+    steps: Count = 300,
+    megabytes: Count = 32,
 ) -> None:
     """Print a table of medians.
 

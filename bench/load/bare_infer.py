@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import orjson
 
-from .bare_server import serve_bare
+from .bare_server import read_body, serve_bare
 
 NAME = "identity"
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """The ASGI handler."""
-    body = await _body(receive)
+    body = await read_body(receive)
     headers = dict(scope["headers"])
     length = headers.get(b"inference-header-content-length")
     parts = _echo_json(body) if length is None else _echo_binary(body, int(length))
@@ -27,17 +27,6 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         answer.append((b"inference-header-content-length", b"%d" % len(parts[0])))
     await send({"type": "http.response.start", "status": 200, "headers": answer})
     await send({"type": "http.response.body", "body": b"".join(parts)})
-
-
-async def _body(receive: Any) -> bytes:
-    message = await receive()
-    if not message.get("more_body", False):
-        return bytes(message["body"])
-    pieces = [message["body"]]
-    while message.get("more_body", False):
-        message = await receive()
-        pieces.append(message["body"])
-    return b"".join(pieces)
 
 
 def _echo_binary(body: bytes, length: int) -> list[bytes]:

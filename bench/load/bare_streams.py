@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from .bare_server import serve_bare
+from .bare_server import read_body, serve_bare
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _EVENT = b'data: {"choices":[{"text":"%s"}]}\n\n'
@@ -44,7 +44,7 @@ def event_of(size: int) -> bytes:
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """The ASGI handler."""
-    frames = FrameSpec.asked(orjson.loads(await _body(receive))["prompt"])
+    frames = FrameSpec.asked(orjson.loads(await read_body(receive))["prompt"])
     frame = event_of(frames.size)
     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
     for _ in range(frames.number):
@@ -52,16 +52,6 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         if frames.pause is not None:
             await asyncio.sleep(frames.pause)
     await send({"type": "http.response.body", "body": b""})
-
-
-async def _body(receive: Any) -> bytes:
-    pieces: list[bytes] = []
-    more = True
-    while more:
-        message = await receive()
-        pieces.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(pieces)
 
 
 def response_of(size: int) -> bytes:

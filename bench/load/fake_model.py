@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..dummy_tokenizer import write_tokenizer
+from ..checkpoint import write_tokenizer
 
 NAME = "fake"
 VOCAB = 1024

@@ -10,8 +10,7 @@ streams of one engine must. With a step time it also waits that long between fra
 which makes the same system call several times dearer. Paced, only CPU time per frame compares.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,22 +22,18 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.console import Console
-from rich.table import Table
 
 from ...core.errors import Unavailable
+from ..command import Count, Log, table_of
 from ..server_process import (
-    LOOPBACK,
     CpuMeter,
     ServerAddress,
-    free_ports,
     own_server,
     require_open,
-    run_process,
-    until_open,
 )
+from .bare_server import bare_server
 from .bare_streams import FrameSpec
-from .driver import LoopMode
-from .endpoints import EndpointName, RequestOptions
+from .driver import EndpointName, LoopMode, RequestOptions
 from .fake_model import NAME, write_repository
 from .figures import compute_figures
 from .plan import Form, Prompts, uniform_jobs
@@ -48,7 +43,6 @@ _BLOCK = 16
 _OURS = "charonia"
 _TURNS = "bare, in turns"
 _STEPS = "bare, in steps"
-_Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +51,19 @@ class FrontendTrial:
 
     door: EndpointName = "completions"
     """The protocol."""
-    streams: _Count = 256
+    streams: Count = 256
     """Requests at a time."""
-    requests: _Count = 512
+    requests: Count = 512
     """Requests of one turn."""
-    prompt: _Count = 16
+    prompt: Count = 16
     """Tokens of each prompt."""
-    new: _Count = 128
+    new: Count = 128
     """New tokens of each request."""
-    repeats: _Count = 2
+    repeats: Count = 2
     """Turns of each contender."""
     step_ms: Annotated[float, Parameter(validator=Number(gte=0))] = 15.0
     """Milliseconds that a step of the fake engine takes, besides what it costs; at 0 most frames hold many tokens."""
-    processes: _Count = 1
+    processes: Count = 1
     """Generator processes."""
 
 
@@ -113,7 +107,7 @@ class FrontendComparison(msgspec.Struct, frozen=True):
         return self.microseconds_per_frame(name) / self.microseconds_per_frame(_OURS)
 
 
-def compare(trial: FrontendTrial, log: Callable[[str], None]) -> FrontendComparison:
+def compare(trial: FrontendTrial, log: Log) -> FrontendComparison:
     """Run the contenders in turns.
 
     Raises:
@@ -157,21 +151,11 @@ def _servers(trial: FrontendTrial) -> Iterator[tuple[ServerAddress, ServerAddres
         ours = stack.enter_context(own_server("--model-repository", str(repository)))
         if trial.door == "grpc":
             require_open(ours, ours.grpc_port, "the gRPC door")
-        yield ours, stack.enter_context(_bare_server())
+        yield ours, stack.enter_context(bare_server("bare_streams"))
 
 
 def _length(trial: FrontendTrial) -> int:
     return trial.prompt + trial.new + _BLOCK
-
-
-@contextmanager
-def _bare_server() -> Iterator[ServerAddress]:
-    http_port, grpc_port = free_ports(2)
-    command = [sys.executable, "-m", "charonia.bench.load.bare_streams", str(http_port), str(grpc_port)]
-    with run_process(command) as (pid, alive):
-        place = ServerAddress(LOOPBACK, http_port, grpc_port, pid)
-        until_open(place, alive)
-        yield place
 
 
 def _leg(name: str, trial: FrontendTrial, place: ServerAddress, frames: FrameSpec | None) -> FrontendRun:
@@ -238,10 +222,9 @@ def _cells(leg: FrontendRun) -> list[str]:
 def show(console: Console, comparison: FrontendComparison) -> None:
     """Print the turns and the ratios."""
     trial = comparison.trial
-    table = Table(title=f"{trial.door}: {trial.streams} streams, {trial.requests} requests of {trial.new} tokens")
-    columns = ("", "frames", "tokens each", "bytes each", "per s", "CPU µs each", "frontend CPU", "generator CPU")
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("frames", "tokens each", "bytes each", "per s", "CPU µs each", "frontend CPU", "generator CPU")
+    title = f"{trial.door}: {trial.streams} streams, {trial.requests} requests of {trial.new} tokens"
+    table = table_of(("",), columns, title)
     for leg in comparison.legs:
         table.add_row(leg.name, *_cells(leg))
     console.print(table)

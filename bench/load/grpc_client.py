@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .endpoints import OK, RequestOptions, RequestResult, sampling
+from .driver import OK, RequestOptions, RequestResult, sampling
 from .plan import Prompt
 
 

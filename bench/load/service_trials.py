@@ -8,29 +8,28 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from itertools import count, cycle, islice
 from statistics import median
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from cyclopts import Parameter
 from cyclopts.validators import Number
+from rich.console import Console
+from rich.table import Table
 
 from ...core.errors import Unavailable
+from ..command import Count, Log
 from ..peer_process import PeerProcess
 from ..server_process import ServerAddress
-from .driver import LoadRecord, LoopMode
-from .endpoints import OK, RequestOptions
+from .driver import OK, LoadRecord, LoopMode, RequestOptions
 from .figures import inter_token_times, ttft
 from .plan import PlannedRequest, Prompts, uniform_jobs
 from .worker import LoadRun, LoadTarget, WorkerOutcome, run
-
-Log: TypeAlias = Callable[[str], None]
-_Positive = Parameter(validator=Number(gt=0))
 
 
 class TrialVerdict(NamedTuple):
@@ -46,33 +45,43 @@ class TrialVerdict(NamedTuple):
         return self.value >= self.bar if self.at_least else self.value <= self.bar
 
 
+def show_verdicts(console: Console, verdicts: Sequence[TrialVerdict]) -> None:
+    """Print them beside their bars."""
+    table = Table("", "figure", "bar", "")
+    for verdict in verdicts:
+        sign = "at least" if verdict.at_least else "at most"
+        met = "met" if verdict.met else "[red]missed[/red]"
+        table.add_row(verdict.what, f"{verdict.value:.2f}", f"{sign} {verdict.bar:g}", met)
+    console.print(table)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSizes:
     """The sizes of the trials."""
 
     streams: Annotated[tuple[int, ...], Parameter(consume_multiple=True, validator=Number(gt=0))] = (1, 8, 32)
     """Streams at a time whose throughput is compared with the engine's."""
-    prompt: Annotated[int, _Positive] = 128
+    prompt: Count = 128
     """Tokens of an ordinary prompt."""
-    new: Annotated[int, _Positive] = 64
+    new: Count = 64
     """New tokens of an ordinary request."""
-    long: Annotated[int, _Positive] = 2048
+    long: Count = 2048
     """Tokens of a long prompt."""
-    running: Annotated[int, _Positive] = 8
+    running: Count = 8
     """Streams that run while a long prompt is computed."""
-    running_new: Annotated[int, _Positive] = 768
+    running_new: Count = 768
     """Their new tokens: enough to outlast the long prompt."""
-    beside: Annotated[int, _Positive] = 4
+    beside: Count = 4
     """Streams that run ten times as long as a long prompt takes."""
-    longs: Annotated[int, _Positive] = 4
+    longs: Count = 4
     """Long prompts that short ones queue behind."""
-    shorts: Annotated[int, _Positive] = 16
+    shorts: Count = 16
     """Short prompts, of 32 to 255 tokens."""
-    shared: Annotated[int, _Positive] = 1024
+    shared: Count = 1024
     """Tokens at the beginning that prompts share."""
-    sharing: Annotated[int, _Positive] = 32
+    sharing: Count = 32
     """Requests that share them."""
-    repeats: Annotated[int, _Positive] = 3
+    repeats: Count = 3
     """Turns of each side."""
 
 

@@ -14,8 +14,17 @@ from typing import TypeAlias
 import msgspec
 
 from ...core.errors import Unavailable
-from .driver import LoadDriver, LoadRecord, LoopMode
-from .endpoints import ENDPOINTS, OK, EndpointName, RequestOptions, RequestSender, SseSender
+from .driver import (
+    ENDPOINTS,
+    OK,
+    EndpointName,
+    LoadDriver,
+    LoadRecord,
+    LoopMode,
+    RequestOptions,
+    RequestSender,
+    SseSender,
+)
 from .http_client import HttpClient
 from .plan import PlannedRequest, Prompts
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any, Literal, NamedTuple
-from urllib.request import ProxyHandler, Request, build_opener
 
 from cyclopts import App
 from rich.console import Console
@@ -29,7 +28,7 @@ from rich.progress import Progress
 
 from ...core.errors import Unavailable
 from ..load.fake_model import NAME, write_repository
-from ..server_process import ServerAddress, children, is_ready, own_server
+from ..server_process import ServerAddress, children, fetch, is_ready, own_server
 from .process_stats import read_server_stats
 
 ENGINE = {"fake_step_seconds": 0.01, "max_num_seqs": 16}
@@ -39,7 +38,6 @@ _WRONG = 50
 
 _LONGEST = 600.0
 _POLL_SECONDS = 0.02
-_http = build_opener(ProxyHandler({}))
 
 app = App(name="python -m charonia.bench.proofs.batches", help=__doc__)
 
@@ -196,10 +194,7 @@ def _kill_server(place: ServerAddress) -> None:
 
 def ask(place: ServerAddress, path: str, body: Any = None, media: str = "application/json") -> Any:
     """The JSON that the server answers. Raises `OSError` for an error."""
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    request = Request(f"http://{place.host}:{place.http_port}{path}", data, {"content-type": media})
-    with _http.open(request, timeout=60) as answer:
-        return json.load(answer)
+    return json.loads(fetch(place, path, body, headers={"Content-Type": media}))
 
 
 def _create(place: ServerAddress, requests: int) -> str:
@@ -222,11 +217,9 @@ def _told(place: ServerAddress, batch: dict[str, Any]) -> Iterator[tuple[str, in
     """Each line of the files: the request, and its status."""
     for file in (batch["output_file_id"], batch["error_file_id"]):
         if file is not None:
-            url = f"http://{place.host}:{place.http_port}/v1/files/{file}/content"
-            with _http.open(url, timeout=60) as answer:
-                for line in answer:
-                    told = json.loads(line)
-                    yield told["custom_id"], told["response"]["status_code"] if told["response"] else 0
+            for line in fetch(place, f"/v1/files/{file}/content").splitlines():
+                told = json.loads(line)
+                yield told["custom_id"], told["response"]["status_code"] if told["response"] else 0
 
 
 @app.default

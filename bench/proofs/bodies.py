@@ -22,8 +22,7 @@ from ..fuzz.grpc_mutations import rpc_mutant
 from ..fuzz.http_mutations import LIMIT, http_mutant, valid_requests
 from ..load.tiny_model import ECHO, NAME, tiny_server
 from ..server_process import ServerAddress
-from .process_stats import ServerStats, read_server_stats, until_idle
-from .trend import Trend, trend
+from .process_stats import ServerStats, Trend, read_server_stats, trend, until_idle
 
 AT_ONCE = 24
 LOOKS = 60

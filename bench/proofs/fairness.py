@@ -9,8 +9,7 @@ from statistics import median
 
 from cyclopts import App
 
-from ..load.driver import LoadRecord
-from ..load.endpoints import OK
+from ..load.driver import OK, LoadRecord
 from ..load.figures import ttft
 from ..server_process import ServerAddress
 from .fake_load import RequestShape, fake_server, open_load, run_concurrently, saturating_rate

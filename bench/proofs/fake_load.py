@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from ..load.driver import LoadRecord, LoopMode
-from ..load.endpoints import OK, RequestOptions
+from ..load.driver import OK, LoadRecord, LoopMode, RequestOptions
 from ..load.fake_model import NAME, write_repository
 from ..load.plan import PlannedRequest, Prompts, due_within, poisson, uniform_jobs
 from ..load.worker import LoadRun, LoadTarget, run
@@ -34,12 +33,17 @@ class RequestShape(NamedTuple):
     new: int
 
 
+def poisson_jobs(shape: RequestShape, rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
+    """`rate` requests a second on average, which arrive at random."""
+    arrivals = poisson(rate, round(2 * rate * seconds) + 100, seed)
+    return due_within(uniform_jobs(arrivals, *shape), seconds)
+
+
 def open_load(
     place: ServerAddress, shape: RequestShape, rate: float, seconds: float, seed: int, api_key: str = ""
 ) -> LoadRun:
     """A load of `rate` requests a second on average, with random arrivals."""
-    arrivals = poisson(rate, round(2 * rate * seconds) + 100, seed)
-    return _load(place, due_within(uniform_jobs(arrivals, *shape), seconds), LoopMode(), seed, api_key)
+    return _load(place, poisson_jobs(shape, rate, seconds, seed), LoopMode(), seed, api_key)
 
 
 def closed_load(

@@ -24,6 +24,10 @@ STEP_LOOP = ("engine/core/step_loop.py", "engine/core/inbox.py", "engine/core.py
 """The step loop and the inbox it reads from, as they are called now and as they were called before; beside them
 everything in scheduler/ and kvcache/ belongs to what a reader of the step loop reads."""
 
+TRITONS = "classic_backends/python_stub"
+"""Its classes have the names that users of Triton's Python models write (Tensor, ModelConfig, MetricFamily): they count
+as homonyms of each other only, not of ours."""
+
 app = App(name="python -m charonia.bench.proofs.house", help=__doc__)
 
 
@@ -88,7 +92,8 @@ def _add_file(house: House, folder: str, name: str, text: str) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             house.functions.append(_function_lines(node))
         elif isinstance(node, ast.ClassDef):
-            house.classes.setdefault(node.name, []).append(f"{name}:{node.lineno}")
+            scope = "Triton's " if folder == TRITONS else ""
+            house.classes.setdefault(f"{scope}{node.name}", []).append(f"{name}:{node.lineno}")
             house.forwarders += (f"{name}:{line} {node.name}.{method}" for line, method in forwarders(node))
 
 

@@ -22,14 +22,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ...core.errors import Unavailable
-from ..load.driver import LoadRecord, LoopMode
-from ..load.endpoints import OK, EndpointName, RequestOptions
+from ..load.driver import OK, EndpointName, LoadRecord, LoopMode, RequestOptions
 from ..load.fake_model import NAME
-from ..load.plan import Prompts, due_within, poisson, uniform_jobs
+from ..load.plan import Prompts
 from ..load.worker import LoadRun, LoadTarget, run
 from ..server_process import ServerAddress, is_ready
-from .fake_load import fake_server
-from .process_stats import MetricsScrape, ServerStats, counted_since, read_server_stats, scrape, settled, until_idle
+from .fake_load import RequestShape, fake_server, poisson_jobs, run_concurrently
+from .process_stats import ServerStats, counted_since, read_server_stats, scrape, settled, until_idle
 
 DOORS: tuple[EndpointName, ...] = get_args(EndpointName)
 PROMPT, NEW = 16, 40
@@ -37,6 +36,7 @@ ENGINE = {"fake_step_seconds": 0.02, "max_num_seqs": 64}
 _LONGEST = 60.0
 """Seconds after which a stream that has not ended is one that hangs."""
 _POLL_SECONDS = 0.02
+_RESTARTS = "charonia_core_restarts_total"
 
 app = App(name="python -m charonia.bench.proofs.kills", help=__doc__)
 
@@ -131,14 +131,13 @@ def run_kills(
         records = [record for put in putting for outcome in put.result() for record in outcome.records]
     now = asyncio.run(until_idle(place))
     after = asyncio.run(settled(place, before))
-    restarts = int(_restarts(now) - _restarts(seen))
+    restarts = int(now.total(_RESTARTS) - seen.total(_RESTARTS))
     return KillsResult(records, away, counted_since(seen.outcomes(), now.outcomes()), restarts, before, after)
 
 
 async def _tried(place: ServerAddress, patience: float, tell: Callable[[str], None], quarry: KillTarget) -> None:
     """A warm-up before the first census: every endpoint is asked, and a core killed."""
-    with ThreadPoolExecutor(len(DOORS)) as threads:
-        list(threads.map(run, (_load(place, door, 8, 1, -1 - seed, quarry) for seed, door in enumerate(DOORS))))
+    run_concurrently([_load(place, door, 8, 1, -1 - seed, quarry) for seed, door in enumerate(DOORS)])
     tell("killing one before it counts")
     kill(place, max(patience, 30.0), quarry)
     await until_idle(place)
@@ -147,11 +146,10 @@ async def _tried(place: ServerAddress, patience: float, tell: Callable[[str], No
 def _load(
     place: ServerAddress, door: EndpointName, rate: float, seconds: float, seed: int, quarry: KillTarget
 ) -> LoadRun:
-    arrivals = poisson(rate, round(2 * rate * seconds) + 20, abs(seed))
     port = place.grpc_port if door == "grpc" else place.http_port
     return LoadRun(
         target=LoadTarget(host=place.host, port=port, door=door, manner=RequestOptions(quarry.model)),
-        jobs=due_within(uniform_jobs(arrivals, PROMPT, NEW), seconds),
+        jobs=poisson_jobs(RequestShape(PROMPT, NEW), rate, seconds, abs(seed)),
         prompts=Prompts(form="text" if door == "chat" else "ids", seed=abs(seed)),
         pace=LoopMode(timeout=_LONGEST),
         warm_up=0,
@@ -189,19 +187,11 @@ def kill(place: ServerAddress, patience: float, quarry: KillTarget = CORE) -> fl
         raise Unavailable("there is nothing to kill")
     os.kill(random.choice(quarry_pids), signal.SIGKILL)
     killed = time.monotonic()
-    while _pids(place) in ([], cores) or not is_ready(place):
+    while [core.pid for core in read_server_stats(place).cores] in ([], cores) or not is_ready(place):
         if time.monotonic() - killed > patience:
             raise Unavailable(f"not ready {patience:g} s after the kill")
         time.sleep(_POLL_SECONDS)
     return time.monotonic() - killed
-
-
-def _pids(place: ServerAddress) -> list[int]:
-    return [core.pid for core in read_server_stats(place).cores]
-
-
-def _restarts(seen: MetricsScrape) -> float:
-    return seen.total("charonia_core_restarts_total")
 
 
 def show(console: Console, aftermath: KillsResult) -> None:

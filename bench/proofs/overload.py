@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from cyclopts import App
 
-from ..load.driver import LoadRecord
-from ..load.endpoints import OK
+from ..load.driver import OK, LoadRecord
 from ..load.figures import Slo
 from ..server_process import ServerAddress
 from .fake_load import RequestShape, fake_server, open_load, run_load, saturating_rate

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.prefill_budget import PrefillBudget
+from ...scheduler.prefill_budget import IDLE_STEP_SECONDS, PrefillBudget, PrefillLane, StepDemand, StepPace, StepWork
 from ..load.plan import read_trace
 from ..scheduler_latency import INT8, INT8_TILES, INT8_VNNI, SimulatedMachine, SimulatedRequest, Simulation
-from .former_budget import FormerBudget
 
 MACHINES = {"Zen 4": INT8, "VNNI": INT8_VNNI, "tiles": INT8_TILES}
 TRACES = ("conversation", "code")
@@ -34,10 +33,42 @@ MOST_DELAY, MOST_STALL = 1.9, 2.5
 PACED = SchedulerConfig(max_model_len=8192)
 UNBOUNDED = SchedulerConfig(max_model_len=8192, target_itl_ms=0)
 
-MakeBudget: TypeAlias = Callable[[SchedulerConfig], PrefillBudget]
-POLICIES: dict[str, MakeBudget] = {"before": FormerBudget, "now": PrefillBudget}
 
 app = App(name="python -m charonia.bench.proofs.pace", help=__doc__)
+
+
+_LONG_PROMPT_SECONDS, _LONG_PROMPT_SLOWDOWN = 0.5, 1.6
+_SHORT_PROMPT_STEP_SECONDS = 0.25
+
+
+class FormerPace(StepPace):
+    """What `StepPace` is compared with: the queue is not seen. Short prompts make a step a quarter of a second
+    long; long ones 1.6 times what it is without them."""
+
+    def short_prompt_lane(self, tokens: int) -> PrefillLane:
+        decoding = self.demand.decoding
+        alone = self.model.step_seconds(decoding)
+        least = (_LONG_PROMPT_SLOWDOWN - 1) * alone if decoding.decode_tokens else 0.0
+        return PrefillLane(self.model, tokens, max(_SHORT_PROMPT_STEP_SECONDS - alone, least))
+
+    def long_prompt_lane(self, work: StepWork, tokens: int) -> PrefillLane:
+        others = self.demand.decoding if self.demand.decoding.decode_tokens else work
+        alone = self.model.step_seconds(others)
+        idle = not (others.decode_tokens or others.prefill_tokens)
+        seconds = IDLE_STEP_SECONDS - alone if idle else (_LONG_PROMPT_SLOWDOWN - 1) * alone
+        return PrefillLane(self.model, tokens, seconds)
+
+
+class FormerBudget(PrefillBudget):
+    def is_long_prompt(self, tokens: int, context: int) -> bool:
+        return self.bounded and self.time_model.prompt_seconds(tokens, context) > _LONG_PROMPT_SECONDS
+
+    def pace(self, demand: StepDemand) -> StepPace:
+        return FormerPace(self.time_model, demand) if self.bounded else super().pace(demand)
+
+
+MakeBudget: TypeAlias = Callable[[SchedulerConfig], PrefillBudget]
+POLICIES: dict[str, MakeBudget] = {"before": FormerBudget, "now": PrefillBudget}
 
 
 class PacedRun(NamedTuple):

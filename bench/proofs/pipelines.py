@@ -23,8 +23,8 @@ from cyclopts import App
 from rich.console import Console
 from rich.progress import Progress
 
+from ..fuzz.answer_checks import WholeAnswers
 from ..fuzz.disconnecting_clients import GrpcChannels, StreamQuestion, plan_client, run_client
-from ..fuzz.whole_answers import WholeAnswers
 from ..load import fake_model, tiny_model
 from ..load.pipeline_models import CODED, NESTED, TALK, write_ensembles
 from ..server_process import ServerAddress, own_server

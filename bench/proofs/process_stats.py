@@ -1,26 +1,23 @@
-"""The resources of a server as an operator sees them: its processes in /proc, its work on the metrics port.
-
-Knows nothing of the requests.
+"""The resources of a server as an operator sees them: its processes in /proc, its work on the metrics port;
+and whether a quantity that is sampled again and again grows.
 """
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.request import ProxyHandler, build_opener
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...core.errors import Unavailable
-from ..server_process import ServerAddress, children
+from ..server_process import ServerAddress, children, fetch
 
 _POLL_SECONDS = 0.05
 _CORE = "charonia-core"
 _LATE_THREADS = 4
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-
-_http = build_opener(ProxyHandler({}))
 
 
 class ProcessStats(NamedTuple):
@@ -96,6 +93,14 @@ def _process(pid: int) -> ProcessStats:
     return ProcessStats(pid, name, False, int(fields[21]) * _PAGE, len(links), sockets, int(fields[17]), mappings)
 
 
+def process_name(pid: int) -> str:
+    """As the system shows it; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _target(link: Path) -> str:
     try:
         return str(link.readlink())
@@ -143,8 +148,7 @@ def counted_since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str
 def scrape(place: ServerAddress) -> MetricsScrape:
     """Raises `Unavailable` if no metrics port answers."""
     try:
-        with _http.open(f"http://{place.host}:{place.metrics_port}/metrics", timeout=30) as answer:
-            return MetricsScrape(answer.read().decode())
+        return MetricsScrape(fetch(place._replace(http_port=place.metrics_port or 0), "/metrics").decode())
     except OSError as error:
         raise Unavailable(f"the metrics port does not answer: {error}") from None
 
@@ -171,3 +175,37 @@ async def settled(place: ServerAddress, before: ServerStats, seconds: float = 30
     while any((now := read_server_stats(place)).beyond(before)) and loop.time() < deadline:  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(_POLL_SECONDS)
     return now
+
+
+_WARM_UP = 1 / 3
+"""This share of the looks is left out: pools fill, arenas grow to what the load needs."""
+_SIGMAS = 3.0
+_LEAST = 0.01
+"""Noise is at least this share of the mean: allocators keep pages, and never the same ones twice."""
+
+
+class Trend(NamedTuple):
+    """The straight line of least squares through the samples after the warm-up.
+
+    `growth` along it from the first of them to the last, in the quantity's unit; `slope` per unit of x. `noise` is the
+    growth that means nothing: three standard deviations of the samples around the line, or 1 % of the mean.
+    """
+
+    mean: float
+    slope: float
+    growth: float
+    noise: float
+
+    @property
+    def flat(self) -> bool:
+        """Whether it does not grow; it may shrink."""
+        return self.growth <= self.noise
+
+
+def trend(at: Sequence[float], values: Sequence[float]) -> Trend:
+    """The trend of `values` over the ascending `at`. At least three samples must remain after the warm-up."""
+    skipped = round(len(at) * _WARM_UP)
+    x, y = np.array(at[skipped:], float), np.array(values[skipped:], float)
+    slope, start = np.polyfit(x, y, 1)
+    spread, mean = float(np.std(y - (start + slope * x))), float(np.mean(y))
+    return Trend(mean, float(slope), float(slope * (x[-1] - x[0])), max(_SIGMAS * spread, _LEAST * mean))

@@ -7,7 +7,6 @@ descriptor may be left, and no traceback in the log.
 """
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -20,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
 
 from cyclopts import App
 
@@ -30,9 +28,9 @@ from ..load.fake_model import write_repository as write_counting
 from ..load.onnx_mlp import write_mlp
 from ..load.tiny_model import NAME as SPLIT
 from ..load.tiny_model import write_repository as write_split
-from ..server_process import ServerAddress, children, own_server
+from ..server_process import ServerAddress, children, fetch, own_server
 from .bodies import tracebacks
-from .process_stats import ServerStats, read_server_stats, settled
+from .process_stats import ServerStats, process_name, read_server_stats, settled
 
 ISOLATED = "isolated"
 MODELS = (COUNTING, SPLIT, ISOLATED)
@@ -51,7 +49,6 @@ _PAUSE, _PEACE = 0.4, 1.0
 _PATIENCE = 120.0
 _POLL_SECONDS = 0.05
 
-_http = build_opener(ProxyHandler({}))
 
 app = App(name="python -m charonia.bench.proofs.processes", help=__doc__)
 
@@ -118,7 +115,7 @@ def _kill_until(place: ServerAddress, over: Callable[[], bool], seed: int) -> in
     chance, kills = random.Random(seed), 0
     while not over():
         time.sleep(chance.random() * _PEACE)
-        prey = [pid for pid in _descendants(place) if _name(pid) in _PREY]
+        prey = [pid for pid in _descendants(place) if process_name(pid) in _PREY]
         if prey:
             with suppress(ProcessLookupError):
                 os.kill(chance.choice(prey), signal.SIGKILL)
@@ -132,13 +129,6 @@ def _descendants(place: ServerAddress) -> list[int]:
     with suppress(FileNotFoundError):  # who ends meanwhile has none
         return below + [each for pid in below for each in children(pid)]
     return below
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _peace(place: ServerAddress) -> ServerStats:
@@ -169,14 +159,11 @@ def _until(holds: Callable[[], bool], what: str) -> None:
 
 def _ask(place: ServerAddress, path: str, body: object = None) -> int:
     """The HTTP status. Raises `TimeoutError` without one."""
-    data = None if body is None else json.dumps(body).encode()
-    request = Request(f"http://{place.host}:{place.http_port}{path}", data, {"Content-Type": "application/json"})
     try:
-        with _http.open(request, timeout=_PATIENCE) as answer:
-            return int(answer.status)
+        fetch(place, path, body, timeout=_PATIENCE)
     except HTTPError as error:
-        error.close()
         return error.code
+    return 200
 
 
 @app.default

@@ -24,14 +24,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ...core.errors import Unavailable
+from ..fuzz.answer_checks import WholeAnswers, read_error
 from ..fuzz.disconnecting_clients import StreamQuestion, plan_client
-from ..fuzz.whole_answers import WholeAnswers, read_error
 from ..load.pipeline_models import DOUBLE, STREAM, write_model
 from ..server_process import ServerAddress, children, is_ready, own_server
 from .bodies import format_memory, tracebacks
 from .disconnects import at_rest, run_clients
-from .process_stats import ServerStats, read_server_stats, settled, until_idle
-from .trend import Trend, trend
+from .process_stats import ServerStats, Trend, read_server_stats, settled, trend, until_idle
 
 PROCESSES = 3
 """Of both models together."""

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from ..load.tiny_model import NAME, write_repository
 from ..server_process import ServerAddress, children, own_server
 from .kills import KillTarget, living_cores, run_kills, show
+from .process_stats import process_name
 
 _LISTENING = "0A"
 """A TCP socket's state in /proc."""
@@ -44,7 +45,7 @@ class HeldResources(NamedTuple):
 
 def rank_pids(place: ServerAddress) -> list[int]:
     """The rank processes of the server's cores."""
-    return [pid for core in living_cores(place) for pid in children(core) if _name(pid) == "charonia-rank"]
+    return [pid for core in living_cores(place) for pid in children(core) if process_name(pid) == "charonia-rank"]
 
 
 def held_resources(place: ServerAddress) -> HeldResources:
@@ -59,14 +60,7 @@ def held_resources(place: ServerAddress) -> HeldResources:
 
 def living_ranks(pids: set[int]) -> list[int]:
     """The ranks among these that still run."""
-    return [pid for pid in sorted(pids) if _name(pid) == "charonia-rank"]
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+    return [pid for pid in sorted(pids) if process_name(pid) == "charonia-rank"]
 
 
 def _listening(pid: int) -> int:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
-from urllib.request import ProxyHandler, Request, build_opener
 
 from cyclopts import App
 from rich.console import Console
 
 from ..load.onnx_mlp import write_mlp
-from ..server_process import ServerAddress, own_server
+from ..server_process import ServerAddress, fetch, own_server
 from .process_stats import read_server_stats
 
 NAME = "large"
@@ -29,7 +28,6 @@ _LOAD_SECONDS = 120
 _UNLOAD_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 
-_http = build_opener(ProxyHandler({}))
 
 app = App(name="python -m charonia.bench.proofs.reload", help=__doc__)
 
@@ -63,11 +61,11 @@ def reload(directory: Path, sizes: Sequence[int], rounds: int) -> ReloadResult:
 
 
 def _round(place: ServerAddress, wide: int) -> ReloadRound:
-    _post(place, f"/v2/repository/models/{NAME}/load")
+    fetch(place, f"/v2/repository/models/{NAME}/load", {}, timeout=_LOAD_SECONDS)
     tensor = {"name": "INPUT", "datatype": "FP32", "shape": [1, wide], "data": [1.0] * wide}
-    _post(place, f"/v2/models/{NAME}/infer", {"inputs": [tensor]})
+    fetch(place, f"/v2/models/{NAME}/infer", {"inputs": [tensor]}, timeout=_LOAD_SECONDS)
     loaded = read_server_stats(place).frontend.rss
-    _post(place, f"/v2/repository/models/{NAME}/unload")
+    fetch(place, f"/v2/repository/models/{NAME}/unload", {}, timeout=_LOAD_SECONDS)
     until = time.monotonic() + _UNLOAD_SECONDS
     while _is_there(place) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
@@ -86,16 +84,8 @@ def _settled(place: ServerAddress) -> int:
 
 
 def _is_there(place: ServerAddress) -> bool:
-    index = json.loads(_post(place, "/v2/repository/index"))
+    index = json.loads(fetch(place, "/v2/repository/index", {}))
     return any(entry.get("state") in ("READY", "UNLOADING") for entry in index)
-
-
-def _post(place: ServerAddress, path: str, body: object = None) -> bytes:
-    data = json.dumps({} if body is None else body).encode()
-    request = Request(f"http://{place.host}:{place.http_port}{path}", data, {"Content-Type": "application/json"})
-    with _http.open(request, timeout=_LOAD_SECONDS) as answer:
-        content: bytes = answer.read()
-        return content
 
 
 @app.default

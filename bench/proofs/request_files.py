@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
-from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 
 from ..load import tiny_model
 from ..load.onnx_mlp import write_mlp
-from ..server_process import ServerAddress, own_server
+from ..server_process import ServerAddress, fetch, own_server
 from . import call_recorder
 
 _MLP = "mlp"
@@ -25,8 +24,6 @@ _WIDE = 16
 _MLP_CONFIG = f'name: "{_MLP}"\nbackend: "onnxruntime"\nmax_batch_size: 8\ndynamic_batching {{ }}\n'
 _SETTLE_SECONDS = 0.3
 """Until every process has seen that a recording begins, or has written what it noted."""
-
-_http = build_opener(ProxyHandler({}))
 
 
 class TracedRequest(NamedTuple):
@@ -43,7 +40,7 @@ def _write_llm(repository: Path) -> None:
 def _send_chat(address: ServerAddress) -> None:
     message = {"role": "user", "content": "one request"}
     body = {"model": tiny_model.NAME, "messages": [message], "max_tokens": 8, "temperature": 1, "stream": True}
-    _post(address, "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    fetch(address, "/v1/chat/completions", body)
 
 
 def _write_onnx(repository: Path) -> None:
@@ -57,19 +54,13 @@ def _send_infer(address: ServerAddress) -> None:
     wanted = {"name": "OUTPUT", "parameters": {"binary_data": True}}
     head = json.dumps({"inputs": [given], "outputs": [wanted]}).encode()
     headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(head))}
-    _post(address, f"/v2/models/{_MLP}/infer", head + tensor, headers)
+    fetch(address, f"/v2/models/{_MLP}/infer", head + tensor, headers=headers)
 
 
 REQUESTS: Mapping[str, TracedRequest] = {
     "a streamed chat": TracedRequest(_write_llm, _send_chat),
     "a binary ONNX infer": TracedRequest(_write_onnx, _send_infer),
 }
-
-
-def _post(address: ServerAddress, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-    url = f"http://{address.host}:{address.http_port}{path}"
-    with _http.open(Request(url, body, dict(headers)), timeout=60) as answer:
-        answer.read()
 
 
 def files_of_request(python: Path, root: Path, traced: TracedRequest) -> list[str]:

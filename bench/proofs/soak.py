@@ -25,12 +25,11 @@ from ..fuzz.answer_checks import QUEUE_FULL, MutantVerdict, RpcSender, ask_http
 from ..fuzz.disconnecting_clients import GrpcChannels, llm_question, plan_client, run_client
 from ..fuzz.grpc_mutations import RpcMutant, rpc_mutant, valid_message
 from ..fuzz.http_mutations import LIMIT, HttpMutant, ValidRequest, http_mutant, request, valid_requests
-from ..load.report import require_matplotlib
+from ..load.figures import require_matplotlib
 from ..load.tiny_model import NAME, tiny_server
 from ..server_process import ServerAddress
 from .bodies import format_memory, tracebacks
-from .process_stats import read_server_stats, until_idle
-from .trend import Trend, trend
+from .process_stats import Trend, read_server_stats, trend, until_idle
 
 AT_ONCE = 16
 _PAUSE = 0.02

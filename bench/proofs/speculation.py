@@ -8,6 +8,7 @@ at once; every token is compared. Exits with 1 where a bound or a token does not
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -33,7 +34,7 @@ from ..roofline import Precision
 from ..scheduler_latency import BF16, BLOCK_SIZE, INT8, INT8_TILES, INT8_VNNI, SimulatedMachine
 from ..speculation import SpeculationWork, build_arms
 from ..speculation_texts import TextKind, read_texts, write_records
-from ..speculation_trial import Arm, laboratory
+from ..speculation_trial import Arm, Laboratory
 
 MACHINES = {
     "bf16": BF16,
@@ -199,8 +200,8 @@ def exactness(
         for name in samplings:
             with (
                 TemporaryDirectory(prefix="charonia-proof-") as folder,
-                laboratory(
-                    str(DEMO), precision, texts, max(streams), recorded=False, sampling=SAMPLINGS[name]
+                closing(
+                    Laboratory(str(DEMO), precision, texts, max(streams), recorded=False, sampling=SAMPLINGS[name])
                 ) as model,
             ):
                 none = model.contender(Arm("none"))

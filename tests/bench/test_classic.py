@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from charonia.bench import classic, classic_models
+from charonia.bench import classic_models
 from charonia.bench.classic import InferComparison, InferRun, InferTrial
 from charonia.bench.classic_models import BatchingComparison, BatchingRun
+from charonia.bench.load.bare_server import bare_server
 from charonia.bench.load.infer_generators import Generator, find_generator, run_load
 from charonia.bench.load.infer_load import Door, InferLoad, http_request
 from charonia.bench.server_process import ServerAddress
@@ -16,7 +17,7 @@ from charonia.core.errors import Unavailable
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[ServerAddress]:
-    with classic.bare_server() as place:
+    with bare_server("bare_infer") as place:
         yield place
 
 

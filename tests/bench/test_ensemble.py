@@ -6,8 +6,19 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from charonia.bench.ensemble import GraphLoad, GraphTurn, middle, show, take_turns
-from charonia.bench.load.graph_models import CHAIN, GRAPH, LLM, SCRIPTED, write_chain, write_graphs
+from charonia.bench.ensemble import (
+    CHAIN,
+    GRAPH,
+    LLM,
+    SCRIPTED,
+    GraphLoad,
+    GraphTurn,
+    middle,
+    show,
+    take_turns,
+    write_chain,
+    write_graphs,
+)
 from charonia.bench.load.service_trials import TrialVerdict
 from charonia.core.gateway import ModelServices
 from charonia.core.model import ModelConfig

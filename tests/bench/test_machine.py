@@ -11,9 +11,18 @@ import pytest
 from charonia.bench import machine
 from charonia.bench.load.figures import Spread
 from charonia.bench.load.service_trials import TrialVerdict
-from charonia.bench.machine import MachineOptions, MachineRun, machine_facts, record_path
-from charonia.bench.machine_report import MachineRecord, ServedTrace, as_markdown, read_record, write_record
-from charonia.bench.offline_report import OfflineComparison, OfflineRun
+from charonia.bench.machine import (
+    MachineOptions,
+    MachineRecord,
+    MachineRun,
+    ServedTrace,
+    as_markdown,
+    machine_facts,
+    read_record,
+    record_path,
+    write_record,
+)
+from charonia.bench.offline import OfflineComparison, OfflineRun
 from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.bench.start import ServerStart
 from charonia.core.errors import Unavailable

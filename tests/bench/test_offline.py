@@ -9,8 +9,16 @@ from rich.console import Console
 
 from charonia.bench.checkpoint import write_random
 from charonia.bench.machine_peaks import PeakMeter
-from charonia.bench.offline import agreement, best_peaks, checkpoint_digest, prompts
-from charonia.bench.offline_report import OfflineComparison, OfflineRun, show, write_json
+from charonia.bench.offline import (
+    OfflineComparison,
+    OfflineRun,
+    agreement,
+    best_peaks,
+    checkpoint_digest,
+    prompts,
+    show,
+    write_json,
+)
 from charonia.bench.peer_process import PeerProcess, PeerSpec, parse_peer_specs
 from charonia.bench.peer_runner import PeerSetup
 from charonia.bench.roofline import MachinePeaks, OfflineJob

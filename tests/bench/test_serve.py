@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from charonia.bench.load import frontend_cost, options
+from charonia.bench import serve
+from charonia.bench.load import frontend_cost
+from charonia.bench.load.bare_server import bare_server
 from charonia.bench.load.bare_streams import FrameSpec, event_of, response_of
-from charonia.bench.load.driver import LoopMode
-from charonia.bench.load.endpoints import EndpointName, RequestOptions
+from charonia.bench.load.driver import EndpointName, LoopMode, RequestOptions
 from charonia.bench.load.fake_model import write_repository
 from charonia.bench.load.figures import compute_figures
 from charonia.bench.load.plan import Form, Prompts, uniform_jobs
@@ -135,7 +136,7 @@ def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
 
 def test_closed_grpc_doors_are_named() -> None:
     with pytest.raises(Unavailable, match=r"the gRPC door is closed: nothing listens on 127\.0\.0\.1:1 "):
-        options.build_load(ServerAddress("127.0.0.1", 1, 1), options.ServerFlags(door="grpc"), options.LoadFlags())
+        serve.build_load(ServerAddress("127.0.0.1", 1, 1), serve.ServerFlags(door="grpc"), serve.LoadFlags())
 
 
 def test_only_this_machine_unless_allowed() -> None:
@@ -157,21 +158,21 @@ def test_only_this_machine_unless_allowed() -> None:
 
 def test_the_pace_is_one_and_has_an_end() -> None:
     for work in (
-        options.LoadFlags(requests=1),
-        options.LoadFlags(rate=1, concurrency=1, requests=1),
-        options.LoadFlags(rate=1),
-        options.LoadFlags(concurrency=1),
+        serve.LoadFlags(requests=1),
+        serve.LoadFlags(rate=1, concurrency=1, requests=1),
+        serve.LoadFlags(rate=1),
+        serve.LoadFlags(concurrency=1),
     ):
         with pytest.raises(InvalidArgument, match="give"):
-            options.plan_requests(work)
+            serve.plan_requests(work)
 
 
 def test_arrivals_end_with_the_duration_and_follow_the_seed() -> None:
-    jobs = options.plan_requests(options.LoadFlags(rate=50, duration=4))
+    jobs = serve.plan_requests(serve.LoadFlags(rate=50, duration=4))
     assert len(jobs) == pytest.approx(200, rel=0.5)
     assert jobs[-1].due < 4
-    assert jobs == options.plan_requests(options.LoadFlags(rate=50, duration=4))
-    assert jobs != options.plan_requests(options.LoadFlags(rate=50, duration=4, seed=1))
+    assert jobs == serve.plan_requests(serve.LoadFlags(rate=50, duration=4))
+    assert jobs != serve.plan_requests(serve.LoadFlags(rate=50, duration=4, seed=1))
 
 
 def test_bare_frames_have_the_size_that_was_asked() -> None:
@@ -182,7 +183,7 @@ def test_bare_frames_have_the_size_that_was_asked() -> None:
 
 
 def test_the_grpc_client_hears_what_a_bare_stream_sends() -> None:
-    with frontend_cost._bare_server() as bare:
+    with bare_server("bare_streams") as bare:
         trial = frontend_cost.FrontendTrial(door="grpc", streams=3, requests=6)
         (outcome,) = run(frontend_cost._load(trial, bare, FrameSpec(5, 120, 0.0)))
     seen = compute_figures(outcome.records)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from charonia.bench.load.endpoints import OK
+from charonia.bench.load.driver import OK
 from charonia.bench.proofs import (
     batches,
     bodies,

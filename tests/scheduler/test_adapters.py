@@ -2,8 +2,7 @@
 
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
-from charonia.bench.fuzz.scheduler_world import SchedulerWorld
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.scheduler import waiting_queue
 from charonia.scheduler.config import SchedulerConfig
 

@@ -6,8 +6,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
-from charonia.bench.fuzz.scheduler_world import SchedulerWorld
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig

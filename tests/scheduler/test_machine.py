@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from charonia.bench.fuzz.scheduler_random_driver import drive_randomly
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
-from charonia.bench.fuzz.scheduler_world import SchedulerWorld
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
+from charonia.bench.proofs.scheduler import drive_randomly
 from charonia.scheduler import step_packer
 
 DRIVERS = 20

@@ -5,8 +5,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
-from charonia.bench.fuzz.scheduler_world import SchedulerWorld
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler

@@ -2,10 +2,16 @@
 
 import json
 
-from charonia.bench.fuzz.binary_mutations import BINARIES, encode_request, to_raw_request
 from charonia.bench.fuzz.disconnecting_clients import LeaveMoment, plan_client
 from charonia.bench.fuzz.grpc_mutations import OF_THE_BYTES, OF_THE_MESSAGE, rpc_mutant
-from charonia.bench.fuzz.http_mutations import FRAMINGS, http_mutant, valid_requests
+from charonia.bench.fuzz.http_mutations import (
+    BINARIES,
+    FRAMINGS,
+    encode_request,
+    http_mutant,
+    to_raw_request,
+    valid_requests,
+)
 from charonia.bench.fuzz.json_mutations import MUTATIONS
 
 VALID = valid_requests("m", "echo")

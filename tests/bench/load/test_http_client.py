@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from charonia.bench.load.endpoints import ENDPOINTS, RequestOptions, RequestResult, read_answer
+from charonia.bench.load.driver import ENDPOINTS, RequestOptions, RequestResult, read_answer
 from charonia.bench.load.http_client import HttpClient, HttpResponseReader
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -114,3 +114,18 @@ def test_only_what_is_called_while_recording_is_written(tmp_path: Path) -> None:
     files = [Path(name).name for name in json.loads(written[0].read_text())]
     assert "within.py" in files
     assert "before.py" not in files
+
+
+def test_classes_named_as_tritons_are_no_homonyms_of_ours(root: Path) -> None:
+    listed = (
+        (root / "pyproject.toml")
+        .read_text()
+        .replace('"charonia.core"', '"charonia.core", "charonia.classic_backends.python_stub"')
+    )
+    (root / "pyproject.toml").write_text(listed)
+    stub = root / "classic_backends" / "python_stub"
+    stub.mkdir(parents=True)
+    (stub / "tensor.py").write_text("class Order: ...\n")
+    house = read_house(root)
+    assert "classic_backends/python_stub" in house.folders
+    assert house.homonyms == {"Order": ["core/orders.py:6", "engine/core/step_loop.py:1"]}

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from charonia.bench.proofs.trend import trend
+from charonia.bench.proofs.process_stats import trend
 
 AT = range(60)
 MIB = 1 << 20

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from charonia.bench.load.wrk_h2load import H2loadTimes, H2loadTraffic, h2load_report, read_h2load, read_wrk, wrk_report
+from charonia.bench.load.infer_generators import (
+    H2loadTimes,
+    H2loadTraffic,
+    h2load_report,
+    read_h2load,
+    read_wrk,
+    wrk_report,
+)
 from charonia.core.errors import Unavailable
 
 WRK = """\
