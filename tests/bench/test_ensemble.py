@@ -14,12 +14,11 @@ from charonia.bench.ensemble import (
     GraphLoad,
     GraphTurn,
     middle,
-    show,
     take_turns,
     write_chain,
     write_graphs,
 )
-from charonia.bench.load.service_trials import TrialVerdict
+from charonia.bench.load.service_trials import TrialVerdict, show_verdicts
 from charonia.core.gateway import ModelServices
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
@@ -70,7 +69,9 @@ def test_turns_alternate_and_their_medians_are_told() -> None:
     assert len(lines) == 6
     assert "graph" in lines[1]
     console = Console(record=True, width=100)
-    show(console, [TrialVerdict("one", 61.0, 60.0, at_least=False), TrialVerdict("two", 0.5, 0.4, at_least=True)])
+    show_verdicts(
+        console, [TrialVerdict("one", 61.0, 60.0, at_least=False), TrialVerdict("two", 0.5, 0.4, at_least=True)]
+    )
     said = console.export_text()
     assert "at most 60" in said
     assert "missed" in said
