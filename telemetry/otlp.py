@@ -155,7 +155,7 @@ class OtlpTracer:
     Without `settings` OpenTelemetry's own variables say how."""
 
     def __init__(self, endpoint: str, version: str, settings: SpanSettings | None = None) -> None:
-        self._exporter = _OutageReportingExporter(OTLPSpanExporter(endpoint), endpoint)
+        self._exporter: SpanExporter = _OutageReportingExporter(endpoint)
         if settings is None:
             resource, processor = _resource_from_environment(), BatchSpanProcessor(self._exporter)
         else:
@@ -235,29 +235,23 @@ def _resource_from_environment() -> Resource:
     return resource
 
 
-class _OutageReportingExporter(SpanExporter):
-    """Another exporter that tells of an outage once, instead of once a batch."""
+class _OutageReportingExporter(OTLPSpanExporter):
+    """Tells of an outage once, instead of once a batch."""
 
-    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
-        self._exporter = exporter
-        self._endpoint = endpoint
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._collector = endpoint
         self._failing = False
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+        result = super().export(spans)
         if result is SpanExportResult.SUCCESS:
             self._failing = False
         elif not self._failing:
             self._failing = True
-            log.warning("spans cannot be sent to %s; they are lost until it answers", self._endpoint)
+            log.warning("spans cannot be sent to %s; they are lost until it answers", self._collector)
         return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
 
 
 def _text(value: str | bytes) -> str:
