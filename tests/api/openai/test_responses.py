@@ -433,4 +433,4 @@ def test_bodies_that_become_a_chat_bring_its_parameters_along(parse: Callable[..
     own = HI if parse is parse_responses else {"model": "llm", "max_tokens": 4, "messages": messages}
     (request,) = parse({**own, **targets}, "1").chat.requests
     assert (request.target_ttft_ms, request.target_itl_ms) == (250, 40)
-    assert request.drafts is not None and request.drafts.most == 2
+    assert request.drafts.most == 2
