@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .config import SchedulerConfig
 
-CALM_SLOWDOWN, LEAST_SLOWDOWN = 2.2, 1.6
+CALM_SLOWDOWN, LEAST_SLOWDOWN = 2.25, 1.6
 """For the sake of prompts that are in time, a step takes so many times as long as without them: the first while at most
 CALM_STREAMS decode for each that waits, less with more of them, but no less than the second."""
 

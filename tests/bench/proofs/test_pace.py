@@ -22,7 +22,7 @@ def test_the_policy_before_let_it_wait() -> None:
 def test_first_tokens_come_sooner_than_with_the_policy_before() -> None:
     asked = pace.sped_up(pace.load_requests("conversation", None, 30, 2048), 0.05)
     before, now = (pace.run(INT8_VNNI, asked, policy) for policy in (FormerBudget, PrefillBudget))
-    assert now.ttft[1] <= 0.61 * before.ttft[1]
+    assert now.ttft[1] <= 0.6 * before.ttft[1]
     assert now.itl[2] <= 2 * before.itl[2]
 
 
