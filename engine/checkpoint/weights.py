@@ -284,15 +284,19 @@ class WeightLoader:
         return self.concatenate([TensorSlice(name, (size,))])
 
     def mapped(self, piece: TensorSlice) -> Tensor:
-        """One slice: a mapped view of the file where dtype and device allow it, else a copy that all callers share."""
+        """One slice: a mapped view of the file where dtype and device allow it, else a copy that all callers share.
+
+        Of a view only the rows that are used come into memory, so it counts for none.
+        """
         key = (piece.name, piece.rows.start, piece.rows.stop)
         tensor = self._shared.get(key)
         if tensor is None:
             form = self._weights.form(piece)
-            tensor = self._weights.read(piece).to(self.device, self.dtype) if form.plain else self.concatenate([piece])
-            self._shared[key] = tensor
+            stored = self._weights.read(piece) if form.plain else self.concatenate([piece])
+            tensor = self._shared[key] = stored.to(self.device, self.dtype)
             self.reading.count(piece, form, mapped=True)
-            self.count_floats([piece], product=False)
+            if not form.plain or stored.dtype != self.dtype or self.device.type not in ("cpu", "meta"):
+                self.count_floats([piece], product=False)
         return tensor
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch  # before the library is opened: its OpenMP then is torch's, with the same pool of threads
 
+from ...core.errors import Internal
 from ..step_batch import SAMPLING_DTYPE
 from .source_stamp import source_stamp
 
@@ -154,18 +155,18 @@ def _text(library: ctypes.CDLL, name: str) -> str:
 
 
 def _check_sources(library: ctypes.CDLL, path: Path) -> None:
-    """Raise RuntimeError unless the library was built from the C sources beside it, if there are any."""
+    """Raise `Internal` unless the library was built from the C sources beside it, if there are any."""
     stamp = source_stamp(path.parent)
     if stamp and _text(library, "charonia_sources") != stamp:
-        raise RuntimeError(
+        raise Internal(
             f"{path} was built from other C sources than those beside it, and would compute something else. "
             f"Build it again: make install, or `{BUILD_COMMAND}` in {path.parents[2]}"
         )
 
 
 def _check_sampling_layout(library: ctypes.CDLL) -> None:
-    """Raise RuntimeError unless `struct choice` of sample.h is SAMPLING_DTYPE."""
+    """Raise `Internal` unless `struct choice` of sample.h is SAMPLING_DTYPE."""
     names = {"float32": "float", "int64": "int64_t"}
     ours = "".join(f"{names[str(SAMPLING_DTYPE[name])]} {name};" for name in SAMPLING_DTYPE.names or ())
     if _text(library, "charonia_choice_fields") != ours:
-        raise RuntimeError(f"engine/cpu/_native does not fit engine/step_batch.py: build it again ({BUILD_COMMAND})")
+        raise Internal(f"engine/cpu/_native does not fit engine/step_batch.py: build it again ({BUILD_COMMAND})")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from charonia.core.errors import Internal
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import SAMPLING_DTYPE, SamplingArray
 from charonia.engine.worker.sampler import counter_uniform, sample
@@ -70,7 +71,7 @@ def test_a_library_with_another_layout_of_choices_is_refused(monkeypatch: pytest
     assert opened is not None
     library._check_sampling_layout(opened)
     monkeypatch.setattr(library, "SAMPLING_DTYPE", np.dtype([("temperature", np.float32)]))
-    with pytest.raises(RuntimeError, match="build it again"):
+    with pytest.raises(Internal, match="build it again"):
         library._check_sampling_layout(opened)
 
 
