@@ -2,12 +2,15 @@
 server, or take longer than it can ever save."""
 
 import logging
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import index
 from pathlib import Path
+from threading import current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +18,9 @@ from ...core.errors import InvalidArgument
 from ...scheduler.speculation import Drafter, DraftRequest, LearningDrafter
 
 _CLASS, _MODULE = "Drafter", "charonia_custom_drafter"
+
+LONGEST_CALL = 2.0
+"""Seconds after which a call is interrupted: no step goes on without it."""
 
 
 class CustomDrafter:
@@ -41,14 +47,45 @@ class CustomDrafter:
             raise _refused(f"{path} has no class {_CLASS} with a method propose(requests)")
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """See `Drafter.propose`."""
+        """See `Drafter.propose`. Raises `TimeoutError` after LONGEST_CALL seconds."""
         assert self._drafter is not None
-        return [[*map(index, tokens)] for tokens in self._drafter.propose(requests)]
+        with _interrupted_after(LONGEST_CALL):
+            return [[*map(index, tokens)] for tokens in self._drafter.propose(requests)]
 
     def finished(self, request: DraftRequest) -> None:
-        """See `LearningDrafter`."""
+        """See `LearningDrafter`. Raises `TimeoutError` after LONGEST_CALL seconds."""
         if isinstance(self._drafter, LearningDrafter):
-            self._drafter.finished(request)
+            with _interrupted_after(LONGEST_CALL):
+                self._drafter.finished(request)
+
+
+class _Interruption(BaseException):
+    """Raised by the signal; what catches errors does not catch it."""
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` out of the block when it takes longer.
+
+    A signal ends Python code and waits; a C extension that computes without looking at signals goes on. Only a process's
+    main thread, which has the step loop, is interrupted.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _Interruption:
+        raise TimeoutError(f"a call took longer than {seconds:g} s") from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise _Interruption
 
 
 def _refused(reason: str) -> InvalidArgument:

@@ -1,6 +1,7 @@
 """A drafter from a file: the one of the docs, and what is said of files that are none."""
 
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.core.drafters import build_drafter
+from charonia.engine.drafters import custom
 from charonia.engine.drafters.custom import CustomDrafter
 from charonia.engine.options import EngineOptions, declare_drafters, engine_config, read_speculation_config
 from charonia.scheduler.speculation import DraftRequest
@@ -66,3 +68,18 @@ def test_drafts_that_are_no_integers_are_the_drafters_error(tmp_path: Path) -> N
     path.write_text("class Drafter:\n    def propose(self, requests):\n        return [['a']]\n")
     with pytest.raises(TypeError):
         CustomDrafter(path, {}).propose([DraftRequest(np.array([1], np.int32), [], 4, {})])
+
+
+@pytest.mark.parametrize("hangs", ["while True: pass", "time.sleep(60)"])
+def test_a_call_that_hangs_is_interrupted(hangs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom, "LONGEST_CALL", 0.05)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import time\nclass Drafter:\n    def propose(self, requests):\n        try:\n            {hangs}\n"
+        "        except Exception:\n            pass\n    finished = propose\n"
+    )
+    drafter = CustomDrafter(file, {})
+    for call in (drafter.propose, drafter.finished):
+        with pytest.raises(TimeoutError, match=r"longer than 0\.05 s"):
+            call([])  # type: ignore[operator]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
