@@ -52,6 +52,7 @@ class Scheduler:
         self._prefill = make_budget(config)
         self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
         self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight)
+        self.totals = self._rows.totals
         self._live: dict[int, Sequence] = {}
         self._step = 0
         self._arrivals = 0
@@ -61,13 +62,9 @@ class Scheduler:
         sequence.shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
         sequence.long_prompt = self._prefill.is_long_prompt(sequence.known - sequence.shared, sequence.shared)
 
-    @property
-    def totals(self) -> SchedulerTotals:
-        """Counted since the last `reset_totals`."""
-        return self._rows.totals
-
     def reset_totals(self) -> None:
-        self._rows.totals = SchedulerTotals()
+        """Let `totals` count anew."""
+        self.totals = self._rows.totals = SchedulerTotals()
         if self.speculation is not None:
             self.speculation.reset_totals()
 

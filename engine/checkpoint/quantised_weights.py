@@ -1,7 +1,6 @@
 """Which reader a checkpoint's weights have, and the one for safetensors of which some matrices are quantised."""
 
 import logging
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ class QuantizedWeights:
 
     def __init__(self, weights: CheckpointWeights, stored: StoredQuantization) -> None:
         self._weights, self._stored = weights, stored
+        self.files, self.bytes = weights.files, weights.bytes
         self._matrices: dict[str, MatrixReader | None] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -31,14 +31,6 @@ class QuantizedWeights:
         return (
             name in self._weights or f"{module}.qweight" in self._weights or f"{module}.weight_packed" in self._weights
         )
-
-    @property
-    def files(self) -> list[Path]:
-        return self._weights.files
-
-    @property
-    def bytes(self) -> int:
-        return self._weights.bytes
 
     @property
     def unread(self) -> list[str]:

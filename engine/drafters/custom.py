@@ -67,8 +67,8 @@ class _Interruption(BaseException):
 def _interrupted_after(seconds: float) -> Iterator[None]:
     """Raise `TimeoutError` out of the block when it takes longer.
 
-    A signal ends Python code and waits; a C extension that computes without looking at signals goes on. Only a process's
-    main thread, which has the step loop, is interrupted.
+    A signal ends Python code and waits; a C extension that computes without looking at signals goes on. Only the main
+    thread of a process, which has the step loop, is interrupted.
     """
     if current_thread() is not main_thread():
         yield
