@@ -236,10 +236,14 @@ class Speculation:
             if sequence.request.guided and not guesses[at]:
                 guesses[at] = self.possible_drafts(sequence.request.key, [], most)
         for at, (sequence, _) in enumerate(asked):
-            self._judge(sequence)
+            if sequence.draft_guess[1]:
+                self._judge(sequence)
             sequence.draft_guess = len(sequence.outputs), guesses[at]
             if self._rests(sequence):
                 guesses[at] = []
+        if not any(guesses):
+            self._fruitless += 1
+            return guesses
         lengths = self._lengths_to_verify([each for each, _ in asked], [*map(len, guesses)], decoding)
         self._fruitless = 0 if any(lengths) else self._fruitless + 1
         verified = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]

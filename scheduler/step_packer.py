@@ -170,11 +170,14 @@ class StepPacker:
     def _add_drafts(self, speculation: Speculation) -> None:
         """Let rows that sample verify drafts too. No other row is preempted for them."""
         rows = self._rows
+        due = (rows.known >= rows.drafts_from).nonzero()[0]
+        if not len(due):
+            return
         left = min(self._budget_left, speculation.most_sampled - rows.num_running - len(self._waiting))
         wanted: dict[int, int] = {}
-        ready = (self._counts > 0) & (rows.scheduled + self._counts == rows.known) & (rows.expected == rows.known)
-        ready &= rows.known >= rows.drafts_from
-        for row in sorted(rows.drafting.intersection(ready.nonzero()[0].tolist())):
+        known, counts = rows.known[due], self._counts[due]
+        ready = (counts > 0) & (rows.scheduled[due] + counts == known) & (rows.expected[due] == known)
+        for row in due[ready].tolist():
             most = self._room_for_drafts(row, min(rows.sequences[row].drafts, left))
             if most > 0:
                 wanted[row] = most
