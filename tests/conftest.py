@@ -24,6 +24,9 @@ settings.load_profile("charonia")
 # Nothing under test may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Triton reads it when it is imported; only tests of its kernels import it, which interpret them.
+os.environ["TRITON_INTERPRET"] = "1"
+
 # Here many processes share few cores: an idle thread that spins takes one from those that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

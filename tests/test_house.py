@@ -37,7 +37,8 @@ FOREIGN_BANS = {
 INNER_FLOORS = {
     "engine": (
         ".options",
-        "cpu gpu grammars drafters",
+        "cpu grammars drafters",
+        "gpu",
         "checkpoint",
         "layers",
         "attention",

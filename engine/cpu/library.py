@@ -23,7 +23,7 @@ LEVELS = ("portable", *LEVELS_OF.get(platform.machine(), ()))
 """This machine's, as `enum charonia_level` in level.h."""
 
 LEVEL_VARIABLE = "CHARONIA_KERNELS"
-"""The environment variable that caps the level; "none" is the torch path."""
+"""The environment variable that caps the level; "none" is the torch path, "triton" that of GPUs (gpu/runtime.py)."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that kernels compute on, with C's number for each (`enum kind` in simd.h)."""
@@ -94,8 +94,10 @@ def describe() -> str:
     now = level()
     if now is not None:
         return f"C kernels at level {now}{_refusal()}"
-    forbidden = os.environ.get(LEVEL_VARIABLE) == "none"
-    reason = f"{LEVEL_VARIABLE}=none" if forbidden else "none were built, for want of a compiler"
+    forbidden = os.environ.get(LEVEL_VARIABLE) in ("none", "triton")
+    reason = (
+        f"{LEVEL_VARIABLE}={os.environ[LEVEL_VARIABLE]}" if forbidden else "none were built, for want of a compiler"
+    )
     return f"no C kernels ({reason}): torch computes, more slowly, and last bits may depend on what shares a batch"
 
 
@@ -133,10 +135,10 @@ def bind_function(name: str) -> Callable[..., Any]:
 def _open_library() -> ctypes.CDLL | None:
     wanted = os.environ.get(LEVEL_VARIABLE, LEVELS[-1])
     found = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"_native{suffix}")).exists()]
-    if wanted == "none" or not found:
+    if wanted in ("none", "triton") or not found:
         return None
     if wanted not in LEVELS:
-        raise ValueError(f"{LEVEL_VARIABLE} must be none or one of {', '.join(LEVELS)}, got {wanted!r}")
+        raise ValueError(f"{LEVEL_VARIABLE} must be none, triton or one of {', '.join(LEVELS)}, got {wanted!r}")
     library = ctypes.CDLL(str(found[0]))
     _check_sources(library, found[0])
     _check_sampling_layout(library)

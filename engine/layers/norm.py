@@ -1,13 +1,17 @@
-"""RMS norm (arXiv 1910.07467), by the C kernels where they serve, else by torch."""
+"""RMS norm (arXiv 1910.07467), by the kernels of the device where they serve, else by torch."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
 from torch import Tensor
 
 from ..cpu import library
 from ..cpu.elementwise import FusedNorm
+from ..gpu import runtime
+
+if TYPE_CHECKING:
+    from ..gpu.norm import TritonNorm
 
 
 class TorchNorm:
@@ -32,7 +36,7 @@ class TorchNorm:
         some.copy_(self(some))
 
 
-Norm: TypeAlias = TorchNorm | FusedNorm
+Norm: TypeAlias = Union[TorchNorm, FusedNorm, "TritonNorm"]
 """x [..., n] -> [..., n], in x's dtype."""
 
 NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
@@ -41,11 +45,20 @@ NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
 
 def rms_norm(weight: Tensor, eps: float) -> Norm:
     """x / rms(x) * weight."""
-    fused = library.supports(weight.dtype, weight.device)
-    return FusedNorm(weight.float(), eps, weight.dtype) if fused else TorchNorm(weight, eps)
+    return _fastest_norm(weight, eps, weight)
 
 
 def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
     """Gemma's x / rms(x) * (1 + weight), all of it in float32."""
-    fused, offset = library.supports(weight.dtype, weight.device), 1.0 + weight.float()
-    return FusedNorm(offset, eps, weight.dtype) if fused else TorchNorm(offset, eps)
+    return _fastest_norm(1.0 + weight.float(), eps, weight)
+
+
+def _fastest_norm(scale: Tensor, eps: float, like: Tensor) -> Norm:
+    """The norm times `scale` of hidden states that are `like` the weights that a checkpoint has for it."""
+    if runtime.serves(like.dtype, like.device):
+        from ..gpu.norm import TritonNorm
+
+        return TritonNorm(scale, eps)
+    if library.supports(like.dtype, like.device):
+        return FusedNorm(scale.float(), eps, like.dtype)
+    return TorchNorm(scale, eps)

@@ -72,7 +72,7 @@ def test_the_environment_caps_the_level_where_it_is_one() -> None:
         "os.environ['CHARONIA_KERNELS'] = 'portable'\n"
     )
     unknown, capped = run(asked + SHOW, CHARONIA_KERNELS="sse9").splitlines()
-    assert unknown.startswith("CHARONIA_KERNELS must be none or one of portable, ")
+    assert unknown.startswith("CHARONIA_KERNELS must be none, triton or one of portable, ")
     assert capped == "portable; C kernels at level portable"
 
 

@@ -1,0 +1,91 @@
+"""RMS norm (arXiv 1910.07467) with the residual sum before it.
+
+One program normalises one row, which it holds in registers: the sum with `delta` is written back and normalised without
+being read again. The mean is taken in float32; the reference is `layers.norm.TorchNorm`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .runtime import TRITON_TYPES, Specialisation
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    delta,
+    weight,
+    out,
+    size,
+    row_stride,
+    heads,
+    weights,
+    eps,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[row] = norm(x[row] + delta[row]) * weight[head % weights]; with ADDS the sum is kept in x. Row r is head
+    r % heads of token r // heads, and heads of a token lie side by side."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < size
+    head = row % heads
+    at = row // heads * row_stride + head * size + columns
+    values = tl.load(x + at, mask=there, other=0.0)
+    if ADDS:
+        values += tl.load(delta + at, mask=there, other=0.0)
+        tl.store(x + at, values, mask=there)
+    wide = values.to(tl.float32)
+    rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    scale = tl.load(weight + head % weights * size + columns, mask=there, other=0.0)
+    normal = (wide * rms).to(scale.dtype) * scale
+    tl.store(out + at, normal.to(values.dtype), mask=there)
+
+
+class TritonNorm:
+    """x [N, n] -> x / rms(x) * weight [N, n], in x's dtype; `weight` [n], or [heads, n] for x [N, heads, n], in the
+    dtype in which it is multiplied."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps, self._size = weight.contiguous(), eps, weight.shape[-1]
+        self._weights = weight.numel() // self._size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, n], contiguous -> [N, n]."""
+        return self._launch(x, None, torch.empty_like(x), 1)
+
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to x [N, n] in place; returns the norm of the sum. Both are contiguous."""
+        return self._launch(x, delta, torch.empty_like(x), 1)
+
+    def norm_heads(self, x: Tensor, heads: int) -> None:
+        """Normalises the first `heads` of x [N, more heads, n], contiguous, in place."""
+        self._launch(x, None, x, heads)
+
+    def _launch(self, x: Tensor, delta: Tensor | None, out: Tensor, heads: int) -> Tensor:
+        arguments = x, x if delta is None else delta, self._weight, out
+        sizes = self._size, x.stride(0), heads, self._weights, self._eps
+        if rows := len(x) * heads:
+            _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, **_plan(self._size))
+        return out
+
+
+def _plan(size: int) -> dict[str, int]:
+    """A row's block, and a warp for each 512 of its numbers, of 4 to 16."""
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 16)}
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Norms of heads, and of hidden states up to 16,384 numbers."""
+    for kind in TRITON_TYPES.values():
+        for size, adds in ((128, False), (1024, True), (4096, False), (4096, True), (16384, True)):
+            types = dict.fromkeys(("x", "delta", "weight", "out"), f"*{kind}")
+            types |= dict.fromkeys(("size", "row_stride", "heads", "weights"), "i32") | {"eps": "fp32"}
+            plan = _plan(size)
+            constants = {"ADDS": adds, "BLOCK": plan.pop("BLOCK")}
+            yield Specialisation(_norm_kernel, types, constants, plan)

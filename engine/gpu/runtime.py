@@ -1,0 +1,52 @@
+"""Whether Triton's kernels serve a device, and in which forms each of them can be asked for."""
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cpu.library import LEVEL_VARIABLE
+
+TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The dtypes that kernels compute on, by Triton's names."""
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels compute `dtype` on `device`; layers ask while they are built, not at each step.
+    CHARONIA_KERNELS=none leaves a GPU to torch; with CHARONIA_KERNELS=triton a CPU interprets the kernels, slowly: so
+    what runs on a GPU is proved without one."""
+    if dtype not in TRITON_TYPES or not _is_installed():
+        return False
+    wanted = os.environ.get(LEVEL_VARIABLE)
+    return wanted != "none" if device.type == "cuda" else device.type == "cpu" and wanted == "triton"
+
+
+@cache
+def _is_installed() -> bool:
+    if os.environ.get(LEVEL_VARIABLE) == "triton" and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
+    return find_spec("triton") is not None
+
+
+class Specialisation(NamedTuple):
+    """One form of a kernel that the engine can ask for. Every kernel module yields its own from `specialisations()`,
+    made by the same functions that choose block sizes and warps for a launch; `charonia.bench.proofs.gpu_kernels`
+    compiles all of them without a GPU.
+
+    `types`: Triton's type of each argument that is no constant, in order ("*bf16", "i32", "fp32"). `constants`: the
+    values of the others. `options`: num_warps and num_stages. `wanted`: what the PTX must contain, such as "mma"."""
+
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+    wanted: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        constants = (f"{name}={value}" for name, value in self.constants.items())
+        return " ".join((self.kernel.__name__, *dict.fromkeys(self.types.values()), *constants))

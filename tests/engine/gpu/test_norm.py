@@ -1,0 +1,38 @@
+"""RMS norm on the interpreter beside torch's."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from charonia.engine.layers.norm import TorchNorm
+
+DTYPES = (torch.float32, torch.float16)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 5), st.sampled_from((1, 7, 64, 100)), st.sampled_from(DTYPES))
+def test_norm_after_a_sum(kernels: dict[str, ModuleType], rows: int, size: int, dtype: torch.dtype) -> None:
+    x, delta, weight = (random(count, size, dtype=dtype) for count in (rows, rows, 1))
+    expected_sum = x + delta
+    expected = TorchNorm(weight[0], 1e-5)(expected_sum)
+    found = kernels["norm"].TritonNorm(weight[0], 1e-5).add_and_norm(x, delta)
+    assert torch.equal(x, expected_sum)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_of_heads_between_others(kernels: dict[str, ModuleType], dtype: torch.dtype) -> None:
+    """Heads of queries and keys in a row that holds values too, each head with its own weight."""
+    packed, weight = random(4, 9, 24, dtype=dtype), random(7, 24, dtype=dtype)
+    expected = packed.clone()
+    TorchNorm(weight, 1e-6).norm_heads(expected, 7)
+    kernels["norm"].TritonNorm(weight, 1e-6).norm_heads(packed, 7)
+    torch.testing.assert_close(packed, expected)
