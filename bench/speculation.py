@@ -179,10 +179,12 @@ def _play_round(
     repeat: int,
     log: Log,
 ) -> Iterator[SpeculationTurn]:
-    """One turn of every contender, each other round in the other order: all records once, so many at a time."""
+    """One turn of every contender: all records once, so many at a time. Each round another one is the first, and each
+    other round goes backwards: who comes after himself, or after whom, tells in steps of half a millisecond."""
     asked = [records[at % len(records)] for at in range(max(streams, len(records)))]
     batches = [asked[at : at + streams] for at in range(0, len(asked), streams)]
-    for contender in contenders if repeat % 2 == 0 else reversed(contenders):
+    turned = [*contenders[repeat % len(contenders) :], *contenders[: repeat % len(contenders)]]
+    for contender in turned if repeat % 2 == 0 else reversed(turned):
         figures = RunFigures.together([model.run(contender, batch, new) for batch in batches])
         log(f"{kind}, {streams} streams, {contender.arm.label}: {figures.speed:.1f} tokens/s")
         yield SpeculationTurn(kind=kind, streams=streams, drafter=contender.arm.label, repeat=repeat, figures=figures)

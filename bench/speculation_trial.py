@@ -201,7 +201,10 @@ class RecordedTarget:
 class _FullVerification(Speculation):
     """Verifies every draft: it learns no step's cost."""
 
-    def observe_step(self, tokens: int, seconds: float) -> None:
+    def is_due(self, step: int) -> bool:
+        return True
+
+    def observe_step(self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0) -> None:
         pass
 
 

@@ -189,9 +189,10 @@ class Scheduler:
             self._elapsed += seconds
             seconds -= result.proposals.seconds
             self._prefill.observe_step(flight.work, seconds)
-            if self.speculation is not None and not flight.work.prefill_tokens:
-                self.speculation.observe_step(flight.work.decode_tokens, seconds)
         drafts = self._observe_drafts(flight, result) if flight.drafts else {}
+        if seconds and self.speculation is not None and not flight.work.prefill_tokens:
+            drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
+            self.speculation.observe_step(flight.work.decode_tokens, seconds, drafted, accepted)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, each in guided.items() if each.ends)
         continued = _continued(result, guided) if guided else result

@@ -20,7 +20,7 @@ from .sequence import Sequence, SequenceRequest
 FIRST_CHANCE, HIGHEST_CHANCE = 0.7, 0.98
 """The probability that a drafted token is right, before any was, and at most."""
 
-CHANCE_WEIGHT, COST_WEIGHT = 0.12, 0.2
+CHANCE_WEIGHT, COST_WEIGHT = 0.12, 0.1
 """Weights of the newest token, and of the newest step, in moving averages."""
 
 PREDICTED_DRAFTS = 16
@@ -30,29 +30,33 @@ PROBE_STEPS = 64
 """One step in so many has no drafts, sooner while few had as many sequences: others are held against their time. What
 was measured once is forgotten after so many steps."""
 
-LEAST_GAIN = 1.06
-"""Drafts are verified where that seems to bring so many times the tokens a second: estimates err."""
+LEAST_GAIN, LEAST_GAIN_OF_MANY = 1.08, 1.16
+"""Drafts are verified where that seems to bring so many times the tokens a second: estimates err. Of MANY_SEQUENCES
+some are unlucky, and wait longer for the others' drafts."""
 
 MANY_SEQUENCES, REST_STEPS = 8, 8
-"""For so many sequences nothing is drafted but in one step of so many, when in as many no draft was worth its cost: to
-draft for many takes time too."""
+"""Nothing is drafted but in one step of so many, when in as many no draft was worth its cost, or none was found for so
+many sequences: to draft takes time too."""
 
 BYSTANDER_SLOWDOWN = 1.05
 """A step that also computes sequences without drafts takes at most so many times as long with those of the others."""
 
-TRIAL_SHARE = 0.01
+TRIAL_SHARE = 0.006
 """The share of the time of all steps in which a draft model may propose what seems not worth it: to learn if it is. A
 drafter may take as much beyond what its drafts save."""
 
-LEAST_CREDIT, MOST_CREDIT = 0.03, 0.2
-"""Seconds that drafting may take at first, and that it can save up: a drafter reads long prompts once."""
+FIRST_CREDIT, MOST_CREDIT = 20, 60
+"""Steps that drafting, and drafts that were wrong, may cost at first, and that can be saved up."""
 
-LONGEST_REST = 15
+UNLEARNT_STEPS = 16
+"""So many steps are learnt together, if none asks before."""
+
+LONGEST_REST = 32
 """After so many steps at most it is seen again whether a draft model, or a sequence's drafts, are worth their cost."""
 
 HOPELESS_CHANCE, FIRST_REST = 0.1, 4
 """A sequence whose drafts are right more seldom rests from them, for so many tokens at first, and twice as many each
-time."""
+time. Those that rest are asked again in one step: each step that asks takes time, whoever is asked."""
 
 
 class DraftRequest(NamedTuple):
@@ -203,32 +207,46 @@ class Speculation:
 
     def reset_step_times(self) -> None:
         self._costs = DecodeCosts()
+        self._unlearnt: list[tuple[int, float]] = []  # steps that it does not know of yet
+        self._asked = self._drafted_before = False
+        self._drafting_seconds = 0.0  # to draft for a sequence
         self._pass_costs = DecodeCosts()  # of the draft model, by rows
         self._trial_seconds = 0.0
-        self._credit = LEAST_CREDIT  # seconds that drafting may take
+        self._credit: float | None = None  # seconds that drafts may cost, once a step was timed
 
     def most_drafts(self, request: SequenceRequest) -> int:
         """Tokens that a step may draft for a sequence."""
         most = self.most if request.prediction is None else max(self.most, PREDICTED_DRAFTS)
         return most if request.drafts_wanted is None else min(most, request.drafts_wanted)
 
-    def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
-        """Tokens to verify for each sequence, so many at most, in a step that decodes `decoding` tokens else."""
+    def draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int, step: int) -> list[list[int]]:
+        """Tokens to verify for each sequence, so many at most, in a `step` that decodes `decoding` tokens else."""
         self._steps += 1
-        resting = len(asked) >= MANY_SEQUENCES and self._fruitless >= REST_STEPS and not self.draft_model
-        if resting and self._steps % REST_STEPS != 1:
+        self._learn()
+        if self._probes(decoding):
             return [[] for _ in asked]
-        began = perf_counter()
-        verified = self._draft(asked, decoding)
-        self._spend(perf_counter() - began)
+        self._asked, began = True, perf_counter()
+        verified = self._draft(asked, decoding, step)
+        seconds, known = perf_counter() - began, self._drafting_seconds
+        self._drafting_seconds += COST_WEIGHT * (min(seconds / len(asked), 2 * known or seconds) - known)
+        self._spend(seconds)
         return verified
 
-    @property
-    def has_time(self) -> bool:
-        """Whether drafting took no longer than it saved, and its share of all steps."""
-        return not self._costs or self._credit >= 0
+    def _probes(self, decoding: int) -> bool:
+        """Whether a step has no drafts, so that it is known how long `decoding` tokens take: two in a row, of which
+        `observe_step` learns."""
+        if not self._costs:
+            return False
+        return decoding not in self._costs or self._steps % self._costs.probe_interval(decoding) < 2
 
-    def _draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[list[int]]:
+    def is_due(self, step: int) -> bool:
+        """Whether anything is drafted in this step: drafts cost no more than they saved, and their share of all steps,
+        and brought something of late."""
+        if self._credit is not None and self._credit < 0:
+            return False
+        return self._fruitless < REST_STEPS or self.draft_model or step % REST_STEPS == 0
+
+    def _draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int, step: int) -> list[list[int]]:
         requests = [_draft_request(each, most) for each, most in asked]
         proposed = self._drafter.propose(requests)
         guesses = [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
@@ -239,10 +257,10 @@ class Speculation:
             if sequence.draft_guess[1]:
                 self._judge(sequence)
             sequence.draft_guess = len(sequence.outputs), guesses[at]
-            if self._rests(sequence):
+            if self._rests(sequence, step):
                 guesses[at] = []
         if not any(guesses):
-            self._fruitless += 1
+            self._fruitless += len(asked) >= MANY_SEQUENCES
             return guesses
         lengths = self._lengths_to_verify([each for each, _ in asked], [*map(len, guesses)], decoding)
         self._fruitless = 0 if any(lengths) else self._fruitless + 1
@@ -271,11 +289,13 @@ class Speculation:
 
     def _spend(self, seconds: float) -> None:
         self.totals.seconds += seconds
-        self._credit -= seconds
+        if self._credit is not None:
+            self._credit -= seconds
 
     def propose(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[int]:
         """How many tokens the draft model is to propose for each sequence, so many at most, for a step that decodes
         `decoding` tokens else."""
+        self._learn()
         sequences, mosts = [each for each, _ in asked], [most for _, most in asked]
         if not self._costs:
             return mosts
@@ -309,14 +329,14 @@ class Speculation:
             if not right:
                 break
 
-    def _rests(self, sequence: Sequence) -> bool:
+    def _rests(self, sequence: Sequence, step: int) -> bool:
         """Whether drafts were wrong so often that none are asked for its next tokens, each time for longer. A draft
         model is asked by what it costs, and a grammar says what has to come."""
         if self._chance_of(sequence) >= HOPELESS_CHANCE:
             sequence.draft_rest = 0
         elif self._costs and not (self.draft_model or sequence.request.guided):
             sequence.draft_rest = min(max(2 * sequence.draft_rest, FIRST_REST), LONGEST_REST)
-            sequence.drafts_from = sequence.known + sequence.draft_rest
+            sequence.drafts_from = sequence.known + sequence.draft_rest - step % sequence.draft_rest
         return sequence.drafts_from > sequence.known
 
     def _chance_of(self, sequence: Sequence) -> float:
@@ -325,23 +345,23 @@ class Speculation:
     def _lengths_to_verify(self, sequences: Tokens[Sequence], mosts: list[int], decoding: int) -> list[int]:
         if not self._costs:
             return mosts
-        if decoding not in self._costs or self._steps % self._costs.probe_interval(decoding) == 0:
-            return [0] * len(mosts)
         return self._worthwhile([*map(self._chance_of, sequences)], mosts, decoding)
 
     def _worthwhile(
         self, chances: list[float], mosts: list[int], decoding: int, drafting: DecodeCosts | None = None
     ) -> list[int]:
         """How many tokens of each guess to verify, `mosts` at most: those that together bring the most tokens a second,
-        by the time that steps took, and by that of a draft model's passes, by rows, where these are still to come.
-        Sequences beside them, which get none, are not to wait noticeably longer."""
+        by the time that steps took, and that drafting takes: of a draft model's passes, by rows, where these are still
+        to come. Sequences beside them, which get none, are not to wait noticeably longer."""
         gains: list[tuple[float, int, int]] = []
         for at, (chance, most) in enumerate(zip(chances, mosts, strict=True)):
             turn = (at + self._steps) % len(mosts)  # of equals others come first in each step
             gains += [(min(chance, HIGHEST_CHANCE) ** (place + 1), turn, at) for place in range(most)]
         gains.sort(reverse=True)
         alone, shared = self._costs.seconds(decoding), sum(map(bool, mosts)) < decoding
-        best, rate, gained, before = 0, LEAST_GAIN * decoding / alone, 0.0, 0.0
+        least = LEAST_GAIN if len(mosts) < MANY_SEQUENCES else LEAST_GAIN_OF_MANY
+        best, rate, gained = 0, least * decoding / alone, 0.0
+        before = 0.0 if self.draft_model else len(mosts) * self._drafting_seconds
         lengths, rows = [0] * len(mosts), [0] * max(mosts, default=0)
         for number, (gain, _, at) in enumerate(gains, 1):
             gained += gain
@@ -354,24 +374,39 @@ class Speculation:
                 break
             if (decoding + gained) / seconds > rate:
                 best, rate = number, (decoding + gained) / seconds
-        if best and not drafting:  # the time that so many tokens would have taken without drafts, less this step's
-            self._earn(max((rate / decoding * alone - 1) * self._costs.seconds(decoding + best), 0.0))
         lengths = [0] * len(mosts)
         for _, _, at in gains[:best]:
             lengths[at] += 1
         return lengths
 
-    def observe_step(self, tokens: int, seconds: float) -> None:
-        """A step that only decoded, `tokens` of them with its drafts, took so long, without what a draft model took."""
-        self._costs.observe(tokens, seconds)
+    def observe_step(self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0) -> None:
+        """A step that only decoded, `tokens` of them, took so long, without what a draft model took. Of `drafted` ones
+        among them so many were right. The step for which a drafter was asked, and the one after drafts, are no measure
+        of those without: they find other things in the processor's caches, and take a quarter as long again where a
+        step takes half a millisecond."""
+        asked, self._asked = self._asked, False
+        if drafted or not (asked or self._drafted_before):
+            self._unlearnt.append((tokens, seconds))
+        self._drafted_before = drafted > 0
+        if len(self._unlearnt) == UNLEARNT_STEPS:
+            self._learn()
         self._trial_seconds += TRIAL_SHARE * seconds
-        self._earn(TRIAL_SHARE * seconds)
+        earned, decoding = TRIAL_SHARE * seconds, tokens - drafted
+        if asked and decoding in self._costs:  # what its tokens would have taken, less what they took, hiccups apart
+            alone = self._costs.seconds(decoding)
+            earned += (decoding + accepted) / decoding * alone - min(seconds, 2 * self._costs.seconds(tokens))
+        credit = FIRST_CREDIT * seconds if self._credit is None else self._credit
+        self._credit = min(credit + earned, MOST_CREDIT * seconds)
 
-    def _earn(self, seconds: float) -> None:
-        self._credit = min(self._credit + seconds, MOST_CREDIT)
+    def _learn(self) -> None:
+        """Steps that are learnt one by one each take several times as long."""
+        for tokens, seconds in self._unlearnt:
+            self._costs.observe(tokens, seconds)
+        self._unlearnt.clear()
 
     def expected_seconds(self, tokens: int) -> float | None:
         """How long it expects such a step to take; None before the first one."""
+        self._learn()
         return self._costs.seconds(tokens) if self._costs else None
 
     def _possible(self, tokens: Tokens[int], most: int) -> list[int]:

@@ -164,7 +164,7 @@ class StepPacker:
         self._work = StepWork(tokens, sum(map(mul, given, rows.scheduled[decoding].tolist())))
         for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
             self._grow(row)
-        if self._speculation is not None and rows.drafting and self._speculation.has_time:
+        if self._speculation is not None and rows.drafting and self._speculation.is_due(self._step):
             self._add_drafts(self._speculation)
 
     def _add_drafts(self, speculation: Speculation) -> None:
@@ -183,7 +183,7 @@ class StepPacker:
                 wanted[row] = most
                 left -= most
         asked = [(rows.sequences[row], most) for row, most in wanted.items()]
-        found = speculation.draft(asked, self._work.decode_tokens) if asked else []
+        found = speculation.draft(asked, self._work.decode_tokens, self._step) if asked else []
         for row, tokens in zip(wanted, found, strict=True):
             rows.drafts_from[row] = rows.sequences[row].drafts_from
             if drafts := tokens[: self._room_for_drafts(row, len(tokens))]:

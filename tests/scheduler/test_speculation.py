@@ -250,12 +250,12 @@ def test_what_seems_to_take_longer_than_more_tokens_was_disturbed() -> None:
 
 def test_a_drafter_that_is_wrong_costs_nothing_after_a_while_and_is_believed_again() -> None:
     costs = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}
-    assert set(timed(costs, accuracy=0)) == {0}
+    assert timed(costs, accuracy=0).count(0) > 190
     loop = Loop(right=0, blocks=1000, max_model_len=2000)
     loop.add(1, prompt=3, new=1900)
     loop.drafter.right = 0
     drafts = []
-    for step in range(120):
+    for step in range(140):
         loop.drafter.right = 9 if step > 80 else 0
         plan = loop.scheduler.schedule()
         assert plan is not None
@@ -288,19 +288,19 @@ def test_drafters_rest_while_drafts_for_many_bring_nothing() -> None:
     for key in range(8):
         loop.add(key, prompt=3, new=1000)
     drafts = list[int]()
-    for step in range(160):
+    for step in range(240):
         dear = step < 120
         plan = loop.scheduler.schedule()
         assert plan is not None
         loop.scheduler.apply(loop.executor.execute(plan).result(), float(plan.tokens) if dear else 1.0)
         drafts.append(len(plan.drafted))
     assert len([at for at in asked if 40 <= at < 120]) == 10
-    assert len([at for at in asked if at >= 140]) == 20
+    assert len([at for at in asked if at >= 200]) > 36
 
 
 def test_drafting_takes_no_longer_than_it_saves_and_what_it_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter takes half a step each time, for nothing, and then for right drafts."""
-    for right, calls in ((0, range(5, 40)), (9, range(290, 301))):
+    for right, calls in ((0, range(5, 40)), (9, range(270, 301))):
         loop, now, asked = Loop(right=right, blocks=1000, max_model_len=3000), [0.0], [0]
 
         def passing(now: list[float] = now, asked: list[int] = asked) -> float:
@@ -342,5 +342,45 @@ def test_a_sequence_whose_drafts_are_wrong_rests_and_is_in_plans_ahead_meanwhile
         tokens += updates.tokens
         loop.drafter.right = 9 if len(tokens) > 300 else 0
     assert tokens == list(range(103, 503))
-    assert 150 < together < 290
+    assert 150 < together < 350
     assert 30 < len(asked) < 120
+
+
+def test_no_drafts_are_verified_because_they_slow_what_they_are_held_against() -> None:
+    """Beside the steps that follow drafts those with drafts seem to be worth it, beside others they are not."""
+    loop, plans, before = Loop(right=9, blocks=1000, max_model_len=3000), list[int](), 0
+    loop.add(1, prompt=3, new=2500)
+    for _ in range(400):
+        plan = loop.scheduler.schedule()
+        assert plan is not None
+        drafted = len(plan.drafted)
+        seconds = 4.8 if drafted else 2.0 if before else 1.0
+        loop.scheduler.apply(loop.executor.execute(plan).result(), seconds)
+        plans.append(drafted)
+        before = drafted
+    assert plans[200:].count(0) > 180
+
+
+def test_the_step_after_drafts_says_nothing_about_those_without() -> None:
+    """It takes twice as long as they do, and is not learnt from."""
+    speculation = Speculation(Counting(9), 4, 32_000)
+    for drafted, seconds in [(0, 1.0), (4, 3.0), (0, 2.0), (0, 1.0)] * 20:
+        speculation.observe_step(1 + drafted, seconds, drafted, drafted)
+    assert speculation.expected_seconds(1) == pytest.approx(1.0)
+    assert speculation.expected_seconds(5) == pytest.approx(3.0)
+
+
+def test_sequences_that_rest_are_asked_together() -> None:
+    loop, asked = Loop(right=0, blocks=2000, max_num_seqs=4, max_model_len=2000), list[int]()
+    propose = loop.drafter.propose
+    loop.drafter.propose = lambda requests: asked.append(len(requests)) or propose(requests)  # type: ignore[method-assign, func-returns-value]
+    for key in range(4):
+        loop.add(key, prompt=3 + key, new=500 + 7 * key)
+    for step in range(400):
+        if step == 300:
+            asked.clear()
+        plan = loop.scheduler.schedule()
+        assert plan is not None
+        loop.scheduler.apply(loop.executor.execute(plan).result(), 1.0 + 0.1 * plan.tokens)
+    assert asked == [4] * len(asked)
+    assert 2 <= len(asked) <= 5

@@ -89,7 +89,7 @@ class Served:
     def draft_always(self) -> None:
         """Whatever steps take."""
         assert self.speculation is not None
-        self.speculation.observe_step = lambda tokens, seconds: None  # type: ignore[method-assign]
+        self.speculation.observe_step = lambda *observed: None  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.grammars.close()
