@@ -47,12 +47,25 @@ class SampledTokens(NamedTuple):
     mask_of: LongArray | None = None
 
 
+class DeviceBatch(NamedTuple):
+    """A step as kernels read it: int32 [R] on the device, the block table of `StepBatch`, and on the host the number of
+    places N. A padded row has count 0, and places that belong to no row follow all others: both must touch nothing."""
+
+    rows: Tensor
+    starts: Tensor
+    counts: Tensor
+    first_places: Tensor
+    block_ids: Tensor
+    size: int
+
+
 class StepBatch:
     """R rows of `counts` tokens each from position `starts` on, N in all, row after row.
 
     `rows`, `starts` and `counts`, int32 [R], are host numbers; `rows` are lines of two tables on the device that have a
     line for every row of the worker: `token_ids` int32 [lines, max_tokens], and `block_ids` int64 [lines, max_blocks],
-    with anything after the last block. Everything else is derived when it is asked for.
+    with anything after the last block. Everything else is derived when it is asked for: on a GPU from `on_device`, and
+    wherever that is given, because it stands in buffers whose numbers change when a recorded step is replayed.
     """
 
     def __init__(
@@ -63,9 +76,11 @@ class StepBatch:
         token_ids: Tensor,
         block_ids: Tensor,
         block_size: int,
+        on_device: DeviceBatch | None = None,
     ) -> None:
         self.rows, self.starts, self.counts = (np.ascontiguousarray(each, np.int32) for each in (rows, starts, counts))
         self.token_ids, self.block_ids, self.block_size = token_ids, block_ids, block_size
+        self._given, self._on_host = on_device, on_device is None and token_ids.device.type == "cpu"
 
     @classmethod
     def from_tokens(
@@ -88,6 +103,15 @@ class StepBatch:
         """[R] the packed place of each row's first token."""
         return np.cumsum(self.counts, dtype=np.int64) - self.counts
 
+    @cached_property
+    def on_device(self) -> DeviceBatch:
+        """The numbers of its rows on the tables' device, by one copy that nothing waits for."""
+        if self._given is not None:
+            return self._given
+        columns = self.rows, self.starts, self.counts, self.first_places
+        rows, starts, counts, first_places = upload_columns(columns, self.token_ids.device)
+        return DeviceBatch(rows, starts, counts, first_places, self.block_ids, self.size)
+
     @property
     def c_fields(self) -> tuple[int, ...]:
         """The fields of `struct step` (attention.h): valid as long as this batch lives."""
@@ -103,22 +127,35 @@ class StepBatch:
     @cached_property
     def tokens(self) -> Tensor:
         """Ids int32 [N]."""
-        return gather_entries(self.token_ids, self.rows[self._owners], self._positions)
+        if self._on_host:
+            return gather_entries(self.token_ids, self.rows[self._owners], self._positions)
+        return self.token_ids[self.on_device.rows[self.owners], self.positions]
 
     @cached_property
     def positions(self) -> Tensor:
-        """[N] of each token in its sequence."""
-        return to_device(self._positions, self.token_ids.device)
+        """[N] of each token in its sequence; 0 at a place that belongs to no row."""
+        if self._on_host:
+            return torch.from_numpy(self._positions)
+        there = self.on_device
+        found = self._places + (there.starts - there.first_places)[self.owners]
+        return torch.where(self._places < (there.first_places + there.counts)[-1], found, 0)
 
     @cached_property
     def owners(self) -> Tensor:
-        """[N] each token's index among the rows."""
-        return to_device(self._owners, self.token_ids.device)
+        """[N] each token's index among the rows; any at a place that belongs to no row."""
+        if self._on_host:
+            return torch.from_numpy(self._owners)
+        ends = (self.on_device.first_places + self.on_device.counts).long()
+        return torch.searchsorted(ends, self._places, right=True).clamp_(max=len(ends) - 1)
 
     def slots(self) -> Tensor:
         """[N] the cache slot of each token's keys and values: block id * block size + offset."""
         block = torch.div(self.positions, self.block_size, rounding_mode="floor")
-        return self.tables[self.owners, block] * self.block_size + self.positions % self.block_size
+        if self._on_host:
+            blocks = self.tables[self.owners, block]
+        else:
+            blocks = self.block_ids[self.on_device.rows[self.owners], block]
+        return blocks * self.block_size + self.positions % self.block_size
 
     @cached_property
     def _owners(self) -> NDArray[np.int64]:
@@ -127,6 +164,10 @@ class StepBatch:
     @cached_property
     def _positions(self) -> NDArray[np.int64]:
         return np.arange(len(self._owners)) + np.repeat(self.starts - self.first_places, self.counts)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.arange(self.size, device=self.token_ids.device)
 
 
 def gather_entries(table: Tensor, *at: NDArray[np.signedinteger[Any]]) -> Tensor:
@@ -137,5 +178,39 @@ def gather_entries(table: Tensor, *at: NDArray[np.signedinteger[Any]]) -> Tensor
 
 
 def to_device(column: NDArray[Any], device: torch.device) -> Tensor:
+    """The column on the device; the host waits for no copy. The pinned memory that a copy reads is torch's, which gives
+    it to nobody else before the copy is done."""
     tensor = torch.from_numpy(np.ascontiguousarray(column))
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+_ALIGNED = 4
+"""int32 numbers in the 16 bytes by which Triton distinguishes pointers: others would compile a kernel again."""
+
+
+def upload_columns(columns: Sequence[NDArray[np.signedinteger[Any]]], device: torch.device) -> tuple[Tensor, ...]:
+    """The columns, each [R], as int32 on the device: one copy for all, as `to_device` copies."""
+    length = len(columns[0])
+    packed = np.zeros((len(columns), -(-length // _ALIGNED) * _ALIGNED), np.int32)
+    packed[:, :length] = columns
+    return to_device(packed, device)[:, :length].unbind()
+
+
+class HostCopy:
+    """A copy of a device's tensor on its way to the host. It is begun behind the work that computes the tensor, and
+    waited for when it is read; work that is queued later is not."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if tensor.device.type == "cpu":
+            self._host = tensor
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def read(self) -> NDArray[Any]:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host.numpy()

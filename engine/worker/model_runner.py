@@ -17,7 +17,7 @@ from ..config import LOGITS_PIECE
 from ..cpu.program import StepRun
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
-from ..step_batch import SampledTokens
+from ..step_batch import HostCopy, SampledTokens, to_device
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
@@ -31,9 +31,9 @@ class _RunnerStep:
 
     `inputs` are gathered as soon as rows may change, `context` is there when the step began. A step that is computed
     beside the caller is `pending`, and chooses `samples` by itself; others are `computed` on the spot. `tokens` [S] are
-    those that the host chose or completed; a stage that is not the last has none. `logits` are there of a step that was
-    computed and waits for its masks. `sample_logits` [W, vocabulary] are kept for samples that want log-probabilities,
-    and `scored_logits` for the prompt's tokens, until they are `prompt_logprobs`.
+    those that the host chose or completed, and `chosen` their copy; a stage that is not the last has none. `logits` are
+    there of a step that was computed and waits for its masks. `sample_logits` [W, vocabulary] are kept for samples that
+    want log-probabilities, and `scored_logits` for the prompt's tokens, until they are `prompt_logprobs`.
     """
 
     def __init__(self, plan: StepPlan, mask_source: MaskSource | None) -> None:
@@ -47,6 +47,7 @@ class _RunnerStep:
         self.samples: SampledTokens | None = None
         self.computed = False
         self.tokens: Tensor | None = None
+        self.chosen: HostCopy | None = None
         self.sample_logits: Tensor | None = None
         self.scored_logits: Iterator[Tensor] | None = None
         self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
@@ -241,14 +242,14 @@ class ModelRunner:
             sampling = None if inputs.sampling is None else inputs.sampling[processed]
             tokens[at] = sample(changed, sampling).to(torch.int32)
         self._rows.store_tokens(inputs.rows, inputs.positions, tokens)
-        step.tokens = tokens
+        step.tokens, step.chosen = tokens, HostCopy(tokens)
         if inputs.logprobs:
             step.sample_logits = own[self._to(np.fromiter(inputs.logprobs, np.int64))]
         if inputs.scored is not None and inputs.scored.among is not None:
             step.scored_logits = iter(torch.split(logits[self._to(inputs.scored.among)], LOGITS_PIECE))
 
     def _result(self, step: _RunnerStep) -> StepResult:
-        inputs, tokens, scores = step.inputs, step.tokens, step.prompt_logprobs
+        inputs, tokens, chosen, scores = step.inputs, step.tokens, step.chosen, step.prompt_logprobs
         if inputs is None or (tokens is None and step.samples is None):
             return StepResult(step.plan.step, _NONE, _NONE, _NONE, _NONE)
         if tokens is None:
@@ -260,8 +261,8 @@ class ModelRunner:
         if step.sample_logits is not None:
             wanted = tokens[self._to(np.fromiter(inputs.logprobs, np.int64))].long()
             logprobs = sampled_logprobs(step.sample_logits, wanted, inputs.logprobs, len(tokens))
-        chosen = self._dictated(step.plan, inputs, tokens.cpu().numpy())
-        return _step_result(step.plan, inputs, chosen, logprobs or (), scores)
+        told = _NONE if chosen is None else self._dictated(step.plan, inputs, chosen.read())
+        return _step_result(step.plan, inputs, told, logprobs or (), scores)
 
     def _dictated(self, plan: StepPlan, inputs: StepInputs, tokens: IntArray) -> IntArray:
         if self.dictate is None:
@@ -271,7 +272,7 @@ class ModelRunner:
         return tokens
 
     def _to(self, places: LongArray) -> Tensor:
-        return torch.from_numpy(places).to(self._device)
+        return to_device(places, self._device)
 
 
 def _step_result(

@@ -25,6 +25,7 @@ from ..step_batch import (
     as_signed64,
     gather_entries,
     to_device,
+    upload_columns,
 )
 from .logits_processors import PreparedLogitsParams, prepare_logits_params, process_logits
 from .logprobs import PromptSpan, ScoredTokens
@@ -86,19 +87,25 @@ class RowStates:
     """The rows that the scheduler uses, each from its sequence's first plan to its last."""
 
     def __init__(
-        self, max_tokens: int, block_size: int, device: torch.device, adapters: Mapping[str, RankAdapter] = {}
+        self,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        adapters: Mapping[str, RankAdapter] = {},
+        lines: int = 0,
     ) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed. `adapters`: by
-        digest, those that plans may name."""
-        self.device, self.block_size, self._known_adapters = device, block_size, adapters
+        digest, those that plans may name. `lines`: rows that the tables have from the beginning; they grow."""
+        self.device, self.block_size, self._known_adapters, self._lines = device, block_size, adapters, lines
         self._width = (max_tokens + 1, -(-max_tokens // block_size))
         self.clear()
 
     def clear(self) -> None:
-        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int32, device=self.device)
-        self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self.device)
-        self._blocks: LongArray = np.zeros(0, dtype=np.int64)
-        self._sampling: SamplingArray = np.zeros(0, dtype=SAMPLING_DTYPE)
+        width, table_width = self._width
+        self._tokens = torch.zeros((self._lines, width), dtype=torch.int32, device=self.device)
+        self._tables = torch.zeros((self._lines, table_width), dtype=torch.int64, device=self.device)
+        self._blocks: LongArray = np.zeros(self._lines, dtype=np.int64)
+        self._sampling: SamplingArray = np.zeros(self._lines, dtype=SAMPLING_DTYPE)
         self._processed: dict[int, PreparedLogitsParams] = {}
         # The rows that ask for more than the likeliest token: a step without such rows looks for none.
         self._drawing: set[int] = set()
@@ -116,14 +123,13 @@ class RowStates:
         if len(plan.appended):
             rows, blocks = plan.appended.astype(np.int64).T
             places = self._blocks[rows] + _occurrence(rows)
-            self._tables[self._to(rows), self._to(places)] = self._to(blocks)
+            self._scatter(self._tables, rows, places, blocks)
             np.add.at(self._blocks, rows, 1)
         if len(plan.given):
-            rows, positions, tokens = plan.given.T
-            self.store_tokens(rows, positions, torch.from_numpy(np.ascontiguousarray(tokens)))
+            self._scatter(self._tokens, *plan.given.T)
         if len(plan.drafted):
             positions = end_ranges(plan.starts + plan.counts - 1, plan.drafts)
-            self.store_tokens(plan.rows.repeat(plan.drafts), positions, torch.from_numpy(plan.drafted))
+            self._scatter(self._tokens, plan.rows.repeat(plan.drafts), positions, plan.drafted)
 
     def has_room_for(self, plan: StepPlan) -> bool:
         """Whether `apply_plan` leaves the tables of token and block ids where they are."""
@@ -254,11 +260,19 @@ class RowStates:
 
     def store_tokens(self, rows: IntArray, positions: IntArray | LongArray, tokens: Tensor) -> None:
         """Store `tokens` [S], chosen here or by another rank, at `positions` [S] of `rows` [S]."""
-        if self.device.type == "cpu":
-            self._tokens.numpy()[rows, positions] = tokens.numpy()
+        if tokens.device.type == "cpu":
+            self._scatter(self._tokens, rows, positions, tokens.numpy())
         else:
-            at = (self._to(column.astype(np.int64)) for column in (rows, positions))
-            self._tokens[tuple(at)] = tokens.to(self.device, torch.int32)
+            self._tokens[upload_columns((rows, positions), self.device)] = tokens.to(torch.int32)
+
+    def _scatter(self, table: Tensor, *columns: NDArray[np.signedinteger[Any]]) -> None:
+        """table[row, place] = value for each of the rows, places and values: one copy to the device for all."""
+        if self.device.type == "cpu":
+            rows, places, values = columns
+            table.numpy()[rows, places] = values
+        else:
+            *at, there = upload_columns(columns, self.device)
+            table[tuple(at)] = there.to(table.dtype)
 
     def _enter(self, sequence: NewSequence) -> None:
         row, asked = sequence.row, sequence.sampling
