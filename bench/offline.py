@@ -3,14 +3,16 @@
     python -m charonia.bench.offline --scratch DIR
     python -m charonia.bench.offline --scratch DIR --peer transformers --peer openvino=/path/to/venv/bin/python
     python -m charonia.bench.offline --checkpoint DIR --precisions int8 --prompt 2048 --json FILE --plot FILE
+    python -m charonia.bench.offline --checkpoint model.gguf --precisions bf16 --peer llamacpp=/path/to/venv/bin/python
 
+A GGUF file is computed as it is, by us and by llama.cpp; a precision then says what is computed beside its weights.
 Prompts are distinct, eos is ignored, nothing is cached. The machine's limits are measured before and after every turn
 (the better of the two counts): the figures of a shared machine mean little without them.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean, median
@@ -220,14 +222,28 @@ class WarmContenders:
     """The contenders, warm, and the probes of their machine's limits."""
 
     spec: ModelSpec
+    stored_bytes: int | None
     gauge: PeakMeter
     contenders: Sequence[PeerProcess]
 
+    def demand(self, precision: Precision) -> ModelDemand:
+        """A checkpoint that stores integers is read as it is; its `stored_bytes` are those of its files."""
+        demand = ModelDemand.of(self.spec, precision)
+        return demand if self.stored_bytes is None else replace(demand, weight_bytes=self.stored_bytes)
+
+    def peaks(self) -> dict[Precision, MachinePeaks]:
+        """The machine's, now: products with stored integers are computed in int8."""
+        found = self.gauge.measure()
+        return {each: found["int8" if self.stored_bytes else each] for each in self.precisions}
+
+    @property
+    def precisions(self) -> list[Precision]:
+        return list(dict.fromkeys(each.spec.precision for each in self.contenders))
+
     def comparison(self, checkpoint: str, turns: list[OfflineRun]) -> OfflineComparison:
         about = {each.spec.label: each.about for each in self.contenders}
-        return OfflineComparison(
-            checkpoint=checkpoint, threads=self.gauge.threads, about=about, ways=self.gauge.ways, turns=turns
-        )
+        ways = {each: self.gauge.ways["int8" if self.stored_bytes else each] for each in self.precisions}
+        return OfflineComparison(checkpoint=checkpoint, threads=self.gauge.threads, about=about, ways=ways, turns=turns)
 
 
 def compare(checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequence[str], log: Log) -> OfflineComparison:
@@ -255,7 +271,8 @@ def warm_contenders(
     Raises:
         InvalidArgument, Unavailable: a peer is unknown, or a contender cannot run.
     """
-    asked, spec = parse_peer_specs(work.precisions, peers), open_checkpoint(checkpoint).spec
+    asked, opened = parse_peer_specs(work.precisions, peers), open_checkpoint(checkpoint)
+    stored = sum(file.stat().st_size for file in _files(checkpoint)) if opened.stored_as else None
     with ExitStack() as stack:
         contenders = []
         for entry in asked:
@@ -272,15 +289,20 @@ def warm_contenders(
             )
             contenders.append(stack.enter_context(PeerProcess(entry, setup)))
         for contender in contenders:
-            _warm(contender, work, spec.vocab_size)
-        yield WarmContenders(spec, PeakMeter(work.precisions, work.device, usable_cores().threads), contenders)
+            _warm(contender, work, opened.spec.vocab_size)
+        gauge = PeakMeter(["int8"] if stored else work.precisions, work.device, usable_cores().threads)
+        yield WarmContenders(opened.spec, stored, gauge, contenders)
 
 
 def checkpoint_digest(checkpoint: Path) -> str:
     """A name that no other checkpoint has, nor this one once its files have changed."""
-    files = sorted(checkpoint.resolve().glob("*"))
-    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in _files(checkpoint)]
     return f"{checkpoint.name}-{sha256(repr(state).encode()).hexdigest()[:12]}"
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    found = checkpoint.resolve()
+    return [found] if found.is_file() else sorted(found.glob("*"))
 
 
 def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int) -> None:
@@ -291,10 +313,10 @@ def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int) -> None:
 def play_round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> Iterator[OfflineRun]:
     """One turn of every contender, with the machine's limits measured between them."""
     asked = prompts(job, field.spec.vocab_size, seed)
-    before, ours = field.gauge.measure(), GenerationTime((), 0.0)
+    before, ours = field.peaks(), GenerationTime((), 0.0)
     for contender in field.contenders:
         spent = contender.generate(asked, job.new)
-        after, entry = field.gauge.measure(), contender.spec
+        after, entry = field.peaks(), contender.spec
         ours = spent if entry.name == OURS else ours
         machine = best_peaks(before[entry.precision], after[entry.precision])
         turn = OfflineRun(
@@ -303,7 +325,7 @@ def play_round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> I
             job=job,
             speed=spent.speed,
             machine=machine,
-            limit=roofline_speed(ModelDemand.of(field.spec, entry.precision), job, machine),
+            limit=roofline_speed(field.demand(entry.precision), job, machine),
             agreement=agreement(spent.tokens, ours.tokens),
         )
         log(f"{job.sequences} sequences, {entry.label}: {turn.speed:.1f} tokens/s, {turn.speed / turn.limit:.0%}")
@@ -358,7 +380,7 @@ def main(
     Parameters
     ----------
     checkpoint
-        Directory of a checkpoint; by default random weights are made.
+        Directory of a checkpoint, or a GGUF file; by default random weights are made.
     shape
         Whose shape random weights have.
     scratch

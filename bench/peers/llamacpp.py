@@ -1,4 +1,5 @@
-"""llama.cpp through llama-cpp-python. Its interpreter has gguf too, which the checkpoint is converted with, once."""
+"""llama.cpp through llama-cpp-python. Its interpreter has gguf too, which a checkpoint that is no GGUF file is
+converted with, once."""
 
 import subprocess
 import sys
@@ -93,6 +94,8 @@ def _rows(prompts: Sequence[Sequence[int]]) -> list[_Row]:
 
 
 def _converted(setup: "PeerSetup") -> Path:
+    if setup.checkpoint.endswith(".gguf"):
+        return Path(setup.checkpoint)
     file = Path(setup.folder) / "model.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
