@@ -293,7 +293,7 @@ class Laboratory:
         if arm.config is not None:
             watched = _WatchedDrafter(build_drafter(arm.config, self._vocab_size), arm.commit)
             made = _FullVerification if arm.everything else Speculation
-            speculation = made(watched, arm.k, self._vocab_size, draft_model=arm.config.computes)
+            speculation = made({arm.config.method: watched}, arm.k, self._vocab_size, draft_model=arm.config.computes)
         scheduler = Scheduler(self._rule, cache, speculation=speculation)
         contender = Contender(arm, scheduler, cache, self._executor, watched)
         EngineCore(scheduler, cache, self._executor).warm_up()

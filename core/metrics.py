@@ -9,10 +9,12 @@ import math
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 _ACCURACY = 0.01
 _BASE = math.log((1 + _ACCURACY) / (1 - _ACCURACY))
@@ -181,3 +183,35 @@ class ModelStatistics(NamedTuple):
     name: str
     version: str
     statistics: VersionStatistics
+
+
+class DrafterTotals(msgspec.Struct, array_like=True):
+    """What one drafter did for a language model: drafts of a sequence that began with its tokens and were verified,
+    tokens of it that were verified, and those that were accepted, in all and by their place in the draft; the seconds
+    that it took."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    seconds: float = 0.0
+    accepted_by_place: list[int] = []
+
+    def count(self, first: int, end: int, accepted: int) -> None:
+        """The places `first` to `end` of a draft were its own; the first `accepted` of the draft were right."""
+        self.drafts += first == 0
+        self.draft_tokens += end - first
+        self.accepted_by_place += [0] * (end - len(self.accepted_by_place))
+        for place in range(first, min(accepted, end)):
+            self.accepted_tokens += 1
+            self.accepted_by_place[place] += 1
+
+
+def sum_by_drafter(counted: Iterable[Mapping[str, DrafterTotals]]) -> dict[str, DrafterTotals]:
+    """The sums, by the drafters' names; values of their own."""
+    found: dict[str, DrafterTotals] = {}
+    for name, one in (pair for each in counted for pair in each.items()):
+        other = found.get(name, DrafterTotals())
+        places = [*map(sum, zip_longest(one.accepted_by_place, other.accepted_by_place, fillvalue=0))]
+        tokens = one.draft_tokens + other.draft_tokens, one.accepted_tokens + other.accepted_tokens
+        found[name] = DrafterTotals(one.drafts + other.drafts, *tokens, one.seconds + other.seconds, places)
+    return found

@@ -224,7 +224,7 @@ class Scheduler:
             if drafted := flight.drafts.get(row, 0):
                 found[row] = drafted, count - 1
                 if not self._rows.ended[row]:
-                    self.speculation.observe(drafted, count - 1)
+                    self.speculation.observe(self._rows.sequences[row], drafted, count - 1)
                     self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
         return found
 

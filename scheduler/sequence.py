@@ -1,7 +1,7 @@
 """A sequence to run, and what the scheduler remembers of it while it waits or runs. No counters: see running_set.py."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
@@ -62,6 +62,19 @@ class SequenceRequest:
             raise InvalidArgument(f"{asked} the cache's {cache.blocks * cache.block_size}", field=field)
 
 
+class DraftGuess(NamedTuple):
+    """What was to follow a sequence's first `outputs` ones, as `drafter` says; `own`: how many of them it said itself,
+    and its grammar did not force."""
+
+    outputs: int = 0
+    tokens: list[int] = []
+    drafter: str = ""
+    own: int = 0
+
+
+NO_GUESS = DraftGuess()
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request and its state so far; outlives its stays in the running set.
@@ -73,7 +86,7 @@ class Sequence:
     `target_ttft`, `target_itl`: the request's, or what all have that say nothing. `shared`: tokens that the cache had
     of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
     `drafts`: the most tokens that are drafted for it in a step; `draft_state` is the drafter's own; `draft_chance`: the
-    probability that a drafted token is right, as it seems; `draft_guess`: outputs there were, and what was to follow.
+    probability that a drafted token is right, as it seems; `draft_guess`: what was to follow last.
     `drafts_from`: tokens that it has before it is drafted for again, after a rest of `draft_rest`.
     `proposed`: tokens that were known, and what a draft model says that follows them.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
@@ -98,7 +111,7 @@ class Sequence:
     drafts: int = 0
     draft_state: dict[str, Any] = field(default_factory=dict)
     draft_chance: float | None = None
-    draft_guess: tuple[int, list[int]] = (0, [])
+    draft_guess: DraftGuess = NO_GUESS
     drafts_from: int = 0
     draft_rest: int = 0
     proposed: tuple[int, list[int]] = (0, [])

@@ -6,16 +6,16 @@ So the text is the same with drafts and without, whoever drafts, and however. Kn
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from ..core.metrics import DrafterTotals
 from .plan import IntArray, Proposals
-from .sequence import Sequence, SequenceRequest
+from .sequence import DraftGuess, Sequence, SequenceRequest
 
 FIRST_CHANCE, HIGHEST_CHANCE = 0.7, 0.98
 """The probability that a drafted token is right, before any was, and at most."""
@@ -59,6 +59,10 @@ HOPELESS_CHANCE, FIRST_REST = 0.1, 4
 time. Those that rest are asked again in one step: each step that asks takes time, whoever is asked."""
 
 
+PREDICTION, GRAMMAR = "prediction", "grammar"
+"""Names of what drafts beside the configured method: what requests bring, and what their grammars force."""
+
+
 class DraftRequest(NamedTuple):
     """A sequence for which at most `k` tokens are to be drafted. `prompt` and `outputs` are all its tokens, not to be
     changed; `state` is the drafter's own from the sequence's first request to its last. `prediction`: what the client
@@ -88,18 +92,6 @@ class LearningDrafter(Drafter, Protocol):
 
     def finished(self, request: DraftRequest) -> None:
         """The sequence has ended, with all its `outputs`. Called on the step loop's thread."""
-
-
-@dataclass(slots=True)
-class SpeculationTotals:
-    """Proposals that were verified, their tokens, and those of them that were accepted: in all, and by place.
-    `seconds`: what drafting took."""
-
-    seconds: float = 0.0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_by_place: list[int] = field(default_factory=list)
 
 
 class DecodeCosts:
@@ -173,22 +165,24 @@ class DecodeCosts:
 
 
 class Speculation:
-    """What `drafter` drafts, `most` tokens a sequence and step at most, of a vocabulary of `vocab_size` tokens; those
-    with a prediction may have PREDICTED_DRAFTS, also where `most` is 0. `most_sampled`: places of a step that may be
-    sampled. `draft_model`: the executor has one, which proposes what is verified.
+    """What `drafters` draft, by name, each for the sequences for which those before it have no guess: `most` tokens a
+    sequence and step at most, of a vocabulary of `vocab_size` tokens. The one called PREDICTION is asked for sequences
+    with a prediction, for PREDICTED_DRAFTS, also where `most` is 0. `most_sampled`: places of a step that may be
+    sampled. `draft_model`: the executor has one, which proposes what the last drafter says.
 
     `possible_drafts`: what the host, by a guided sequence's key, makes of drafts, of which so many at most are wanted.
+    `totals`: by drafter, and of GRAMMAR.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafters: Mapping[str, Drafter],
         most: int,
         vocab_size: int,
         most_sampled: int = 1 << 30,
         draft_model: bool = False,
     ) -> None:
-        self._drafter, self.most, self._vocab_size, self.most_sampled = drafter, most, vocab_size, most_sampled
+        self._drafters, self.most, self._vocab_size, self.most_sampled = drafters, most, vocab_size, most_sampled
         self.draft_model = draft_model
         self.possible_drafts: Callable[[int, list[int], int], list[int]] = lambda key, drafts, most: []
         self.reset_step_times()
@@ -198,11 +192,10 @@ class Speculation:
         self._in_trial = False
         self.drafters_off = 0  # turned off, see `GuardedDrafter`
         self._rest = self._resting = 0
-        self.totals = SpeculationTotals()
         self.reset_totals()
 
     def reset_totals(self) -> None:
-        self.totals = SpeculationTotals(accepted_by_place=[0] * self.most)  # more are added as they come
+        self.totals = {name: DrafterTotals() for name in (*self._drafters, GRAMMAR)}
         self._chance = FIRST_CHANCE
 
     def reset_step_times(self) -> None:
@@ -247,18 +240,12 @@ class Speculation:
         return self._fruitless < REST_STEPS or self.draft_model or step % REST_STEPS == 0
 
     def _draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int, step: int) -> list[list[int]]:
-        requests = [_draft_request(each, most) for each, most in asked]
-        proposed = self._drafter.propose(requests)
-        guesses = [self._possible(tokens, request.k) for tokens, request in zip(proposed, requests, strict=True)]
-        for at, (sequence, most) in enumerate(asked):
-            if sequence.request.guided and not guesses[at]:
-                guesses[at] = self.possible_drafts(sequence.request.key, [], most)
-        for at, (sequence, _) in enumerate(asked):
-            if sequence.draft_guess[1]:
+        guesses = list[list[int]]()
+        for (sequence, _), guess in zip(asked, self._guesses(asked), strict=True):
+            if sequence.draft_guess.tokens and sequence.draft_guess.drafter != GRAMMAR:
                 self._judge(sequence)
-            sequence.draft_guess = len(sequence.outputs), guesses[at]
-            if self._rests(sequence, step):
-                guesses[at] = []
+            sequence.draft_guess = guess
+            guesses.append([] if self._rests(sequence, step) else guess.tokens)
         if not any(guesses):
             self._fruitless += len(asked) >= MANY_SEQUENCES
             return guesses
@@ -267,8 +254,47 @@ class Speculation:
         verified = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
         for at, (sequence, _) in enumerate(asked):
             if sequence.request.guided and verified[at]:  # by then the grammar need not read what is not verified
-                verified[at] = self.possible_drafts(sequence.request.key, verified[at], lengths[at])
+                verified[at] = self._cut(sequence, verified[at], lengths[at])
         return verified
+
+    def _guesses(self, asked: Tokens[tuple[Sequence, int]]) -> list[DraftGuess]:
+        """What the first drafter that has a guess says; where none has, what the sequence's grammar forces."""
+        requests = [_draft_request(each, most) for each, most in asked]
+        found = [DraftGuess(len(request.outputs)) for request in requests]
+        for name, drafter in self._drafters.items():
+            predicts = name == PREDICTION
+            left = [at for at, guess in enumerate(found) if not guess.tokens]
+            if predicts:
+                left = [at for at in left if requests[at].prediction is not None]
+            if not left:
+                continue
+            theirs = [requests[at] for at in left]
+            if not predicts:
+                theirs = [each if each.k <= self.most else each._replace(k=self.most) for each in theirs]
+            began = perf_counter()
+            proposed = drafter.propose(theirs)
+            self.totals[name].seconds += perf_counter() - began
+            for at, tokens, request in zip(left, proposed, theirs, strict=True):
+                if possible := self._possible(tokens, request.k):
+                    found[at] = found[at]._replace(tokens=possible, drafter=name, own=len(possible))
+        for at, (sequence, most) in enumerate(asked):
+            if sequence.request.guided and not found[at].tokens:
+                found[at] = found[at]._replace(tokens=self._possible_drafts(sequence, [], most), drafter=GRAMMAR)
+        return found
+
+    def _possible_drafts(self, sequence: Sequence, drafts: list[int], most: int) -> list[int]:
+        began = perf_counter()
+        possible = self.possible_drafts(sequence.request.key, drafts, most)
+        self.totals[GRAMMAR].seconds += perf_counter() - began
+        return possible
+
+    def _cut(self, sequence: Sequence, drafts: list[int], most: int) -> list[int]:
+        """What the sequence's grammar makes of drafts: those from the first other token on are not the drafter's."""
+        possible, guess = self._possible_drafts(sequence, drafts, most), sequence.draft_guess
+        pairs = enumerate(zip(possible, drafts, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), min(len(possible), len(drafts)))
+        sequence.draft_guess = guess._replace(own=min(same, guess.own))
+        return possible
 
     @property
     def asks_draft_model(self) -> bool:
@@ -278,17 +304,19 @@ class Speculation:
 
     def finished(self, sequence: Sequence) -> None:
         """A sequence has ended: a drafter that learns is told."""
-        if isinstance(self._drafter, LearningDrafter):
-            began = perf_counter()
-            self._drafter.finished(_draft_request(sequence, 0))
-            self._spend(perf_counter() - began)
+        for name, drafter in self._drafters.items():
+            if isinstance(drafter, LearningDrafter):
+                began = perf_counter()
+                drafter.finished(_draft_request(sequence, 0))
+                seconds = perf_counter() - began
+                self.totals[name].seconds += seconds
+                self._spend(seconds)
 
     def note_off(self) -> None:
         """A drafter was turned off."""
         self.drafters_off += 1
 
     def _spend(self, seconds: float) -> None:
-        self.totals.seconds += seconds
         if self._credit is not None:
             self._credit -= seconds
 
@@ -312,6 +340,7 @@ class Speculation:
     def take_proposals(self, proposals: Proposals) -> None:
         """Learn what it took to propose."""
         rows = len(proposals.rows)
+        self.totals[[*self._drafters][-1]].seconds += proposals.seconds
         if self._in_trial:
             self._trial_seconds -= proposals.seconds
             self._in_trial = False
@@ -321,8 +350,9 @@ class Speculation:
     def _judge(self, sequence: Sequence) -> None:
         """Hold the last guess against what has come since, whether it was verified or not: that costs nothing."""
         sequence.draft_chance = self._chance_of(sequence)
-        begin, guess = sequence.draft_guess
-        for token, guessed in zip(sequence.outputs[begin : begin + len(guess)], guess, strict=False):
+        guess = sequence.draft_guess
+        came = sequence.outputs[guess.outputs : guess.outputs + len(guess.tokens)]
+        for token, guessed in zip(came, guess.tokens, strict=False):
             right = token == guessed
             sequence.draft_chance += CHANCE_WEIGHT * (right - sequence.draft_chance)
             self._chance += CHANCE_WEIGHT / 8 * (right - self._chance)
@@ -345,7 +375,11 @@ class Speculation:
     def _lengths_to_verify(self, sequences: Tokens[Sequence], mosts: list[int], decoding: int) -> list[int]:
         if not self._costs:
             return mosts
-        return self._worthwhile([*map(self._chance_of, sequences)], mosts, decoding)
+        forced = (each.draft_guess.drafter == GRAMMAR for each in sequences)
+        chances = [
+            HIGHEST_CHANCE if sure else self._chance_of(each) for each, sure in zip(sequences, forced, strict=True)
+        ]
+        return self._worthwhile(chances, mosts, decoding)
 
     def _worthwhile(
         self, chances: list[float], mosts: list[int], decoding: int, drafting: DecodeCosts | None = None
@@ -416,15 +450,14 @@ class Speculation:
                 return list(tokens[:at])
         return list(tokens[:most])
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens of one sequence the first `accepted` were right."""
-        totals = self.totals
-        totals.drafts += 1
-        totals.draft_tokens += drafted
-        totals.accepted_tokens += accepted
-        totals.accepted_by_place += [0] * (accepted - len(totals.accepted_by_place))
-        for place in range(accepted):
-            totals.accepted_by_place[place] += 1
+    def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Of `drafted` tokens of the sequence the first `accepted` were right."""
+        guess = sequence.draft_guess
+        own = min(guess.own, drafted)
+        if own:
+            self.totals[guess.drafter].count(0, own, accepted)
+        if own < drafted:
+            self.totals[GRAMMAR].count(own, drafted, accepted)
 
 
 def _draft_request(sequence: Sequence, most: int) -> DraftRequest:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core.metrics import Histogram, Reading
+from ..core.metrics import DrafterTotals, Histogram, Reading
 from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -69,12 +69,8 @@ class EngineState(NamedTuple):
     masks: int = 0
     mask_seconds: float = 0.0
     forced_tokens: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    drafting_seconds: float = 0.0
     drafters_off: int = 0
-    accepted_by_place: Sequence[int] = ()
+    drafters: Mapping[str, DrafterTotals] = {}
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -93,13 +89,17 @@ class EngineState(NamedTuple):
         yield Reading("charonia_grammar_masks_total", self.masks)
         yield Reading("charonia_grammar_mask_seconds_total", self.mask_seconds)
         yield Reading("charonia_forced_tokens_total", self.forced_tokens)
-        yield Reading("charonia_drafts_total", self.drafts)
-        yield Reading("charonia_draft_tokens_total", self.draft_tokens)
-        yield Reading("charonia_accepted_tokens_total", self.accepted_tokens)
-        for place, accepted in enumerate(self.accepted_by_place or (0,)):
-            yield Reading("charonia_accepted_tokens_per_position_total", accepted, {"position": str(place)})
-        yield Reading("charonia_drafting_seconds_total", self.drafting_seconds)
         yield Reading("charonia_drafters_off", self.drafters_off)
+        for name, drafter in self.drafters.items():
+            labels = {"drafter": name}
+            yield Reading("charonia_drafts_total", drafter.drafts, labels)
+            yield Reading("charonia_draft_tokens_total", drafter.draft_tokens, labels)
+            yield Reading("charonia_accepted_tokens_total", drafter.accepted_tokens, labels)
+            for place, accepted in enumerate(drafter.accepted_by_place or (0,)):
+                yield Reading(
+                    "charonia_accepted_tokens_per_position_total", accepted, labels | {"position": str(place)}
+                )
+            yield Reading("charonia_drafting_seconds_total", drafter.seconds, labels)
 
 
 class LlmMetrics:

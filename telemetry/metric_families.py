@@ -42,7 +42,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_draft_tokens_total", "counter", "Tokens of drafts that were verified"),
     MetricFamily("charonia_accepted_tokens_total", "counter", "Tokens of drafts that were what the model chose"),
     MetricFamily("charonia_accepted_tokens_per_position_total", "counter", "Accepted tokens by their place in a draft"),
-    MetricFamily("charonia_drafting_seconds_total", "counter", "Time that drafting took"),
+    MetricFamily("charonia_drafting_seconds_total", "counter", "Time that drafting took, a draft model's included"),
     MetricFamily("charonia_drafters_off", "gauge", "Drafters turned off because they raised or were too slow"),
     MetricFamily("charonia_prompt_tokens_total", "counter", "Prompt tokens of begun requests"),
     MetricFamily("charonia_generation_tokens_total", "counter", "Generated tokens"),
@@ -176,7 +176,7 @@ _VLLM_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abor
 
 def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
     """The series that vLLM exports too, under its names: summed over the labels that it does not have."""
-    sums: dict[tuple[str, str], float] = {}
+    sums: dict[tuple[str, ...], float] = {}
     for family, value, labels in readings:
         names = [theirs for theirs, ours in _VLLM_NAMES.items() if ours == family]
         finished = _VLLM_FINISHED_REASONS.get(labels["outcome"]) if "outcome" in labels else ""
@@ -186,12 +186,11 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
             yield from (Reading(name, value) for name in names)
         elif family == _LORA_INFO:
             yield Reading(family, value, labels)
-        elif "position" in labels:
-            yield from (Reading(name, value, labels) for name in names)
         elif names and finished is not None and not isinstance(value, QuantileSummary):
-            sums[names[0], finished] = sums.get((names[0], finished), 0) + value
-    for (name, finished), value in sums.items():
-        yield Reading(name, value, {"finished_reason": finished})
+            key = names[0], finished, labels.get("position", "")
+            sums[key] = sums.get(key, 0) + value
+    for (name, finished, position), value in sums.items():
+        yield Reading(name, value, {"finished_reason": finished, "position": position})
 
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}

@@ -139,7 +139,7 @@ class SchedulerTrial:
         self.world = world
         self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching)
         drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
-        speculation = Speculation(drafter, world.drafts, VOCABULARY) if world.drafts else None
+        speculation = Speculation({"trial": drafter}, world.drafts, VOCABULARY) if world.drafts else None
         if speculation is not None:
             speculation.possible_drafts = lambda key, drafts, most: drafts[:most]
         self.scheduler = Scheduler(world.scheduler, self.cache, speculation=speculation)

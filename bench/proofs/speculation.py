@@ -111,7 +111,7 @@ def simulate(machine: SimulatedMachine, streams: int, new: int, spells: Spells |
     """Decode `streams` sequences of about `new` tokens, twice as many in all, after a warm-up as an engine's."""
     blocks = streams * ((_PROMPT + new) // BLOCK_SIZE + 3)
     cache = KVCacheManager(blocks, BLOCK_SIZE, prefix_caching=False)
-    speculation = None if spells is None else Speculation(SpellDrafter(spells, seed), _K, _TOKENS)
+    speculation = None if spells is None else Speculation({"spells": SpellDrafter(spells, seed)}, _K, _TOKENS)
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=streams), cache, speculation=speculation)
     random = Random(seed)
     _decode(scheduler, machine, [WARM_UP_NEW_TOKENS], random)

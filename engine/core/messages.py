@@ -8,6 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...core.adapter import Adapter
+from ...core.metrics import DrafterTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import SamplerParams, StepUpdates
@@ -112,9 +113,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
     cache, and found there; grammars compiled, the seconds that took, and those found compiled; masks made for tokens,
-    the seconds of the step loop that took, and tokens that a grammar left no choice about; drafts that were verified,
-    their tokens, and those of them that were accepted; the seconds that drafting took, drafters that were turned off,
-    and accepted tokens by their place in the draft."""
+    the seconds of the step loop that took, and tokens that a grammar left no choice about; drafters that were turned
+    off; and what each drafter did that did anything."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -125,12 +125,8 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     masks: int = 0
     mask_seconds: float = 0.0
     forced_tokens: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    drafting_seconds: float = 0.0
     drafters_off: int = 0
-    accepted_by_place: list[int] = []
+    drafters: dict[str, DrafterTotals] = {}
 
 
 NO_STEP = StepStats()

@@ -22,7 +22,7 @@ from ...processes.child_process import on_parent_death, print_traceback
 from ...processes.log_forwarding import LogForwarder
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.speculation import Speculation
+from ...scheduler.speculation import PREDICTION, Drafter, Speculation
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
@@ -140,12 +140,12 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
 
 def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     """Requests may bring predictions, whatever is configured."""
-    own = config.speculation
+    own, drafters = config.speculation, dict[str, Drafter]({PREDICTION: PredictionDrafter()})
     if own is None:
-        return Speculation(PredictionDrafter(), 0, vocab_size, config.most_sampled)
+        return Speculation(drafters, 0, vocab_size, config.most_sampled)
     guarded, most = GuardedDrafter(build_drafter(own, vocab_size), own.method), own.num_speculative_tokens
-    drafter = PredictionDrafter(guarded, most)
-    speculation = Speculation(drafter, most, vocab_size, config.most_sampled, own.computes)
+    drafters[own.method] = guarded
+    speculation = Speculation(drafters, most, vocab_size, config.most_sampled, own.computes)
     guarded.step_seconds, guarded.on_off = speculation.expected_seconds, speculation.note_off
     return speculation
 

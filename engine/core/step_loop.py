@@ -14,6 +14,7 @@ import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs
+from ...core.metrics import sum_by_drafter
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import SamplerParams, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
@@ -235,7 +236,5 @@ class EngineCore:
         guided = guides.masks, guides.seconds, guides.forced
         if (speculation := self._scheduler.speculation) is None:
             return CoreTotals(*counted, *compiled, *guided)
-        drafts = speculation.totals
-        tokens = drafts.draft_tokens, drafts.accepted_tokens
-        off, places = speculation.drafters_off, list(drafts.accepted_by_place)
-        return CoreTotals(*counted, *compiled, *guided, drafts.drafts, *tokens, drafts.seconds, off, places)
+        drafters = {name: each for name, each in speculation.totals.items() if each.seconds or each.draft_tokens}
+        return CoreTotals(*counted, *compiled, *guided, speculation.drafters_off, sum_by_drafter([drafters]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...scheduler.plan import IntArray
-from ...scheduler.speculation import Drafter, DraftRequest, LearningDrafter
+from ...scheduler.speculation import DraftRequest
 
 _LONGEST = 16
 """Tokens at a text's end by which its place is found again, at most; at least two."""
@@ -23,26 +23,11 @@ _STATE = "prediction"
 
 
 class PredictionDrafter:
-    """Drafts from the prediction of requests that have one, while their text follows it; for all others, and meanwhile,
-    `other` drafts, at most `most` tokens."""
-
-    def __init__(self, other: Drafter | None = None, most: int = 0) -> None:
-        self._other, self._most = other, most
+    """Drafts from the prediction of requests that have one, while their text follows it."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
         """See `Drafter.propose`."""
-        found: list[Sequence[int]] = [self._predicted(request) for request in requests]
-        left = [at for at, tokens in enumerate(found) if not tokens]
-        if self._other is not None and left:
-            asked = [requests[at]._replace(k=min(requests[at].k, self._most)) for at in left]
-            for at, tokens in zip(left, self._other.propose(asked), strict=True):
-                found[at] = tokens
-        return found
-
-    def finished(self, request: DraftRequest) -> None:
-        """See `LearningDrafter`."""
-        if isinstance(self._other, LearningDrafter):
-            self._other.finished(request)
+        return [self._predicted(request) for request in requests]
 
     def _predicted(self, request: DraftRequest) -> Sequence[int]:
         if request.prediction is None:

@@ -7,15 +7,16 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 
 import msgspec
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
+from ...core.metrics import DrafterTotals, sum_by_drafter
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
+from ...scheduler.speculation import GRAMMAR, PREDICTION
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..config import EngineConfig
 from ..core.messages import (
@@ -180,9 +181,9 @@ class Replica:
 
 def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
     found = [msgspec.structs.asdict(each) for each in totals]
-    places = [*map(sum, zip_longest(*(each.pop("accepted_by_place") for each in found), fillvalue=0))]
+    drafters = sum_by_drafter(each.pop("drafters") for each in found)
     numbers = {name: sum(each[name] for each in found) for name in found[0]}
-    return CoreTotals(**numbers, accepted_by_place=places)
+    return CoreTotals(**numbers, drafters=drafters)
 
 
 class EngineClient:
@@ -205,6 +206,8 @@ class EngineClient:
         self.admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
         self._takes_adapters = config.lora is not None
         self._default_timeout = config.default_request_timeout
+        methods = () if config.speculation is None else (config.speculation.method,)
+        self._no_drafts = {name: DrafterTotals() for name in (PREDICTION, GRAMMAR, *methods)}
         memory = available_memory() if config.host_memory is None else config.host_memory
         configs = split_config(config, usable_cores().threads, memory)
         self.replicas = [Replica(each, self._metrics, on_progress, timeouts) for each in configs]
@@ -250,12 +253,8 @@ class EngineClient:
             masks=totals.masks,
             mask_seconds=totals.mask_seconds,
             forced_tokens=totals.forced_tokens,
-            drafts=totals.drafts,
-            draft_tokens=totals.draft_tokens,
-            accepted_tokens=totals.accepted_tokens,
-            drafting_seconds=totals.drafting_seconds,
             drafters_off=totals.drafters_off,
-            accepted_by_place=totals.accepted_by_place,
+            drafters=self._no_drafts | totals.drafters,
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
         )

@@ -95,7 +95,7 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
         ahead=ahead or stages - 1,
         in_flight_per_sequence=1 if stages > 1 else None,
     )
-    speculation = None if asked.drafter is None else Speculation(asked.drafter, 4, VOCAB)
+    speculation = None if asked.drafter is None else Speculation({"first": asked.drafter}, 4, VOCAB)
     scheduler = Scheduler(config, cache, speculation=speculation)
     for request in requests(cache, asked):
         scheduler.add(request)

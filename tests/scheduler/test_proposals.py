@@ -21,7 +21,7 @@ class Loop:
 
     def __init__(self, right: int = 2, blocks: int = 64, pass_seconds: float | None = None, **config: object) -> None:
         self.cache = KVCacheManager(blocks, 4)
-        speculation = Speculation(ProposedDrafts(), MOST, 32_000, draft_model=True)
+        speculation = Speculation({"draft_model": ProposedDrafts()}, MOST, 32_000, draft_model=True)
         self.scheduler = Scheduler(SchedulerConfig(**config), self.cache, speculation=speculation)  # type: ignore[arg-type]
         behaviour = FakeBehaviour(right=right, pass_seconds=pass_seconds or 0.0)
         self.executor = FakeExecutor(block_size=4, behaviour=behaviour, threaded=False)
@@ -91,7 +91,7 @@ def test_few_blocks_change_no_text(config: dict[str, object]) -> None:
         loop.step()
     assert loop.tokens == {key: [*range(101 * key + 3, 101 * key + 20)] for key in range(1, 9)}
     assert loop.scheduler.speculation is not None
-    assert loop.scheduler.speculation.totals.accepted_tokens > 20
+    assert loop.scheduler.speculation.totals["draft_model"].accepted_tokens > 20
 
 
 def test_a_draft_model_that_is_too_slow_or_too_wrong_is_hardly_asked() -> None:

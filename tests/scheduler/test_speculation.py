@@ -13,7 +13,7 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import Continuation, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
-from charonia.scheduler.speculation import PROBE_STEPS, DecodeCosts, DraftRequest, Speculation
+from charonia.scheduler.speculation import GRAMMAR, PREDICTION, PROBE_STEPS, DecodeCosts, DraftRequest, Speculation
 
 RIGHT = 2
 """Tokens of each draft that are what the executor says, the last one and one more each time."""
@@ -37,7 +37,7 @@ class Loop:
         self, right: int = RIGHT, most: int = 4, blocks: int = 64, vocab_size: int = 32_000, **config: int
     ) -> None:
         self.cache, self.drafter = KVCacheManager(blocks, 4), Counting(right)
-        self.speculation = Speculation(self.drafter, most, vocab_size)
+        self.speculation = Speculation({"counting" if most else PREDICTION: self.drafter}, most, vocab_size)
         self.scheduler = Scheduler(
             SchedulerConfig(**config),  # type: ignore[arg-type]
             self.cache,
@@ -70,9 +70,57 @@ def test_a_step_brings_the_drafts_that_are_right_and_one_token_more() -> None:
     assert updates.drafts == [(1, 4, 2)]
     plan, updates = loop.step()
     assert (plan.starts.tolist(), updates.tokens) == ([6], [107, 108, 109])
-    totals = loop.speculation.totals
+    totals = loop.speculation.totals["counting"]
     assert (totals.drafts, totals.draft_tokens, totals.accepted_tokens) == (2, 8, 4)
     assert totals.accepted_by_place == [2, 2, 0, 0]
+    assert totals.seconds > 0
+
+
+class Predicting:
+    """Drafts what requests bring."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [[] if each.prediction is None else each.prediction.tolist()[: each.k] for each in requests]
+
+
+def test_each_drafter_has_totals_of_its_own() -> None:
+    """The one that a request brings is asked first, and only for that request; the next where it has no guess."""
+    loop = Loop()
+    loop.scheduler.speculation = drafting = Speculation({PREDICTION: Predicting(), "counting": loop.drafter}, 4, 32_000)
+    loop.add(1, prompt=3, new=20, prediction=np.arange(104, 110, dtype=np.int32))
+    loop.add(2, prompt=3, new=20)
+    loop.add(3, prompt=3, new=20, prediction=np.array([], np.int32))
+    loop.step()
+    loop.step()
+    counted = {name: (each.drafts, each.draft_tokens, each.accepted_tokens) for name, each in drafting.totals.items()}
+    assert counted == {PREDICTION: (1, 6, 6), "counting": (2, 8, 4), GRAMMAR: (0, 0, 0)}
+
+
+def test_what_a_grammar_forces_is_counted_apart_and_tells_nothing_of_the_drafter() -> None:
+    """It replaces wrong drafts from their third place on; where nobody guesses, all is its own."""
+    loop = Loop()
+    forced = [107, 108, 109, 110, 111]
+    loop.speculation.possible_drafts = lambda key, drafts, most: [*drafts[:2], 106, 107] if drafts else forced[:most]
+    loop.add(1, prompt=3, new=30, guided=True, max_in_flight=1)
+    loop.step()
+    assert loop.step()[0].drafted.tolist() == [104, 105, 106, 107]
+    own, forced_ones = loop.speculation.totals["counting"], loop.speculation.totals[GRAMMAR]
+    assert (own.drafts, own.draft_tokens, own.accepted_tokens) == (1, 2, 2)
+    assert (forced_ones.drafts, forced_ones.draft_tokens, forced_ones.accepted_by_place) == (0, 2, [0, 0, 1, 1])
+
+
+def test_forced_tokens_leave_the_chance_of_drafts_as_it_is() -> None:
+    loop = Loop(right=0)
+    loop.drafter.propose = lambda requests: [[] for _ in requests]  # type: ignore[method-assign]
+    loop.speculation.possible_drafts = lambda key, drafts, most: drafts or [7] * most
+    loop.add(1, prompt=3, new=30, guided=True, max_in_flight=1)
+    loop.step()
+    chance = loop.speculation._chance
+    for _ in range(4):
+        assert loop.step()[0].drafted.tolist() == [7, 7, 7, 7], "wrong, as the executor counts: and yet no drafter's"
+    assert loop.speculation._chance == chance
+    assert loop.speculation.totals[GRAMMAR].drafts == 4
+    assert loop.speculation.totals["counting"].drafts == 0
 
 
 def test_no_draft_reaches_beyond_the_last_token() -> None:
@@ -280,11 +328,11 @@ def test_a_sequence_without_drafts_hardly_waits_for_those_with() -> None:
 
 
 def test_drafters_rest_while_drafts_for_many_bring_nothing() -> None:
-    speculation, asked = Speculation(Counting(9), 4, 32_000), list[int]()
+    speculation, asked = Speculation({"counting": (drafter := Counting(9))}, 4, 32_000), list[int]()
     loop = Loop(right=9, blocks=2000, max_num_seqs=8, max_model_len=2000)
     loop.scheduler.speculation = speculation
-    propose, dear = speculation._drafter.propose, True
-    speculation._drafter.propose = lambda requests: asked.append(len(drafts)) or propose(requests)  # type: ignore[method-assign, func-returns-value]
+    propose, dear = drafter.propose, True
+    drafter.propose = lambda requests: asked.append(len(drafts)) or propose(requests)  # type: ignore[method-assign, func-returns-value]
     for key in range(8):
         loop.add(key, prompt=3, new=1000)
     drafts = list[int]()
@@ -304,7 +352,7 @@ def test_drafting_takes_no_longer_than_it_saves_and_what_it_may_cost(monkeypatch
         loop, now, asked = Loop(right=right, blocks=1000, max_model_len=3000), [0.0], [0]
 
         def passing(now: list[float] = now, asked: list[int] = asked) -> float:
-            now[0], asked[0] = now[0] + 0.005, asked[0] + 1
+            now[0], asked[0] = now[0] + 0.005 / 3, asked[0] + 1
             return now[0]
 
         monkeypatch.setattr(speculation, "perf_counter", passing)
@@ -313,7 +361,7 @@ def test_drafting_takes_no_longer_than_it_saves_and_what_it_may_cost(monkeypatch
             plan = loop.scheduler.schedule()
             assert plan is not None
             loop.scheduler.apply(loop.executor.execute(plan).result(), 0.01 + 0.0001 * plan.tokens)
-        assert asked[0] // 2 in calls
+        assert asked[0] // 4 in calls, "the clock is read twice for the step, and twice for the drafter"
 
 
 def test_a_drafter_that_learns_is_told_what_a_text_became() -> None:
@@ -363,7 +411,7 @@ def test_no_drafts_are_verified_because_they_slow_what_they_are_held_against() -
 
 def test_the_step_after_drafts_says_nothing_about_those_without() -> None:
     """It takes twice as long as they do, and is not learnt from."""
-    speculation = Speculation(Counting(9), 4, 32_000)
+    speculation = Speculation({"counting": Counting(9)}, 4, 32_000)
     for drafted, seconds in [(0, 1.0), (4, 3.0), (0, 2.0), (0, 1.0)] * 20:
         speculation.observe_step(1 + drafted, seconds, drafted, drafted)
     assert speculation.expected_seconds(1) == pytest.approx(1.0)

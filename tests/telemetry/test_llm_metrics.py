@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from charonia.core.metrics import Histogram, Reading
+from charonia.core.metrics import DrafterTotals, Histogram, Reading
 from charonia.core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 from charonia.telemetry.llm_metrics import EngineState, LlmMetrics
 from charonia.telemetry.logging_setup import JsonFormatter
@@ -34,13 +34,19 @@ def test_a_histogram_counts_up_to_and_including_its_bounds() -> None:
 def test_every_reading_has_a_family() -> None:
     known = {family.name for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES)}
     adapters = Reading("vllm:lora_requests_info", 1.0, {"running_lora_adapters": "a,b"})
-    readings = [*LlmMetrics().readings(EngineState(accepted_by_place=(3, 1))), adapters]
+    drafters = {
+        "ngram": DrafterTotals(3, 6, 4, accepted_by_place=[3, 1]),
+        "prediction": DrafterTotals(1, 3, 2, accepted_by_place=[1, 1, 0]),
+    }
+    readings = [*LlmMetrics().readings(EngineState(drafters=drafters)), adapters]
     assert {reading.family for reading in readings} <= known
     theirs = list(vllm_readings(readings))
     assert {reading.family for reading in theirs} == {family.name for family in VLLM_FAMILIES}
     assert adapters in theirs
     places = [each.value for each in theirs if each.family == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
-    assert places == [3, 1]
+    assert places == [4, 2, 0]
+    assert Reading("vllm:spec_decode_num_accepted_tokens_total", 6, {"finished_reason": "", "position": ""}) in theirs
+    assert Reading("charonia_draft_tokens_total", 3, {"drafter": "prediction"}) in readings
     assert len(known) == len(CHARONIA_FAMILIES) + len(TRITON_FAMILIES) + len(VLLM_FAMILIES)
 
 

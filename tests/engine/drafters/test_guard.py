@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from charonia.engine.drafters.custom import CALLS, GuardedDrafter
-from charonia.engine.drafters.prediction import PredictionDrafter
 from charonia.scheduler.speculation import DraftRequest
 
 ASKED = DraftRequest(np.array([1, 2], np.int32), [], 4, {})
@@ -30,15 +29,12 @@ class Misbehaving:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"), [(ValueError("no such tree"), "ValueError: no such tree"), ([], "0 drafts for 1 requests")]
+    ("answer", "told"), [(ValueError("no such tree"), "ValueError: no such tree"), ([], "0 drafts for 2 requests")]
 )
-def test_what_raises_is_turned_off_by_name_and_predictions_go_on(
-    answer: object, told: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_raises_is_turned_off_by_name(answer: object, told: str, caplog: pytest.LogCaptureFixture) -> None:
     bad = Misbehaving(answer)
-    drafter = PredictionDrafter(GuardedDrafter(bad, "mine"), 4)
-    predicted = ASKED._replace(prediction=np.array([5, 6], np.int32))
-    assert [list(each) for each in drafter.propose([ASKED, predicted])] == [[], [5, 6]]
+    drafter = GuardedDrafter(bad, "mine")
+    assert [list(each) for each in drafter.propose([ASKED, ASKED])] == [[], []]
     assert [list(each) for each in drafter.propose([ASKED])] == [[]]
     assert bad.calls == 1
     (line,) = [record.getMessage() for record in caplog.records]
@@ -48,7 +44,7 @@ def test_what_raises_is_turned_off_by_name_and_predictions_go_on(
 
 def test_what_raises_when_a_text_has_ended_is_turned_off_too() -> None:
     guard = GuardedDrafter(Misbehaving(KeyError("text")), "mine")
-    PredictionDrafter(guard, 4).finished(ASKED)
+    guard.finished(ASKED)
     assert guard.off
 
 

@@ -1,7 +1,5 @@
 """Predicted outputs: where a text stands in its prediction, and what is drafted of it."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
@@ -68,26 +66,11 @@ def test_each_token_of_the_prediction_counts_once() -> None:
     assert follower(1, 2, 3).accepted == 0
 
 
-class Sevens:
-    """Drafts sevens."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        self.asked = [request.k for request in requests]
-        return [[7] * request.k for request in requests]
-
-
-def test_another_drafter_drafts_where_the_prediction_says_nothing() -> None:
-    other, prompt = Sevens(), np.array([1, 2], np.int32)
-    drafter = PredictionDrafter(other, 2)
-    predicted = np.array(PREDICTED, np.int32)
+def test_nothing_is_drafted_where_the_prediction_says_nothing() -> None:
+    prompt, predicted = np.array([1, 2], np.int32), np.array(PREDICTED, np.int32)
     requests = [
         DraftRequest(prompt, [20, 21], 4, {}, prediction=predicted),
         DraftRequest(prompt, [20, 21], 4, {}),
         DraftRequest(prompt, [3, 3, 3], 1, {}, prediction=predicted),
     ]
-    assert [*map(list, drafter.propose(requests))] == [[22, 23, 24, 25], [7, 7], [7]]
-    assert other.asked == [2, 1]
     assert [*map(list, PredictionDrafter().propose(requests))] == [[22, 23, 24, 25], [], []]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
+from charonia.core.metrics import DrafterTotals
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
 from charonia.engine.core.messages import (
     AbortRequests,
@@ -365,14 +366,16 @@ async def test_a_replica_that_cannot_start_fails_the_load(
 def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CoreSupervisor", FakeCore)
     replica = Fleet(1).all[0]
-    for totals in (CoreTotals(1, 10, 5), CoreTotals(2, 20, 6, accepted_by_place=[4, 1])):
+    for totals in (CoreTotals(1, 10, 5), CoreTotals(2, 20, 6, drafters={"ngram": DrafterTotals(2, 8, 5, 0.5, [4, 1])})):
         replica.on_updates(updates(totals))
     replica.on_loss(Unavailable("it died"))
-    assert replica.totals == CoreTotals(2, 20, 6, accepted_by_place=[4, 1])
-    replica.on_updates(updates(CoreTotals(1, 1, 0, accepted_by_place=[2, 2, 2])))
+    assert replica.totals == CoreTotals(2, 20, 6, drafters={"ngram": DrafterTotals(2, 8, 5, 0.5, [4, 1])})
+    more = {"ngram": DrafterTotals(1, 3, 6, 0.5, [2, 2, 2]), "grammar": DrafterTotals(1, 1)}
+    replica.on_updates(updates(CoreTotals(1, 1, 0, drafters=more)))
     for _ in range(2):
         replica.on_loss(Unavailable("it died"))
-    assert replica.totals == CoreTotals(3, 21, 6, accepted_by_place=[6, 3, 2])
+    both = {"ngram": DrafterTotals(3, 11, 11, 1.0, [6, 3, 2]), "grammar": DrafterTotals(1, 1)}
+    assert replica.totals == CoreTotals(3, 21, 6, drafters=both)
 
 
 def updates(totals: CoreTotals) -> RequestUpdates:

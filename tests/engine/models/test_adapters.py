@@ -153,10 +153,10 @@ def test_several_adapters_in_one_batch_say_what_merged_models_do(
     executor = load(base, torch_only=torch_only)
     digests = ["", *(executor.load_adapter(str(each)).result(10).digest for each in written)]
     outcome = serve(executor, digests, chunk=29)
-    drafting = Speculation(FirstRight(outcome.tokens), 4, 384)
+    drafting = Speculation({"right": FirstRight(outcome.tokens)}, 4, 384)
     drafted = serve(executor, digests, chunk=29, speculation=drafting)
     assert drafted.tokens == outcome.tokens
-    assert drafting.totals.draft_tokens > drafting.totals.accepted_tokens > 20
+    assert drafting.totals["right"].draft_tokens > drafting.totals["right"].accepted_tokens > 20
     for key, prompt in enumerate(prompts()):
         model = [base, *merged][key % 4]
         assert outcome.tokens[key] == chosen_after(model, prompt, outcome.tokens[key]), (key, model.name)

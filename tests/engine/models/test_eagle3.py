@@ -146,7 +146,7 @@ def run(
     executor.load(lambda phase, fraction: None)
     executor.allocate(BLOCKS)
     cache = KVCacheManager(BLOCKS, BLOCK)
-    speculation = Speculation(ProposedDrafts(), most, 384, draft_model=True)
+    speculation = Speculation({"eagle3": ProposedDrafts()}, most, 384, draft_model=True)
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=3), cache, speculation=speculation)
     random = np.random.default_rng(5)
     prompts = [random.integers(3, 384, length).astype(np.int32) for length in LENGTHS]

@@ -22,10 +22,11 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, SamplerParams, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
-from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
+from charonia.scheduler.speculation import PREDICTION, Drafter, DraftRequest, Speculation
 from charonia.tokenization.tokenizer_json import read_tokenizer
 
 VOCABULARY, BLOCK, NEW, MOST = 384, 16, 32, 5
+NAME = "drafter"
 LENGTHS = (1, 7, 16, 31, 40, 64, 65, 90)
 ALIKE = (30,) * 9
 """All of them get somewhere, and then lack blocks at once."""
@@ -75,6 +76,7 @@ class Model:
         tight: bool = False,
         lengths: Sequence[int] = LENGTHS,
         predictions: Mapping[int, list[int]] = {},
+        name: str = NAME,
         **scheduling: int,
     ) -> tuple[LoopResult, list[StepPlan], Speculation | None]:
         asked, plans = prompts(lengths), list[StepPlan]()
@@ -84,7 +86,7 @@ class Model:
         self.executor.allocate(blocks)
         speculation = None
         if drafter is not None:
-            speculation = Speculation(drafter, MOST, VOCABULARY, draft_model=self.has_draft)
+            speculation = Speculation({name: drafter}, MOST, VOCABULARY, draft_model=self.has_draft)
         scheduler = Scheduler(config, cache, speculation=speculation)
         requests = [
             SequenceRequest(
@@ -137,7 +139,7 @@ def assert_the_same(
         assert [each.ids for each in outcome.logprobs[key]] == [each.ids for each in logprobs]
     assert outcome.scores.keys() == plain.scores.keys()
     assert speculation is not None
-    totals = speculation.totals
+    totals = speculation.totals[NAME]
     assert totals.draft_tokens > totals.accepted_tokens > 20, "nothing was right, or nothing was wrong"
     assert sum(totals.accepted_by_place) == totals.accepted_tokens
     assert (sum(len(plan.new) for plan in plans) > len(lengths)) == tight
@@ -185,7 +187,7 @@ def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Mode
     outcome, fewer, speculation = models().run(SamplerParams(), NgramDrafter(1, 4))
     assert outcome.tokens == plain.tokens
     assert speculation is not None
-    assert speculation.totals.accepted_tokens > 0
+    assert speculation.totals[NAME].accepted_tokens > 0
     assert len(fewer) <= len(steps)
 
 
@@ -197,7 +199,7 @@ def test_what_was_answered_before_is_drafted_from_suffixes(models: Callable[...,
         outcome, fewer, speculation = models().run(sampling, drafter)
         assert outcome.tokens == plain.tokens
         assert speculation is not None
-        assert speculation.totals.accepted_tokens >= accepted
+        assert speculation.totals[NAME].accepted_tokens >= accepted
         assert len(fewer) <= most
 
 
@@ -244,7 +246,7 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(
         SAMPLINGS["greedy"], ProposedDrafts(), tight, ALIKE, max_num_batched_tokens=512 if tight else 40
     )
     assert speculation is not None
-    totals = speculation.totals
+    totals = speculation.totals[NAME]
     assert totals.accepted_tokens == totals.draft_tokens > 100
     assert (sum(len(plan.new) for plan in plans) > len(ALIKE)) == tight
 
@@ -259,11 +261,11 @@ def test_a_prediction_is_followed_to_the_same_text_in_fewer_steps(
     for key, answer in plain.tokens.items():
         predictions[key] = [9, 9, *answer[:8], 7, *answer[9:17], *answer[18:]] if key % 3 else answer
     predictions[2] = [5] * NEW
-    outcome, fewer, speculation = models().run(sampling, PredictionDrafter(), predictions=predictions)
+    outcome, fewer, speculation = models().run(sampling, PredictionDrafter(), predictions=predictions, name=PREDICTION)
     assert outcome.tokens == plain.tokens
     assert outcome.finished == plain.finished
     assert speculation is not None
-    assert speculation.totals.accepted_tokens > 40
+    assert speculation.totals[PREDICTION].accepted_tokens > 40
     assert sum(plan.tokens for plan in fewer) > sum(plan.tokens for plan in steps)
     assert len(fewer) <= len(steps)
 
@@ -321,7 +323,7 @@ class Draws:
         self._model.executor.allocate(400)
         speculation = None
         if drafter is not None:
-            speculation = Speculation(drafter, DRAWN, 4096, draft_model=isinstance(drafter, ProposedDrafts))
+            speculation = Speculation({NAME: drafter}, DRAWN, 4096, draft_model=isinstance(drafter, ProposedDrafts))
         config = SchedulerConfig(max_num_seqs=128, max_model_len=128)
         scheduler = Scheduler(config, cache, speculation=speculation)
         requests = [
@@ -374,6 +376,6 @@ def test_what_is_drawn_beside_drafts_is_distributed_as_the_models(
         found, speculation = draws.draw(count, drafters.get(method, ProposedDrafts()))
     finally:
         model.executor.close()
-    assert speculation.totals.accepted_tokens > count / 50
+    assert speculation.totals[NAME].accepted_tokens > count / 50
     assert found.keys() <= draws.expected.keys()
     assert abs(deviation(found, draws.expected, count)) < 4, "chance does that once in ten thousand times"
