@@ -3,7 +3,7 @@ of such MLPs as experts (arXiv 1701.06538, 2101.03961)."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,12 @@ from ..checkpoint.model_spec import ExpertsSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
+from ..gpu import runtime
 from .linear import ROUTER, LayerMatmul, OutputShard, RowLinear, build_matmul, column_linear
 from .step_context import StepContext
+
+if TYPE_CHECKING:
+    from ..gpu.gate import TritonGate
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -57,12 +61,20 @@ class GatedMLP:
         down = f"{spec.name}.{spec.down}"
         whole = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
         self._down: RowLinear | LayerMatmul = whole.partial if partial else whole
-        fused = library.supports(loader.dtype, loader.device)
-        self._gate: FusedGate | TorchGate = FusedGate(spec.activation) if fused else TorchGate(spec.activation)
+        self._gate = _fastest_gate(spec.activation, loader)
         self.untraceable = whole.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         return self._down(self._gate(self._gate_up(x, context)), context)
+
+
+def _fastest_gate(activation: str, loader: WeightLoader) -> "FusedGate | TorchGate | TritonGate":
+    if runtime.serves(loader.dtype, loader.device):
+        from ..gpu.gate import TritonGate
+
+        return TritonGate(activation)
+    fused = library.supports(loader.dtype, loader.device)
+    return FusedGate(activation) if fused else TorchGate(activation)
 
 
 class TorchGate:

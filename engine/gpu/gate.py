@@ -1,0 +1,70 @@
+"""Gate of an MLP (arXiv 2002.05202): activation(gate) * up in one pass over both, inside in float32.
+
+One program computes a block of features of one row; the reference is `layers.mlp.TorchGate`, which rounds once more,
+between activation and product.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .runtime import TRITON_TYPES, Specialisation
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+_BLOCK = 1024
+
+
+@triton.jit
+def _sigmoid(x):
+    return tl.sigmoid(tl.maximum(x, -80.0))  # whose exponential is a number: the interpreter's warns of infinity
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The function of that name in `layers.mlp.ACTIVATION_FUNCTIONS`, of float32."""
+    if ACTIVATION == "silu":
+        out = x * _sigmoid(x)
+    elif ACTIVATION == "gelu":
+        out = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
+        out = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(ACTIVATION == "quick_gelu")
+        out = x * _sigmoid(1.702 * x)
+    return out
+
+
+@triton.jit
+def _gate_kernel(packed, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = activation(packed[row, :size]) * packed[row, size:]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < size
+    gate = tl.load(packed + row * 2 * size + columns, mask=there, other=0.0)
+    up = tl.load(packed + row * 2 * size + size + columns, mask=there, other=0.0)
+    product = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+    tl.store(out + row * size + columns, product.to(gate.dtype), mask=there)
+
+
+class TritonGate:
+    """Gate and up features side by side, [N, 2n] and contiguous -> activation(gate) * up [N, n]."""
+
+    def __init__(self, activation: str) -> None:
+        self._activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, size = len(x), x.shape[1] // 2
+        out = x.new_empty(rows, size)
+        if rows:
+            _gate_kernel[rows, triton.cdiv(size, _BLOCK)](x, out, size, self._activation, _BLOCK, num_warps=4)
+        return out
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every activation in every dtype."""
+    for kind in TRITON_TYPES.values():
+        for activation in ACTIVATIONS:
+            types = {"packed": f"*{kind}", "out": f"*{kind}", "size": "i32"}
+            yield Specialisation(_gate_kernel, types, {"ACTIVATION": activation, "BLOCK": _BLOCK}, {"num_warps": 4})
