@@ -59,7 +59,7 @@ class _Tokens:
     ) -> None:
         self.ends, self.eos_token_id, self.bos_token_id = ends, ends[0], None
         self.special_token_ids = sorted({*special.values(), *ends})
-        self.tokens = _token_bytes(backend, size)
+        self.tokens = token_bytes(backend, size)
         for text, token in special.items():
             self.tokens[token] = text.encode()
         self._plain = _without_added(backend)
@@ -69,7 +69,7 @@ class _Tokens:
         return ids
 
 
-def _token_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
+def token_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
     """The bytes that each token adds to a text; none for those beyond the tokenizer's."""
     known = min(size, backend.get_vocab_size())
     try:

@@ -40,6 +40,7 @@ from .model_runner import ModelRunner
 from .roofline import measure_roofline
 from .row_states import RowStates
 from .step_drafters import DraftLimits, DraftModel, Eagle3Draft, StepDrafter
+from .vocabulary_map import VocabularyMap, map_vocabularies
 
 
 class RankAdapters:
@@ -247,8 +248,11 @@ def _load_draft_model(
     draft = msgspec.structs.replace(draft, max_model_len=positions, device=str(target.device))
     context = _build_context(draft, found, WHOLE_MODEL, lambda _: None)
     decoder, own, _, _ = found.build(context)
-    _check_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)
-    limits = DraftLimits(positions, own.vocab_size if own.vocab_size < shape.vocab_size else None)
+    vocabulary = _map_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)
+    if vocabulary is not None:
+        limits = DraftLimits(positions, vocabulary=vocabulary._replace(own=vocabulary.own.to(target.device)))
+    else:
+        limits = DraftLimits(positions, own.vocab_size if own.vocab_size < shape.vocab_size else None)
     return DraftModel(decoder, _create_attention(config, context, own), rows, limits, speculation.draws)
 
 
@@ -263,21 +267,20 @@ def _draft_builder(config: EngineConfig) -> tuple[EngineConfig, CheckpointBuilde
     return draft, checkpoint_builder(checkpoint)
 
 
-def _check_vocabulary(config: EngineConfig, draft: str, tokens: int, own_tokens: int) -> None:
-    """Refuse a draft model whose tokens are others than the target's; the last ones of one of them may lack in the
-    other. A checkpoint without a tokenizer is believed if it has as many tokens."""
-    target = locate_checkpoint(config.tokenizer or config.model)
+def _map_vocabulary(config: EngineConfig, draft: str, tokens: int, own_tokens: int) -> VocabularyMap | None:
+    """How a draft model's tokens become the target's; None where they are the same, but for the last ones of one of
+    them. A checkpoint without a tokenizer is believed if it has as many tokens. Raises as `map_vocabularies`."""
+    target, own = locate_checkpoint(config.tokenizer or config.model), locate_checkpoint(draft)
     try:
-        vocabularies = [read_tokenizer(each)[0].get_vocab() for each in (target, locate_checkpoint(draft))]
+        vocabularies = [read_tokenizer(each)[0].get_vocab() for each in (target, own)]
     except NotFound:
-        same = tokens == own_tokens
-    else:
-        both = min(tokens, own_tokens, *map(len, vocabularies))
-        first, second = ({text: at for text, at in each.items() if at < both} for each in vocabularies)
-        same = first == second
-    if not same:
-        message = f"speculative_config: {draft} has another vocabulary than {config.model}"
-        raise InvalidArgument(message, field="speculative_config")
+        if tokens == own_tokens:
+            return None
+        message = f"speculative_config: {draft} has another number of tokens than {config.model}, and no tokenizer"
+        raise InvalidArgument(message, field="speculative_config") from None
+    both = min(tokens, own_tokens, *map(len, vocabularies))
+    first, second = ({text: at for text, at in each.items() if at < both} for each in vocabularies)
+    return None if first == second else map_vocabularies(target, own, tokens, own_tokens)
 
 
 def check_rank_config(config: EngineConfig) -> str:
@@ -298,7 +301,7 @@ def check_rank_config(config: EngineConfig) -> str:
         plain = msgspec.structs.replace(draft, device="cpu", max_model_len=None)
         drafts.dry_run(_build_context(plain, drafts, WHOLE_MODEL, lambda _: None), ParallelConfig())
         sizes = (open_checkpoint(each).config.get("vocab_size", 0) for each in (config.model, draft.model))
-        _check_vocabulary(config, draft.model, *sizes)
+        _map_vocabulary(config, draft.model, *sizes)
     return found.dry_run(context, config.parallel)
 
 

@@ -167,9 +167,15 @@ class RowStates:
         choice = selected, sampling, processed, logprobs, masked, scored
         return StepInputs(batch, indices, rows, positions, *choice, adapters)
 
-    def batch(self, rows: IntArray, starts: IntArray, counts: IntArray, following: int = 0) -> StepBatch:
-        """`counts` places of `rows` from `starts` on, with their tokens, or those so many places later."""
-        return StepBatch(rows, starts, counts, self._tokens[:, following:], self._tables, self.block_size)
+    @property
+    def tokens(self) -> Tensor:
+        """Token ids int32 [lines, places]: a line for each row, with anything after its tokens."""
+        return self._tokens
+
+    def batch(self, rows: IntArray, starts: IntArray, counts: IntArray, tokens: Tensor | None = None) -> StepBatch:
+        """`counts` places of `rows` from `starts` on, with their tokens, or those of another table."""
+        table = self._tokens if tokens is None else tokens
+        return StepBatch(rows, starts, counts, table, self._tables, self.block_size)
 
     def sampling_at(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
         """How `rows` choose their tokens at `positions`; None: all are greedy."""
@@ -258,12 +264,15 @@ class RowStates:
             forbid_tokens(changed, masks[mask_of[mask_of >= 0]])
             logits[under] = changed
 
-    def store_tokens(self, rows: IntArray, positions: IntArray | LongArray, tokens: Tensor) -> None:
-        """Store `tokens` [S], chosen here or by another rank, at `positions` [S] of `rows` [S]."""
+    def store_tokens(
+        self, rows: IntArray, positions: IntArray | LongArray, tokens: Tensor, table: Tensor | None = None
+    ) -> None:
+        """Store `tokens` [S], chosen here or by another rank, at `positions` [S] of `rows` [S], or in another table."""
+        table = self._tokens if table is None else table
         if tokens.device.type == "cpu":
-            self._scatter(self._tokens, rows, positions, tokens.numpy())
+            self._scatter(table, rows, positions, tokens.numpy())
         else:
-            self._tokens[upload_columns((rows, positions), self.device)] = tokens.to(torch.int32)
+            table[upload_columns((rows, positions), self.device)] = tokens.to(torch.int32)
 
     def _scatter(self, table: Tensor, *columns: NDArray[np.signedinteger[Any]]) -> None:
         """table[row, place] = value for each of the rows, places and values: one copy to the device for all."""

@@ -4,7 +4,7 @@ its rows may go on."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from time import perf_counter
 from typing import NamedTuple
@@ -17,13 +17,15 @@ from torch import Tensor
 from ...scheduler.plan import IntArray, LongArray, Proposals, StepPlan, StepResult, proposals_of
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
+from ..cpu.sampling import forbid_tokens
 from ..layers.step_context import StepContext
 from ..models.eagle3 import Eagle3Head, HeadStep
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
-from ..step_batch import SampledTokens, SamplingArray
-from .row_states import RowStates
+from ..step_batch import SampledTokens, SamplingArray, upload_columns
+from .row_states import RowStates, end_ranges
 from .sampler import sample
+from .vocabulary_map import VocabularyMap
 
 CATCH_UP_TOKENS = 256
 """Tokens that a step computes with the draft model, beside as many as the target: rows that were not drafted for a
@@ -56,10 +58,12 @@ class StepDrafter(ABC):
 
 class DraftLimits(NamedTuple):
     """The longest sequence that a draft model can attend to, and the number of tokens that it knows, where it knows
-    fewer than the target has: models of one family may differ in tokens that no text has."""
+    fewer than the target has: models of one family may differ in tokens that no text has. `vocabulary`: how its tokens
+    become the target's, where they are others."""
 
     positions: int
     tokens: int | None = None
+    vocabulary: VocabularyMap | None = None
 
 
 class _DraftRow(NamedTuple):
@@ -74,13 +78,14 @@ class _DraftRow(NamedTuple):
 
 
 class DraftModel(StepDrafter):
-    """A model of the target's vocabulary. A block that it has computed is found by other rows as the target's is."""
+    """A model of the target's vocabulary, or of one that is mapped to it: then it has tokens of its own, and chooses
+    among those that the target has, too. A block that it has computed is found by other rows as the target's is."""
 
     def __init__(
         self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, limits: DraftLimits, draws: bool = False
     ) -> None:
         super().__init__(decoder, attention, rows, draws)
-        self._decoder, self._limits = decoder, limits
+        self._decoder, self._limits, self._own_tokens = decoder, limits, rows.tokens[:0]
         self.forget(0)
 
     def forget(self, blocks: int) -> None:
@@ -110,6 +115,8 @@ class DraftModel(StepDrafter):
         if not rows:
             return Proposals()
         sampled = set(result.rows.tolist())
+        if self._limits.vocabulary is not None:
+            self._translate(rows, self._limits.vocabulary)
         ready = [each for each in rows if each.last == each.known and each.row in sampled]
         going = np.array([(each.row, each.first, each.last - each.first) for each in rows], np.int32)
         passes = [self._begin(going, np.array([each in ready for each in rows]))]
@@ -120,7 +127,8 @@ class DraftModel(StepDrafter):
         for place, (pending, tokens) in enumerate(passes):
             if pending is not None:
                 pending.finish()
-            for each, token in zip((each for each in ready if each.most > place), tokens.tolist(), strict=True):
+            theirs = tokens if self._limits.vocabulary is None else self._limits.vocabulary.theirs[tokens]
+            for each, token in zip((each for each in ready if each.most > place), theirs.tolist(), strict=True):
                 found[each.row].append(token)
         for each in rows:
             self._note_computed(each)
@@ -128,6 +136,17 @@ class DraftModel(StepDrafter):
             self._guessed[each.row] = each.known, found[each.row][:-1]
         proposed = [(each.row, each.known, found[each.row]) for each in ready]
         return proposals_of(proposed, perf_counter() - began, len(passes), sum(each.last - each.first for each in rows))
+
+    def _translate(self, rows: Sequence[_DraftRow], vocabulary: VocabularyMap) -> None:
+        """Write its own tokens where they are to be computed."""
+        theirs = self._rows.tokens
+        if self._own_tokens.shape != theirs.shape:
+            self._own_tokens = torch.zeros_like(theirs)
+        counts = np.array([each.last - each.first for each in rows])
+        positions = end_ranges(np.array([each.last - 1 for each in rows]), counts)
+        lines = np.repeat([each.row for each in rows], counts)
+        at = upload_columns((lines, positions), theirs.device)
+        self._own_tokens[at] = vocabulary.own[theirs[at].long()]
 
     def _rows_to_compute(self, plan: StepPlan, result: StepResult) -> Iterable[_DraftRow]:
         ends = dict(zip(result.rows.tolist(), (result.offsets + result.counts).tolist(), strict=True))
@@ -166,7 +185,9 @@ class DraftModel(StepDrafter):
     def _begin(self, going: IntArray, chooses: NDArray[np.bool_]) -> tuple[StepRun | None, IntArray]:
         """Begin a pass of (row, start, count); the tokens that it chooses for some of them, unless it is pending."""
         rows, starts, counts = going.T
-        batch = self._rows.batch(rows, starts, counts)
+        vocabulary = self._limits.vocabulary
+        table = self._rows.tokens if vocabulary is None else self._own_tokens
+        batch = self._rows.batch(rows, starts, counts, table)
         context = StepContext(batch, self.attention.begin_step(batch))
         own, positions = rows[chooses], (starts + counts)[chooses]
         places: LongArray = (batch.first_places + counts - 1)[chooses]
@@ -176,13 +197,20 @@ class DraftModel(StepDrafter):
         sampling = self._sampling(own, positions)
         at = torch.from_numpy(places).to(self._rows.device)
         samples = SampledTokens(np.empty(len(own), np.int32), sampling)
+        if vocabulary is not None:
+            samples = samples._replace(mask_of=np.zeros(len(own), np.int64))
         pending = self._decoder.begin_step(context, at, samples) if at.device.type == "cpu" else None
         if pending is not None:
+            if vocabulary is not None:
+                pending.provide_masks(vocabulary.mask)
             return pending, samples.tokens
         logits = self._decoder.compute_logits(context, (at,))
         assert logits is not None, "a draft model is whole"
-        tokens = sample(next(logits), sampling).to(torch.int32)
-        self._rows.store_tokens(own, positions, tokens)
+        chosen = next(logits)
+        if vocabulary is not None:
+            forbid_tokens(chosen, vocabulary.mask.repeat(len(own), 0))
+        tokens = sample(chosen, sampling).to(torch.int32)
+        self._rows.store_tokens(own, positions, tokens, table)
         return None, tokens.cpu().numpy()
 
 
@@ -275,7 +303,7 @@ class Eagle3Draft(StepDrafter):
         """Begin a pass of (row, start, count) from `states`, the target's if they are to be fused; tokens are chosen
         for some rows."""
         rows, starts, counts = going.T
-        batch = self._rows.batch(rows, starts, counts, following=1)
+        batch = self._rows.batch(rows, starts, counts, self._rows.tokens[:, 1:])
         context = StepContext(batch, self.attention.begin_step(batch))
         own, positions = rows[chooses], (starts + counts)[chooses] + 1
         places = self._to((batch.first_places + counts - 1)[chooses])

@@ -1,13 +1,20 @@
 """Whatever is drafted, the text is the one without drafts: greedy or drawn, with whatever else a step does."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.core.logprobs import Logprobs
@@ -249,6 +256,78 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(
     totals = speculation.totals[NAME]
     assert totals.accepted_tokens == totals.draft_tokens > 100
     assert (sum(len(plan.new) for plan in plans) > len(ALIKE)) == tight
+
+
+def write_draft(directory: Path, target: Path, tokenizer: Tokenizer) -> str:
+    """The target with another tokenizer: what both know it computes alike, and what only it knows is random."""
+    theirs, own = read_tokenizer(target)[0].get_vocab(), tokenizer.get_vocab()
+    same = torch.tensor([theirs.get(text, -1) for text in sorted(own, key=own.__getitem__)])
+    weights = load_file(target / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        known = weights[name][same]
+        weights[name] = torch.where(same[:, None] >= 0, known, torch.randn_like(known) * 0.02)
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((target / "config.json").read_text()) | {"vocab_size": len(own)}
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def other_vocabulary(
+    checkpoint: Callable[..., Path], making: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """One of fewer tokens, with other numbers, and another special one."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=374, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(making.LINES, trainer)
+    return write_draft(tmp_path_factory.mktemp("other"), checkpoint("llama"), tokenizer)
+
+
+@pytest.mark.parametrize("config", [{}, {"attention": "reference"}], ids=["programs", "torch"])
+@pytest.mark.parametrize(
+    ("sampling", "method", "scheduling"),
+    [
+        ("greedy", "greedy", {"max_num_batched_tokens": 23}),
+        ("filtered", "probabilistic", {}),
+        ("log-probabilities", "greedy", {"ahead": 1}),
+    ],
+)
+def test_a_draft_model_of_another_vocabulary_changes_no_text(
+    sampling: str,
+    method: Any,
+    scheduling: dict[str, int],
+    config: dict[str, str],
+    models: Callable[..., Model],
+    other_vocabulary: str,
+) -> None:
+    drafts = SpeculationConfig(method="draft_model", model=other_vocabulary, draft_sample_method=method)
+    assert_the_same(models(speculation=drafts, **config), SAMPLINGS[sampling], **scheduling)
+
+
+@pytest.mark.parametrize("config", [{}, {"attention": "reference"}], ids=["programs", "torch"])
+def test_a_draft_model_whose_tokens_have_other_numbers_is_always_right(
+    config: dict[str, str], models: Callable[..., Model], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It is the model itself, with its tokens in another order."""
+    written = json.loads((checkpoint("llama") / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    order = dict(zip(vocabulary, Random(3).sample([*vocabulary.values()], len(vocabulary)), strict=True))
+    written["model"]["vocab"] = order
+    for token in written["added_tokens"]:
+        token["id"] = order[token["content"]]
+    written["added_tokens"].sort(key=lambda token: token["id"])
+    itself = write_draft(tmp_path, checkpoint("llama"), Tokenizer.from_str(json.dumps(written)))
+    drafts = SpeculationConfig(method="draft_model", model=itself)
+    _, _, speculation = models(speculation=drafts, **config).run(
+        SAMPLINGS["greedy"], ProposedDrafts(), True, ALIKE, max_num_batched_tokens=40
+    )
+    assert speculation is not None
+    totals = speculation.totals[NAME]
+    assert totals.accepted_tokens == totals.draft_tokens > 100
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["penalties"]], ids=["greedy", "penalties"])

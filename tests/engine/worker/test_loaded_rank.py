@@ -1,6 +1,7 @@
 """What bounds decoding: bytes a token, counted against a real checkpoint, and the memory's speed."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -108,19 +109,34 @@ def test_a_block_of_the_cache_has_the_draft_models_part_too() -> None:
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Where most of its tokens are no tokens of the model, and where nobody can know."""
     for file in DRAFT.iterdir():
         (tmp_path / file.name).symlink_to(file)
     tokenizer = json.loads((DRAFT / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     other = SpeculationConfig(method="draft_model", model=str(tmp_path))
     config = EngineConfig(model=str(DEMO), device="cpu", speculation=other)
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"] |= {"vocab": {f"\u0120{text}\u0120": at for text, at in vocabulary.items()}, "merges": []}
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     for load in (load_rank, check_rank_config):
-        with pytest.raises(InvalidArgument, match=f"{other.model} has another vocabulary than {DEMO}") as refusal:
+        refused = f"{other.model} has another vocabulary than {DEMO}: [0-9]+ of its [0-9]+ tokens are in both"
+        with pytest.raises(InvalidArgument, match=refused) as refusal:
             load(config)
         assert refusal.value.field == "speculative_config"
+
+
+def test_a_draft_model_without_a_tokenizer_needs_as_many_tokens(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(checkpoint("llama") / name)
+    other = SpeculationConfig(method="draft_model", model=str(tmp_path))
+    with pytest.raises(InvalidArgument, match=r"has another number of tokens than .*, and no tokenizer"):
+        load_rank(EngineConfig(model=str(DEMO), device="cpu", speculation=other))
+    rank = load_rank(EngineConfig(model=str(checkpoint("llama")), device="cpu", speculation=other))
+    assert rank.draft is not None
+    rank.close()
 
 
 @pytest.fixture
