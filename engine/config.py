@@ -171,6 +171,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `lora`: None where no adapter may be loaded. `speculation`: None where nothing is drafted.
     `per_request_spec_decode_metrics`: what answers tell of their drafts.
 
+    `enforce_eager`: launch decode steps kernel by kernel on a GPU, without graphs. `ahead_given`: the scheduler's
+    `ahead` was asked for; otherwise the device says how many steps it wants to be ahead.
+
     `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
     rank of this machine is enough; "fake" counts (next token = last + 1) and is for measuring everything around the
     engine. `threads` 0 means every usable core, divided over the replicas.
@@ -190,6 +193,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention: str = "auto"
     executor: str = "auto"
     threads: int = 0
+    enforce_eager: bool = False
+    ahead_given: bool = False
     data_parallel_size: int = 1
     replica: int = 0
     host_memory: int | None = None

@@ -62,6 +62,8 @@ class EngineOptions:
     """Attention backend."""
     executor: Literal["auto", "inline", "ranks", "fake"] | None = None
     """Who computes: the core itself or rank processes; fake counts instead, to measure everything around the engine."""
+    enforce_eager: bool | None = None
+    """Launch decode steps kernel by kernel on a GPU, instead of replaying CUDA graphs."""
     tensor_parallel_size: RankCount | None = None
     """Ranks that share every layer."""
     pipeline_parallel_size: RankCount | None = None
@@ -206,6 +208,7 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     given = options.given()
     if options.executor != "fake" and (stray := next(filter(given.__contains__, _FAKE_FIELDS), None)):
         raise InvalidArgument(f"{stray} is for the executor fake alone", field=stray)
+    given["ahead_given"] = options.ahead is not None
     cache = CacheConfig(**_take(given, _CACHE_FIELDS))
     scheduler = SchedulerConfig(**_take(given, _SCHEDULER_FIELDS))
     fake = FakeConfig(**_take(given, _FAKE_FIELDS))

@@ -64,8 +64,10 @@ class StepBatch:
 
     `rows`, `starts` and `counts`, int32 [R], are host numbers; `rows` are lines of two tables on the device that have a
     line for every row of the worker: `token_ids` int32 [lines, max_tokens], and `block_ids` int64 [lines, max_blocks],
-    with anything after the last block. Everything else is derived when it is asked for: on a GPU from `on_device`, and
-    wherever that is given, because it stands in buffers whose numbers change when a recorded step is replayed.
+    with anything after the last block. Everything else is derived when it is asked for: on a GPU from `on_device`.
+
+    Where `on_device` is given, it stands in buffers whose numbers change when a recorded step is replayed: `starts` and
+    `counts` on the host are then upper bounds, by which kernels choose their grids, and nothing else is known of rows.
     """
 
     def __init__(

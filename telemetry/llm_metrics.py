@@ -71,6 +71,7 @@ class EngineState(NamedTuple):
     forced_tokens: int = 0
     drafters_off: int = 0
     drafters: Mapping[str, DrafterTotals] = {}
+    eager_steps: int = 0
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -100,6 +101,7 @@ class EngineState(NamedTuple):
                     "charonia_accepted_tokens_per_position_total", accepted, labels | {"position": str(place)}
                 )
             yield Reading("charonia_drafting_seconds_total", drafter.seconds, labels)
+        yield Reading("charonia_eager_steps_total", self.eager_steps)
 
 
 class LlmMetrics:

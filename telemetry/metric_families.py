@@ -44,6 +44,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_accepted_tokens_per_position_total", "counter", "Accepted tokens by their place in a draft"),
     MetricFamily("charonia_drafting_seconds_total", "counter", "Time that drafting took, a draft model's included"),
     MetricFamily("charonia_drafters_off", "gauge", "Drafters turned off because they raised or were too slow"),
+    MetricFamily("charonia_eager_steps_total", "counter", "Decode steps on a GPU that found no CUDA graph"),
     MetricFamily("charonia_prompt_tokens_total", "counter", "Prompt tokens of begun requests"),
     MetricFamily("charonia_generation_tokens_total", "counter", "Generated tokens"),
     MetricFamily("charonia_time_to_first_token_seconds", "histogram", "Arrival to first token"),

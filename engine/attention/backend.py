@@ -56,6 +56,10 @@ class AttentionBackend(ABC):
         ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
     )
 
+    recordable: ClassVar[bool] = False
+    """Whether a decode step can be recorded and replayed with other rows: what it launches depends on the host's bounds
+    alone, and rows of count 0 touch nothing (`StepBatch.on_device`)."""
+
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
 

@@ -114,7 +114,8 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
     cache, and found there; grammars compiled, the seconds that took, and those found compiled; masks made for tokens,
     the seconds of the step loop that took, and tokens that a grammar left no choice about; drafters that were turned
-    off; and what each drafter did that did anything."""
+    off; and what each drafter did that did anything; and decode steps that found no CUDA graph, the
+    warm-up's too."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -127,6 +128,7 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     forced_tokens: int = 0
     drafters_off: int = 0
     drafters: dict[str, DrafterTotals] = {}
+    eager_steps: int = 0
 
 
 NO_STEP = StepStats()

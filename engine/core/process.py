@@ -126,7 +126,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
     speculation = _speculation(config, capacity.vocab_size)
-    scheduler = Scheduler(scheduler_config(config, length), cache, speculation=speculation)
+    scheduler = Scheduler(scheduler_config(config, length, capacity.ahead), cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
     progress.report("warm-up", 0.0)
@@ -158,9 +158,10 @@ def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:
     return LLGuidanceBackend(read_vocabulary(config.model, config.tokenizer, vocab_size))
 
 
-def scheduler_config(config: EngineConfig, length: int) -> SchedulerConfig:
-    """The scheduler's configuration for sequences of at most `length` tokens. Every stage of a pipeline computes a step
-    of its own, and a sequence is in one step at a time: its next step needs the token of the last.
+def scheduler_config(config: EngineConfig, length: int, ahead: int = 0) -> SchedulerConfig:
+    """The scheduler's configuration for sequences of at most `length` tokens. A device that wants to be `ahead` steps
+    is, unless a number is given, or something drafts: drafts follow the last token. Every stage of a pipeline computes
+    a step of its own, and a sequence is in one step at a time: its next step needs the token of the last.
 
     Raises:
         InvalidArgument: another number of steps ahead is configured.
@@ -169,7 +170,8 @@ def scheduler_config(config: EngineConfig, length: int) -> SchedulerConfig:
     scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length, max_loras=max_loras)
     stages = config.parallel.pipeline
     if stages == 1:
-        return scheduler
+        wanted = 0 if config.ahead_given or config.speculation is not None else ahead
+        return msgspec.structs.replace(scheduler, ahead=max(scheduler.ahead, wanted))
     if scheduler.ahead not in (0, stages - 1):
         raise InvalidArgument(
             f"ahead: {stages} stages have {stages - 1} steps ahead, not {scheduler.ahead}", field="ahead"

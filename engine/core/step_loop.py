@@ -150,12 +150,15 @@ class EngineCore:
             send(self._message(updates, expired, stats))
 
     def _receive(self, send: Callable[[FromCore], None]) -> None:
-        """Take what has come. An idle loop also looks for leaks, once after each busy time."""
+        """Take what has come. A loop that has been idle for a while also prepares what later steps profit from, and
+        looks for leaks, once after each busy time."""
         busy = self._scheduler.has_work
         items = self.inbox.take_all(busy)
-        if not (busy or items or self._integrity_checked):
-            self._scheduler.check_integrity()
-            self._integrity_checked = True
+        if not (busy or items):
+            self._executor.use_idle_time()
+            if not self._integrity_checked:
+                self._scheduler.check_integrity()
+                self._integrity_checked = True
         for item in items:
             match item:
                 case NewRequest(request, deadline, arrived, guide):
@@ -233,8 +236,9 @@ class EngineCore:
         if self._grammars is not None:
             grammars = self._grammars.totals
             compiled = grammars.compiled, grammars.seconds, grammars.hits
-        guided = guides.masks, guides.seconds, guides.forced
+        guided, eager = (guides.masks, guides.seconds, guides.forced), self._executor.eager_steps
         if (speculation := self._scheduler.speculation) is None:
-            return CoreTotals(*counted, *compiled, *guided)
+            return CoreTotals(*counted, *compiled, *guided, eager_steps=eager)
         drafters = {name: each for name, each in speculation.totals.items() if each.seconds or each.draft_tokens}
-        return CoreTotals(*counted, *compiled, *guided, speculation.drafters_off, sum_by_drafter([drafters]))
+        drafted = speculation.drafters_off, sum_by_drafter([drafters])
+        return CoreTotals(*counted, *compiled, *guided, *drafted, eager)

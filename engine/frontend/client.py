@@ -255,6 +255,7 @@ class EngineClient:
             forced_tokens=totals.forced_tokens,
             drafters_off=totals.drafters_off,
             drafters=self._no_drafts | totals.drafters,
+            eager_steps=totals.eager_steps,
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
         )

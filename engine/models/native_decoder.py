@@ -39,7 +39,7 @@ class DecoderLayer(Traceable, Protocol):
 
 class NativeDecoder:
     """A `Decoder` of our own layers. Its first step records them, if all can be (`Traceable`) and the attention backend
-    is the C kernels'. Steps that another device records, as a CUDA graph for instance, belong in `_program_for`."""
+    is the C kernels'. CUDA graphs are recorded around it (`gpu/graphs.py`)."""
 
     def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer]) -> None:
         self._ends, self._layers = ends, layers

@@ -107,6 +107,11 @@ class RanksExecutor:
         self._adapters.held.discard(digest)
         self._command(messages.UnloadRankAdapter(digest))
 
+    eager_steps = 0
+
+    def use_idle_time(self) -> None:
+        """See `Executor.use_idle_time`: there is nothing to prepare."""
+
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """Call `tell`, from any thread, when a rank is lost; at once if one is already."""
         self._lost.add_done_callback(lambda lost: tell(lost.result()))

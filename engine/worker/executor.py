@@ -23,6 +23,8 @@ class Capacity(NamedTuple):
     """Memory left for the cache on the tightest device."""
     machine: str = ""
     """The processor, and the speed it allows, for people."""
+    ahead: int = 0
+    """Steps that should be under way beside the one that is computed, unless somebody says otherwise."""
 
 
 class StepFuture(Protocol):
@@ -57,6 +59,13 @@ class Executor(Protocol):
 
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter: no plan from now on has it, nor one without a result. None must be loading."""
+
+    @property
+    def eager_steps(self) -> int:
+        """Decode steps that were launched kernel by kernel, for want of a CUDA graph, where there are some."""
+
+    def use_idle_time(self) -> None:
+        """Prepare a little of what later steps profit from: some tenths of a second at most. No step is under way."""
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """Call `tell`, from any thread, when the executor is lost between steps; at once if it is already. An executor

@@ -122,6 +122,11 @@ class FakeExecutor:
     def unload_adapter(self, digest: str) -> None:
         self.adapters.discard(digest)
 
+    eager_steps = 0
+
+    def use_idle_time(self) -> None:
+        """See `Executor.use_idle_time`: there is nothing to prepare."""
+
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: there is nothing to watch."""
 

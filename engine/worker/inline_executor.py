@@ -52,6 +52,16 @@ class InlineExecutor:
     def unload_adapter(self, digest: str) -> None:
         self.rank.loaded_adapters.held.pop(digest, None)
 
+    @property
+    def eager_steps(self) -> int:
+        graphs = self.rank.runner.graphs
+        return 0 if graphs is None else graphs.eager_steps
+
+    def use_idle_time(self) -> None:
+        """See `Executor.use_idle_time`."""
+        if (graphs := self.rank.runner.graphs) is not None:
+            graphs.capture_one()
+
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: there is nothing to watch."""
 

@@ -4,6 +4,7 @@ its cache.
 Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
 from ..cpu.lora import RankAdapter
+from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets
 from ..models.eagle3 import Eagle3Head, read_eagle3_config
 from ..models.interfaces import CheckpointBuilder, Decoder
 from ..models.native_decoder import NativeDecoder
@@ -41,6 +43,8 @@ from .roofline import measure_roofline
 from .row_states import RowStates
 from .step_drafters import DraftLimits, DraftModel, Eagle3Draft, StepDrafter
 from .vocabulary_map import VocabularyMap, map_vocabularies
+
+log = logging.getLogger(__name__)
 
 
 class RankAdapters:
@@ -163,7 +167,7 @@ class LoadedRank:
         machine = self._machine() if self.context.device.type == "cpu" else ""
         block_bytes = self.attention.block_bytes + (0 if self.draft is None else self.draft.attention.block_bytes)
         sizes = shape.vocab_size, self.context.max_positions, block_bytes
-        return Capacity(*sizes, max(free, 0), machine)
+        return Capacity(*sizes, max(free, 0), machine, ahead=int(self.context.device.type != "cpu"))
 
     def _machine(self) -> str:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
@@ -199,10 +203,30 @@ def load_rank(
     progress(1.0)
     attention = _create_attention(config, context, shard.local_shape(shape))
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
-    rows = RowStates(context.max_positions, block_size, context.device, {} if adapters is None else adapters.held)
+    held = {} if adapters is None else adapters.held
+    lines = 0 if context.device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
+    rows = RowStates(context.max_positions, block_size, context.device, held, lines)
     draft = _load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     runner = ModelRunner(decoder, attention, rows, context.device, draft)
+    if context.device.type == "cuda":
+        runner.graphs = _decode_graphs(config, context, runner)
     return LoadedRank(config, context, shape, attention, runner, adapters, served, draft)
+
+
+def _decode_graphs(config: EngineConfig, context: BuildContext, runner: ModelRunner) -> DecodeGraphs | None:
+    """CUDA graphs for the steps of a whole model on a GPU, if they can be recorded."""
+    obstacles = {
+        "enforce_eager": config.enforce_eager,
+        "the attention reads rows on the host": not runner.attention.recordable,
+        "the model is split": not context.shard.is_whole,
+        "it drafts by a model": runner.draft is not None,
+        "it is computed by transformers": not isinstance(runner.decoder, NativeDecoder),
+    }
+    if reason := next((name for name, holds in obstacles.items() if holds), None):
+        log.info("decode steps are computed without CUDA graphs: %s", reason)
+        return None
+    buckets = GraphBuckets.of_limits(config.scheduler.max_num_seqs, context.max_positions)
+    return DecodeGraphs(runner.compute_static, buckets, context.device, CudaRecorder())
 
 
 def _create_attention(config: EngineConfig, context: BuildContext, shape: DecoderShape) -> AttentionBackend:

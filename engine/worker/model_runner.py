@@ -15,6 +15,7 @@ from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPl
 from ..attention.backend import AttentionBackend
 from ..config import LOGITS_PIECE
 from ..cpu.program import StepRun
+from ..gpu.graphs import DecodeGraphs
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
 from ..step_batch import HostCopy, SampledTokens, to_device
@@ -29,7 +30,8 @@ _NONE: IntArray = np.zeros(0, np.int32)
 class _RunnerStep:
     """A plan and its progress.
 
-    `inputs` are gathered as soon as rows may change, `context` is there when the step began. A step that is computed
+    `inputs` are gathered as soon as rows may change, `begun` is set with the first kernel, `context` is there unless
+    the step was recorded. A step that is computed
     beside the caller is `pending`, and chooses `samples` by itself; others are `computed` on the spot. `tokens` [S] are
     those that the host chose or completed, and `chosen` their copy; a stage that is not the last has none. `logits` are
     there of a step that was computed and waits for its masks. `sample_logits` [W, vocabulary] are kept for samples that
@@ -42,6 +44,7 @@ class _RunnerStep:
         self.masks: MaskArray | None = None
         self.logits: Tensor | None = None
         self.inputs: StepInputs | None = None
+        self.begun = False
         self.context: StepContext | None = None
         self.pending: StepRun | None = None
         self.samples: SampledTokens | None = None
@@ -92,20 +95,24 @@ class ModelRunner:
         device: torch.device,
         draft: StepDrafter | None = None,
     ) -> None:
-        self.decoder, self._attention, self._rows, self._device = decoder, attention, rows, device
-        self._draft = draft
+        self.decoder, self.attention, self._rows, self._device = decoder, attention, rows, device
+        self.draft = draft
         self.dictate: Callable[[StepPlan, IntArray], IntArray] | None = None
         """For measurements: the tokens [S] to go on with in place of those [S] that a plan sampled. No step may begin
         before the one before it has a result."""
+        self.graphs: DecodeGraphs | None = None
+        """Recorded decode steps, made around `compute_static`; the attention must be `recordable`."""
         self._steps: deque[_RunnerStep] = deque()
 
     def allocate(self, blocks: int) -> None:
         """Make a cache of `blocks` blocks and begin anew: rows refer to the cache they were filled with."""
+        if self.graphs is not None:
+            self.graphs.forget()
         self._rows.clear()
-        self._attention.allocate(blocks)
-        if self._draft is not None:
-            self._draft.attention.allocate(blocks)
-            self._draft.forget(blocks)
+        self.attention.allocate(blocks)
+        if self.draft is not None:
+            self.draft.attention.allocate(blocks)
+            self.draft.forget(blocks)
 
     @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
@@ -135,9 +142,9 @@ class ModelRunner:
             if step.error is not None:
                 raise step.error
             self._settle(step)
-            if self._draft is not None and len(step.plan.proposals):
+            if self.draft is not None and len(step.plan.proposals):
                 result = self._result(step)
-                return result._replace(proposals=self._draft.propose(step.plan, result))
+                return result._replace(proposals=self.draft.propose(step.plan, result))
         finally:
             step.drop_masks()
             self._steps.popleft()
@@ -149,23 +156,26 @@ class ModelRunner:
         for step in self._steps:
             step.drop_masks()
         self.decoder.close()
-        if self._draft is not None:
-            self._draft.model.close()
+        if self.draft is not None:
+            self.draft.model.close()
         self._steps.clear()
 
     def _advance(self) -> None:
         """Prepare and begin every step that can be: the oldest one, and one after the other while the host need not
         choose tokens, or move rows, in between."""
         for before, step in pairwise((None, *self._steps)):
-            if step is None or step.context is not None or step.error is not None:
+            if step is None or step.begun or step.error is not None:
                 continue
             try:
                 if step.inputs is None:
-                    if before is not None and (before.context is None or not self._rows.has_room_for(step.plan)):
+                    room = self._rows.has_room_for(step.plan)
+                    if before is not None and not (before.begun and room):
                         return
+                    if self.graphs is not None and not room:
+                        self.graphs.forget()
                     self._rows.apply_plan(step.plan)
-                    if self._draft is not None:
-                        self._draft.apply_plan(step.plan)
+                    if self.draft is not None:
+                        self.draft.apply_plan(step.plan)
                     step.inputs = self._rows.gather_inputs(step.plan)
                 if before is not None and not before.tokens_follow:
                     return
@@ -175,8 +185,31 @@ class ModelRunner:
             except Exception as error:
                 step.error = error  # raised when the step's result is asked for
 
+    def compute_static(self, numbers: Tensor, context: int) -> Tensor:
+        """The `compute` of `DecodeGraphs`."""
+        batch = self._rows.static_batch(numbers, context)
+        step = StepContext(batch, self.attention.begin_step(batch))
+        logits = self.decoder.compute_logits(step, (torch.arange(batch.size, device=self._device),))
+        assert logits is not None  # only a whole model's steps are recorded
+        return next(logits)
+
+    def _replay(self, inputs: StepInputs) -> Tensor | None:
+        """The logits of a decode step that is recorded."""
+        batch, wanted = inputs.batch, len(inputs.logits_indices)
+        plain = inputs.adapters is None and inputs.scored is None and batch.size == len(batch.rows)
+        if self.graphs is None or not plain or not wanted:
+            return None
+        columns = batch.rows, batch.starts, batch.counts, batch.first_places.astype(np.int32)
+        logits = self.graphs.replay(columns)
+        return logits if logits is None or wanted == batch.size else logits[inputs.logits_indices]
+
     def _begin(self, step: _RunnerStep, inputs: StepInputs) -> None:
-        step.context = StepContext(inputs.batch, self._attention.begin_step(inputs.batch), inputs.adapters)
+        step.begun = True
+        if (logits := self._replay(inputs)) is not None:
+            step.computed = True
+            self._choose_or_wait(step, inputs, logits)
+            return
+        step.context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters)
         if self._device.type != "cpu":
             self._compute(step, inputs)  # which is queued on the device
         elif len(inputs.logits_indices):
@@ -213,12 +246,15 @@ class ModelRunner:
         pieces = () if inputs.scored is None or inputs.scored.among is not None else inputs.scored.pieces
         logits = self.decoder.compute_logits(step.context, (*main, *pieces))
         if logits is not None:
-            chosen_at = next(logits) if main else None
-            if inputs.masked is None or chosen_at is None:
-                self._choose(step, inputs, chosen_at)
-            else:
-                step.logits = chosen_at
+            self._choose_or_wait(step, inputs, next(logits) if main else None)
             step.scored_logits = logits if pieces else step.scored_logits
+
+    def _choose_or_wait(self, step: _RunnerStep, inputs: StepInputs, logits: Tensor | None) -> None:
+        """Choose tokens now, or when the step has its masks."""
+        if inputs.masked is None or logits is None:
+            self._choose(step, inputs, logits)
+        else:
+            step.logits = logits
 
     def _choose(self, step: _RunnerStep, inputs: StepInputs, logits: Tensor | None) -> None:
         """Choose the tokens that kernels did not, from `logits` [L, vocabulary], and keep logits to be reported."""

@@ -19,6 +19,7 @@ from ..cpu.sampling import forbid_tokens
 from ..step_batch import (
     SAMPLING_COLUMNS,
     SAMPLING_DTYPE,
+    DeviceBatch,
     SampledTokens,
     SamplingArray,
     StepBatch,
@@ -176,6 +177,15 @@ class RowStates:
         """`counts` places of `rows` from `starts` on, with their tokens, or those of another table."""
         table = self._tokens if tokens is None else tokens
         return StepBatch(rows, starts, counts, table, self._tables, self.block_size)
+
+    def static_batch(self, numbers: Tensor, context: int) -> StepBatch:
+        """A decode step of the rows that `numbers` will hold, int32 [4, B] as in `DeviceBatch`, none of them longer
+        than `context` tokens."""
+        size = numbers.shape[1]
+        rows, starts, counts, first_places = numbers.unbind()
+        there = DeviceBatch(rows, starts, counts, first_places, self._tables, size)
+        bounds = np.zeros(size), np.full(size, context - 1), np.ones(size)
+        return StepBatch(*bounds, self._tokens, self._tables, self.block_size, there)
 
     def sampling_at(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
         """How `rows` choose their tokens at `positions`; None: all are greedy."""

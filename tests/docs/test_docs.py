@@ -105,6 +105,8 @@ def engine_default(option: str) -> Any:
         return engine_config("m", EngineOptions()).lora is not None
     if option == "speculative_config":
         return engine_config("m", EngineOptions()).speculation
+    if option == "ahead":
+        return engine_config("m", EngineOptions()).scheduler.ahead
     plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
     plain |= {"enable_lora": True} if option.startswith("max_lora") else {}
     untouched = dict(leaves(engine_config("m", EngineOptions(**plain))))

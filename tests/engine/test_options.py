@@ -34,6 +34,7 @@ ALL = {
     "target_itl_ms": "40",
     "target_tenants": "alpha, beta",
     "ahead": "1",
+    "enforce_eager": "true",
     "admission": "no_evict",
     "block_size": "8",
     "kv_cache_dtype": "int8",
@@ -77,6 +78,8 @@ def test_every_name_arrives() -> None:
             tensor=2, pipeline=3, layers=(4, 5, 6), whole_experts=True, backend="ray", ray_address="10.0.0.1:6379"
         ),
         threads=2,
+        enforce_eager=True,
+        ahead_given=True,
         data_parallel_size=3,
         max_model_len=128,
         max_queued_requests=9,

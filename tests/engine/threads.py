@@ -104,6 +104,10 @@ class Layout(NamedTuple):
 class ThreadedExecutor:
     """An executor over threads, one for each rank."""
 
+    eager_steps = 0
+
+    def use_idle_time(self) -> None: ...
+
     def __init__(self, config: EngineConfig, layout: Layout) -> None:
         self._config, self._seats = config, layout.seats()
         self._workers = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(len(self._seats))]

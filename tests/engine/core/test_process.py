@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.core.process import resolve_cache_blocks, resolve_max_model_len, scheduler_config
 from charonia.engine.worker.executor import Capacity
 from charonia.scheduler.config import SchedulerConfig
@@ -118,3 +118,18 @@ def test_a_pipeline_has_no_other_number_of_steps_ahead() -> None:
     config = EngineConfig(model="", parallel=ParallelConfig(pipeline=2), scheduler=SchedulerConfig(ahead=2))
     with pytest.raises(InvalidArgument, match="ahead: 2 stages have 1 steps ahead, not 2"):
         scheduler_config(config, 77)
+
+
+@pytest.mark.parametrize(
+    ("config", "ahead"),
+    [
+        (EngineConfig(model=""), 1),
+        (EngineConfig(model="", ahead_given=True), 0),
+        (EngineConfig(model="", speculation=SpeculationConfig(method="ngram")), 0),
+        (EngineConfig(model="", scheduler=SchedulerConfig(ahead=2)), 2),
+    ],
+    ids=["its own", "none is asked for", "drafts", "more are asked for"],
+)
+def test_a_device_that_wants_a_step_ahead_gets_it(config: EngineConfig, ahead: int) -> None:
+    assert scheduler_config(config, 128, 1).ahead == ahead
+    assert scheduler_config(config, 128).ahead == config.scheduler.ahead

@@ -142,10 +142,10 @@ def test_a_missing_file_and_a_wrong_parameter_are_told(tmp_path: Path) -> None:
 
 
 def test_the_log_names_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, {"model": ".", "enforce_eager": True, "num_gpu_blocks_override": 8})
+    write(tmp_path, {"model": ".", "swap_space": 4, "num_gpu_blocks_override": 8})
     with caplog.at_level(logging.WARNING):
         model = vllm_model(ModelConfig("gpt", "1", "vllm"), str(tmp_path), {"executor": "fake"}, ignore_progress)
-    assert "model 'gpt': engine arguments of vLLM without effect here: enforce_eager (there are no" in caplog.text
+    assert "model 'gpt': engine arguments of vLLM without effect here: swap_space (what has no room" in caplog.text
     assert (model.config.backend, model.config.decoupled, model.config.max_batch_size) == ("vllm", True, 0)
 
 
