@@ -86,7 +86,7 @@ class Setting:
     """A tiny model whose decode steps are recorded, prompts, and how transformers goes on with them."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self.recorder = Recorder()
+        self.recorder, self.preemptions = Recorder(), 0
         cache = CacheConfig(block_size=BLOCK)
         config = EngineConfig(model=str(checkpoint), device="cpu", attention="device", cache=cache)
         self.executor = InlineExecutor(config)
@@ -121,7 +121,7 @@ class Setting:
         self.executor.allocate(BLOCKS)
         cache = KVCacheManager(BLOCKS, BLOCK)
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=LONGEST, ahead=ahead)
-        speculation = Speculation(NgramDrafter(2, 4), 3, 384) if drafts else None
+        speculation = Speculation({"ngram": NgramDrafter(2, 4)}, 3, 384) if drafts else None
         return Scheduler(config, cache, speculation=speculation), cache
 
     def request(self, key: int, cache: KVCacheManager) -> SequenceRequest:
@@ -159,6 +159,7 @@ def run(setting: Setting, ahead: int, cancelled: dict[int, list[int]], drafts: b
         step += 1
     while flying:
         scheduler.apply(flying.popleft().result())
+    setting.preemptions += scheduler.totals.preemptions
     gone = {key for keys in cancelled.values() for key in keys}
     return {key: tokens for key, tokens in found.items() if key not in gone}
 
@@ -177,6 +178,7 @@ def test_replayed_steps_are_transformers(setting: Setting, ahead: int) -> None:
     assert found == expected(setting, found)
     assert setting.graphs.eager_steps > 5
     assert setting.recorder.replays > replays + 5
+    assert setting.preemptions
 
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
