@@ -26,7 +26,7 @@ from .options import EngineOptions, engine_config, parse_settings, read_speculat
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
 
-_QUANTIZED = ("int8", "int4")
+_QUANTIZED = ("int8", "fp8", "int4")
 """int4 is calibrated in eight bits."""
 
 _CODE_BYTES = {True: 0.625, False: 1.125}

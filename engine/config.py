@@ -154,8 +154,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`model`: checkpoint directory or hub id. `tokenizer`: another, to read the tokenizer from. `chat_template`: a
     file or a template in place of its own. `tool_call_parser`, `reasoning_parser`: how its answers are written, "auto"
-    as the template says. `dtype`: auto, bfloat16, float16 or float32. `quantization`: none, int8 or int4: matrices
-    become 8-bit or 4-bit while they are loaded. `cache_dir`: directory where packed weights are kept, at most
+    as the template says. `dtype`: auto, bfloat16, float16 or float32. `quantization`: none, int8, fp8 or int4:
+    matrices become 8-bit or 4-bit while they are loaded. `cache_dir`: directory where packed weights are kept, at most
     `cache_max_bytes` of them; "" keeps none. `cpu_level`: auto, or one of `LEVELS` in cpu/library.py, which the machine
     must have. `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
 

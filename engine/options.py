@@ -48,8 +48,8 @@ class EngineOptions:
         Literal["none", "int8", "int4", "awq", "awq_marlin", "compressed-tensors", "fp8", "gguf", "gptq", "gptq_marlin"]
         | None
     ) = None
-    """int8, int4: make matrices integers while they are loaded: half, or a third, of the memory. Others: what the
-    checkpoint is stored as already."""
+    """int8, int4: make matrices integers while they are loaded: half, or a third, of the memory. fp8: on a GPU, floats
+    of eight bits. Others, and fp8 beside such weights: what the checkpoint is stored as already."""
     cache_dir: str | None = None
     """Keep packed weights in this directory, so that the next start need not pack them; unset: keep none."""
     cache_max_bytes: Bytes | None = None

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ...engine import gpu
-from ...engine.gpu.runtime import Specialisation
+from ...engine.gpu.runtime import DIVISIBLE, Specialisation
 from ..command import Counts
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -67,9 +67,11 @@ def compile_one(form: Specialisation, arch: int) -> tuple[Usage, list[str]]:
 def _source(form: Specialisation) -> ASTSource:
     """As the kernel is launched: pointers are aligned to 16 bytes."""
     names = form.kernel.arg_names
-    signature = {name: form.types.get(name, "constexpr") for name in names}
+    types = {name: form.types.get(name, "constexpr") for name in names}
+    signature = {name: kind.removesuffix(DIVISIBLE) for name, kind in types.items()}
     aligned = [["tt.divisibility", 16]]
-    attributes = {(at,): aligned for at, name in enumerate(names) if signature[name].startswith("*")}
+    found = (at for at, kind in enumerate(types.values()) if kind.startswith("*") or kind.endswith(DIVISIBLE))
+    attributes = {(at,): aligned for at in found}
     constants = {(names.index(name),): value for name, value in form.constants.items()}
     return ASTSource(form.kernel, signature, constants, attributes)
 
@@ -99,7 +101,7 @@ def main(*, archs: Counts = (80, 90, 100), only: str = "", each_once: bool = Fal
         if only in form.label:
             forms.setdefault(form.kernel.__name__ if each_once else form.label, form)
     for form in forms.values():
-        for arch in archs:
+        for arch in (arch for arch in archs if arch >= form.least):
             try:
                 usage, wrong = compile_one(form, arch)
             except Exception as error:

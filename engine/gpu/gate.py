@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runtime import TRITON_TYPES, Specialisation
+from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 _BLOCK = 1024
@@ -66,5 +66,5 @@ def specialisations() -> Iterator[Specialisation]:
     """Every activation in every dtype."""
     for kind in TRITON_TYPES.values():
         for activation in ACTIVATIONS:
-            types = {"packed": f"*{kind}", "out": f"*{kind}", "size": "i32"}
+            types = {"packed": f"*{kind}", "out": f"*{kind}", "size": f"i32{DIVISIBLE}"}
             yield Specialisation(_gate_kernel, types, {"ACTIVATION": activation, "BLOCK": _BLOCK}, {"num_warps": 4})

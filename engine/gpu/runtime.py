@@ -25,6 +25,18 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return wanted != "none" if device.type == "cuda" else device.type == "cpu" and wanted == "triton"
 
 
+FP8_CAPABILITY = 89
+"""The least compute capability, times ten, whose tensor cores multiply fp8."""
+
+
+def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether they compute `dtype` on `device` by products in fp8 (e4m3)."""
+    if not serves(dtype, device):
+        return False
+    major, minor = (9, 9) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= FP8_CAPABILITY
+
+
 @cache
 def _is_installed() -> bool:
     if os.environ.get(LEVEL_VARIABLE) == "triton" and "triton" not in sys.modules:
@@ -32,19 +44,26 @@ def _is_installed() -> bool:
     return find_spec("triton") is not None
 
 
+DIVISIBLE = ":16"
+
+
 class Specialisation(NamedTuple):
     """One form of a kernel that the engine can ask for. Every kernel module yields its own from `specialisations()`,
     made by the same functions that choose block sizes and warps for a launch; `charonia.bench.proofs.gpu_kernels`
     compiles all of them without a GPU.
 
-    `types`: Triton's type of each argument that is no constant, in order ("*bf16", "i32", "fp32"). `constants`: the
-    values of the others. `options`: num_warps and num_stages. `wanted`: what the PTX must contain, such as "mma"."""
+    `types`: Triton's type of each argument that is no constant, in order ("*bf16", "i32", "fp32"), with DIVISIBLE if
+    launches have multiples of 16 there, which Triton sees and compiles for. `constants`: the
+    values of the others. `options`:
+    what Triton is told, num_warps and num_stages among it. `wanted`: what the PTX must contain, such as "mma". `least`:
+    the compute capability, times ten, that the form needs."""
 
     kernel: Any
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     options: Mapping[str, int]
     wanted: tuple[str, ...] = ()
+    least: int = 80
 
     @property
     def label(self) -> str:

@@ -22,6 +22,7 @@ from ..cpu import library
 from ..cpu.lora import NativeLora, StepAdapters
 from ..cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, MatmulFormat, PackedMatmul
 from ..cpu.op_trace import SymbolicTensor
+from ..gpu import runtime
 from .int4 import BYTES, GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
 from .step_context import StepContext
 
@@ -33,6 +34,9 @@ ONEDNN_PACKED_ROWS = 32
 
 _STORED = "stored"
 """How packed weights are kept that have the checkpoint's own integers."""
+
+_SCALED_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""What both sides of a product are quantised to, row by row, by its precision."""
 
 INT8_MAX = 127
 """The largest quantised number."""
@@ -149,13 +153,21 @@ def build_matmul(
 ) -> Matmul:
     """The product with the matrices `slices`, one below the other, and `bias` [out]."""
     matrix = _Matrix(loader, list(slices), use)
-    product = matrix.packed(bias) if library.supports(loader.dtype, loader.device) else matrix.in_torch(bias)
+    if runtime.serves(loader.dtype, loader.device):
+        product: Matmul = matrix.on_gpu(bias)
+    else:
+        product = matrix.packed(bias) if library.supports(loader.dtype, loader.device) else matrix.in_torch(bias)
     watch = loader.context.observer
     return (
         product
         if watch is None or use is not LAYER
         else watch.watch(matrix.label, product, matrix.outputs, matrix.sample())
     )
+
+
+def serves_int8(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are products in int8 for activations of `dtype` on `device`."""
+    return device.type == "cpu" or runtime.serves(dtype, device)
 
 
 class _Matrix:
@@ -168,11 +180,11 @@ class _Matrix:
 
     @property
     def precision(self) -> str:
-        """none, int8 or int4."""
+        """none, int8, fp8 or int4."""
         wanted = self._loader.context.quantization if self._use.quantizable else "none"
         if wanted != "int4" or (self._use is LAYER and self.label not in self._loader.context.plan.higher):
             return wanted
-        return "int8" if self._loader.device.type == "cpu" else "none"
+        return "int8" if serves_int8(self._loader.dtype, self._loader.device) else "none"
 
     @property
     def codes(self) -> CodeForm | None:
@@ -243,6 +255,33 @@ class _Matrix:
             else:
                 product.pack(first, rows)
 
+    def on_gpu(self, bias: Tensor | None) -> Matmul:
+        """By Triton's kernels, or cuBLAS where nothing is quantised."""
+        codes = self.codes
+        if codes is not None and codes.by_row:
+            self._count(codes)
+            return self._scaled(bias, torch.int8, stored=codes)
+        if (kind := _SCALED_KINDS.get(self.precision)) is not None:
+            self._count(None)
+            return self._scaled(bias, kind)
+        return self.in_torch(bias)
+
+    def _scaled(self, bias: Tensor | None, kind: torch.dtype, stored: CodeForm | None = None) -> Matmul:
+        from ..gpu.scaled_matmul import QuantisedRows, TritonScaledMatmul, quantise_rows
+
+        loader = self._loader
+        weight = torch.empty(self.outputs, self._inputs, dtype=kind, device=loader.device)
+        scales = torch.empty(self.outputs, device=loader.device)
+        if stored is not None:
+            for first, found in loader.code_tiles(self._slices, stored):
+                some = slice(first, first + len(found.weights))
+                weight[some], scales[some] = as_int8(found.weights), found.scales.squeeze(1)
+            return TritonScaledMatmul(QuantisedRows(weight, scales), bias)
+        for first, rows in loader.tiles(self._slices):
+            some = slice(first, first + len(rows))
+            weight[some], scales[some] = quantise_rows(rows.to(loader.device).contiguous(), kind)
+        return TritonScaledMatmul(QuantisedRows(weight, scales), bias)
+
     def in_torch(self, bias: Tensor | None) -> Matmul:
         loader, sizes = self._loader, (self.outputs, self._inputs)
         dry = loader.device.type == "meta"  # the kernels will compute it, where they can
@@ -292,7 +331,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [N, n] -> int8 [N, n] and float32 scales [N], each row's largest number at 127."""
     wide = x.float()
     largest = wide.abs().amax(-1)
-    by = torch.where(largest > 0, INT8_MAX / largest, 0.0).clamp_(max=torch.finfo(torch.float32).max)
+    by = torch.where(largest > 0, torch.tensor(float(INT8_MAX)) / largest, 0.0).clamp_(
+        max=torch.finfo(torch.float32).max
+    )
     return wide.mul(by.unsqueeze(-1)).round_().to(torch.int8), largest / INT8_MAX
 
 

@@ -18,6 +18,7 @@ from ..attention.backend import CacheSpec
 from ..attention.selector import create_backend
 from ..checkpoint.build_context import BuildContext, Int4Plan
 from ..layers.int4 import dequantize_int4, quantize_int4
+from ..layers.linear import serves_int8
 from ..layers.step_context import StepContext
 from ..step_batch import StepBatch
 from .interfaces import BuiltDecoder, CheckpointBuilder
@@ -112,9 +113,10 @@ _PIECE = 64
 
 @torch.inference_mode()
 def calibrate(builder: CheckpointBuilder, context: BuildContext) -> Int4Plan:
-    """Build the model as `context` says, but in eight bits (on a GPU as it is stored), and watch it."""
+    """Build the model as `context` says, but in eight bits (where there are no such products, as it is stored), and
+    watch it."""
     calibration = Calibration()
-    quantization = "int8" if context.device.type == "cpu" else "none"
+    quantization = "int8" if serves_int8(context.dtype, context.device) else "none"
     built = builder.build(context._replace(quantization=quantization, cache=None, observer=calibration))
     reader = _Reader(built, context)
     tokens = reader.own_text(min(TOKENS, context.max_positions), built.shape.vocab_size)[:JUDGED]

@@ -33,6 +33,8 @@ from ..config import EngineConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
 from ..cpu.lora import RankAdapter
 from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets
+from ..gpu import runtime
+from ..layers.linear import serves_int8
 from ..models.eagle3 import Eagle3Head, read_eagle3_config
 from ..models.interfaces import CheckpointBuilder, Decoder
 from ..models.native_decoder import NativeDecoder
@@ -195,6 +197,7 @@ def load_rank(
         _use_level(config)
     found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
+    _check_products(context)
     capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
     decoder, shape, targets, served = found.build(context)
     if config.lora is not None and targets is None:
@@ -271,6 +274,7 @@ def _load_draft_model(
     positions = min(target.max_positions, found.max_position)
     draft = msgspec.structs.replace(draft, max_model_len=positions, device=str(target.device))
     context = _build_context(draft, found, WHOLE_MODEL, lambda _: None)
+    _check_products(context)
     decoder, own, _, _ = found.build(context)
     vocabulary = _map_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)
     if vocabulary is not None:
@@ -339,13 +343,12 @@ def _build_context(
     if wanted is not None and not 1 <= wanted <= longest:
         message = f"max_model_len must be between 1 and the checkpoint's {longest}, got {wanted}"
         raise InvalidArgument(message, field="max_model_len")
-    if quantization in STORED_AS:
+    if quantization in STORED_AS and not (quantization == "fp8" and not open_checkpoint(config.model).stored_as):
         _check_stored_as(quantization, open_checkpoint(config.model))
         quantization = "none"
-    if quantization not in ("none", "int8", "int4"):
-        raise InvalidArgument(f"quantization must be none, int8 or int4, got {quantization!r}", field="quantization")
-    if quantization == "int8" and device.type != "cpu":
-        raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
+    if quantization not in ("none", "int8", "fp8", "int4"):
+        message = f"quantization must be none, int8, fp8 or int4, got {quantization!r}"
+        raise InvalidArgument(message, field="quantization")
     dtype, max_positions = getattr(torch, name), wanted or found.default_length
     whole_experts, lora_rank = config.parallel.whole_experts, 0 if config.lora is None else config.lora.max_rank
     directory = Path(config.cache_dir).expanduser()
@@ -354,13 +357,24 @@ def _build_context(
     return BuildContext(dtype, device, max_positions, *split, max_lora_rank=lora_rank)
 
 
+def _check_products(context: BuildContext) -> None:
+    """Refuse a precision that the device does not multiply in."""
+    dtype, device = context.dtype, context.device
+    if context.quantization == "int8" and not serves_int8(dtype, device):
+        message = f"quantization int8 computes on {device} by Triton's kernels, which are not there"
+        raise InvalidArgument(f"{message}: pip install 'charonia[gpu]'", field="quantization")
+    if context.quantization == "fp8" and not runtime.serves_fp8(dtype, device):
+        message = "quantization fp8 computes on GPUs of compute capability 8.9 or more, by Triton's kernels"
+        raise InvalidArgument(f"{message}, not on {device}", field="quantization")
+
+
 def _check_stored_as(name: str, checkpoint: Checkpoint) -> None:
     """Refuse one of vLLM's names that says of the weights what they are not."""
     stored = checkpoint.stored_as
     if stored == STORED_AS[name]:
         return
     message = f"quantization {name} is what weights are stored as, and those of {checkpoint.directory} are "
-    message += f"stored as {stored}" if stored else "plain floats: int8 and int4 make integers of them"
+    message += f"stored as {stored}" if stored else "plain floats: int8, fp8 and int4 quantise them"
     raise InvalidArgument(f"{message}; leave quantization out, and they are taken as they are", field="quantization")
 
 

@@ -53,7 +53,7 @@ def token_bytes(spec: ModelSpec, kind: str) -> int:
     """Bytes of the matrices that one token goes through; int4 has a head, and some layers, in int8."""
     weights = token_weights(spec)
     if kind != "int4":
-        return weights * (1 if kind == "int8" else getattr(torch, kind).itemsize)
+        return weights * (1 if kind in ("int8", "fp8") else getattr(torch, kind).itemsize)
     head = spec.vocab_size * spec.hidden_size
     return head + int((weights - head) * (HIGHER_SHARE + (1 - HIGHER_SHARE) * BYTES))
 

@@ -107,7 +107,7 @@ def load(directory: Path, **settings: str) -> None:
 
 
 def test_an_unknown_quantization_is_refused(checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(InvalidArgument, match="quantization must be none, int8 or int4, got 'int3'"):
+    with pytest.raises(InvalidArgument, match="quantization must be none, int8, fp8 or int4, got 'int3'"):
         load(checkpoint("llama"), quantization="int3")
 
 

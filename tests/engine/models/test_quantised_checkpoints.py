@@ -209,7 +209,7 @@ def test_a_name_of_vllms_says_what_the_weights_are(quantised: Quantised, style: 
     other = next(name for name in STORED_AS if name not in right)
     with pytest.raises(InvalidArgument, match=f"quantization {other} .* stored as {own}; leave quantization out"):
         check_rank_config(EngineConfig(model=str(small), quantization=other))
-    with pytest.raises(InvalidArgument, match=f"quantization {other} .* plain floats: int8 and int4"):
+    with pytest.raises(InvalidArgument, match=f"quantization {other} .* plain floats: int8, fp8 and int4"):
         check_rank_config(EngineConfig(model=str(plain), quantization=other))
 
 
