@@ -32,8 +32,8 @@ from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
 from ..cpu.lora import RankAdapter
-from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets
 from ..gpu import runtime
+from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets
 from ..layers.linear import serves_int8
 from ..models.eagle3 import Eagle3Head, read_eagle3_config
 from ..models.interfaces import CheckpointBuilder, Decoder
