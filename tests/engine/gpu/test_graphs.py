@@ -30,7 +30,7 @@ from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import Speculation
 
-BLOCK, BLOCKS, LONGEST, NEW = 8, 24, 128, 14
+BLOCK, BLOCKS, LONGEST, NEW = 8, 13, 128, 14
 CPU = torch.device("cpu")
 
 
