@@ -159,17 +159,36 @@ class LoadedRank:
 
     def capacity(self, neighbours: int = 1) -> Capacity:
         """Sizes of this rank, and the memory left for its cache when all `neighbours` that share it have loaded."""
-        shape, scheduler = self.shape, self.config.scheduler
-        # A step takes memory beside weights and cache: activations of its tokens, and logits of its rows or of a piece
-        # of a prompt (float32, three times: logits, probabilities, their sums). Adapters may come.
-        activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
-        logits = self.config.most_sampled * shape.vocab_size * 12
+        shape = self.shape
+        # A step takes memory beside weights and cache, and adapters may come.
+        measured = self.context.device.type == "cuda" and self.context.shard.is_whole
+        step = self._measured_step_bytes() if measured else self._estimated_step_bytes()
         lora = 0 if self.config.lora is None else self.config.lora.max_bytes // self.config.parallel.world
-        free = _free_memory(self.context.device, neighbours, self.config) - activations - logits - lora
+        free = _free_memory(self.context.device, neighbours, self.config) - step - lora
         machine = self._machine() if self.context.device.type == "cpu" else ""
         block_bytes = self.attention.block_bytes + (0 if self.draft is None else self.draft.attention.block_bytes)
         sizes = shape.vocab_size, self.context.max_positions, block_bytes
         return Capacity(*sizes, max(free, 0), machine, ahead=int(self.context.device.type != "cpu"))
+
+    def _estimated_step_bytes(self) -> int:
+        """Activations of a step's tokens, and logits of its rows or of a piece of a prompt (float32, three times:
+        logits, probabilities, their sums)."""
+        shape, tokens = self.shape, self.config.scheduler.max_num_batched_tokens
+        activations = tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
+        return activations + self.config.most_sampled * shape.vocab_size * 12
+
+    def _measured_step_bytes(self) -> int:
+        """What the worst step takes of a GPU, and what recorded steps keep: the activations of the largest of them, and
+        the logits that all share."""
+        runner, config, device = self.runner, self.config, self.context.device
+        tokens, sampled = config.scheduler.max_num_batched_tokens, config.most_sampled
+        worst = _peak_bytes(device, lambda: runner.compute_worst_step(tokens, sampled))
+        if (graphs := runner.graphs) is None:
+            return worst
+        rows, context = graphs.buckets.rows[-1], graphs.buckets.contexts[-1]
+        numbers = torch.zeros((4, rows), dtype=torch.int32, device=device)
+        kept = _peak_bytes(device, lambda: runner.compute_static(numbers, context))
+        return worst + kept + graphs.buckets.bytes + rows * self.shape.vocab_size * self.context.dtype.itemsize
 
     def _machine(self) -> str:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
@@ -385,6 +404,18 @@ def _use_level(config: EngineConfig) -> None:
         library.use_level(config.cpu_level)
     except ValueError as error:
         raise InvalidArgument(f"cpu_level {config.cpu_level}: {error}", field="cpu_level") from None
+
+
+def _peak_bytes(device: torch.device, compute: Callable[[], object]) -> int:
+    """The memory that `compute` takes of a GPU and gives back, as torch reserves it."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    compute()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    return peak - before
 
 
 def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:

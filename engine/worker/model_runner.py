@@ -18,7 +18,7 @@ from ..cpu.program import StepRun
 from ..gpu.graphs import DecodeGraphs
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
-from ..step_batch import HostCopy, SampledTokens, to_device
+from ..step_batch import SAMPLING_DTYPE, HostCopy, SampledTokens, to_device
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
@@ -115,6 +115,21 @@ class ModelRunner:
             self.draft.forget(blocks)
 
     @torch.inference_mode()
+    def compute_worst_step(self, tokens: int, sampled: int) -> None:
+        """Compute the step that takes the most memory, over a cache of one block that all rows share: `tokens` tokens,
+        and `sampled` of the next ones drawn. Whoever measures it allocates the cache anew."""
+        self.allocate(1)
+        counts = self._rows.longest_rows(tokens)
+        batch = self._rows.batch(np.arange(len(counts), dtype=np.int32), np.zeros_like(counts), counts)
+        context = StepContext(batch, self.attention.begin_step(batch))
+        places = to_device(np.arange(batch.size - min(sampled, batch.size), batch.size), self._device)
+        logits = self.decoder.compute_logits(context, (places,))
+        assert logits is not None  # only a whole model is measured
+        drawn = np.zeros(len(places), SAMPLING_DTYPE)
+        drawn["temperature"], drawn["top_p"] = 1.0, 0.9
+        HostCopy(sample(next(logits), drawn)).read()
+
+    @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
         """Keep `tokens` [S], sampled by the last stage, at `positions` [S] of `rows` [S], before the next plan that
         needs them. On a stage that sampled them itself this changes nothing."""
@@ -185,6 +200,7 @@ class ModelRunner:
             except Exception as error:
                 step.error = error  # raised when the step's result is asked for
 
+    @torch.inference_mode()
     def compute_static(self, numbers: Tensor, context: int) -> Tensor:
         """The `compute` of `DecodeGraphs`."""
         batch = self._rows.static_batch(numbers, context)

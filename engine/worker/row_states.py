@@ -187,6 +187,14 @@ class RowStates:
         bounds = np.zeros(size), np.full(size, context - 1), np.ones(size)
         return StepBatch(*bounds, self._tokens, self._tables, self.block_size, there)
 
+    def longest_rows(self, tokens: int) -> IntArray:
+        """The counts of so many tokens in as few rows as can hold them, of rows that there are."""
+        longest = self._width[0] - 1
+        tokens = min(tokens, longest * len(self._blocks))
+        counts: IntArray = np.full(-(-tokens // longest), longest, np.int32)
+        counts[-1] -= counts.sum() - tokens
+        return counts
+
     def sampling_at(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
         """How `rows` choose their tokens at `positions`; None: all are greedy."""
         if not self._drawing:

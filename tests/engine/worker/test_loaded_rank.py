@@ -1,7 +1,7 @@
 """What bounds decoding: bytes a token, counted against a real checkpoint, and the memory's speed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -10,16 +10,22 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_fields
 from safetensors import safe_open
+from torch import Tensor
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import ExpertsSpec
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.cpu import library
+from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets
+from charonia.engine.layers.step_context import StepContext
+from charonia.engine.models.interfaces import LogitsIterator
 from charonia.engine.options import EngineOptions
 from charonia.engine.worker import loaded_rank
 from charonia.engine.worker.loaded_rank import assign_device, check_rank_config, load_rank
 from charonia.engine.worker.roofline import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
+from charonia.engine.worker.row_states import RowStates
+from charonia.scheduler.config import SchedulerConfig
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 DRAFT = Path(__file__).parents[3] / "examples/draft"
@@ -208,3 +214,33 @@ def test_on_a_gpu_it_takes_what_it_was_granted_there(monkeypatch: pytest.MonkeyP
         return loaded_rank._free_memory(torch.device("cuda:1"), 1, config)
 
     assert (left(None), left(1000), left(9000)) == (5000, 700, 5000)
+
+
+def test_the_worst_step_is_measured_with_what_graphs_keep(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a stand-in counts what is computed; afterwards rows and cache are as before."""
+    scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=600, max_model_len=256)
+    rank = load_rank(EngineConfig(model=str(checkpoint("llama")), device="cpu", scheduler=scheduler))
+    sizes: list[tuple[int, int]] = []
+    compute = rank.runner.decoder.compute_logits
+
+    def watched(context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
+        sizes.append((context.batch.size, len(selections[0])))
+        return compute(context, selections)
+
+    def peak(device: torch.device, measured: Callable[[], object]) -> int:
+        measured()
+        return 1000
+
+    monkeypatch.setattr(rank.runner.decoder, "compute_logits", watched)
+    monkeypatch.setattr(loaded_rank, "_peak_bytes", peak)
+    monkeypatch.setattr(rank.runner, "_rows", RowStates(256, 16, torch.device("cpu"), lines=3))
+    assert rank._measured_step_bytes() == 1000
+    assert sizes == [(600, 64)]
+    buckets = GraphBuckets((1, 2), (256,))
+    cpu = torch.device("cpu")
+    rank.runner.graphs = DecodeGraphs(rank.runner.compute_static, buckets, cpu, lambda launches: launches)
+    assert rank._measured_step_bytes() == 2000 + 2 * GRAPH_BYTES + 2 * 384 * 4
+    assert sizes[1:] == [(600, 64), (2, 2)]
+    rank.close()
