@@ -44,7 +44,7 @@ def linear_layers(checkpoint: Path, names: tuple[str, ...] = ("proj",)) -> dict[
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         for tensor in file.keys():  # noqa: SIM118 (it is no dictionary)
             path = tensor.removesuffix(".weight")
-            if path != tensor and path.endswith(names) and ".experts." not in path:
+            if path != tensor and path.endswith(names):
                 outputs, inputs = file.get_slice(tensor).get_shape()
                 found[path] = outputs, inputs
     return found

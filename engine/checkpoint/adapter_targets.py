@@ -1,7 +1,7 @@
 """The products of a rank's decoder that LoRA adapters may change, and an adapter cut and converted for them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
 
 import torch
@@ -64,7 +64,7 @@ class _AdapterMemory:
 class AdapterTargets:
     """The `products` that adapters may change, each by the slices of the checkpoint that are one below the other in it.
     `layers`: this rank's, of `total`. `language_part`: adapters name tensors as the larger model does that this one is
-    a part of."""
+    a part of. `elsewhere`: the paths of layers that other ranks have, and check."""
 
     def __init__(
         self,
@@ -74,10 +74,12 @@ class AdapterTargets:
         layers: range,
         total: int,
         language_part: bool = False,
+        elsewhere: Set[str] = frozenset(),
     ) -> None:
         self._dtype, self._device, self._products = dtype, device, len(products)
         self._native = library.supports(dtype, device)
         self._layers, self._total, self._language_part = layers, total, language_part
+        self._elsewhere = elsewhere
         self._parts: dict[str, tuple[int, _TargetPart]] = {}
         for number, slices in enumerate(products):
             first = 0
@@ -101,11 +103,12 @@ class AdapterTargets:
         return RankAdapter(files.digest, files.rank, parts)
 
     def _matched(self, files: AdapterFiles) -> Iterator[tuple[int, _TargetPart, AdaptedModule]]:
-        """Every matrix of this rank's layers; those of other stages are theirs to check."""
+        """Every matrix of this rank's layers; those of other ranks are theirs to check."""
         for stored, adapted in files.modules.items():
             own = text_tensor_name(f"{stored}.") if self._language_part else f"{stored}."
             layer = _LAYER.match(own)
-            if layer and int(layer[1]) < self._total and int(layer[1]) not in self._layers:
+            other_stage = layer and int(layer[1]) < self._total and int(layer[1]) not in self._layers
+            if other_stage or own.removesuffix(".") in self._elsewhere:
                 continue
             where = f"{files.directory}: tensor base_model.model.{stored}.lora_A.weight"
             if (found := self._parts.get(own.removesuffix("."))) is None:
@@ -119,8 +122,8 @@ class AdapterTargets:
 
 
 def _why(module: str) -> str:
-    if ".experts." in module:
-        return ": experts of a mixture take none"
+    if module.endswith((".mlp.gate.", ".block_sparse_moe.gate.")):
+        return ": routers of mixtures take none"
     return ": embeddings and the head take none" if "embed_tokens." in module or "lm_head." in module else ""
 
 

@@ -265,6 +265,8 @@ class WeightLoader:
         self.reading = ReadProgress(weights.bytes / self.group.size / self.stage.count, context.progress)
         self.adaptable: list[list[TensorSlice]] | None = [] if context.max_lora_rank else None
         """The slices of each product that adapters may change, in the order of building; None: adapters change none."""
+        self.elsewhere = set[str]()
+        """The paths of linear layers that other ranks of the group have whole, and this one has nothing of."""
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
 
@@ -272,12 +274,6 @@ class WeightLoader:
         """This loader for layers that another group shares."""
         other = copy(self)
         other.group = group
-        return other
-
-    def without_adapters(self) -> "WeightLoader":
-        """This loader for products that take no adapters."""
-        other = copy(self)
-        other.adaptable = None
         return other
 
     def vector(self, name: str, size: int) -> Tensor:

@@ -89,6 +89,15 @@ class StepAdapters:
 
     _segments: list[tuple[RankAdapter, Tensor]] | None = None
 
+    def among(self, rows: LongArray) -> "StepAdapters | None":
+        """The adapters of these packed places, for products with them alone in this order; None: they have none."""
+        nobody = len(self.adapters)
+        owners = np.full(max(self.places.max(), rows.max()) + 1, nobody)
+        owners[self.places] = np.repeat(np.arange(nobody), np.diff(self.begins))
+        order = owners[rows].argsort(kind="stable")
+        begins = np.searchsorted(owners[rows][order], np.arange(nobody + 1))
+        return StepAdapters(self.adapters, begins, order[: begins[-1]]) if begins[-1] else None
+
 
 def pack_outputs(b: Tensor) -> Tensor:
     """B^T [outputs, rank] as the kernels read it: [panels, rank, PANEL], zeros behind the last output."""

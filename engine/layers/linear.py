@@ -95,6 +95,8 @@ class LayerMatmul:
 
     def _add_adapters(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
         """Adds what adapters make of x [N, inputs] to the product's result `out` [N, outputs]."""
+        if not any(each.parts[self._number] for each in step.adapters):
+            return
         if self._native is not None:
             self._native.add(x, out, step)
             return

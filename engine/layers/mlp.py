@@ -91,7 +91,7 @@ class TorchGate:
 class MixtureOfExperts:
     """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden]. The router takes the likeliest experts of
     each token by a softmax in float32. Every rank holds all of the router, so all ranks decide the same, and a slice of
-    every expert, or some experts whole: the sum over ranks is the same. Experts take no adapters."""
+    every expert, or some experts whole: the sum over ranks is the same."""
 
     untraceable: str | None = "it has a mixture of experts"
 
@@ -102,9 +102,10 @@ class MixtureOfExperts:
         self._group, self._mine = loader.group, range(spec.count)
         if loader.context.whole_experts:
             self._mine, loader = self._mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
-        loader = loader.without_adapters()
-        names = (f"{expert.name}.experts.{number}" for number in self._mine)
-        self._experts = [GatedMLP(loader, expert._replace(name=name), partial=True) for name in names]
+        named = [expert._replace(name=f"{expert.name}.experts.{number}") for number in range(spec.count)]
+        self._experts = [GatedMLP(loader, named[number], partial=True) for number in self._mine]
+        others = (each for number, each in enumerate(named) if number not in self._mine)
+        loader.elsewhere.update(f"{each.name}.{part}" for each in others for part in (each.gate, each.up, each.down))
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
@@ -119,5 +120,5 @@ class MixtureOfExperts:
         for number, expert in zip(self._mine, self._experts, strict=True):
             mine, weight = shares[number]
             if len(mine):
-                total.index_add_(0, mine, expert(x[mine], context).mul_(weight))
+                total.index_add_(0, mine, expert(x[mine], context.for_rows(mine)).mul_(weight))
         return self._group.all_reduce(total)

@@ -4,6 +4,7 @@ A layer is called with its hidden states and this. Whatever else a step must tel
 not one more argument of every layer.
 """
 
+from copy import copy
 from typing import Protocol
 
 from torch import Tensor
@@ -39,3 +40,11 @@ class StepContext:
         if rotary not in self._angles:
             self._angles[rotary] = rotary(self.batch.positions)
         return self._angles[rotary]
+
+    def for_rows(self, rows: Tensor) -> "StepContext":
+        """The context of linear layers that compute these `rows` [n] of the step alone: their adapters are theirs."""
+        if self.adapters is None:
+            return self
+        some = copy(self)
+        some.adapters = self.adapters.among(rows.cpu().numpy())
+        return some

@@ -83,7 +83,7 @@ class NativeBuilder(CheckpointBuilder):
             return None
         layers, part = self.spec.layers, self.checkpoint.language_part
         mine = loader.stage.layers(layers)
-        return AdapterTargets(loader.adaptable, loader.dtype, loader.device, mine, layers, part)
+        return AdapterTargets(loader.adaptable, loader.dtype, loader.device, mine, layers, part, loader.elsewhere)
 
     def _open_weights(self, context: BuildContext) -> WeightSource:
         weights = open_weights(self.checkpoint)

@@ -327,24 +327,29 @@ def test_int8_on_two_ranks_is_as_near_as_on_one(threads: ModuleType, config: Cal
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "whole_experts"),
     [
-        ("llama-linear-biased", (2,)),
-        ("qwen2", (1, 3)),
-        pytest.param("phi3", (2, 2), marks=pytest.mark.proof),
-        pytest.param("qwen2", (4,), marks=pytest.mark.proof),
+        ("llama-linear-biased", (2,), False),
+        ("qwen2", (1, 3), False),
+        ("qwen3-moe", (2,), True),
+        pytest.param("qwen3-moe", (2, 2), True, marks=pytest.mark.proof),
+        pytest.param("qwen3-moe", (4,), False, marks=pytest.mark.proof),
+        pytest.param("phi3", (2, 2), False, marks=pytest.mark.proof),
+        pytest.param("qwen2", (4,), False, marks=pytest.mark.proof),
     ],
 )
 def test_rows_with_adapters_say_what_they_do_on_one_rank(
     name: str,
     layout: tuple[int, ...],
+    whole_experts: bool,
     threads: ModuleType,
     sibling: Callable[[str], ModuleType],
     config: Callable[..., EngineConfig],
     tmp_path: Path,
 ) -> None:
-    """Each rank has its share of an adapter's matrices."""
-    adapters, settings = sibling("adapters.py"), config(name, lora=LoraConfig(max_bytes=1 << 26))
+    """Each rank has its share of an adapter's matrices, or those of its experts."""
+    parallel = ParallelConfig(whole_experts=whole_experts)
+    adapters, settings = sibling("adapters.py"), config(name, lora=LoraConfig(max_bytes=1 << 26), parallel=parallel)
     layers = adapters.layers_of(Path(settings.model))
     paths = [str(adapters.write_adapter(tmp_path / str(seed), layers, seed)) for seed in range(2)]
 

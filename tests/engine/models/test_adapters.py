@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
@@ -113,6 +114,8 @@ def chosen_after(checkpoint: Path, prompt: list[int], tokens: list[int]) -> list
         pytest.param("phi3", True, marks=pytest.mark.proof),
         ("gemma3", False),
         ("qwen3-moe", False),
+        pytest.param("qwen3-moe", True, marks=pytest.mark.proof),
+        ("mixtral", False),
     ],
 )
 def test_several_adapters_in_one_batch_say_what_merged_models_do(
@@ -125,7 +128,7 @@ def test_several_adapters_in_one_batch_say_what_merged_models_do(
 ) -> None:
     """Of different ranks and layers, and one of rsLoRA with patterns; in chunks, so that rows have several tokens."""
     base = checkpoint(name)
-    layers = adapters.layers_of(base)
+    layers = adapters.layers_of(base, ("proj", "w1", "w2", "w3"))
     few = {
         path: shape for path, shape in layers.items() if path.endswith(("q_proj", "v_proj", "qkv_proj", "down_proj"))
     }
@@ -177,6 +180,25 @@ def test_a_model_in_gguf_takes_the_adapters_of_the_checkpoint_that_it_was_made_f
     outcome = serve(executor, [executor.load_adapter(str(adapter)).result(10).digest], range(3))
     for key in range(3):
         assert outcome.tokens[key] == chosen_after(merged, prompts()[key], outcome.tokens[key])
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("mlp.gate", "routers of mixtures take none"), ("mlp.experts.8.gate_proj", "matches no layer")],
+)
+def test_what_of_a_mixture_takes_no_adapter_is_refused_by_name(
+    path: str,
+    why: str,
+    checkpoint: Callable[..., Path],
+    adapters: ModuleType,
+    load: Callable[..., InlineExecutor],
+    tmp_path: Path,
+) -> None:
+    """Its router, and an expert behind the last."""
+    written = adapters.write_adapter(tmp_path, {f"model.layers.0.{path}": (8, 64)})
+    loading = load(checkpoint("qwen3-moe")).load_adapter(str(written))
+    with pytest.raises(InvalidArgument, match=rf"model\.layers\.0\.{path}\.lora_A.*{why}"):
+        loading.result(10)
 
 
 @NATIVE
