@@ -66,7 +66,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SpeculationMethod: TypeAlias = Literal[
-    "ngram", "suffix", "custom", "draft_model", "eagle3", "oracle", "random", "synthetic"
+    "ngram", "suffix", "custom", "draft_model", "eagle3", "mtp", "oracle", "random", "synthetic"
 ]
 SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 
@@ -104,12 +104,14 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
 
     def __post_init__(self) -> None:
-        if self.computes and not self.model:
+        if self.method in ("draft_model", "eagle3") and not self.model:
             raise ValueError(f"model is missing: {self.method} needs a checkpoint")
+        if self.method == "mtp" and self.model:
+            raise ValueError("model is for other methods: with mtp layers of the model's own checkpoint draft")
         of_models = self.model, self.draft_tensor_parallel_size, self.quantization, self.draft_sample_method
         if any(of_models) and not self.computes:
             raise ValueError(f"no model drafts with the method {self.method}")
-        if self.method == "eagle3" and self.quantization == "int4":
+        if self.method in ("eagle3", "mtp") and self.quantization == "int4":
             raise ValueError("quantization of a head is none or int8")
         if (self.method == "custom") != bool(self.path):
             raise ValueError("path is for the method custom, and needed there")
@@ -126,7 +128,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def computes(self) -> bool:
         """Whether a model drafts, beside the target."""
-        return self.method in ("draft_model", "eagle3")
+        return self.method in ("draft_model", "eagle3", "mtp")
 
     @property
     def _suffix_values(self) -> tuple[int | float | None, ...]:

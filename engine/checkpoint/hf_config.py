@@ -260,6 +260,7 @@ _QWEN2 = _ArchitectureDefaults(
 )
 _ARCHITECTURES: dict[str, _ArchitectureDefaults] = {
     "MistralForCausalLM": _ArchitectureDefaults(_always, {"sliding_window": 4096}),
+    "MiMoForCausalLM": _QWEN2,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN2._replace(absent={"sliding_window": 4096, "head_dim": 128}),
     "Qwen3MoeForCausalLM": _ArchitectureDefaults(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),

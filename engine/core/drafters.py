@@ -36,7 +36,7 @@ def build_drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:
             return SuffixDrafter(**config.suffix_limits)
         case "custom":
             return CustomDrafter(Path(config.path), config.keys)
-        case "draft_model" | "eagle3":
+        case "draft_model" | "eagle3" | "mtp":
             return ProposedDrafts()
         case "oracle":
             return OracleDrafter(read_records(Path(config.record)))

@@ -135,6 +135,11 @@ class StepRun:
         """The tensors [N or S, width] of `TraceIO.kept`."""
         return [self._tensor(each) for each in self._program.io.kept]
 
+    @property
+    def last_states(self) -> Tensor:
+        """The residual stream [N, width] after all layers, of a finished step; in memory of its own."""
+        return self._tensor(self._program.io.residual) + self._tensor(self._program.io.delta)
+
     def more_logits(self, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
         """Logits of other packed places of a finished step, in `selections` as of `Decoder.compute_logits`; once."""
         io, head = self._program.io, self._program.head

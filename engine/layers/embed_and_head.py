@@ -78,9 +78,9 @@ class LogitsOutput:
     def __init__(self, spec: ModelSpec, loader: WeightLoader, norm: NormFactory) -> None:
         self._norm = norm(loader.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
-        self._head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
+        self.head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
         self._cap = spec.logit_softcap
-        self.untraceable = self._head.untraceable if self._cap is None else "its logits are capped"
+        self.untraceable = self.head.untraceable if self._cap is None else "its logits are capped"
 
     def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor]:
         """The residual stream `x` and what is still to be added to it, both [N, hidden], may be overwritten. Each
@@ -90,14 +90,14 @@ class LogitsOutput:
 
     def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
         """Record logits of selected places as operations; only if `untraceable` gives no reason against it."""
-        norm, head = cast(Any, self._norm), cast(Any, self._head)  # declared for tensors
+        norm, head = cast(Any, self._norm), cast(Any, self.head)  # declared for tensors
         logits: SymbolicTensor = head(norm.add_and_norm(x.select(), delta.select()))
         return logits
 
     def _logits(self, x: Tensor, delta: Tensor, places: Tensor) -> Tensor:
         if len(places) < len(x):
             x, delta = x[places], delta[places]
-        logits = self._head(self._norm.add_and_norm(x, delta))
+        logits = self.head(self._norm.add_and_norm(x, delta))
         return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)
 
 

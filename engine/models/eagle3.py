@@ -3,31 +3,25 @@ states of its target, with a vocabulary of its own."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.native import NativeStepAttention
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.hf_config import read_spec
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
 from ..checkpoint.quantised_weights import open_weights
 from ..checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
-from ..cpu.elementwise import join_features, trace_embedding
-from ..cpu.op_trace import INPUT, SAMPLE, OpStruct, OpTrace, TraceIO
-from ..cpu.program import DecoderProgram, ProgramInputs, StepRun, ThreadPool
-from ..layers.embed_and_head import EMBEDDING_WEIGHT
+from ..cpu.elementwise import join_features
+from ..layers.embed_and_head import EMBEDDING_WEIGHT, Embedding
 from ..layers.linear import LMHead, OutputShard, column_linear
 from ..layers.mlp import GatedMLP
 from ..layers.norm import rms_norm
 from ..layers.self_attention import AttentionProjections, SelfAttention
-from ..layers.step_context import StepContext
-from ..step_batch import SampledTokens
+from .draft_head import DraftHead, HeadEnds
 from .llama import mlp_spec, shared_rotary
-from .native_decoder import SymbolicContext
 
 _LAYER, _OWN_LAYER = "layers.0.", "model.layers.0."
 _NOT_SERVED = ("norm_before_fc", "fc_norm", "parallel_drafting")
@@ -81,22 +75,8 @@ def read_eagle3_config(model: str, target: ModelSpec) -> Eagle3Config:
     return Eagle3Config(directory, spec, tuple(map(int, found)), size, bool(config.get("norm_before_residual", True)))
 
 
-class HeadStep(NamedTuple):
-    """A step of a head: at each place of `context`, whose tokens are those that follow, it goes on from `states`
-    [N, width], which may be overwritten: the target's, side by side, if it `fuses` them, else its own [N, hidden].
-    Tokens are chosen at the packed `places`, int64 [S]."""
-
-    context: StepContext
-    states: Tensor
-    fuses: bool
-    places: Tensor
-    samples: SampledTokens
-
-
-class Eagle3Head:
-    """The head itself. At each place it goes on from the hidden states there, of its target or its own, and the token
-    that follows; its attention's cache has one layer. Where kernels compute all of it, and its target is one program,
-    it is recorded as two: one goes on from the target's states, the other from its own."""
+class Eagle3Head(DraftHead):
+    """The head itself."""
 
     def __init__(self, config: Eagle3Config, context: BuildContext, target: str) -> None:
         """`target`: the checkpoint whose embeddings it shares where it has none of its own.
@@ -104,89 +84,46 @@ class Eagle3Head:
         Raises:
             CheckpointError: tensors are missing, or of another shape than config.json says.
         """
-        self.spec = spec = config.spec
+        spec, self.target_layers = config.spec, config.target_layers
+        self.spec = spec
         weights = CheckpointWeights(config.directory, _own_name)
         loader = WeightLoader(weights, context)
         hidden, eps, name = spec.hidden_size, spec.norm_eps, _OWN_LAYER.rstrip(".")
-        table = TensorSlice(EMBEDDING_WEIGHT, (spec.vocab_size, hidden))
         shared = loader if EMBEDDING_WEIGHT in weights else WeightLoader(open_weights(open_checkpoint(target)), context)
-        self._embeddings = shared.mapped(table)
+        embedding = Embedding(shared, spec)
         fused = OutputShard("fc", hidden, slice(0, hidden))
-        self._fuse = column_linear(loader, [fused], len(config.target_layers) * hidden, bias="fc.bias" in weights)
+        self._project = column_linear(loader, [fused], len(config.target_layers) * hidden, bias="fc.bias" in weights)
 
         def norm(of: str) -> Callable[[Tensor], Tensor]:
             return rms_norm(loader.vector(f"{of}.weight", hidden), eps)
 
         self._of_tokens, self._of_states = norm(f"{name}.input_layernorm"), norm(f"{name}.hidden_norm")
         self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
-        self._last = rms_norm(loader.vector("model.norm.weight", hidden), eps)
+        last = rms_norm(loader.vector("model.norm.weight", hidden), eps)
         rotary = shared_rotary(spec.rope, spec, loader)
         bias = AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias)
         self._attention = SelfAttention(loader, spec, 0, bias, rotary, inputs=2 * hidden)
         self._mlp = GatedMLP(loader, mlp_spec(spec, 0))
-        self._head = LMHead(loader, "lm_head.weight", config.draft_vocab_size, hidden)
+        lm_head = LMHead(loader, "lm_head.weight", config.draft_vocab_size, hidden)
         self._norm_before_residual = config.norm_before_residual
-        self.target_ids = torch.arange(config.draft_vocab_size, dtype=torch.int32, device=context.device)
+        target_ids = torch.arange(config.draft_vocab_size, dtype=torch.int32, device=context.device)
         if "d2t" in weights:
             offsets = weights.view(TensorSlice("d2t", (config.draft_vocab_size,)), {"I64": torch.int64})
-            self.target_ids += offsets.to(self.target_ids)
+            target_ids += offsets.to(target_ids)
         elif config.draft_vocab_size != spec.vocab_size:
             raise CheckpointError(f"{config.directory}: tensor d2t is missing from the weights")
-        contiguous = None if self._embeddings.is_contiguous() else "its embedding table is not contiguous"
-        self._untraceable = self._attention.untraceable or self._mlp.untraceable or contiguous
-        self._programs: tuple[DecoderProgram, DecoderProgram] | None = None
-        self._widths = len(config.target_layers) * hidden, hidden
+        untraceable = self._attention.untraceable or self._mlp.untraceable
+        super().__init__(HeadEnds(embedding, last, lm_head, target_ids), untraceable)
 
-    def begin_step(self, step: HeadStep, threads: ThreadPool | None) -> StepRun | None:
-        """Begin to compute `step` beside the caller, behind what these threads compute. Its tokens are stored, and the
-        run keeps its own states at `places`. None: only `compute` can compute it."""
-        attention = step.context.attention
-        if threads is None or not isinstance(attention, NativeStepAttention) or self._untraceable:
-            return None
-        if self._programs is None:
-            self._programs = self._trace(attention, threads, True), self._trace(attention, threads, False)
-        program = self._programs[0 if step.fuses else 1]
-        places = step.places if len(step.places) else None
-        return program.begin(
-            ProgramInputs(step.context.batch, attention.caches, step.states.contiguous(), places, step.samples)
-        )
-
-    def compute(self, step: HeadStep) -> tuple[Tensor, Tensor]:
-        """The head's own states [S, hidden] at the places of `step`, and logits [S, draft vocabulary]."""
-        states = self._fuse(step.states.contiguous(), step.context) if step.fuses else step.states
-        embedded = F.embedding(step.context.batch.tokens, self._embeddings)
-        residual, delta = self._layer(embedded, states, step.context)
-        own = residual[step.places] + delta[step.places]
-        return own, self._head(self._last(own))
-
-    def close(self) -> None:
-        """Its programs have the target's threads."""
+    def _fuse(self, states: Any, context: Any) -> Any:
+        return self._project(states, context)
 
     def _layer(self, embedded: Any, states: Any, context: Any) -> tuple[Any, Any]:
-        """Tensors, or what stands for them: the residual stream, and what is to be added to it. `states` may be
-        overwritten."""
         normed = self._of_states(states)
         joined = join_features(self._of_tokens(embedded), normed)
         residual = normed if self._norm_before_residual else states
         mixed = self._before_mlp.add_and_norm(residual, self._attention(joined, context))
         return residual, self._mlp(mixed, context)
-
-    def _trace(self, attention: NativeStepAttention, threads: ThreadPool, fuses: bool) -> DecoderProgram:
-        trace, context, width = (
-            OpTrace(attention.dtype),
-            SymbolicContext(attention.output_size),
-            self._widths[not fuses],
-        )
-        states: Any = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
-        if fuses:
-            states = self._fuse(states, cast(StepContext, context))
-        residual, delta = self._layer(trace_embedding(trace, self._embeddings, 1.0), states, context)
-        layer_ops = len(trace.ops)
-        own = residual.select()
-        logits: Any = self._head(cast(Any, self._last).add_and_norm(own, delta.select()))
-        trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width, what=self.target_ids.data_ptr()), logits)
-        io = TraceIO(residual, delta, layer_ops, False, logits, (own,))
-        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], threads)
 
 
 def _own_name(stored: str) -> str:

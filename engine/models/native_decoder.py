@@ -3,6 +3,7 @@ compute all of them as one recorded program that runs beside the caller."""
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -42,7 +43,7 @@ class NativeDecoder:
     is the C kernels'. CUDA graphs are recorded around it (`gpu/graphs.py`)."""
 
     def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer]) -> None:
-        self._ends, self._layers = ends, layers
+        self.ends, self._layers = ends, layers
         self.program: DecoderProgram | None = None
         """Its layers, once they are recorded."""
         self._traced = False
@@ -52,12 +53,13 @@ class NativeDecoder:
         self._kept: Callable[[], Sequence[Tensor]] = tuple
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Keep the hidden states that go into these layers, counted from 0; before the first step.
+        """Keep the hidden states that go into these layers, counted from 0; before the first step. The number of layers
+        stands for those that come out of the last one.
 
         Raises:
             InvalidArgument: there is no such layer.
         """
-        if stray := [layer for layer in layers if not 0 <= layer < len(self._layers)]:
+        if stray := [layer for layer in layers if not 0 <= layer <= len(self._layers)]:
             raise InvalidArgument(f"hidden states of layer {stray[0]} are asked for, of {len(self._layers)}")
         self._kept_layers = tuple(layers)
 
@@ -70,17 +72,20 @@ class NativeDecoder:
             run.finish()
             return iter((run.logits,))
         if (program := self._program_for(context)) is None:
-            x = self._ends.input(context.batch.tokens)
+            x = self.ends.input(context.batch.tokens)
             delta = torch.zeros_like(x)
             kept: dict[int, Tensor] = {}
             for index, layer in enumerate(self._layers):
                 if index in self._kept_layers:
                     kept[index] = x + delta
                 delta = layer(x, delta, context)
-            self._kept = lambda: [kept[index] for index in self._kept_layers]
-            return self._ends.output(x, delta, selections)
+            if len(self._layers) in self._kept_layers:
+                kept[len(self._layers)] = x + delta
+            states = [kept[index] for index in self._kept_layers]
+            self._kept = lambda: states
+            return self.ends.output(x, delta, selections)
         run = program.begin(self._inputs(program, context))
-        self._kept = lambda: run.kept
+        self._kept = partial(_kept_by, run, self._kept_layers, len(self._layers))
         run.finish()
         return run.more_logits(selections)
 
@@ -91,7 +96,7 @@ class NativeDecoder:
         if program is None or program.io.logits is None:
             return None
         run = program.begin(self._inputs(program, context, logits_indices, samples))
-        self._kept = lambda: run.kept
+        self._kept = partial(_kept_by, run, self._kept_layers, len(self._layers))
         return run
 
     def close(self) -> None:
@@ -106,7 +111,7 @@ class NativeDecoder:
         samples: SampledTokens | None = None,
     ) -> ProgramInputs:
         attention = cast(NativeStepAttention, context.attention)
-        states = None if program.io.embeds_tokens else self._ends.input(context.batch.tokens)
+        states = None if program.io.embeds_tokens else self.ends.input(context.batch.tokens)
         listener = self.timing_listener
         caches, adapters = attention.caches, context.adapters
         return ProgramInputs(context.batch, caches, states, logits_indices, samples, listener, adapters)
@@ -125,7 +130,7 @@ class NativeDecoder:
         if reason is not None or not self._layers:
             log.info("layers are computed one by one, not as one program: %s", reason or "it has none on this rank")
             return None
-        source, last, width = self._ends
+        source, last, width = self.ends
         for end, part in ((source.untraceable, "the input"), (last.untraceable, "the logits")):
             if end is not None:
                 log.info("layers are computed as one program without %s: %s", part, end)
@@ -146,9 +151,14 @@ class NativeDecoder:
         if isinstance(last, LogitsOutput) and last.untraceable is None:
             logits = last.trace(x, delta)
             trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled
-        states = tuple(kept[index] for index in self._kept_layers)
+        states = tuple(kept[index] for index in self._kept_layers if index in kept)
         io = TraceIO(x, delta, layer_ops, source.untraceable is None, logits, states)
         return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], ThreadPool(), last)
+
+
+def _kept_by(run: StepRun, layers: Sequence[int], after_last: int) -> list[Tensor]:
+    kept = iter(run.kept)
+    return [run.last_states if layer == after_last else next(kept) for layer in layers]
 
 
 class _SymbolicAngles(NamedTuple):

@@ -23,6 +23,7 @@ from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder
 from .llama import build_llama, build_mistral, build_mixtral, build_phi3, build_qwen2, build_qwen3, build_qwen3_moe
+from .mtp import MTP_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
     "LlamaForCausalLM": build_llama,
+    "MiMoForCausalLM": build_qwen2,
     "MistralForCausalLM": build_mistral,
     "MixtralForCausalLM": build_mixtral,
     "Phi3ForCausalLM": build_phi3,
@@ -64,7 +66,8 @@ class NativeBuilder(CheckpointBuilder):
         decoder = ARCHITECTURES[spec.architecture](spec, loader)
         packing.keep()
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
-        unread = [name for name in weights.unread if not name.endswith(harmless)] if shard.is_whole else []
+        stray = (name for name in weights.unread if not name.endswith(harmless) and not name.startswith(MTP_PREFIX))
+        unread = [*stray] if shard.is_whole else []
         built = BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served)
         if context.observer is not None:
             return built  # the model will be built again, and says it then

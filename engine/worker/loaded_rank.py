@@ -35,15 +35,17 @@ from ..cpu.lora import RankAdapter
 from ..gpu import runtime
 from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets
 from ..layers.linear import serves_int8
+from ..models.draft_head import DraftHead
 from ..models.eagle3 import Eagle3Head, read_eagle3_config
 from ..models.interfaces import CheckpointBuilder, Decoder
+from ..models.mtp import MtpHead, check_mtp
 from ..models.native_decoder import NativeDecoder
 from ..models.registry import checkpoint_builder
 from .executor import Capacity
 from .model_runner import ModelRunner
 from .roofline import measure_roofline
 from .row_states import RowStates
-from .step_drafters import DraftLimits, DraftModel, Eagle3Draft, StepDrafter
+from .step_drafters import DraftLimits, DraftModel, HeadDrafter, StepDrafter
 from .vocabulary_map import VocabularyMap, map_vocabularies
 
 log = logging.getLogger(__name__)
@@ -266,24 +268,33 @@ def _load_drafter(
         return None
     if speculation.method == "draft_model":
         return _load_draft_model(config, speculation, target, shape, rows)
-    _check_eagle3(config)
+    _check_head(config, speculation)
     if not isinstance(decoder, NativeDecoder) or not isinstance(shape, ModelSpec):
-        message = "speculative_config: an EAGLE-3 head needs a model that is not computed by transformers"
+        message = f"speculative_config: {speculation.method} needs a model that is not computed by transformers"
         raise InvalidArgument(message, field="speculative_config")
-    head = read_eagle3_config(speculation.model, shape)
-    decoder.keep_states(head.target_layers)
-    spec, positions = head.spec, min(target.max_positions, head.spec.max_position)
     quantization = speculation.quantization or ("none" if target.quantization == "none" else "int8")
-    context = BuildContext(target.dtype, target.device, positions, quantization=quantization)
-    attention = _create_attention(config, context, spec)
-    return Eagle3Draft(Eagle3Head(head, context, config.model), attention, decoder, rows, positions, speculation.draws)
+    context = BuildContext(target.dtype, target.device, target.max_positions, quantization=quantization)
+    head: DraftHead
+    if speculation.method == "mtp":
+        head = MtpHead(open_checkpoint(config.model), shape, context, decoder)
+    else:
+        found = read_eagle3_config(speculation.model, shape)
+        context = context._replace(max_positions=min(target.max_positions, found.spec.max_position))
+        head = Eagle3Head(found, context, config.model)
+    decoder.keep_states(head.target_layers)
+    attention = _create_attention(config, context, head.spec)
+    return HeadDrafter(head, attention, decoder, rows, context.max_positions, speculation.draws)
 
 
-def _check_eagle3(config: EngineConfig) -> None:
+def _check_head(config: EngineConfig, speculation: SpeculationConfig) -> None:
+    message = ""
     if config.parallel.pipeline > 1 or config.scheduler.ahead:
         name = "pipeline_parallel_size" if config.parallel.pipeline > 1 else "ahead"
-        message = f"speculative_config: an EAGLE-3 head needs the last step's hidden states, which {name} takes from it"
-        raise InvalidArgument(message, field="speculative_config")
+        message = f"{speculation.method} needs the last step's hidden states, which {name} takes from it"
+    elif speculation.method == "mtp" and config.parallel.tensor > 1:
+        message = "mtp needs the whole LM head, which tensor_parallel_size splits"
+    if message:
+        raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
 
 
 def _load_draft_model(
@@ -340,9 +351,13 @@ def check_rank_config(config: EngineConfig) -> str:
     """
     found = checkpoint_builder(open_checkpoint(config.model))
     context = _build_context(msgspec.structs.replace(config, device="cpu"), found, WHOLE_MODEL, lambda _: None)
-    if config.speculation is not None and config.speculation.method == "eagle3":
-        _check_eagle3(config)
-        read_eagle3_config(config.speculation.model, open_checkpoint(config.model).spec)
+    if config.speculation is not None and config.speculation.method in ("eagle3", "mtp"):
+        _check_head(config, config.speculation)
+        target = open_checkpoint(config.model)
+        if config.speculation.method == "mtp":
+            check_mtp(target)
+        else:
+            read_eagle3_config(config.speculation.model, target.spec)
     if config.speculation is not None and config.speculation.method == "draft_model":
         draft, drafts = _draft_builder(config)
         plain = msgspec.structs.replace(draft, device="cpu", max_model_len=None)

@@ -1,6 +1,6 @@
-"""Models that draft beside the target: a draft model, which goes through the same tokens, and an EAGLE-3 head, which
-goes on from the target's hidden states. Both have a cache of the target's blocks, and say ahead of the next step how
-its rows may go on."""
+"""Models that draft beside the target: a draft model, which goes through the same tokens, and a head, which goes on
+from the target's hidden states. Both have a cache of the target's blocks, and say ahead of the next step how its rows
+may go on."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,7 +19,7 @@ from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
 from ..cpu.sampling import forbid_tokens
 from ..layers.step_context import StepContext
-from ..models.eagle3 import Eagle3Head, HeadStep
+from ..models.draft_head import DraftHead, HeadStep
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from ..step_batch import SampledTokens, SamplingArray, upload_columns
@@ -37,7 +37,7 @@ class StepDrafter(ABC):
     target's `rows`, and `attention` has a cache of the target's blocks. With `draws` it chooses tokens as the rows'
     samplers would, with the same random numbers, else the likeliest ones."""
 
-    def __init__(self, model: Decoder | Eagle3Head, attention: AttentionBackend, rows: RowStates, draws: bool) -> None:
+    def __init__(self, model: Decoder | DraftHead, attention: AttentionBackend, rows: RowStates, draws: bool) -> None:
         self.model, self.attention, self._rows, self._draws = model, attention, rows, draws
 
     @abstractmethod
@@ -239,7 +239,7 @@ class _HeadPass(NamedTuple):
             self.run.finish()
 
 
-class Eagle3Draft(StepDrafter):
+class HeadDrafter(StepDrafter):
     """A head. Its cache lacks the places of steps for
     which nothing was to be proposed: their hidden states are gone, and it attends to whatever is there. So it does at
     the last place of a prefix that another row computed, which was followed by that row's token. `positions`: the
@@ -247,7 +247,7 @@ class Eagle3Draft(StepDrafter):
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: DraftHead,
         attention: AttentionBackend,
         target: NativeDecoder,
         rows: RowStates,

@@ -140,6 +140,7 @@ def test_adapters_are_taken_only_where_they_are_enabled() -> None:
             '{"method": "eagle3", "model": "d", "quantization": "int4"}',
             "it is wrong: quantization of a head is none or",
         ),
+        ('{"method": "mtp", "model": "d"}', "it is wrong: model is for other methods"),
         ('{"method": "ngram", "model": "draft"}', "it is wrong: no model drafts with the method ngram"),
         ('{"method": "draft_model"}', "it is wrong: model is missing: draft_model needs a checkpoint"),
         (

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads: what they propose is what the format says, computed plainly; and the text stays the same."""
+"""EAGLE-3 heads, and layers for multi-token prediction: what they propose is what the format says, computed plainly;
+and the text stays the same."""
 
 import json
 from collections.abc import Callable
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from msgspec.structs import replace as replace_fields
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
@@ -92,12 +94,15 @@ class Head:
         embedded = self._norm("layers.0.input_layernorm", self.weights["embed_tokens"][following])
         residual = normed if self.norm_before_residual else states
         residual = residual + self._attention(torch.cat((embedded, normed), -1))
-        mixed = self._norm("layers.0.post_attention_layernorm", residual)
-        gate, up = (F.linear(mixed, self.weights[f"layers.0.mlp.{one}_proj"]) for one in ("gate", "up"))
-        return residual + F.linear(F.silu(gate) * up, self.weights["layers.0.mlp.down_proj"])
+        return residual + self._mlp(self._norm("layers.0.post_attention_layernorm", residual))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up = (F.linear(x, self.weights[f"layers.0.mlp.{one}_proj"]) for one in ("gate", "up"))
+        return F.linear(F.silu(gate) * up, self.weights["layers.0.mlp.down_proj"])
 
     def _attention(self, x: Tensor) -> Tensor:
-        q, k, v = (F.linear(x, self.weights[f"layers.0.self_attn.{one}_proj"]) for one in "qkv")
+        names = [f"layers.0.self_attn.{one}_proj" for one in "qkv"]
+        q, k, v = (F.linear(x, self.weights[name], self.weights.get(f"{name}.bias")) for name in names)
         q, k, v = (each.view(len(x), -1, self.size).transpose(0, 1) for each in (q, k, v))
         q, k = self._rotate(q), self._rotate(k)
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
@@ -113,6 +118,64 @@ class Head:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weights[name]
+
+
+class MtpLayer(Head):
+    """A layer with random weights beside the model in `target`, in a checkpoint like MiMo's, and computed plainly."""
+
+    def __init__(self, directory: Path, target: Path, **changes: Any) -> None:
+        random = torch.Generator().manual_seed(4)
+        config, stored = json.loads((target / "config.json").read_text()), load_file(target / "model.safetensors")
+        hidden, self.size, self.eps, self.theta = 64, 16, config["rms_norm_eps"], 10000.0
+        shapes = {
+            "input_proj": (hidden, 2 * hidden),
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (16, hidden),
+            "self_attn.v_proj": (16, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (96, hidden),
+            "mlp.up_proj": (96, hidden),
+            "mlp.down_proj": (hidden, 96),
+        }
+        norms = "token_layernorm", "hidden_layernorm", "input_layernorm", "post_attention_layernorm", "final_layernorm"
+        own = {
+            f"{name}.weight": torch.randn(shape, generator=random) * shape[1] ** -0.5 for name, shape in shapes.items()
+        }
+        own |= {f"{name}.weight": 1 + 0.1 * torch.randn(hidden, generator=random) for name in norms}
+        own |= {
+            f"self_attn.{one}_proj.bias": torch.randn(shapes[f"self_attn.{one}_proj"][0], generator=random)
+            for one in "qkv"
+        }
+        self.weights = {f"layers.0.{name.removesuffix('.weight')}": weight for name, weight in own.items()}
+        self.weights |= {"embed_tokens": stored["model.embed_tokens.weight"], "lm_head": stored["lm_head.weight"]}
+        own = {f"model.mtp_layers.0.{name}": weight for name, weight in own.items()}
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+        config |= {
+            "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+            "attention_bias": True,
+            "use_mrope": False,
+        }
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(config | changes))
+        save_file(stored | own, directory / "model.safetensors")
+        self.path = str(directory)
+
+    def proposals(self, states: Tensor, tokens: list[int], most: int) -> list[int]:
+        """For the target's last states [N, hidden], before its last norm, of all tokens but the newest."""
+        inputs, following, found = [*states], tokens[1:], list[int]()
+        while len(found) < most:
+            own = self._norm("layers.0.final_layernorm", self._layer(torch.stack(inputs), torch.tensor(following)))[-1]
+            found.append(int(F.linear(own, self.weights["lm_head"]).argmax()))
+            inputs.append(own)
+            following.append(found[-1])
+        return found
+
+    def _layer(self, states: Tensor, following: Tensor) -> Tensor:
+        embedded = self._norm("layers.0.token_layernorm", self.weights["embed_tokens"][following])
+        joined = torch.cat((self._norm("layers.0.hidden_layernorm", states), embedded), -1)
+        residual = F.linear(joined, self.weights["layers.0.input_proj"])
+        residual = residual + self._attention(self._norm("layers.0.input_layernorm", residual))
+        return residual + self._mlp(self._norm("layers.0.post_attention_layernorm", residual))
 
 
 SHARED = ("model_type", "hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "hidden_act")
@@ -133,6 +196,22 @@ def target(checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Head:
     return Head(tmp_path_factory.mktemp("head"), json.loads((target / "config.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def qwen(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen2")
+
+
+@pytest.fixture(scope="module")
+def mimo(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> MtpLayer:
+    return MtpLayer(tmp_path_factory.mktemp("mimo"), qwen)
+
+
+def with_mtp(mimo: MtpLayer, **config: Any) -> EngineConfig:
+    speculation = SpeculationConfig(method="mtp", num_speculative_tokens=MOST)
+    cache = CacheConfig(block_size=BLOCK)
+    return EngineConfig(model=mimo.path, device="cpu", cache=cache, speculation=speculation, **config)
 
 
 def run(
@@ -268,3 +347,54 @@ def test_a_head_needs_the_states_of_the_last_step(target: Path, head: Head) -> N
     config = config_of(target, head, scheduler=SchedulerConfig(ahead=1))
     with pytest.raises(InvalidArgument, match="which ahead takes from it"):
         load_rank(config)
+
+
+@pytest.mark.parametrize("config", [{}, {"attention": "reference"}], ids=["programs", "torch"])
+def test_a_layer_for_multi_token_prediction_proposes_what_its_weights_say(
+    qwen: Path, mimo: MtpLayer, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text beside it is that of Qwen 2 by transformers, with the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    texts, found = run(with_mtp(mimo, **config))
+    assert "knows nothing of" not in caplog.text
+    model, states = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32), list[Tensor]()
+    model.model.norm.register_forward_pre_hook(lambda module, given: states.append(given[0][0]))
+    with torch.inference_mode():
+        chosen = [model(torch.tensor([text])).logits[0].argmax(-1).tolist() for text in texts]
+    for text, length, likeliest in zip(texts, LENGTHS, chosen, strict=True):
+        assert text[length:] == likeliest[length - 1 : -1]
+    assert {len(proposed) for _, _, proposed in found} >= {1, MOST}
+    for key, known, proposed in found:
+        assert proposed == mimo.proposals(states[key][: known - 1], texts[key][:known], len(proposed)), (key, known)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dtype": "float32", "attention": "reference"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+    ],
+    ids=["torch", "bfloat16", "int8"],
+)
+def test_a_layer_for_multi_token_prediction_changes_no_text(mimo: MtpLayer, config: dict[str, Any]) -> None:
+    plain = EngineConfig(model=mimo.path, device="cpu", cache=CacheConfig(block_size=BLOCK), **config)
+    for sampling in (GREEDY, SamplerParams(0.8, 20, 0.9, seed=4, prompt_logprobs=1)):
+        texts, found = run(with_mtp(mimo, **config), sampling)
+        assert found
+        assert texts == run(plain, sampling, 0)[0]
+
+
+def test_what_has_no_such_layer_is_refused(qwen: Path, mimo: MtpLayer, tmp_path: Path) -> None:
+    config = with_mtp(mimo)
+    three = MtpLayer(tmp_path / "three", qwen, num_nextn_predict_layers=3)
+    for wrong, says in (
+        (replace_fields(config, model=str(qwen)), "mtp is for checkpoints with layers for it"),
+        (with_mtp(three), "num_nextn_predict_layers must be 1 for the method mtp, got 3"),
+        (with_mtp(mimo, scheduler=SchedulerConfig(ahead=1)), "which ahead takes from it"),
+        (with_mtp(mimo, parallel=ParallelConfig(tensor=2)), "which tensor_parallel_size splits"),
+    ):
+        with pytest.raises(InvalidArgument, match=says) as refusal:
+            check_rank_config(wrong)
+        assert refusal.value.field == "speculative_config"
