@@ -16,9 +16,12 @@ def scraped(making: ModuleType, sibling: Callable[[str], ModuleType], tmp_path_f
     classic = checkpoint.parent / "models" / "square"
     (classic / "1").mkdir(parents=True)
     (classic / "config.pbtxt").write_text('backend: "square"')
+    adapter = sibling("adapters.py").write_adapter(checkpoint.parent / "lora", {"model.layers.0.mlp.up_proj": (8, 8)})
     serving = sibling("e2e/serving.py").serving
     flags = ("--executor", "fake", "--fake-vocab-size", "384", "--model-repository", str(classic.parent))
+    flags += ("--enable-lora", "--lora-modules", f"sql={adapter}")
     with serving(tmp_path_factory.mktemp("s") / "t", str(checkpoint), *flags) as server:
-        httpx.post(f"{server.url}/v2/models/fake/generate", json={"input_ids": [1], "max_tokens": 2}, timeout=60)
+        asked = {"input_ids": [1], "max_tokens": 2, "lora_name": "sql"}
+        httpx.post(f"{server.url}/v2/models/fake/generate", json=asked, timeout=60).raise_for_status()
         text: str = httpx.get(server.metrics_url).text
     return text

@@ -1,6 +1,7 @@
 """Adapters over a model that computes: loaded while it serves, asked for by every protocol, together and in turn."""
 
 import queue
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -82,6 +83,10 @@ def test_requests_with_different_adapters_run_together_as_they_would_alone(adapt
     metrics = {line.split("{")[0]: line for line in shown.splitlines() if 'model="tiny"' in line}
     assert metrics["charonia_adapters"].endswith(" 3")
     assert int(metrics["charonia_adapter_evictions_total"].split()[-1]) > 0
+    assert int(metrics["charonia_adapter_loads_total"].split()[-1]) > len(NAMES)
+    assert 0 < int(metrics["charonia_adapters_held_bytes"].split()[-1]) <= 30_000
+    counts = dict(re.findall(r'charonia_adapter_sequences_total\{adapter="(\w)",model="tiny".*\} (\d+)', shown))
+    assert counts == dict.fromkeys(NAMES, "5"), "one alone, and four together"
 
 
 def test_a_replaced_adapter_is_never_answered_from_what_the_old_one_cached(adapted: Server) -> None:
