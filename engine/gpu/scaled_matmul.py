@@ -128,7 +128,7 @@ def _combine_kernel(
     places = row * outputs + columns
     total = tl.zeros((BLOCK,), parts.dtype.element_ty)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * (rows.to(tl.int64) * outputs) + places, mask=there, other=0)
+        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=there, other=0)
     _finish(total, x_scales, scales, bias, out, places, row, columns % outputs, there, BIASED)
 
 
@@ -207,7 +207,7 @@ def specialisations() -> Iterator[Specialisation]:
                 plan = _quantise_plan(size)
                 constants = {"LARGEST_CODE": LARGEST[kind], "BLOCK": plan.pop("BLOCK")}
                 yield Specialisation(_quantise_kernel, types, constants, plan, least=least)
-            for rows in (16, 32, 64, 65):
+            for rows in (1, 16, 32, 64, 65):
                 yield from _products(kind, x, rows, least)
 
 
@@ -218,16 +218,15 @@ _SHAPES = ((28672, 4096), (4096, 14336), (896, 896), (896, 4864))
 def _products(kind: torch.dtype, x: str, rows: int, least: int) -> Iterator[Specialisation]:
     for biased, (outputs, inputs) in zip((False, False, True, True), _SHAPES, strict=True):
         plan = _plan(rows, outputs, inputs)
-        parts, sizes = plan["PARTS"], {"outputs": f"i32{DIVISIBLE}"}
+        parts, one = plan["PARTS"], {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
+        sizes = ({} if one else {"rows": "i32"}) | {"outputs": f"i32{DIVISIBLE}"}
         options = {name: plan.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         sums = "i32" if kind == torch.int8 else "fp32"
         out = f"*{x if parts == 1 else sums}"
         types = {"x": f"*{_TYPES[kind]}", "x_scales": "*fp32", "weight": f"*{_TYPES[kind]}", "scales": "*fp32"}
-        types |= {"bias": "*fp32", "out": out, "rows": "i32", **sizes, "inputs": f"i32{DIVISIBLE}"}
-        yield Specialisation(_scaled_kernel, types, {"BIASED": biased, **plan}, options, ("mma",), least)
+        types |= {"bias": "*fp32", "out": out, **sizes, "inputs": f"i32{DIVISIBLE}"}
+        yield Specialisation(_scaled_kernel, types, {**one, "BIASED": biased, **plan}, options, ("mma",), least)
         if parts > 1:
             types = {"parts": f"*{sums}", "x_scales": "*fp32", "scales": "*fp32", "bias": "*fp32", "out": f"*{x}"}
-            constants = {"BIASED": biased, "PARTS": parts, "BLOCK": _COMBINED}
-            yield Specialisation(
-                _combine_kernel, types | {"rows": "i32", **sizes}, constants, {"num_warps": 4, **_UNFUSED}
-            )
+            constants = {**one, "BIASED": biased, "PARTS": parts, "BLOCK": _COMBINED}
+            yield Specialisation(_combine_kernel, types | sizes, constants, {"num_warps": 4, **_UNFUSED})

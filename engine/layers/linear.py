@@ -106,11 +106,20 @@ class LayerMatmul:
                 out[:, part.first : part.first + part.outputs].index_add_(0, places, added)
 
 
+def column_slices(outputs: Iterable[OutputShard], inputs: int) -> list[TensorSlice]:
+    """The parts of matrices [size, inputs] that compute these output features."""
+    return [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs]
+
+
+def is_kept_as_codes(loader: WeightLoader, slices: list[TensorSlice]) -> bool:
+    """Whether products with some of these matrices are computed with the integers that the checkpoint stores."""
+    return any(_Matrix(loader, [each], LAYER).codes is not None for each in slices)
+
+
 def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> LayerMatmul:
     """The product x [N, in] -> this rank's output features [N, out], those of several matrices in one."""
     biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features) for o in outputs)
-    weights = [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs]
-    return LayerMatmul(loader, weights, loader.concatenate(biases) if bias else None)
+    return LayerMatmul(loader, column_slices(outputs, inputs), loader.concatenate(biases) if bias else None)
 
 
 class RowLinear:

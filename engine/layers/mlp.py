@@ -1,7 +1,7 @@
 """Feed-forward layers: the gated MLP (arXiv 2002.05202), gate and up projection computed as one product, and a mixture
 of such MLPs as experts (arXiv 1701.06538, 2101.03961)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,10 +15,20 @@ from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
 from ..gpu import runtime
-from .linear import ROUTER, LayerMatmul, OutputShard, RowLinear, build_matmul, column_linear
+from .linear import (
+    ROUTER,
+    LayerMatmul,
+    OutputShard,
+    RowLinear,
+    build_matmul,
+    column_linear,
+    column_slices,
+    is_kept_as_codes,
+)
 from .step_context import StepContext
 
 if TYPE_CHECKING:
+    from ..gpu.experts import TritonExperts
     from ..gpu.gate import TritonGate
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,6 +64,8 @@ class GatedMLPSpec(NamedTuple):
 
 class GatedMLP:
     """x [N, hidden] -> down(activation(gate(x)) * up(x)) [N, hidden]; of a `partial` one, this rank's summand of it."""
+
+    host_bound = False
 
     def __init__(self, loader: WeightLoader, spec: GatedMLPSpec, partial: bool = False) -> None:
         mine = rank_slice(spec.intermediate, loader.group)
@@ -99,26 +111,61 @@ class MixtureOfExperts:
         """`expert` is what all experts are like, with the name of the mixture."""
         weight = TensorSlice(f"{expert.name}.gate.weight", (spec.count, expert.hidden))
         self._scores, self._spec = build_matmul(loader, [weight], use=ROUTER), spec
-        self._group, self._mine = loader.group, range(spec.count)
+        self._group, mine = loader.group, range(spec.count)
         if loader.context.whole_experts:
-            self._mine, loader = self._mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
+            mine, loader = mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
         named = [expert._replace(name=f"{expert.name}.experts.{number}") for number in range(spec.count)]
-        self._experts = [GatedMLP(loader, named[number], partial=True) for number in self._mine]
-        others = (each for number, each in enumerate(named) if number not in self._mine)
+        self._experts = _build_experts(loader, [named[number] for number in mine], mine)
+        self.host_bound = isinstance(self._experts, EachExpert)
+        others = (each for number, each in enumerate(named) if number not in mine)
         loader.elsewhere.update(f"{each.name}.{part}" for each in others for part in (each.gate, each.up, each.down))
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
         if self._spec.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
+        return self._group.all_reduce(self._experts(x, chosen, weights, context))
+
+
+def _build_experts(
+    loader: WeightLoader, experts: Sequence[GatedMLPSpec], numbers: range
+) -> "EachExpert | TritonExperts":
+    """The experts of these `numbers`, as grouped products where kernels serve and they are floats, without biases or
+    adapters."""
+    mine = rank_slice(experts[0].intermediate, loader.group) if experts else slice(0)
+    gate_up = [piece for each in experts for piece in column_slices(each.gate_and_up(mine), each.hidden)]
+    down = [TensorSlice(f"{e.name}.{e.down}.weight", (e.hidden, e.intermediate), columns=mine) for e in experts]
+    context = loader.context
+    plain = context.quantization == "none" and context.observer is None and loader.adaptable is None
+    plain = plain and bool(experts) and not experts[0].bias
+    if not plain or not runtime.serves(loader.dtype, loader.device) or is_kept_as_codes(loader, [*gate_up, *down]):
+        return EachExpert(loader, experts, numbers)
+    from ..gpu.experts import TritonExperts
+
+    halves = loader.concatenate(gate_up).view(len(experts), -1, experts[0].hidden)
+    downs = loader.concatenate(down).view(len(experts), experts[0].hidden, -1)
+    loader.count_floats([*gate_up, *down])
+    return TritonExperts(halves, downs, experts[0].activation, numbers.start)
+
+
+class EachExpert:
+    """Some experts of a mixture, from number `numbers.start` on, each of which computes the rows that chose it; the
+    host learns how many there are, so on a GPU it waits."""
+
+    def __init__(self, loader: WeightLoader, experts: Sequence[GatedMLPSpec], numbers: range) -> None:
+        self._numbers = numbers
+        self._experts = [GatedMLP(loader, spec, partial=True) for spec in experts]
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, context: StepContext) -> Tensor:
+        """x [N, hidden], `chosen` int64 [N, per token], any experts, with `weights` -> the weighted sum [N, hidden]."""
         order = chosen.flatten().argsort(stable=True)
         tokens = torch.div(order, chosen.shape[1], rounding_mode="floor")
         sorted_weights = weights.to(x.dtype).flatten()[order].unsqueeze(-1)
-        counts = torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()
+        counts = torch.bincount(chosen.flatten(), minlength=self._numbers.stop).tolist()
         total = torch.zeros_like(x)
         shares = list(zip(torch.split(tokens, counts), torch.split(sorted_weights, counts), strict=True))
-        for number, expert in zip(self._mine, self._experts, strict=True):
+        for number, expert in zip(self._numbers, self._experts, strict=True):
             mine, weight = shares[number]
             if len(mine):
                 total.index_add_(0, mine, expert(x[mine], context.for_rows(mine)).mul_(weight))
-        return self._group.all_reduce(total)
+        return total

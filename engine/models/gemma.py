@@ -49,6 +49,7 @@ class GemmaDecoderLayer:
         self._before_mlp, self._after_mlp = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
         self._mlp = GatedMLP(loader, mlp_spec(spec, index)._replace(bias=False))
         self.untraceable = self._attention.untraceable or self._mlp.untraceable
+        self.host_bound = self._mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = self._after_attention(self._attention(self._before_attention.add_and_norm(x, delta), context))

@@ -58,6 +58,7 @@ class LlamaDecoderLayer:
         self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
         self._mlp = variant.build_feed_forward(spec, loader, index)
         self.untraceable = self._attention.untraceable or self._mlp.untraceable
+        self.host_bound = self._mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = self._attention(self._before_attention.add_and_norm(x, delta), context)

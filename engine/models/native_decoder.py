@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class DecoderLayer(Traceable, Protocol):
-    """One layer of a decoder."""
+    """One layer of a decoder. `host_bound`: on a GPU it waits for numbers that the host needs to go on."""
+
+    @property
+    def host_bound(self) -> bool: ...
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         """Adds `delta` to the residual stream x [N, hidden] in place; returns what is to be added to it next."""
@@ -51,6 +54,11 @@ class NativeDecoder:
         """Called with the times of every step that the program computes: for measurements."""
         self._kept_layers: tuple[int, ...] = ()
         self._kept: Callable[[], Sequence[Tensor]] = tuple
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether some layer waits for the device, so that no CUDA graph can have it."""
+        return any(layer.host_bound for layer in self._layers)
 
     def keep_states(self, layers: Sequence[int]) -> None:
         """Keep the hidden states that go into these layers, counted from 0; before the first step. The number of layers

@@ -246,6 +246,10 @@ def _decode_graphs(config: EngineConfig, context: BuildContext, runner: ModelRun
         "it drafts by a model": runner.draft is not None,
         "it is computed by transformers": not isinstance(runner.decoder, NativeDecoder),
     }
+    if isinstance(runner.decoder, NativeDecoder):
+        obstacles["its experts are quantised or have biases, and each is computed by itself"] = (
+            runner.decoder.host_bound
+        )
     if reason := next((name for name, holds in obstacles.items() if holds), None):
         log.info("decode steps are computed without CUDA graphs: %s", reason)
         return None
