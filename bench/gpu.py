@@ -1,28 +1,412 @@
-"""One throughput figure of the engine on a CUDA device, with the reference attention, beside transformers there.
+"""The engine on a CUDA device, against what the device allows: attention, steps, and offline beside transformers.
 
-    python -m charonia.bench.gpu
+    python -m charonia.bench.gpu [--out FILE] [--minutes 9]
 
-Whether the tokens are right is tests/gpu's business; `make gpu` runs both.
+The model has the shape of Llama-3.1-8B, with random weights made on the device. A line is printed, and written to FILE,
+as soon as it is measured: a run that is cut off loses nothing, and one whose time is up leaves the rest out. A row that
+fails says so, and the others go on. Whether the results are right is tests/gpu's business; `make gpu` runs both.
 """
 
+import gc
+import json
+import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from cyclopts import App
 from rich.console import Console
+from torch import Tensor
 
-from .offline import OfflineOptions, compare, prepare_checkpoint, show
+from ..engine.attention.backend import CacheSpec
+from ..engine.attention.selector import create_backend
+from ..engine.checkpoint.build_context import BuildContext
+from ..engine.checkpoint.code_forms import StoredForm
+from ..engine.checkpoint.hf_checkpoint import Checkpoint
+from ..engine.checkpoint.model_spec import LayerAttention
+from ..engine.checkpoint.weights import TensorSlice
+from ..engine.config import CacheConfig, EngineConfig
+from ..engine.cpu.matmul import GroupedRows
+from ..engine.models.registry import NativeBuilder
+from ..engine.step_batch import StepBatch
+from ..engine.worker.inline_executor import InlineExecutor
+from ..engine.worker.loaded_rank import load_rank
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceRequest
+from .checkpoint import LLAMA_ONE_BILLION
+from .inline_loop import run_to_end
 
-WORK = OfflineOptions(sequences=(32,), precisions=("bf16",), chunk=2048, device="cuda", repeats=2)
+LLAMA_EIGHT_BILLION: dict[str, Any] = LLAMA_ONE_BILLION | {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "rope_scaling": LLAMA_ONE_BILLION["rope_scaling"] | {"factor": 8.0},
+    "tie_word_embeddings": False,
+}
+"""Llama-3.1-8B's config.json, as far as it shapes the computation."""
+
+BLOCK = 16
+
+app = App(help=__doc__, help_format="plaintext")
 
 
-def main() -> None:
+class GpuWork(NamedTuple):
+    """What is measured: `batches` decode at `context`; `prompt` tokens are one prefill; `offline` sequences generate
+    `new` tokens each behind `new` others, `more_offline` beside them by our engine alone. `attended`: rows and context
+    of the attention alone."""
+
+    config: dict[str, Any] = LLAMA_EIGHT_BILLION
+    dtype: str = "bfloat16"
+    batches: tuple[int, ...] = (1, 64, 256)
+    context: int = 1024
+    attended: tuple[int, int] = (64, 2048)
+    prompt: int = 8192
+    offline: int = 64
+    more_offline: int = 256
+    new: int = 1000
+    steps: int = 40
+    copied: int = 1 << 31
+    multiplied: int = 8192
+
+
+class Figure(NamedTuple):
+    """A line of the table: `share` of the bound that `of` names, and the least share that is wanted."""
+
+    name: str
+    value: float
+    unit: str
+    share: float | None = None
+    of: str = ""
+    bar: float | None = None
+
+    def __str__(self) -> str:
+        told = f"{self.name}: {self.value:,.4g} {self.unit}"
+        if self.share is not None:
+            told += f", {self.share:.2f} of {self.of}"
+        if self.bar is not None and self.share is not None:
+            told += f" (bar {self.bar:g}: {'met' if self.share >= self.bar else 'missed'})"
+        return told
+
+
+class RandomWeights:
+    """A `WeightSource` of a checkpoint that does not exist: numbers as `write_random` draws them, on the device."""
+
+    files: list[Path] = []
+    bytes = 1
+    unread: list[str] = []
+    quantization: str | None = None
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def form(self, piece: TensorSlice) -> StoredForm:
+        return StoredForm("random", 8 * self._dtype.itemsize, plain=True)
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        shape = (len(piece.row_range), *([piece.width] if len(piece.shape) == 2 else []))
+        drawn = torch.randn(shape, dtype=self._dtype, device=self._device)
+        return drawn.mul_(2 / piece.shape[-1] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1.0)
+
+    def codes(self, piece: TensorSlice) -> GroupedRows:
+        raise NotImplementedError("random weights are floats")
+
+
+class RandomBuilder(NativeBuilder):
+    """Builds a decoder of a configuration whose weights are nowhere."""
+
+    __slots__ = ()
+
+    def _open_weights(self, context: BuildContext) -> RandomWeights:
+        return RandomWeights(context.dtype, context.device)
+
+
+class RandomExecutor(InlineExecutor):
+    """An executor of such a decoder."""
+
+    def __init__(self, work: GpuWork, device: str, rows: int, length: int, blocks: int) -> None:
+        scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(work.prompt, rows), ahead=1)
+        cache = CacheConfig(block_size=BLOCK)
+        config = EngineConfig(
+            model="", device=device, dtype=work.dtype, max_model_len=length, scheduler=scheduler, cache=cache
+        )
+        super().__init__(config)
+        checkpoint = Checkpoint(Path("random"), work.config)
+        spec = checkpoint.spec
+        found = RandomBuilder(work.dtype, spec.max_position, spec.max_position, checkpoint, spec)
+        self._rank = load_rank(config, found=found)
+        self.allocate(blocks)
+
+
+class GpuBench:
+    """Measures `work` on `device`, in order of worth; peaks of the device first."""
+
+    def __init__(self, work: GpuWork, device: str) -> None:
+        self.work, self.device, self.read, self.operations = work, torch.device(device), 1.0, 1.0
+        self.rows, self.length = max(*work.batches, work.more_offline), max(work.prompt, 2 * work.new, 2 * work.context)
+
+    def figures(self) -> list[Callable[[], Iterator[Figure]]]:
+        return [
+            self.copy_bandwidth,
+            self.matmul_peak,
+            self.decode_attention,
+            self.prefill_attention,
+            *(lambda rows=rows: self.decode_steps(rows) for rows in self.work.batches),
+            self.prefill,
+            self.offline,
+            self.transformers_offline,
+        ]
+
+    def copy_bandwidth(self) -> Iterator[Figure]:
+        source = torch.ones(self.work.copied, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        self.read = 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+        yield Figure("copy bandwidth", self.read / 1e9, "GB/s")
+
+    def matmul_peak(self) -> Iterator[Figure]:
+        size, dtype = self.work.multiplied, getattr(torch, self.work.dtype)
+        left, right = (torch.randn(size, size, dtype=dtype, device=self.device) for _ in range(2))
+        self.operations = 2 * size**3 / self.seconds(lambda: left @ right)
+        yield Figure(f"{self.work.dtype} products", self.operations / 1e12, "TFLOP/s")
+
+    def decode_attention(self) -> Iterator[Figure]:
+        rows, context = self.work.attended
+        seconds, spec = self.attention(rows, context - 1, 1)
+        read = 2 * rows * context * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        share = read / seconds / self.read
+        yield Figure(f"attention, decode of {rows} at {context:,}", 1e6 * seconds, "us", share, "bandwidth", 0.8)
+
+    def prefill_attention(self) -> Iterator[Figure]:
+        tokens = self.work.prompt
+        seconds, spec = self.attention(1, 0, tokens)
+        share = 2 * tokens**2 * spec.heads * spec.head_dim / seconds / self.operations
+        yield Figure(f"attention, prefill of {tokens:,}", 1e6 * seconds, "us", share, "peak", 0.45)
+
+    def decode_steps(self, rows: int) -> Iterator[Figure]:
+        """Steps that are begun one ahead; the first ones capture what is recorded."""
+        work, executor, context = self.work, self.executor, self.work.context
+        each = -(-(context + work.steps + 20) // BLOCK)
+        self.allocate(rows * each)
+        plans = [*_decode_plans(rows, context, work.steps + 14, each)]
+        runner = executor.rank.runner
+        if runner.graphs is not None:
+            runner.graphs.forget()
+            runner.graphs.capture_now(rows, context + work.steps + 14)
+        runner.begin_step(plans[0])
+        launching, began = 0.0, 0.0
+        for at, plan in enumerate(plans[1:]):
+            if at == 12:
+                launching, began = 0.0, perf_counter()
+            before = perf_counter()
+            runner.begin_step(plan)
+            launching += perf_counter() - before
+            runner.finish_step()
+        seconds = (perf_counter() - began) / (len(plans) - 13)
+        runner.finish_step()
+        bound = (self.weight_bytes + rows * context * self.token_bytes) / self.read
+        bar = 0.78 if rows == 1 else 0.65
+        name = f"decode step of {rows} at {context:,}"
+        yield Figure(name, 1e3 * seconds, "ms", bound / seconds, "bandwidth", bar)
+        yield Figure(f"{name}: host's time to launch it", 1e3 * launching / (len(plans) - 13), "ms")
+        eager = 0 if runner.graphs is None else runner.graphs.eager_steps
+        yield Figure(f"{name}: launched kernel by kernel so far", eager, "steps")
+
+    def prefill(self) -> Iterator[Figure]:
+        tokens, executor = self.work.prompt, self.executor
+        blocks = -(-tokens // BLOCK)
+        self.allocate(blocks)
+        sequence = NewSequence(0, np.ones(tokens, np.int32), 0, SamplerParams())
+        appended = np.stack([np.zeros(blocks), np.arange(blocks)], 1).astype(np.int32)
+        whole = _plan(0, 0, tokens, np.zeros(1, np.int32), (sequence,), appended)
+        seconds = self.seconds(lambda: executor.rank.runner.run_step(whole), 3)
+        spec = executor.rank.shape
+        products = 2 * tokens * (self.weight_bytes / self.dtype.itemsize - spec.vocab_size * spec.hidden_size)
+        share = (
+            (products + 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.attention)) / seconds / self.operations
+        )
+        yield Figure(f"prefill of {tokens:,}", 1e3 * seconds, "ms", share, "peak", 0.6)
+
+    def offline(self) -> Iterator[Figure]:
+        for sequences in (self.work.offline, self.work.more_offline):
+            blocks = self.allocate(sequences * -(-2 * self.work.new // BLOCK))
+            most = max(self.work.prompt, sequences)
+            rule = SchedulerConfig(
+                max_num_seqs=sequences, max_num_batched_tokens=most, max_model_len=self.length, ahead=1
+            )
+            scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
+            asked = [
+                SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
+                for key, prompt in enumerate(self.prompts(sequences))
+            ]
+            seconds = run_to_end(scheduler, self.executor, asked).seconds
+            yield Figure(f"offline, {sequences} sequences", sequences * self.work.new / seconds, "tokens/s")
+
+    def transformers_offline(self) -> Iterator[Figure]:
+        """Its continuous batching, with the attention that it chooses."""
+        if "executor" in self.__dict__:
+            self.executor.close()
+            del self.executor
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        transformers: Any = import_module("transformers")
+        fields = {name: value for name, value in self.work.config.items() if name != "architectures"}
+        config: Any = transformers.AutoConfig.for_model(**fields)
+        with self.device:
+            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+        new = self.work.new
+        asked = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        began = perf_counter()
+        found = model.generate_batch(self.prompts(self.work.offline), generation_config=asked, progress_bar=False)
+        made = sum(len(each.generated_tokens) for each in found.values())
+        name = f"transformers' continuous batching, {self.work.offline} sequences"
+        yield Figure(name, made / (perf_counter() - began), "tokens/s")
+
+    def attention(self, rows: int, start: int, count: int) -> tuple[float, CacheSpec]:
+        """Seconds of one layer's attention, which stores the tokens first, out of several layers' caches in turn."""
+        config, layers = self.work.config, 4
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        sizes = heads, kv_heads, config["head_dim"], BLOCK
+        spec = CacheSpec((LayerAttention(),) * layers, *sizes, self.dtype, self.device)
+        backend, each = create_backend("auto", spec), -(-(start + count) // BLOCK)
+        backend.allocate(rows * each)
+        tables = torch.randperm(rows * each, device=self.device).view(rows, each)
+        known = torch.zeros(rows, each * BLOCK, dtype=torch.int32, device=self.device)
+        columns = np.arange(rows), np.full(rows, start), np.full(rows, count)
+        step = backend.begin_step(StepBatch(*columns, known, tables, BLOCK))
+        q, k, v = (
+            torch.randn(rows * count, each, spec.head_dim, dtype=self.dtype, device=self.device)
+            for each in (heads, kv_heads, kv_heads)
+        )
+        return self.seconds(lambda: [step(layer, q, k, v) for layer in range(layers)]) / layers, spec
+
+    def prompts(self, sequences: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        size = (sequences, self.work.new)
+        found: list[list[int]] = torch.randint(1, self.work.config["vocab_size"], size, generator=generator).tolist()
+        return found
+
+    @cached_property
+    def executor(self) -> RandomExecutor:
+        return RandomExecutor(self.work, str(self.device), self.rows, self.length, 1)
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """What there is room for beside weights and the worst step."""
+        capacity = self.executor.rank.capacity()
+        return int(0.95 * capacity.free_bytes) // capacity.block_bytes
+
+    def allocate(self, blocks: int) -> int:
+        """Make a cache of so many blocks, or of as many as fit; an earlier one is freed first."""
+        self.executor.allocate(1)
+        found = min(blocks, self.most_blocks)
+        self.executor.allocate(found)
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.work.dtype)
+        return found
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the matrices that a step reads whole."""
+        spec = self.executor.rank.shape
+        attention = 2 * spec.hidden_size * (spec.heads + spec.kv_heads) * spec.head_dim
+        layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+        return (len(spec.attention) * layer + spec.vocab_size * spec.hidden_size) * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values."""
+        return self.executor.rank.attention.block_bytes // BLOCK
+
+    def seconds(self, compute: Callable[[], object], times: int = 10) -> float:
+        """Of one call, the mean of `times` behind each other, after two to warm up."""
+        for _ in range(2):
+            compute()
+        self.wait()
+        began = perf_counter()
+        for _ in range(times):
+            compute()
+        self.wait()
+        return (perf_counter() - began) / times
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _decode_plans(rows: int, context: int, steps: int, blocks: int) -> Iterator[StepPlan]:
+    """Steps of `rows` sequences that have `context` tokens, each with `blocks` blocks of its own."""
+    every = np.arange(rows, dtype=np.int32)
+    known = np.ones(context, np.int32)
+    new = tuple(NewSequence(row, known, context - 1, SamplerParams()) for row in range(rows))
+    appended = np.stack([every.repeat(blocks), np.arange(rows * blocks, dtype=np.int32)], 1)
+    for step in range(steps):
+        yield _plan(step, context - 1 + step, 1, every, new if not step else (), appended if not step else appended[:0])
+
+
+def _plan(
+    step: int, start: int, count: int, rows: IntArray, new: Sequence[NewSequence], appended: IntArray
+) -> StepPlan:
+    ones = np.ones(len(rows), np.int32)
+    columns = rows, start * ones, count * ones, ones.astype(np.bool_), ones
+    return StepPlan(step, *columns, appended, tuple(new), np.zeros(0, np.int32))
+
+
+def measure(bench: GpuBench, out: Path, minutes: float, tell: Callable[[str], None]) -> int:
+    """Measure everything that there is time for; each figure goes to the file `out` at once. Returns how many rows
+    failed."""
+    ends, failed = perf_counter() + 60 * minutes, 0
+    with out.open("a") as file:
+        for row in bench.figures():
+            if perf_counter() > ends:
+                tell("no time is left for the rest")
+                break
+            try:
+                for figure in row():
+                    tell(str(figure))
+                    file.write(json.dumps(figure._asdict()) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except Exception as error:  # a row that fails takes no other with it
+                failed += 1
+                tell(f"failed: {type(error).__name__}: {error}")
+    return failed
+
+
+@app.default
+def main(*, out: Path = Path("gpu.jsonl"), minutes: float = 9.0) -> None:
+    """Measure, a line each.
+
+    Parameters
+    ----------
+    out
+        File that lines are appended to, as JSON.
+    minutes
+        When no further row is begun.
+    """
     if not torch.cuda.is_available():
         sys.exit("no CUDA device on this machine, or a torch without CUDA")
     console = Console()
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    with prepare_checkpoint(None, "qwen2.5-0.5b", None, console.print) as (checkpoint, folder):
-        show(console, compare(checkpoint, folder, WORK, ["transformers"], console.print))
+    tell = lambda line: console.print(line, highlight=False, soft_wrap=True)  # noqa: E731
+    sys.exit(1 if measure(GpuBench(GpuWork(), "cuda"), out, minutes, tell) else 0)
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -117,6 +117,13 @@ class DecodeGraphs:
         if key is not None and self._usable:
             self._capture(key)
 
+    @torch.inference_mode()
+    def capture_now(self, rows: int, longest: int) -> None:
+        """Capture the graph for steps of `rows` rows of up to `longest` tokens; for measurements."""
+        key = _bucket(rows, self.buckets.rows), _bucket(longest, self.buckets.contexts)
+        if self._usable and key[0] is not None and key[1] is not None:
+            self._capture((key[0], key[1]))
+
     def _may_replay(self, key: tuple[int, int]) -> bool:
         """Whether there is a graph, captured now if it is time for one."""
         if self._usable and key not in self._replays and self._clock() - self._captured_at >= CAPTURE_SECONDS:

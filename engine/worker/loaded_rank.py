@@ -203,9 +203,13 @@ class LoadedRank:
 
 
 def load_rank(
-    config: EngineConfig, shard: Shard = WHOLE_MODEL, progress: Callable[[float], None] = lambda _: None
+    config: EngineConfig,
+    shard: Shard = WHOLE_MODEL,
+    progress: Callable[[float], None] = lambda _: None,
+    found: CheckpointBuilder | None = None,
 ) -> LoadedRank:
-    """Load this rank's share of the model. `progress` is called with the fraction of its bytes read so far.
+    """Load this rank's share of the model. `progress` is called with the fraction of its bytes read so far. `found`:
+    the checkpoint's builder, where it is not that of a directory.
 
     Computes on torch's threads as they are set; ranks of a stage must have the same number of them, for each chooses
     tokens by itself.
@@ -216,7 +220,7 @@ def load_rank(
     """
     if config.cpu_level != "auto":
         _use_level(config)
-    found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
+    found, block_size = found or checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
     _check_products(context)
     capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
