@@ -41,7 +41,8 @@ class CudaRecorder:
 
     def __call__(self, launches: Launches) -> Launches:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may use the device meanwhile: one that reads an adapter, for instance.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             launches()
         replay: Launches = graph.replay
         return replay
