@@ -115,6 +115,14 @@ class StepBatch:
         return DeviceBatch(rows, starts, counts, first_places, self.block_ids, self.size)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row after the step; where numbers change as a recorded step is replayed, those that its
+        table has room for."""
+        if self._given is not None:
+            return self.block_ids.shape[1] * self.block_size
+        return int((self.starts + self.counts).max())
+
+    @property
     def c_fields(self) -> tuple[int, ...]:
         """The fields of `struct step` (attention.h): valid as long as this batch lives."""
         numbers = (each.ctypes.data for each in (self.rows, self.starts, self.counts, self.first_places))

@@ -101,7 +101,7 @@ def main(*, archs: Counts = (80, 90, 100), only: str = "", each_once: bool = Fal
         if only in form.label:
             forms.setdefault(form.kernel.__name__ if each_once else form.label, form)
     for form in forms.values():
-        for arch in (arch for arch in archs if arch >= form.least):
+        for arch in (arch for arch in archs if form.least <= arch <= form.most):
             try:
                 usage, wrong = compile_one(form, arch)
             except Exception as error:

@@ -7,17 +7,20 @@ import torch
 
 from ...core.errors import InvalidArgument
 from ..cpu import library
+from ..gpu import runtime
 from .backend import AttentionBackend, CacheSpec
 from .native import NativeAttention
 from .torch_attention import ReferenceAttention, TorchSdpaAttention
+from .triton_attention import TritonAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "native": NativeAttention,
+    "triton": TritonAttention,
     "cpu": TorchSdpaAttention,
     "reference": ReferenceAttention,
 }
 
-AUTO_ORDER = {"cpu": ("native", "cpu"), "cuda": ("reference",)}
+AUTO_ORDER = {"cpu": ("native", "triton", "cpu"), "cuda": ("triton", "reference")}
 """The backends that "auto" may choose, by type of device, fastest first."""
 
 
@@ -49,13 +52,13 @@ def capable_backends(
         raise InvalidArgument(message, field="attention")
     names = AUTO_ORDER[device.type] if name == "auto" else (name,)
     wanted = {"device": device.type, "dtype": dtype, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
-    refusals = {each: _missing_support(each, wanted) for each in names}
+    refusals = {each: _missing_support(each, wanted, device) for each in names}
     if all(refusals.values()) and (first := refusals[names[0]]) is not None:
         raise first
     return [each for each, refusal in refusals.items() if refusal is None]
 
 
-def _missing_support(name: str, wanted: Mapping[str, Any]) -> InvalidArgument | None:
+def _missing_support(name: str, wanted: Mapping[str, Any], device: torch.device) -> InvalidArgument | None:
     """The refusal of a backend that lacks one of the `wanted`, which come in the order of `BackendSupport`."""
     for (field, value), legal in zip(wanted.items(), BACKENDS[name].supports, strict=True):
         if value not in legal:
@@ -63,6 +66,8 @@ def _missing_support(name: str, wanted: Mapping[str, Any]) -> InvalidArgument | 
             return InvalidArgument(message, field=field)
     if name == "native" and library.level() is None:
         return InvalidArgument("attention 'native' needs the C extension, which is not there", field="attention")
+    if name == "triton" and not runtime.serves(wanted["dtype"], device):
+        return InvalidArgument("attention 'triton' needs a GPU, and the package triton", field="attention")
     return None
 
 

@@ -25,16 +25,22 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return wanted != "none" if device.type == "cuda" else device.type == "cpu" and wanted == "triton"
 
 
+@cache
+def capability(device: torch.device) -> int:
+    """The compute capability of a GPU, times ten: 80 of an A100, and 90 of an H100, which the interpreter stands for."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 FP8_CAPABILITY = 89
-"""The least compute capability, times ten, whose tensor cores multiply fp8."""
+"""The least capability whose tensor cores multiply fp8."""
 
 
 def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether they compute `dtype` on `device` by products in fp8 (e4m3)."""
-    if not serves(dtype, device):
-        return False
-    major, minor = (9, 9) if device.type == "cpu" else torch.cuda.get_device_capability(device)
-    return 10 * major + minor >= FP8_CAPABILITY
+    return serves(dtype, device) and capability(device) >= FP8_CAPABILITY
 
 
 @cache
@@ -53,10 +59,9 @@ class Specialisation(NamedTuple):
     compiles all of them without a GPU.
 
     `types`: Triton's type of each argument that is no constant, in order ("*bf16", "i32", "fp32"), with DIVISIBLE if
-    launches have multiples of 16 there, which Triton sees and compiles for. `constants`: the
-    values of the others. `options`:
-    what Triton is told, num_warps and num_stages among it. `wanted`: what the PTX must contain, such as "mma". `least`:
-    the compute capability, times ten, that the form needs."""
+    launches have multiples of 16 there, which Triton sees and compiles for. `constants`: the values of the others.
+    `options`: what Triton is told, num_warps and num_stages among it. `wanted`: what the PTX must contain, such as
+    "mma". `least`, `most`: the capabilities (see `capability`) between which the form is asked for."""
 
     kernel: Any
     types: Mapping[str, str]
@@ -64,6 +69,7 @@ class Specialisation(NamedTuple):
     options: Mapping[str, int]
     wanted: tuple[str, ...] = ()
     least: int = 80
+    most: int = 100
 
     @property
     def label(self) -> str:

@@ -1,13 +1,19 @@
 """Tiny checkpoints on disk, made once per run, and what transformers generates with them."""
 
 import json
+import pkgutil
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from charonia.engine import gpu
+from charonia.engine.cpu import library
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +42,19 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text("{{ messages[-1].content }} w0")
     return directory
+
+
+@pytest.fixture(scope="session")
+def kernels() -> dict[str, ModuleType]:
+    """The modules of engine/gpu by name, on Triton's interpreter (tests/conftest.py asks for it)."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    names = [module.name for module in pkgutil.iter_modules(gpu.__path__)]
+    return {name: import_module(f"{gpu.__name__}.{name}") for name in names}
+
+
+@pytest.fixture
+def interpreted(kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and backends that a test builds in this process are those of a GPU."""
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "triton")
+    monkeypatch.setattr(library, "level", lambda: None)

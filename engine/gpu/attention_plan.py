@@ -1,0 +1,122 @@
+"""What attention kernels are launched with: shapes of layers, and how a step's rows become tiles. Without Triton."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..step_batch import StepBatch, to_device
+from .runtime import capability
+
+LEAST_PART, MOST_PARTS = 256, 16
+"""Tokens of context that are worth a part of their own, and the most parts."""
+
+DECODE_PLACES = (1, 2, 4, 8)
+"""Most places of a row whose context is cut into parts: one with more is a chunk."""
+
+
+class CacheShape(NamedTuple):
+    """One layer's keys, and its values: each [blocks, kv_heads, block_size, head_dim], contiguous."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+class AttentionSpec(NamedTuple):
+    """The attention of one layer: see `LayerAttention`, with the scale spelt out."""
+
+    shape: CacheShape
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def group(self) -> int:
+        return self.shape.heads // self.shape.kv_heads
+
+    @property
+    def most_decoded(self) -> int:
+        return max(places for places in DECODE_PLACES if self.decode_places(places))
+
+    def decode_places(self, most: int) -> int:
+        """The places of a decoding kernel's tile for rows of `most` places; 0 where they are chunks."""
+        fits = [places for places in DECODE_PLACES if places >= most and (places == 1 or places * self.group <= 64)]
+        return fits[0] if fits else 0
+
+
+SHAPES = (
+    CacheShape(32, 8, 128, 16),  # Llama 3.1 8B, Mistral, Qwen 3 8B
+    CacheShape(14, 2, 64, 16),  # Qwen 2.5 0.5B
+    CacheShape(28, 4, 128, 16),  # Qwen 2.5 7B
+    CacheShape(16, 8, 256, 16),  # Gemma 2 9B
+    CacheShape(32, 32, 96, 16),  # Phi 3 mini
+    CacheShape(8, 1, 128, 16),  # Llama 3.1 70B on eight ranks
+    CacheShape(64, 8, 64, 16),  # gpt-oss
+)
+"""Of published models, for proofs."""
+
+
+class StepTiles(NamedTuple):
+    """A step's rows as the kernels take them, for one attention: `places` of the decoding rows' tile (0: none decodes),
+    whose contexts have `parts` at most, and the tiles of the chunks, int32 [T, 2], if there are any."""
+
+    places: int
+    parts: int
+    chunks: Tensor | None
+
+
+def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
+    """Decided on the host, by numbers that it has: how many places rows have, and the longest."""
+    counts = batch.counts
+    few = counts[counts <= spec.most_decoded]
+    places = spec.decode_places(int(few.max())) if few.any() else 0
+    parts = min(-(-batch.longest // LEAST_PART), MOST_PARTS)
+    return StepTiles(places, parts, _chunk_tiles(spec, counts, places, batch.token_ids.device))
+
+
+def _chunk_tiles(spec: AttentionSpec, counts: NDArray[np.int32], places: int, device: torch.device) -> Tensor | None:
+    """The rows that the decoding kernel leaves out, in tiles."""
+    left = np.flatnonzero(counts > places)
+    if not len(left):
+        return None
+    tokens = chunk_plan(spec, capability(device))["M"] // spec.group
+    numbers = -(-counts[left] // tokens)
+    offsets = (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * tokens
+    return to_device(np.stack((np.repeat(left, numbers), offsets), 1).astype(np.int32), device)
+
+
+def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
+    shape = spec.shape
+    cache = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
+    kind = {"WINDOW": spec.window, "CAPPED": spec.softcap > 0, "SINKS": sinks}
+    return cache | kind | {"BLOCK_SIZE": shape.block_size, "DIMS": max(next_power_of_2(shape.head_dim), 16)}
+
+
+def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[str, Any]:
+    """Tensor cores take sixteen queries and more. As many keys at once as leave room for two tiles on their way."""
+    queries = max(next_power_of_2(places * spec.group), 16)
+    tile = 64 if spec.shape.head_dim <= 128 else 32
+    cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": tile}
+    return _sizes(spec, sinks) | cut | {"num_warps": 4 if queries <= 32 else 8, "num_stages": 3}
+
+
+def combine_plan(spec: AttentionSpec, places: int) -> dict[str, Any]:
+    plan = decode_plan(spec, places)
+    names = ("HEADS", "HEAD_DIM", "WINDOW", "PLACES", "LEAST", "MOST", "TILE", "DIMS", "num_warps")
+    return {name: plan[name] for name in names}
+
+
+def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False) -> dict[str, Any]:
+    """The largest tile that spills no register; an A100 has no room for as many queries as later ones."""
+    size = spec.shape.head_dim
+    queries = 128 if 64 < size <= 128 and generation >= 90 else 64
+    tile = {"M": max(queries, next_power_of_2(spec.group)), "TILE": 64 if size <= 128 else 32}
+    return _sizes(spec, sinks) | tile | {"num_warps": 4 if size <= 64 else 8, "num_stages": 2}
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,140 @@
+"""Rotation (arXiv 2104.09864) and the paged cache's write, in one pass over a layer's queries, keys and values.
+
+One program holds up to sixteen query heads of a token, or as many key heads, or value heads: whole lines are read and
+written side by side. Keys and values go where the block table says; queries go into memory of their own. The references
+are `layers.rotary.TorchAngles` and a plain copy.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..step_batch import DeviceBatch
+from .attention_plan import SHAPES, CacheShape, next_power_of_2
+from .runtime import Specialisation
+
+
+@triton.jit
+def _write_kernel(
+    q,
+    k,
+    v,
+    rotated,
+    cos,
+    sin,
+    keys,
+    values,
+    rows,
+    starts,
+    counts,
+    first_places,
+    owners,
+    block_ids,
+    table_stride,
+    q_stride,
+    k_stride,
+    v_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LINES: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Program (place, kind, n) moves LINES heads of one token: keys, values or queries. Nothing is rotated where
+    ROTARY_DIM is 0, and then there are no programs for queries."""
+    place = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
+    owner = tl.load(owners + place)
+    offset = place - tl.load(first_places + owner)
+    if offset >= tl.load(counts + owner):
+        return  # a place that belongs to no row
+    head = tl.program_id(2) * LINES + tl.arange(0, LINES)[:, None]
+    dim = tl.arange(0, DIMS)[None, :]
+    position = tl.load(starts + owner) + offset
+    row = tl.load(rows + owner).to(tl.int64)
+    block = tl.load(block_ids + row * table_stride + position // BLOCK_SIZE)
+    line = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+    there = (head < KV_HEADS) & (dim < HEAD_DIM)
+    if kind == 1:
+        values_at = v + place * v_stride + head * HEAD_DIM + dim
+        tl.store(values + line * HEAD_DIM + dim, tl.load(values_at, mask=there), mask=there)
+    elif kind == 0:
+        turned = _rotate(k + place * k_stride + head * HEAD_DIM, cos, sin, place, dim, there, ROTARY_DIM)
+        tl.store(keys + line * HEAD_DIM + dim, turned, mask=there)
+    else:
+        there = (head < HEADS) & (dim < HEAD_DIM)
+        turned = _rotate(q + place * q_stride + head * HEAD_DIM, cos, sin, place, dim, there, ROTARY_DIM)
+        tl.store(rotated + (place * HEADS + head) * HEAD_DIM + dim, turned, mask=there)
+
+
+@triton.jit
+def _rotate(heads, cos, sin, place, dim, there, ROTARY_DIM: tl.constexpr):
+    """The first ROTARY_DIM numbers of each head, halves turned against each other; the first half of sin is negated."""
+    x = tl.load(heads + dim, mask=there, other=0.0)
+    if ROTARY_DIM == 0:
+        return x
+    turns = there & (dim < ROTARY_DIM)
+    half: tl.constexpr = ROTARY_DIM // 2
+    partner = tl.load(heads + tl.where(dim < half, dim + half, dim - half), mask=turns, other=0.0)
+    angle = place * ROTARY_DIM + dim
+    by_cos = tl.load(cos + angle, mask=dim < ROTARY_DIM, other=1.0).to(tl.float32)
+    by_sin = tl.load(sin + angle, mask=dim < ROTARY_DIM, other=0.0).to(tl.float32)
+    return (x.to(tl.float32) * by_cos + partner.to(tl.float32) * by_sin).to(x.dtype)
+
+
+def write_cache(
+    shape: CacheShape,
+    cache: tuple[Tensor, Tensor],
+    batch: DeviceBatch,
+    owners: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    rotation: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Store a step's keys and values [N, kv_heads, head_dim] in the cache (keys, values) of a layer.
+
+    Heads of a token lie side by side; `owners`, int64 [N]: the row of each place. Queries [N, heads, head_dim] are
+    returned. They and the keys are rotated if there is a `rotation`: cos and sin [N, ..., rotary_dim], as `TorchAngles`
+    has them."""
+    q, k, v = qkv
+    rotated = q if rotation is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    cos, sin = (q, q) if rotation is None else rotation
+    numbers = batch.rows, batch.starts, batch.counts, batch.first_places, owners, batch.block_ids
+    strides = batch.block_ids.stride(0), q.stride(0), k.stride(0), v.stride(0)
+    rotary = 0 if rotation is None else cos.shape[-1]
+    if batch.size:
+        plan = _plan(shape, rotary)
+        heads = shape.heads if rotary else shape.kv_heads
+        write = _write_kernel[batch.size, 3 if rotary else 2, -(-heads // plan["LINES"])]
+        write(q, k, v, rotated, cos, sin, *cache, *numbers, *strides, **plan)
+    return rotated
+
+
+def _plan(shape: CacheShape, rotary: int) -> dict[str, int]:
+    """A tile of heads; a warp for each 256 of its numbers, of 1 to 8."""
+    lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), 16)
+    dims = next_power_of_2(shape.head_dim)
+    sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}
+    tile = {"BLOCK_SIZE": shape.block_size, "LINES": lines, "DIMS": dims}
+    return sizes | tile | {"num_warps": min(max(lines * dims // 256, 1), 8)}
+
+
+def specialisations() -> Iterator[Specialisation]:
+    for shape in SHAPES:
+        for kind in ("bf16", "fp16"):
+            for rotary in (shape.head_dim, shape.head_dim // 2, 0):
+                plan: dict[str, Any] = _plan(shape, rotary)
+                options = {"num_warps": plan.pop("num_warps")}
+                yield Specialisation(_write_kernel, _types(kind), plan, options)
+
+
+def _types(kind: str) -> dict[str, str]:
+    data = dict.fromkeys(("q", "k", "v", "rotated", "cos", "sin", "keys", "values"), f"*{kind}")
+    numbers = dict.fromkeys(("rows", "starts", "counts", "first_places"), "*i32") | {"owners": "*i64"}
+    strides = dict.fromkeys(("table_stride", "q_stride", "k_stride", "v_stride"), "i32")
+    return data | numbers | {"block_ids": "*i64"} | strides
