@@ -116,10 +116,7 @@ class StepBatch:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row after the step; where numbers change as a recorded step is replayed, those that its
-        table has room for."""
-        if self._given is not None:
-            return self.block_ids.shape[1] * self.block_size
+        """Tokens of the longest row after the step; of a step that is recorded, of any row that it will have."""
         return int((self.starts + self.counts).max())
 
     @property

@@ -16,6 +16,7 @@ class TritonAttention(AttentionBackend):
     """A cache [layers, keys and values, blocks, kv_heads, block_size, head_dim]."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
+    recordable: ClassVar[bool] = True
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:

@@ -27,7 +27,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 @cache
 def capability(device: torch.device) -> int:
-    """The compute capability of a GPU, times ten: 80 of an A100, and 90 of an H100, which the interpreter stands for."""
+    """The compute capability of a GPU, times ten: 80 of an A100, 90 of an H100, which the interpreter stands for."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from charonia.engine.attention import selector
 from charonia.engine.attention.backend import AttentionBackend
 from charonia.engine.attention.torch_attention import TorchStepAttention
+from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.drafters.ngram import NgramDrafter
 from charonia.engine.gpu.graphs import DecodeGraphs, GraphBuckets, Launches
@@ -199,10 +200,11 @@ def test_cancels_and_rejected_drafts_leave_the_others_as_they_are(
     assert not found or setting.recorder.replays > replays
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padded places hold whatever was there
 def test_tokens_are_the_same_with_kernels(checkpoint: Callable[..., Path], setting: Setting, interpreted: None) -> None:
-    """The layers of a GPU, interpreted, in a step that is replayed."""
+    """The layers and the attention of a GPU, interpreted, in a step that is replayed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(selector.BACKENDS, "device", DeviceAttention)
+        patch.setitem(selector.BACKENDS, "device", TritonAttention)
         made = Setting(checkpoint("llama"))
         made.prompts, made.right = made.prompts[:2], made.right[:2]
         scheduler, cache = made.scheduler(1)

@@ -46,7 +46,7 @@ def test_greedy_text_is_that_of_transformers(
     prompts = [shared, [*shared, 3, 4, 5], [*shared, 11]]
     executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", cache=CacheConfig(block_size=BLOCK)))
     executor.load(lambda phase, fraction: None)
-    assert isinstance(executor.rank.runner._attention, TritonAttention)
+    assert isinstance(executor.rank.runner.attention, TritonAttention)
     cache = KVCacheManager(5, BLOCK, prefix_caching=True)
     executor.allocate(5)
     config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64)
