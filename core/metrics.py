@@ -196,6 +196,11 @@ class DrafterTotals(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     accepted_by_place: list[int] = []
 
+    def copied(self) -> "DrafterTotals":
+        """The same numbers, which no longer change."""
+        tokens = self.drafts, self.draft_tokens, self.accepted_tokens
+        return DrafterTotals(*tokens, self.seconds, self.accepted_by_place[:])
+
     def count(self, first: int, end: int, accepted: int) -> None:
         """The places `first` to `end` of a draft were its own; the first `accepted` of the draft were right."""
         self.drafts += first == 0

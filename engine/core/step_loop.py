@@ -14,7 +14,6 @@ import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs
-from ...core.metrics import sum_by_drafter
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import SamplerParams, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
@@ -239,6 +238,7 @@ class EngineCore:
         guided, eager = (guides.masks, guides.seconds, guides.forced), self._executor.eager_steps
         if (speculation := self._scheduler.speculation) is None:
             return CoreTotals(*counted, *compiled, *guided, eager_steps=eager)
-        drafters = {name: each for name, each in speculation.totals.items() if each.seconds or each.draft_tokens}
-        drafted = speculation.drafters_off, sum_by_drafter([drafters])
+        active = ((name, each) for name, each in speculation.totals.items() if each.seconds or each.draft_tokens)
+        drafters = {name: each.copied() for name, each in active}
+        drafted = speculation.drafters_off, drafters
         return CoreTotals(*counted, *compiled, *guided, *drafted, eager)

@@ -52,6 +52,7 @@ class NativeDecoder:
         self._traced = False
         self.timing_listener: Callable[[ProgramTimings], None] | None = None
         """Called with the times of every step that the program computes: for measurements."""
+        self._beside: NativeDecoder | None = None
         self._kept_layers: tuple[int, ...] = ()
         self._kept: Callable[[], Sequence[Tensor]] = tuple
 
@@ -70,6 +71,11 @@ class NativeDecoder:
         if stray := [layer for layer in layers if not 0 <= layer <= len(self._layers)]:
             raise InvalidArgument(f"hidden states of layer {stray[0]} are asked for, of {len(self._layers)}")
         self._kept_layers = tuple(layers)
+
+    def compute_beside(self, other: "NativeDecoder") -> None:
+        """Compute with the threads of `other`, behind what they compute, if it is recorded first. Threads of two pools
+        would wait for work on the same cores."""
+        self._beside = other
 
     def kept_states(self) -> Tensor:
         """Those of the finished step that began last, side by side, [N, layers * hidden]; until the next begins."""
@@ -161,7 +167,9 @@ class NativeDecoder:
             trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled
         states = tuple(kept[index] for index in self._kept_layers if index in kept)
         io = TraceIO(x, delta, layer_ops, source.untraceable is None, logits, states)
-        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], ThreadPool(), last)
+        beside = None if self._beside is None else self._beside.program
+        threads = ThreadPool() if beside is None else beside.threads
+        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], threads, last)
 
 
 def _kept_by(run: StepRun, layers: Sequence[int], after_last: int) -> list[Tensor]:

@@ -275,7 +275,12 @@ def _load_drafter(
     if speculation is None or not speculation.computes:
         return None
     if speculation.method == "draft_model":
-        return _load_draft_model(config, speculation, target, shape, rows)
+        draft = _load_draft_model(config, speculation, target, shape, rows)
+        # Behind a later step of the model, which waits for the host, a pass would wait for ever.
+        alone = config.parallel.pipeline == 1 and not config.scheduler.ahead
+        if alone and isinstance(decoder, NativeDecoder) and isinstance(draft.model, NativeDecoder):
+            draft.model.compute_beside(decoder)
+        return draft
     _check_head(config, speculation)
     if not isinstance(decoder, NativeDecoder) or not isinstance(shape, ModelSpec):
         message = f"speculative_config: {speculation.method} needs a model that is not computed by transformers"

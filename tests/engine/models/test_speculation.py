@@ -258,6 +258,18 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(
     assert (sum(len(plan.new) for plan in plans) > len(ALIKE)) == tight
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_draft_model_computes_with_the_models_threads_but_behind_no_later_step(
+    ahead: int, models: Callable[..., Model], half_right: SpeculationConfig
+) -> None:
+    model = models(speculation=half_right, scheduler=SchedulerConfig(ahead=ahead))
+    model.run(SAMPLINGS["greedy"], ProposedDrafts(), lengths=(30,), ahead=ahead)
+    rank = model.executor.rank
+    assert rank.draft is not None
+    own, threads = (each.program.threads for each in (rank.draft.model, rank.runner.decoder))  # type: ignore[union-attr]
+    assert (own is threads) == (not ahead)
+
+
 def write_draft(directory: Path, target: Path, tokenizer: Tokenizer) -> str:
     """The target with another tokenizer: what both know it computes alike, and what only it knows is random."""
     theirs, own = read_tokenizer(target)[0].get_vocab(), tokenizer.get_vocab()
