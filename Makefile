@@ -65,7 +65,7 @@ proof: $(VENV)/dev.stamp  ## the long proofs, with progress
 
 gpu:  ## on a machine with a CUDA torch: the engine on the device
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	$(PYTHON) -m pytest -q tests/gpu; right=$$?; $(PYTHON) -m charonia.bench.gpu && exit $$right
+	$(PYTHON) -m pytest -q tests/gpu; right=$$?; $(PYTHON) -m charonia.bench.gpu --minutes 6 && exit $$right
 
 clean:  ## remove everything that make made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis engine/cpu/*.so

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.engine.step_batch import DeviceBatch, StepBatch, upload_columns
+from charonia.engine.step_batch import DeviceBatch, HostCopy, StepBatch, upload_columns
 
 LINES, WIDTH, BLOCK = 6, 40, 4
 TOKENS = torch.arange(LINES * WIDTH, dtype=torch.int32).view(LINES, WIDTH)
@@ -56,3 +56,8 @@ def test_rows_of_a_step_are_int32_on_the_device() -> None:
     assert told == [[3, 1], [0, 7], [5, 1], [0, 5]]
     assert {each.dtype for each in there[:4]} == {torch.int32}
     assert (there.size, there.block_ids.data_ptr()) == (6, BLOCKS.data_ptr())
+
+
+def test_a_copy_on_the_host_is_the_tensor() -> None:
+    tensor = torch.arange(3)
+    assert HostCopy(tensor).read().ctypes.data == tensor.data_ptr()
