@@ -1,16 +1,22 @@
-"""What LoRA adapters cost: `python -m charonia.bench.adapters --scratch ./scratch`.
+"""What LoRA adapters cost. They have random numbers, and change every linear layer.
 
-So many streams over so many adapters, each of every linear layer, and the same streams without, in turns; then streams
-that decode while another adapter is loaded. In one process, without a server. Adapters have random numbers.
+    python -m charonia.bench.adapters --scratch ./scratch
+    python -m charonia.bench.adapters serve --scratch ./scratch
+
+The first: so many streams over so many adapters, and the same streams without, in turns; then streams that decode while
+another adapter is loaded; in one process, without a server. The second: streams of a server, with an adapter, while
+another is loaded and unloaded over HTTP, and without, in turns.
 """
 
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from threading import Event
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +26,7 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ..core.errors import InvalidArgument, Unavailable
 from ..engine.config import CacheConfig, EngineConfig, LoraConfig
 from ..engine.worker.executor import StepFuture
 from ..engine.worker.inline_executor import InlineExecutor
@@ -27,9 +34,14 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
-from .command import Count
+from .command import Count, exit_on_error
 from .inline_loop import BLOCK, PRECISIONS, run_to_end
+from .load.driver import OK, LoopMode, RequestOptions
+from .load.figures import inter_token_times
+from .load.plan import Prompts, uniform_jobs
+from .load.worker import LoadRun, LoadTarget, run
 from .offline import prepare_checkpoint
+from .server_process import ServerAddress, fetch, own_server
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "target_modules": "all-linear"}
 PROMPT = 32
@@ -122,6 +134,113 @@ class AdapterBench:
         return np.diff(ends[10:]).tolist()
 
 
+def prepare_adapters(checkpoint: Path, folder: Path, rank: int, count: int) -> list[Path]:
+    """Adapters of all linear layers; those that are in the folder already are kept."""
+    paths = [folder / f"adapter-{rank}-{number}" for number in range(count)]
+    for number, path in enumerate(paths):
+        if not path.exists():
+            write_adapter(path, linear_layers(checkpoint), number, r=rank)
+    return paths
+
+
+class StreamGaps(NamedTuple):
+    """Milliseconds between tokens: the p99 of all streams', and that of the stream whose p99 is longest. `loads`: how
+    often an adapter was loaded meanwhile."""
+
+    together: float
+    worst: float
+    loads: int
+
+
+def stream_gaps(place: ServerAddress, adapter: str, streams: int, new: int, load: Path | None) -> StreamGaps:
+    """Of streams with `adapter`, behind the first ten gaps: by then all of them decode. `load` is loaded and unloaded
+    over HTTP all the time, if there is one.
+
+    Raises:
+        InvalidArgument: a stream has no more than ten gaps.
+        Unavailable: a stream failed.
+        OSError: an adapter was not loaded, or not unloaded.
+    """
+    asked = LoadTarget(
+        host=place.host, port=place.http_port, door="completions", manner=RequestOptions(adapter, counted=False)
+    )
+    work = LoadRun(
+        target=asked,
+        jobs=uniform_jobs([0.0] * streams, PROMPT, new),
+        prompts=Prompts(),
+        pace=LoopMode(concurrency=streams),
+    )
+    ended = Event()
+    with ThreadPoolExecutor(1) as thread:
+        loads = thread.submit(_load_again, place, load, ended)
+        try:
+            records = [record for outcome in run(work) for record in outcome.records]
+        finally:
+            ended.set()
+    if failed := {record.status for record in records if record.status != OK}:
+        raise Unavailable(f"streams ended with {', '.join(failed)}")
+    gaps = [inter_token_times(record)[10:] for record in records]
+    if not all(gaps):
+        raise InvalidArgument(f"{new} new tokens came in too few pieces: ask for more")
+    each = [1e3 * float(np.percentile(own, 99)) for own in gaps]
+    together = 1e3 * float(np.percentile(np.concatenate(gaps), 99))
+    return StreamGaps(together, max(each), loads.result())
+
+
+def _load_again(place: ServerAddress, path: Path | None, ended: Event) -> int:
+    loads = 0
+    while path is not None and not ended.is_set():
+        fetch(place, "/v1/load_lora_adapter", {"lora_name": "another", "lora_path": path.name})
+        fetch(place, "/v1/unload_lora_adapter", {"lora_name": "another"})
+        loads += 1
+    return loads
+
+
+@app.command
+def serve(
+    *,
+    checkpoint: Path | None = None,
+    scratch: Path | None = None,
+    precision: Literal["bf16", "fp32", "int8", "int4"] = "int8",
+    streams: Count = 16,
+    rank: Count = 16,
+    new: Count = 128,
+    turns: Count = 3,
+) -> None:
+    """Print what loading adapters over HTTP does to the time between tokens of a server's streams.
+
+    Parameters
+    ----------
+    checkpoint
+        Directory of a checkpoint in one file; by default random weights of Qwen2.5-0.5B's shape.
+    scratch
+        Where what is made is kept; by default nothing is.
+    precision
+        In which matrices are kept.
+    streams
+        At a time, all with one adapter.
+    rank
+        Of both adapters.
+    new
+        Tokens of each stream.
+    turns
+        How often each is measured, one after the other.
+    """
+    console, ratios = Console(), []
+    with exit_on_error(), prepare_checkpoint(checkpoint, "qwen2.5-0.5b", scratch, console.print) as (model, folder):
+        used, another = prepare_adapters(model, folder, rank, 2)
+        kept = [f"--{name}={value}" for name, value in PRECISIONS[precision].items()]
+        flags = ("--enable-lora", "--lora-modules", f"used={used}", "--allow-runtime-lora", f"--lora-root={folder}")
+        with own_server(str(model), *kept, *flags) as place:
+            for _ in range(turns):
+                quiet, loud = (stream_gaps(place, "used", streams, new, path) for path in (None, another))
+                ratios.append((loud.together / quiet.together, loud.worst / quiet.worst))
+                said = f"p99 between tokens {quiet.together:.0f} ms, of the worst stream {quiet.worst:.0f} ms; "
+                console.print(f"{said}beside {loud.loads} loads {loud.together:.0f} ms and {loud.worst:.0f} ms")
+    together, worst = (median(each) for each in zip(*ratios, strict=True))
+    console.print(f"{streams} streams, {precision}: {together:.2f} of without, the worst stream {worst:.2f}")
+
+
 @app.default
 def main(
     *,
@@ -157,11 +276,7 @@ def main(
     """
     console = Console()
     with prepare_checkpoint(checkpoint, "qwen2.5-0.5b", scratch, console.print) as (model, folder):
-        layers = linear_layers(model)
-        paths = [folder / f"adapter-{rank}-{number}" for number in range(adapters + 1)]
-        for number, path in enumerate(paths):
-            if not path.exists():
-                write_adapter(path, layers, number, r=rank)
+        paths = prepare_adapters(model, folder, rank, adapters + 1)
         plain = EngineConfig(model=str(model), device="cpu", cache=CacheConfig(block_size=BLOCK), lora=LoraConfig())
         bench = AdapterBench(msgspec.structs.replace(plain, **PRECISIONS[precision]), streams, new)
         digests = [bench.load(path) for path in paths[:-1]]

@@ -4,12 +4,17 @@ import queue
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+
+from charonia.bench.adapters import stream_gaps
+from charonia.bench.server_process import ServerAddress
+from charonia.core.errors import InvalidArgument
 
 from .serving import Server
 from .tensors import given
@@ -106,3 +111,13 @@ def test_what_is_wrong_with_an_adapter_is_told_and_changes_nothing(adapted: Serv
         assert text in error["message"]
         assert error["param"] == "lora_path"
     post(adapted, "/v1/completions", 404, model="new", prompt=PROMPT)
+
+
+def test_the_time_between_tokens_is_measured_while_an_adapter_is_loaded(adapted: Server, loras: Path) -> None:
+    place = ServerAddress(*adapted.address, grpc_port=0)
+    found = stream_gaps(place, "a", streams=2, new=120, load=loras / "c")
+    assert found.loads > 0
+    assert min(found.together, found.worst) > 0
+    with pytest.raises(InvalidArgument, match="4 new tokens came in too few pieces"):
+        stream_gaps(place, "a", streams=1, new=4, load=None)
+    post(adapted, "/v1/unload_lora_adapter", 404, lora_name="another")
