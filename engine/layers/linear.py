@@ -272,10 +272,27 @@ class _Matrix:
         if codes is not None and codes.by_row:
             self._count(codes)
             return self._scaled(bias, torch.int8, stored=codes)
+        if codes is not None or self.precision == "int4":
+            self._count(codes)
+            return self._grouped(bias, codes)
         if (kind := _SCALED_KINDS.get(self.precision)) is not None:
             self._count(None)
             return self._scaled(bias, kind)
         return self.in_torch(bias)
+
+    def _grouped(self, bias: Tensor | None, stored: CodeForm | None) -> Matmul:
+        from ..gpu.grouped_matmul import TritonGroupedMatmul
+
+        loader = self._loader
+        form = self._grouped_format(CodeForm(4, GROUP_SIZE) if stored is None else stored)
+        product = TritonGroupedMatmul(form, bias, loader.device, None if stored is None else stored.order)
+        if stored is not None:
+            for first, found in loader.code_tiles(self._slices, stored):
+                product.pack(first, found)
+        else:
+            for first, rows in loader.tiles(self._slices):
+                product.pack(first, quantize_int4(rows.to(loader.device), self._squares))
+        return product
 
     def _scaled(self, bias: Tensor | None, kind: torch.dtype, stored: CodeForm | None = None) -> Matmul:
         from ..gpu.scaled_matmul import QuantisedRows, TritonScaledMatmul, quantise_rows

@@ -1,0 +1,286 @@
+"""Products with weights of four or eight bits whose groups of inputs have scales; activations stay as they are.
+
+Few rows: codes become floats in registers, a group of an output at a time. A group's codes are whole numbers, which the
+tensor cores multiply exactly; its scale is applied to their sum. A group's codes of neighbouring outputs lie together
+in memory, the first half of a group in the lower four bits and the second in the higher, so both are read coalesced and
+need no shuffling. Where outputs are too few to occupy the device, groups are split in parts that depend on the matrix
+alone, and so do results. Many rows: weights are widened, rounded to the model's dtype, and cuBLAS multiplies. The
+reference is `layers.int4.dequantize_int4`, and `checkpoint.code_forms.dequantise_codes`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cpu.matmul import GroupedFormat, GroupedRows
+from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
+
+MOST_ROWS = 64
+"""Of the kernel that multiplies; above, weights are widened. To be measured."""
+
+_OUTPUTS = 64
+_ENOUGH, _LEAST_GROUPS = 256, 16
+"""Programs that occupy a device, and groups that are worth a part."""
+_NOTHING, _POINTS, _OFFSETS = range(3)
+"""What a group has beside its scale."""
+_COMBINED = 1024
+
+
+@triton.jit
+def _decode(packed, zero, kind: tl.constexpr, FIXED: tl.constexpr, SIGNED: tl.constexpr):
+    """Codes [outputs, n] as floats of `kind`, less `zero` [outputs], or FIXED."""
+    if SIGNED:  # four bits, less four bits: eight are enough
+        centred = packed.to(tl.int8) - (FIXED if zero is None else zero.to(tl.int8)[:, None])
+    else:
+        centred = packed.to(tl.int16) - (FIXED if zero is None else zero.to(tl.int16)[:, None])
+    return centred.to(kind)
+
+
+@triton.jit
+def _grouped_kernel(
+    x,
+    codes,
+    scales,
+    zeros,
+    factors,
+    bias,
+    out,
+    rows,
+    outputs,
+    inputs,
+    groups,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIASED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+):
+    """A tile of x [rows, inputs] times weights with codes [groups, outputs, bytes] and scales [groups, outputs]: of
+    `out` [rows, outputs], or, with several PARTS of the groups, the sums of one in `out` [PARTS, rows, outputs]."""
+    columns = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    lines = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    part = tl.program_id(2)
+    length: tl.constexpr = GROUP * BITS // 8
+    kind: tl.constexpr = x.dtype.element_ty
+    fixed: tl.constexpr = 0 if ZEROS == 2 else 1 << (BITS - 1)
+    inner = tl.arange(0, length)
+    # Lines beyond the last one are read again from the first on, and not stored.
+    x_at = x + (lines % rows).to(tl.int64)[None, :] * inputs
+    own = (columns % outputs).to(tl.int64)
+    total = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
+    for group in range(groups * part // PARTS, groups * (part + 1) // PARTS):
+        at = group * outputs + own
+        packed = tl.load(codes + at[:, None] * length + inner[None, :])
+        scale = tl.load(scales + at).to(tl.float32)
+        zero = tl.load(zeros + at) if ZEROS == 1 else None
+        places = group * GROUP + inner
+        some = tl.load(x_at + places[:, None], mask=places[:, None] < inputs, other=0.0)
+        if BITS == 4:
+            total_group = tl.dot(_decode(packed & 15, zero, kind, fixed, True), some, input_precision="ieee")
+            places += length
+            later = tl.load(x_at + places[:, None], mask=places[:, None] < inputs, other=0.0)
+            weights = _decode(packed >> 4, zero, kind, fixed, True)
+            total_group = tl.dot(weights, later, total_group, input_precision="ieee")
+        else:
+            total_group = tl.dot(_decode(packed, zero, kind, fixed, False), some, input_precision="ieee")
+        total += total_group * scale[:, None]
+        if ZEROS == 2:
+            sums = tl.sum(some.to(tl.float32), 0)
+            if BITS == 4:
+                sums += tl.sum(later.to(tl.float32), 0)
+            total -= sums[None, :] * tl.load(zeros + at).to(tl.float32)[:, None]
+    there = (columns < outputs)[:, None] & (lines < rows)[None, :]
+    places = lines.to(tl.int64)[None, :] * outputs + columns[:, None]
+    if PARTS > 1:
+        tl.store(out + part.to(tl.int64) * rows * outputs + places, total, mask=there)
+    else:
+        total *= tl.load(factors + own)[:, None]
+        if BIASED:
+            total += tl.load(bias + own)[:, None]
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _join_kernel(
+    parts, factors, bias, out, rows, outputs, BIASED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [rows, outputs]: the sums of `parts` [PARTS, rows, outputs] in ascending order, times `factors`."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < outputs
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=there, other=0.0)
+    total *= tl.load(factors + columns, mask=there, other=0.0)
+    if BIASED:
+        total += tl.load(bias + columns, mask=there, other=0.0)
+    tl.store(out + row * outputs + columns, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _widen_kernel(
+    codes,
+    scales,
+    zeros,
+    factors,
+    out,
+    outputs,
+    inputs,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+):
+    """One group of some outputs as floats, in `out` [outputs, inputs]."""
+    group = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    length: tl.constexpr = GROUP * BITS // 8
+    inner = tl.arange(0, GROUP)
+    own = columns % outputs
+    at = group.to(tl.int64) * outputs + own
+    packed = tl.load(codes + at[:, None] * length + (inner % length)[None, :])
+    if BITS == 4:
+        packed = (packed >> (inner // length * 4).to(tl.uint8)[None, :]) & 15
+    factor = tl.load(factors + own)
+    scale = tl.load(scales + at).to(tl.float32) * factor
+    if ZEROS == 2:
+        offset = tl.load(zeros + at).to(tl.float32) * factor
+        weights = packed.to(tl.float32) * scale[:, None] - offset[:, None]
+    elif ZEROS == 1:
+        zero = tl.load(zeros + at).to(tl.float32)
+        weights = (packed.to(tl.float32) - zero[:, None]) * scale[:, None]
+    else:
+        weights = (packed.to(tl.float32) - (1 << (BITS - 1))) * scale[:, None]
+    places = group * GROUP + inner
+    mask = (columns < outputs)[:, None] & (places < inputs)[None, :]
+    target = out + columns.to(tl.int64)[:, None] * inputs + places[None, :]
+    tl.store(target, weights.to(out.dtype.element_ty), mask=mask)
+
+
+class TritonGroupedMatmul:
+    """x [N, in] -> x W^T + b [N, out] in x's dtype. Weights are to be packed, each output once."""
+
+    def __init__(
+        self, form: GroupedFormat, bias: Tensor | None, device: torch.device, order: Tensor | None = None
+    ) -> None:
+        """`order` [inputs]: input i of the packed weights is multiplied with x[order[i]]."""
+        groups, outputs = form.groups, form.outputs
+        self._form, self._zeros_kind = form, _POINTS if form.zero_points else _OFFSETS if form.offsets else _NOTHING
+        self._codes = torch.empty(groups, outputs, form.group_size * form.bits // 8, dtype=torch.uint8, device=device)
+        self._scales = torch.empty(groups, outputs, dtype=torch.float16, device=device)
+        self._zeros = self._scales
+        if self._zeros_kind:
+            kind = torch.uint8 if form.zero_points else torch.float16
+            self._zeros = torch.empty(groups, outputs, dtype=kind, device=device)
+        self._factors = torch.empty(outputs, device=device)
+        self._bias = None if bias is None else bias.float()
+        self._order = None if order is None else order.to(device)
+
+    def pack(self, first: int, rows: GroupedRows) -> None:
+        """Take `rows` as the outputs from `first` on. Scales and offsets are kept in float16, eleven bits, as shares of
+        a power of two of their output."""
+        form, device = self._form, self._codes.device
+        codes, scales, zeros, offsets = (None if part is None else part.to(device) for part in rows)
+        assert codes is not None, "a group has codes"
+        assert scales is not None, "a group has a scale"
+        some = slice(first, first + len(codes))
+        padded = F.pad(codes, (0, form.groups * form.group_size - codes.shape[1]))
+        grouped = padded.view(len(codes), form.groups, form.group_size)
+        if form.bits == 4:
+            half = form.group_size // 2
+            grouped = grouped[..., :half] | grouped[..., half:] << 4
+        self._codes[:, some] = grouped.transpose(0, 1)
+        both = scales.abs() if offsets is None else torch.maximum(scales.abs(), offsets.abs())
+        factors = torch.ldexp(torch.ones(len(codes), device=device), torch.frexp(both.amax(1)).exponent)
+        self._factors[some] = factors
+        self._scales[:, some] = (scales / factors.unsqueeze(1)).t().half()
+        if zeros is not None:
+            self._zeros[:, some] = zeros.t()
+        elif offsets is not None:
+            self._zeros[:, some] = (offsets / factors.unsqueeze(1)).t().half()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous() if self._order is None else x.index_select(1, self._order)
+        if len(x) > MOST_ROWS:
+            weight = self._widened(x.dtype)
+            return F.linear(x, weight, None if self._bias is None else self._bias.to(x.dtype))
+        form, rows, out = self._form, len(x), x.new_empty(len(x), self._form.outputs)
+        if not rows:
+            return out
+        plan, biased = _plan(rows, form), self._bias is not None
+        parts, bias = plan["PARTS"], self._factors if self._bias is None else self._bias
+        target = out if parts == 1 else x.new_empty(parts, *out.shape, dtype=torch.float32)
+        weights = self._codes, self._scales, self._zeros, self._factors
+        grid = triton.cdiv(form.outputs, _OUTPUTS), triton.cdiv(rows, plan["BLOCK_ROWS"]), parts
+        sizes = rows, form.outputs, form.inputs, form.groups, form.bits, form.group_size, self._zeros_kind, biased
+        _grouped_kernel[grid](x, *weights, bias, target, *sizes, **plan)
+        if target is not out:
+            ends = self._factors, bias, out, rows, form.outputs, biased, parts, _COMBINED
+            _join_kernel[rows, triton.cdiv(form.outputs, _COMBINED)](target, *ends, num_warps=4)
+        return out
+
+    def _widened(self, dtype: torch.dtype) -> Tensor:
+        form = self._form
+        out = torch.empty(form.outputs, form.inputs, dtype=dtype, device=self._codes.device)
+        weights = self._codes, self._scales, self._zeros, self._factors
+        sizes = form.outputs, form.inputs, form.bits, form.group_size, self._zeros_kind, _OUTPUTS
+        grid = triton.cdiv(form.outputs, _OUTPUTS), form.groups
+        _widen_kernel[grid](*weights, out, *sizes, num_warps=8)
+        return out
+
+
+def _plan(rows: int, form: GroupedFormat) -> dict[str, int]:
+    """Parts by the matrix, and rows of a block by how many there are."""
+    parts = 1
+    while triton.cdiv(form.outputs, _OUTPUTS) * parts < _ENOUGH and form.groups >= 2 * parts * _LEAST_GROUPS:
+        parts *= 2
+    block = 16 if rows <= 16 else 32
+    warps = 8 if form.x == torch.float32 else 4  # it has no tensor cores, and registers of four warps spill
+    return {"PARTS": parts, "BLOCK_ROWS": block, "BLOCK_OUTPUTS": _OUTPUTS, "num_warps": warps, "num_stages": 6}
+
+
+_SHAPES = ((28672, 4096), (4096, 14336))
+"""Outputs and inputs of products of Llama-3.1-8B: one part, and several."""
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Products with the integers of every format, with and without zero points or offsets."""
+    for x in TRITON_TYPES:
+        for bits, group in ((4, 32), (4, 128), (8, 16), (8, 32), (8, 128)):
+            for kind in (_NOTHING, _POINTS, _OFFSETS):
+                yield _widening(x, bits, group, kind)
+                for rows, (outputs, inputs) in ((1, _SHAPES[1]), (16, _SHAPES[0]), (64, _SHAPES[1])):
+                    form = GroupedFormat(outputs, inputs, group, kind == _POINTS, x, x, bits, kind == _OFFSETS)
+                    yield _product(form, rows, kind)
+        types = {"parts": "*fp32", "factors": "*fp32", "bias": "*fp32", "out": f"*{TRITON_TYPES[x]}"}
+        constants = {"BIASED": True, "PARTS": 4, "BLOCK": _COMBINED}
+        yield Specialisation(_join_kernel, types | {"rows": "i32", "outputs": f"i32{DIVISIBLE}"}, constants, {})
+
+
+def _weight_types(kind: int) -> dict[str, str]:
+    zeros = "*u8" if kind == _POINTS else "*fp16"
+    return {"codes": "*u8", "scales": "*fp16", "zeros": zeros, "factors": "*fp32"}
+
+
+def _product(form: GroupedFormat, rows: int, kind: int) -> Specialisation:
+    plan, x, number = _plan(rows, form), TRITON_TYPES[form.x], f"i32{DIVISIBLE}"
+    one = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
+    types = {"x": f"*{x}", **_weight_types(kind), "bias": "*fp32", "out": f"*{x if plan['PARTS'] == 1 else 'fp32'}"}
+    types |= ({} if one else {"rows": "i32"}) | dict.fromkeys(("outputs", "inputs", "groups"), number)
+    options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {**one, "BITS": form.bits, "GROUP": form.group_size, "ZEROS": kind, "BIASED": False, **plan}
+    wanted = () if form.x == torch.float32 else ("mma", "cp.async")
+    return Specialisation(_grouped_kernel, types, constants, options, wanted)
+
+
+def _widening(x: torch.dtype, bits: int, group: int, kind: int) -> Specialisation:
+    types = {**_weight_types(kind), "out": f"*{TRITON_TYPES[x]}"}
+    types |= dict.fromkeys(("outputs", "inputs"), f"i32{DIVISIBLE}")
+    constants = {"BITS": bits, "GROUP": group, "ZEROS": kind, "BLOCK_OUTPUTS": _OUTPUTS}
+    return Specialisation(_widen_kernel, types, constants, {"num_warps": 8})
