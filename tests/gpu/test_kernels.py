@@ -1,0 +1,133 @@
+"""Kernels on the device beside float64: attention, norms, gates and quantised products, in shapes of published models.
+
+CHARONIA_KERNELS=triton runs them on the interpreter, without bf16.
+"""
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from charonia.engine.attention.backend import CacheSpec
+from charonia.engine.attention.selector import create_backend
+from charonia.engine.checkpoint.model_spec import LayerAttention
+from charonia.engine.gpu import runtime
+from charonia.engine.step_batch import StepBatch
+
+INTERPRETED = os.environ.get("CHARONIA_KERNELS") == "triton"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no CUDA device"),
+]
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+PLAIN = LayerAttention()
+CAPPED = LayerAttention(100, 0.1, 20.0)
+SUNK = LayerAttention(None, None, None, sinks=True)
+BLOCK = 16
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def near(found: Tensor, right: Tensor, roundings: float = 8) -> bool:
+    """Within a few roundings of the largest number in the row."""
+    bound = roundings * torch.finfo(found.dtype).eps * right.abs().amax(-1, keepdim=True).clamp(min=1e-2)
+    return bool(((found.double() - right).abs() <= bound).all())
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, attention: LayerAttention, sinks: Tensor | None) -> Tensor:
+    """In float64: q [n, heads, d], the last n of k and v [T, kv_heads, d]; [n, heads * d]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    scores = torch.einsum("nhd,thd->hnt", q.double(), keys) * (attention.scale or q.shape[2] ** -0.5)
+    if attention.softcap is not None:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
+    back = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+    scores = scores.masked_fill((back < 0) | (back >= (attention.window or math.inf)), -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)), -1)
+    return torch.einsum("hnt,thd->nhd", scores.softmax(-1)[..., : len(k)], values).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "attention"),
+    [(32, 8, 128, PLAIN), (14, 2, 64, PLAIN), (16, 8, 256, CAPPED), (32, 32, 96, PLAIN), (64, 8, 64, SUNK)],
+)
+def test_attention(heads: int, kv_heads: int, size: int, attention: LayerAttention, dtype: torch.dtype) -> None:
+    """Rows that decode, near and far, rows with drafts, and chunks, in one step over blocks in any order."""
+    rows = [(0, 1), (40, 1), (15, 5)] if INTERPRETED else [(0, 1), (4097, 1), (1023, 1), (15, 5), (700, 8), (0, 300)]
+    rows += [(31, 20)] if INTERPRETED else [(512, 513)]
+    needed = [-(-sum(row) // BLOCK) for row in rows]
+    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0))
+    tables = torch.zeros(len(rows), max(needed), dtype=torch.int64)
+    for line, blocks in enumerate(order.split(needed)):
+        tables[line, : len(blocks)] = blocks
+    backend = create_backend("triton", CacheSpec((attention,), heads, kv_heads, size, BLOCK, dtype, DEVICE))
+    backend.allocate(sum(needed))
+    sinks = random(heads) if attention.sinks else None
+    history = [[random(start + count, kv_heads, size + which, dtype=dtype)[..., :size] for which in range(2)]
+               for start, count in rows]  # fmt: skip
+
+    def compute(starts: list[int], counts: list[int]) -> Tensor:
+        known = torch.zeros(len(rows), 1, dtype=torch.int32, device=DEVICE)
+        batch = StepBatch(np.arange(len(rows)), starts, counts, known, tables.to(DEVICE), BLOCK)
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        k, v = (
+            torch.cat([each[which][start:end] for each, start, end in zip(history, starts, ends, strict=True)])
+            for which in range(2)
+        )
+        return backend.begin_step(batch)(0, random(len(k), heads, size, dtype=dtype), k, v, sinks)
+
+    if not INTERPRETED:
+        compute([0] * len(rows), [max(start, 1) for start, _ in rows])
+    else:
+        for first in range(0, 40, 20):
+            compute([first] * len(rows), [min(max(start - first, 0), 20) for start, _ in rows])
+    starts, counts = map(list, zip(*rows, strict=True))
+    found = compute(starts, counts).split(counts)
+    queries = random(sum(counts), heads, size, dtype=dtype).split(counts)
+    for mine, q, (k, v) in zip(found, queries, history, strict=True):
+        assert near(mine, exact_attention(q, k, v, attention, sinks), 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [128, 896, 4096, 8192])
+def test_norm_after_a_sum(size: int, dtype: torch.dtype) -> None:
+    from charonia.engine.gpu.norm import TritonNorm
+
+    x, delta, weight = (random(rows, size, dtype=dtype) for rows in (5, 5, 1))
+    wide = (x + delta).double()
+    right = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight[0].double()
+    assert near(TritonNorm(weight[0], 1e-5).add_and_norm(x, delta), right)
+    assert torch.equal(x, wide.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate(dtype: torch.dtype) -> None:
+    from charonia.engine.gpu.gate import TritonGate
+
+    packed = random(7, 2 * 1000, dtype=dtype)
+    gate, up = packed.double().chunk(2, -1)
+    assert near(TritonGate("silu")(packed), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("rows", [1, 20, 300])
+def test_scaled_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> None:
+    """The product of codes is exact but for its last rounding."""
+    from charonia.engine.gpu.scaled_matmul import TritonScaledMatmul, quantise_rows
+
+    if kind == torch.float8_e4m3fn and not runtime.serves_fp8(dtype, DEVICE):
+        pytest.skip("this device does not multiply fp8")
+    x, weight = random(rows, 256, dtype=dtype), quantise_rows(random(96, 256, dtype=dtype), kind)
+    codes = quantise_rows(x, kind)
+    right = (codes.codes.double() @ weight.codes.double().T) * codes.scales.double()[:, None] * weight.scales.double()
+    assert near(TritonScaledMatmul(weight, None)(x), right)
