@@ -241,8 +241,8 @@ def _plan(rows: int, form: GroupedFormat) -> dict[str, int]:
     while triton.cdiv(form.outputs, _OUTPUTS) * parts < _ENOUGH and form.groups >= 2 * parts * _LEAST_GROUPS:
         parts *= 2
     block = 16 if rows <= 16 else 32
-    warps = 8 if form.x == torch.float32 else 4  # it has no tensor cores, and registers of four warps spill
-    return {"PARTS": parts, "BLOCK_ROWS": block, "BLOCK_OUTPUTS": _OUTPUTS, "num_warps": warps, "num_stages": 6}
+    warps, stages = (8, 3) if form.x == torch.float32 else (4, 6)  # it has no tensor cores, and registers spill
+    return {"PARTS": parts, "BLOCK_ROWS": block, "BLOCK_OUTPUTS": _OUTPUTS, "num_warps": warps, "num_stages": stages}
 
 
 _SHAPES = ((28672, 4096), (4096, 14336))
@@ -254,6 +254,8 @@ def specialisations() -> Iterator[Specialisation]:
     for x in TRITON_TYPES:
         for bits, group in ((4, 32), (4, 128), (8, 16), (8, 32), (8, 128)):
             for kind in (_NOTHING, _POINTS, _OFFSETS):
+                if x == torch.float32 and (bits, group, kind) != (4, 32, _NOTHING):
+                    continue  # checkpoints' own integers are floats then
                 yield _widening(x, bits, group, kind)
                 for rows, (outputs, inputs) in ((1, _SHAPES[1]), (16, _SHAPES[0]), (64, _SHAPES[1])):
                     form = GroupedFormat(outputs, inputs, group, kind == _POINTS, x, x, bits, kind == _OFFSETS)
