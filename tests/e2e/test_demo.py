@@ -48,7 +48,7 @@ def test_it_streams_the_text_that_it_generates(demo: Any) -> None:
     with httpx.stream("POST", f"{demo.url}/v2/models/demo/generate_stream", json=body) as response:
         events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
     assert "".join(event["text_output"] for event in events) == whole
-    assert len(events) > FEW // 2
+    assert len(events) > 2  # tokens that came while the last event was written are in one
 
 
 def test_it_says_what_transformers_says(demo: Any, examples: Path) -> None:
