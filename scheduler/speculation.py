@@ -197,6 +197,7 @@ class Speculation:
     def reset_totals(self) -> None:
         self.totals = {name: DrafterTotals() for name in (*self._drafters, GRAMMAR)}
         self._chance = FIRST_CHANCE
+        self._credit: float | None = None  # seconds that drafts may cost, once a step was timed
 
     def reset_step_times(self) -> None:
         self._costs = DecodeCosts()
@@ -205,7 +206,6 @@ class Speculation:
         self._drafting_seconds = 0.0  # to draft for a sequence
         self._pass_costs = DecodeCosts()  # of the draft model, by rows
         self._trial_seconds = 0.0
-        self._credit: float | None = None  # seconds that drafts may cost, once a step was timed
 
     def most_drafts(self, request: SequenceRequest) -> int:
         """Tokens that a step may draft for a sequence."""
