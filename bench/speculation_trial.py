@@ -5,7 +5,7 @@ and accepted, and how long that took.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
@@ -170,12 +170,16 @@ class RecordedTarget:
         self._rows: dict[int, tuple[int, IntArray, IntArray]] = {}
         self.differing = 0
 
-    def dictate(self, plan: StepPlan, tokens: IntArray) -> IntArray:
-        """The record's tokens for `tokens` [S] that the plan sampled; see `ModelRunner.dictate`."""
+    def note_rows(self, plan: StepPlan) -> None:
+        """Learn whose record the new rows of a plan are to follow. Called with every plan: the first steps of a long
+        prompt sample nothing."""
         for new in plan.new:
             prompt = tuple(new.tokens[: new.prompt].tolist())
             nothing: IntArray = np.zeros(0, np.int32)
             self._rows[new.row] = new.prompt, self._records.get(prompt, nothing), self._sampled.get(prompt, nothing)
+
+    def dictate(self, plan: StepPlan, tokens: IntArray) -> IntArray:
+        """The record's tokens for `tokens` [S] that the plan sampled; see `ModelRunner.dictate`."""
         dictated, first, seen = tokens.copy(), 0, list[tuple[IntArray, int, int]]()
         drafts = plan.drafts if len(plan.drafts) else np.zeros_like(plan.rows)
         ends = plan.starts + plan.counts
@@ -227,13 +231,15 @@ class _WatchedDrafter:
 
 
 class _WatchedExecutor(InlineExecutor):
-    """Keeps plans and results, with the times at which they came."""
+    """Keeps plans and results, with the times at which they came. `watch` sees each plan before it runs."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, watch: Callable[[StepPlan], None]) -> None:
         super().__init__(config)
+        self._watch = watch
         self.steps: list[tuple[StepPlan, StepResult, float]] = []
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> "_WatchedFuture":  # type: ignore[override]
+        self._watch(plan)
         return _WatchedFuture(self, plan, perf_counter(), super().execute(plan, masks))
 
 
@@ -268,13 +274,14 @@ class Laboratory:
         longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in records)
         cache = CacheConfig(block_size=BLOCK)
         plain = EngineConfig(model=checkpoint, max_model_len=longest, cache=cache, speculation=computing)
-        self._executor = _WatchedExecutor(msgspec.structs.replace(plain, **PRECISIONS[precision]))
+        self._target = RecordedTarget(records)
+        config = msgspec.structs.replace(plain, **PRECISIONS[precision])
+        self._executor = _WatchedExecutor(config, self._target.note_rows)
         capacity = self._executor.load(lambda phase, fraction: None)
         self._vocab_size, self.machine = capacity.vocab_size, capacity.machine
         self._blocks = streams * (-(-longest // BLOCK) + 2)
         self._executor.allocate(self._blocks)
         self._rule = SchedulerConfig(max_num_seqs=streams, max_num_batched_tokens=_CHUNK, max_model_len=longest)
-        self._target = RecordedTarget(records)
         if recorded:
             self._executor.rank.runner.dictate = self._target.dictate
         self._said: dict[tuple[int, ...], list[int]] = {}

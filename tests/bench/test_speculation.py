@@ -41,6 +41,13 @@ def test_drafters_take_turns_over_one_model(target: TargetTokens, root: Path, tm
     assert (tmp_path / "seen.json").stat().st_size > 1000
 
 
+def test_prompts_of_several_steps_are_followed_by_their_records(root: Path) -> None:
+    """Their first steps sample nothing."""
+    demo = root / "examples" / "model_repository" / "demo" / "1"
+    work = SpeculationWork(drafters=("random",), k=(3,), streams=(4,), kinds=("edit",), new=8, repeats=1)
+    assert compare(demo, "bf16", "record", read_texts(work.kinds), work, log=lambda line: None).differing == 0
+
+
 def test_what_drafts_change_is_counted() -> None:
     """A sampled token that is another than before at the same place of a record, but not one after a wrong draft."""
     target, none = RecordedTarget([Record([5, 6], [10, 11, 12])]), np.zeros(0, np.int32)
