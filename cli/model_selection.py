@@ -24,6 +24,8 @@ from ..repository.gateway import InProcessGateway
 from ..repository.memory_budget import MemoryBudget
 from ..repository.model_control import ModelControl
 from ..repository.model_source import ModelSource, checkpoint_source, is_repository
+from ..repository.object_storage.bucket_repository import open_buckets
+from ..repository.object_storage.locations import is_bucket_url
 from ..repository.response_cache import parse_cache_config
 from ..repository.watcher import RepositoryWatcher
 from .options import RepositoryOptions
@@ -120,8 +122,13 @@ class ModelSelection:
         names, wanted = self.catalog.model_names(), self.options.load_model
         if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
             names = list(dict.fromkeys(wanted))
+        unknown = self.catalog.unknown
+        if unknown:
+            print(f"charonia: model repository {unknown[0]} is away, and was never read from here", file=sys.stderr)
         with ProgressDisplay() as display:
             complete = await watcher.load_initial(names, display)
+        if unknown and self.options.model_control_mode == "none":  # nobody would look again
+            return False
         if not complete and strict and not self.is_single_checkpoint:
             print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
         return complete or not (strict or self.is_single_checkpoint)
@@ -154,11 +161,14 @@ def select_models(
     if _ALL_MODELS in options.load_model and options.load_model != (_ALL_MODELS,):
         raise InvalidArgument("--load-model * stands for all models and must be the only one")
     repositories = list(options.model_repository)
-    single = None if model is None else _single_checkpoint(model, options, engine)
+    single = None if model is None or is_bucket_url(model) else _single_checkpoint(model, options, engine)
     if model is not None and single is None:
-        repositories.append(Path(model))
+        repositories.append(model)
     _check_flags(options, engine, single is not None, bool(repositories))
-    catalog = RepositoryCatalog(repositories, single, options.configs.model_config_name)
+    urls = [each for each in repositories if is_bucket_url(each)]
+    local = [Path(each) for each in repositories if not is_bucket_url(each)]
+    buckets = open_buckets(urls, options.model_cache_dir, options.model_cache_bytes)
+    catalog = RepositoryCatalog(local, single, options.configs.model_config_name, buckets)
     of_all = (  # as if they were said of all backends
         f"execution_timeout_secs={options.execution_timeout_secs:g}",
         f"restart_pause_secs={options.restart_pause:g}",

@@ -59,9 +59,13 @@ class RepositoryOptions:
     """Which models to serve."""
 
     model_repository: Annotated[
-        tuple[Path, ...], Parameter(name=("--model-repository", "--model-store"), negative=())
+        tuple[str, ...], Parameter(name=("--model-repository", "--model-store"), negative=())
     ] = ()
-    """Directory of models; may be given several times."""
+    """Directory of models, or s3://, gs:// or as:// and a path; may be given several times."""
+    model_cache_dir: Path | None = None
+    """Where models of object storage are kept; without it, charonia/models in the user's cache."""
+    model_cache_bytes: Annotated[int | None, Parameter(validator=Number(gt=0))] = None
+    """What may be kept there; without it, what the disk has room for."""
     served_model_name: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = ()
     """Names of a single checkpoint, instead of its directory's: several one after the other, or with commas. Answers
     show the first."""

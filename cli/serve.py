@@ -86,7 +86,8 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
         gateway.lifecycle.load_sequentially()
         loading = asyncio.create_task(_load(plan, watcher, stop))
         try:
-            servers = await _make_servers(plan, gateway, ports, (gateway.measurements, lag.measure))
+            sources = gateway.measurements, lag.measure, plan.selection.catalog.measure
+            servers = await _make_servers(plan, gateway, ports, sources)
             async with servers.metrics():
                 await servers.start()
                 gc_tuning.freeze_imports()
@@ -108,6 +109,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
             loading.cancel()
             gateway.begin_exit()
             await gateway.lifecycle.close()
+            plan.selection.catalog.close()
 
 
 def _end_listeners(

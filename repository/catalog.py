@@ -1,36 +1,47 @@
-"""The catalog of models that can be loaded: those of the repositories' directories, and a checkpoint of its own."""
+"""The catalog of models that can be loaded: those of the repositories, and a checkpoint of its own."""
 
 import logging
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from ..core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
+from ..core.errors import AlreadyExists, InvalidArgument, NotFound
+from ..core.metrics import Measurement
+from .backend_registry import OnProgress
 from .config_io import ConfigMessage
 from .model_source import ModelSource, file_stamps, read_model
+from .object_storage.bucket_repository import BucketRepository
 
 log = logging.getLogger(__name__)
 
-_CLOUD_SCHEMES = (("s3:",), ("gs:",), ("as:",))
-"""The first part of paths that tritonserver fetches."""
+
+class FetchedModel(NamedTuple):
+    """A model's directory, where it had to be downloaded. Whoever has it calls `release` when nobody needs the
+    directory any more."""
+
+    directory: Path | None = None
+    release: Callable[[], None] = lambda: None
+    place: str = ""
 
 
 class RepositoryCatalog:
-    """Reads the directories anew at each call. `config_name`: of other config files, in `configs/`.
+    """Reads the directories anew at each call, and `buckets` as they were last listed. `config_name`: of other config
+    files, in `configs/`.
 
     Raises:
         InvalidArgument: a repository is no directory.
-        Unsupported: it is in a cloud.
     """
 
     def __init__(
-        self, repositories: Sequence[Path] = (), single: ModelSource | None = None, config_name: str = ""
+        self,
+        repositories: Sequence[Path] = (),
+        single: ModelSource | None = None,
+        config_name: str = "",
+        buckets: Sequence[BucketRepository] = (),
     ) -> None:
         for repository in repositories:
-            if repository.parts[:1] in _CLOUD_SCHEMES:
-                message = f"model repository '{repository}': repositories in clouds are not read; copy it, or mount it"
-                raise Unsupported(message)
             try:
                 present = repository.is_dir()
             except OSError as error:
@@ -40,22 +51,37 @@ class RepositoryCatalog:
         # One directory may be given twice, also by other names.
         places = [(at.st_dev, at.st_ino) for at in map(os.stat, repositories)]
         self._repositories = tuple(path for at, path in enumerate(repositories) if places.index(places[at]) == at)
+        self._buckets = tuple({bucket.url: bucket for bucket in buckets}.values())
         self._single = single
         self._config_name = config_name
 
-    def is_readable(self) -> bool:
-        """Whether every repository can be read at this moment."""
-        return None not in [_model_folders(repository) for repository in self._repositories]
+    def refresh(self, since: float | None = None) -> bool:
+        """Whether every repository can be read at this moment; lists the buckets, unless they were `since`."""
+        readable = [_model_folders(repository) is not None for repository in self._repositories]
+        return all(readable + [bucket.refresh(since) for bucket in self._buckets])
+
+    @property
+    def has_buckets(self) -> bool:
+        return bool(self._buckets)
+
+    @property
+    def unknown(self) -> list[str]:
+        """The buckets that could never be listed."""
+        return [bucket.url for bucket in self._buckets if not bucket.is_known]
 
     def model_names(self) -> list[str]:
         """Every model's name once: the single checkpoint's first, the others by name."""
         found = {path.name for repository in self._repositories for path in _model_folders(repository) or ()}
+        found |= {name for bucket in self._buckets for name in bucket.model_names()}
         single = [] if self._single is None else [self._single.name]
         return [*single, *sorted(found - set(single))]
 
-    def directories(self, name: str) -> list[Path]:
+    def _directories(self, name: str) -> list[Path]:
         """The directories of models of that name; none for a name that no directory can have."""
         return [path for repository in self._repositories if os.path.isdir(path := repository / name)]
+
+    def _holders(self, name: str) -> list[BucketRepository]:
+        return [bucket for bucket in self._buckets if name in bucket.model_names()]
 
     def steps_there(self, source: ModelSource) -> frozenset[str]:
         """The models that a source asks, without those that may be missing and are."""
@@ -66,12 +92,43 @@ class RepositoryCatalog:
     def stamps(self, name: str) -> Hashable:
         """The stamps of all files in a model's directory: equal as long as nothing changes. None if there are none."""
         try:
-            return tuple(stamp for directory in self.directories(name) for stamp in file_stamps(directory)) or None
+            stamps = [stamp for path in self._directories(name) for stamp in file_stamps(path, path.parent)]
+            return (*stamps, *(each for bucket in self._holders(name) for each in bucket.stamps(name))) or None
         except OSError:  # reading the model reports it
             return None
 
-    def read(self, name: str, override: ConfigMessage = None, directory: Path | None = None) -> ModelSource:
-        """The source of a model, with `override` for its config, and from `directory` instead of its own.
+    def fetch(self, name: str, on_progress: OnProgress, override: ConfigMessage = None) -> FetchedModel:
+        """Download a model that is in a bucket, and there alone, as far as its config, or `override`, asks for;
+        nothing for others. May take long.
+
+        Raises:
+            CharoniaError: see `BucketRepository.fetch`.
+        """
+        holders = self._holders(name)
+        if len(holders) != 1 or self._directories(name) or (self._single and name == self._single.name):
+            return FetchedModel()
+        [bucket] = holders
+        fetched = bucket.fetch(name, override, self._config_name, on_progress)
+        return FetchedModel(fetched.path, fetched.drop, bucket.place(name))
+
+    def measure(self) -> Iterator[Measurement]:
+        """The buckets and their cache, at a scrape."""
+        for bucket in self._buckets:
+            yield bucket.measure()
+        yield from (kept.measure() for kept in {bucket.cache for bucket in self._buckets})
+
+    def close(self) -> None:
+        """Stop downloads, and give up what they left."""
+        for kept in {bucket.cache for bucket in self._buckets}:
+            kept.close()
+        for bucket in self._buckets:
+            bucket.close()
+
+    def read(
+        self, name: str, override: ConfigMessage = None, directory: Path | None = None, place: str = ""
+    ) -> ModelSource:
+        """The source of a model, with `override` for its config, and from `directory` instead of its own; `place`: see
+        `FetchedModel`.
 
         Raises:
             NotFound: there is none.
@@ -79,8 +136,9 @@ class RepositoryCatalog:
             InvalidArgument: it cannot be a model; the message names file, line and field.
         """
         single = self._single if self._single is not None and name == self._single.name else None
-        found = [directory] if directory is not None else self.directories(name)
+        found = [directory] if directory is not None else self._directories(name)
         places = [*map(str, found), *(() if single is None or directory else [single.versions[0].path])]
+        places += [] if directory is not None else [bucket.place(name) for bucket in self._holders(name)]
         if len(places) > 1:
             message = f"model '{name}' is not unique across all model repositories: {' and '.join(places)}"
             raise AlreadyExists(f"{message}; none of them is served until one is left")
@@ -92,7 +150,7 @@ class RepositoryCatalog:
         if not found:
             raise NotFound(f"no model repository has a folder '{name}'")
         try:
-            return read_model(found[0], override, self._config_name)
+            return read_model(found[0], override, self._config_name, place)
         except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have
             raise InvalidArgument(f"cannot read model '{name}': {error}") from None
 

@@ -22,6 +22,8 @@ from ..processes.host import release_free_memory, usable_cores
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import FILLS_GRANTED_MEMORY, OnProgress
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
+from .catalog import FetchedModel, RepositoryCatalog
+from .config_io import ConfigMessage
 from .config_validation import ignored_field_message, ignored_fields
 from .memory_budget import InsufficientMemory
 from .model_registry import LoadedModel, ModelEntry, ModelRegistry, ModelVersion
@@ -94,6 +96,29 @@ class ModelLifecycle:
     async def run_blocking(self, work: Callable[..., T], *arguments: object) -> T:
         """Run a blocking function outside the event loop, one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def refresh(self, catalog: RepositoryCatalog) -> bool:
+        """Whether every repository can be read at this moment."""
+        return await (asyncio.to_thread if catalog.has_buckets else self.run_blocking)(catalog.refresh)
+
+    async def read(
+        self,
+        catalog: RepositoryCatalog,
+        name: str,
+        override: ConfigMessage = None,
+        on_progress: OnProgress = ignore_progress,
+    ) -> tuple[ModelSource, Callable[[], None]]:
+        """The source of a model, downloaded if it has to be, and what releases it: see `load`. Several may be read at
+        once. Raises as `RepositoryCatalog.fetch` and `read` do."""
+        fetched = FetchedModel()
+        if catalog.has_buckets:
+            fetched = await asyncio.to_thread(catalog.fetch, name, on_progress, override)
+        try:
+            source = await self.run_blocking(catalog.read, name, override, fetched.directory, fetched.place)
+        except BaseException:
+            fetched.release()
+            raise
+        return source, fetched.release
 
     async def run_to_completion(self, change: Coroutine[None, None, T]) -> T:
         """Load or unload for a client: to the end, even if the client leaves meanwhile. Raises `ServerExiting` after

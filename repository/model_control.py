@@ -65,6 +65,7 @@ class ModelControl:
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load a model, and before it those that it asks, if it is an ensemble."""
+        await self._lifecycle.refresh(self._catalog)
         self._loaded_for.pop(name, None)
         await self._load(name, config, files)
 
@@ -175,10 +176,14 @@ class ModelControl:
             raise InvalidArgument("Load parameter 'config' must be specified for model file override")
         override = None if config is None else parse_config_override(config)
         if not files:
-            source = await self._lifecycle.run_blocking(self._catalog.read, name, override)
-            if override is not None and not self._allow_code:
-                _check_runs_no_code(source, uploaded=False)
-            return source, lambda: None
+            source, release = await self._lifecycle.read(self._catalog, name, override)
+            try:
+                if override is not None and not self._allow_code:
+                    _check_runs_no_code(source, uploaded=False)
+            except BaseException:
+                release()
+                raise
+            return source, release
         scratch, directory = await self._lifecycle.run_blocking(_write_uploaded_files, name, files)
         try:
             source = await self._lifecycle.run_blocking(self._catalog.read, name, override, directory)

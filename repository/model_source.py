@@ -7,7 +7,7 @@ zeros; see https://github.com/triton-inference-server/server/blob/main/docs/user
 import logging
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
@@ -25,7 +25,7 @@ from .config_io import CONFIG_FILE_NAMES, ConfigMessage, find_config, line_of, n
 
 log = logging.getLogger(__name__)
 
-_VERSION = re.compile(r"[1-9][0-9]*")
+VERSION_NAME = re.compile(r"[1-9][0-9]*")
 _MISNAMED_VERSION = re.compile(r"0[0-9]*")
 _DATA_FOLDERS = ("warmup", "initial_state")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?")
@@ -34,10 +34,10 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?")
 @dataclass(frozen=True, slots=True)
 class VersionSource:
     """The source of one version. `path`: its directory, or a checkpoint or hub id. `mark`: equal as long as nothing
-    that the version is made from changes."""
+    that the version is made from changes, and it is where it was; a path is another after each download."""
 
     number: str
-    path: str
+    path: str = field(compare=False)
     mark: Hashable = None
 
 
@@ -90,17 +90,16 @@ def with_config_position(error: CharoniaError, file: Path | None) -> CharoniaErr
     return type(error)(config_position(file, error.field) + error.message, field=error.field)
 
 
-def read_model(directory: Path, override: ConfigMessage = None, config_name: str = "") -> ModelSource:
-    """The source of a model directory; `override` replaces its config. Raises `InvalidArgument` if the directory is no
-    model; the message names file, line and field."""
-    file = None if override is not None else find_config(directory, config_name)
-    config = override if override is not None else new_config() if file is None else parse_config_file(file)
+def read_model(directory: Path, override: ConfigMessage = None, config_name: str = "", place: str = "") -> ModelSource:
+    """The source of a model directory; `override` replaces its config. `place`: where it was downloaded from. Raises
+    `InvalidArgument` if the directory is no model; the message names file, line and field."""
+    config, file = _read_config(directory, override, config_name)
     try:
         if config.name and config.name != directory.name:
             message = f"unexpected directory name '{directory.name}' for model '{config.name}', "
             raise InvalidArgument(f"{message}directory name must equal model name", field="name")
         config.name = directory.name
-        served = _choose_versions(config, directory)
+        served = _choose_versions(config, find_versions(directory), find_misnamed_versions(directory))
         fill_backend(config, directory / str(served[0]))
     except InvalidArgument as error:
         raise with_config_position(error, file) from None
@@ -110,18 +109,38 @@ def read_model(directory: Path, override: ConfigMessage = None, config_name: str
     data = [entry for entry in data if entry.name not in CONFIG_FILE_NAMES]
     versions = []
     for path in [directory / str(number) for number in served]:
-        stamps = [stamp for entry in (path, *data) for stamp in file_stamps(entry)]
-        versions.append(VersionSource(path.name, str(path), (text, *stamps, unique)))
+        stamps = [stamp for entry in (path, *data) for stamp in file_stamps(entry, directory)]
+        versions.append(VersionSource(path.name, str(path), (place or str(directory), text, *stamps, unique)))
     return ModelSource(directory.name, config, tuple(versions), directory, file)
 
 
-def _choose_versions(config: ConfigMessage, directory: Path) -> list[int]:
+def _read_config(directory: Path, override: ConfigMessage, config_name: str) -> tuple[ConfigMessage, Path | None]:
+    """The config as written, and its file if it is one's."""
+    if override is not None:
+        return override, None
+    file = find_config(directory, config_name)
+    return (new_config() if file is None else parse_config_file(file)), file
+
+
+def read_served_versions(
+    directory: Path, override: ConfigMessage, config_name: str, present: Sequence[int]
+) -> list[int]:
+    """Of these versions of a model those that are served, lowest first; `directory` has its config. Raises as
+    `read_model` does."""
+    config, file = _read_config(directory, override, config_name)
+    try:
+        return _choose_versions(config, present, ())
+    except InvalidArgument as error:
+        raise with_config_position(error, file) from None
+
+
+def _choose_versions(config: ConfigMessage, present: Sequence[int], misnamed: Sequence[str]) -> list[int]:
     """The versions that the config's policy serves, lowest first; without a policy the latest. Raises `InvalidArgument`
     if none of them is there."""
-    policy, present = config.version_policy, find_versions(directory)
+    policy = config.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
-            served = present
+            served = [*present]
         case "specific":
             served = []
             for version in sorted(set(policy.specific.versions)):
@@ -131,12 +150,11 @@ def _choose_versions(config: ConfigMessage, directory: Path) -> list[int]:
                     message = "version %d of model '%s' is asked for by its version policy and is not there"
                     log.warning(message, version, config.name)
         case "latest":
-            served = present[-max(policy.latest.num_versions, 1) :]
+            served = [*present[-max(policy.latest.num_versions, 1) :]]
         case _:
-            served = present[-1:]
+            served = [*present[-1:]]
     if not served:
         message = f"at least one version must be available under the version policy of model '{config.name}'"
-        misnamed = find_misnamed_versions(directory)
         hint = f"; '{misnamed[0]}' is none, for it begins with 0" if misnamed else ""
         raise InvalidArgument(message + hint, field="version_policy")
     return served
@@ -144,7 +162,7 @@ def _choose_versions(config: ConfigMessage, directory: Path) -> list[int]:
 
 def find_versions(model: Path) -> list[int]:
     """The numbers of a model directory's versions, lowest first."""
-    return sorted(map(int, _folders(model, _VERSION)))
+    return sorted(map(int, _folders(model, VERSION_NAME)))
 
 
 def find_misnamed_versions(model: Path) -> list[str]:
@@ -157,10 +175,10 @@ def _folders(model: Path, name: re.Pattern[str]) -> list[str]:
     return [entry.name for entry in entries if name.fullmatch(entry.name) and entry.is_dir()]
 
 
-def file_stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Name, time of change and size of every file at or below a path."""
+def file_stamps(path: Path, root: Path) -> list[tuple[str, int, int]]:
+    """Name, time of change and size of every file at or below a path in `root`."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return [(str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files]
+    return [(str(file.relative_to(root)), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files]
 
 
 def is_checkpoint(directory: Path) -> bool:

@@ -5,8 +5,8 @@ All sources are read first; then models load side by side, as `lifecycle.py` des
 
 import asyncio
 import logging
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from ..core.errors import AlreadyExists, CharoniaError
 from .backend_registry import OnProgress
@@ -41,6 +41,13 @@ class LoadLogger:
         log.error("model '%s' failed to load: %s", name, reason)
 
 
+class ReadSource(NamedTuple):
+    """A model's source, and what releases the directory that it was downloaded to."""
+
+    source: ModelSource
+    release: Callable[[], None]
+
+
 class RepositoryWatcher:
     """Keeps the registry in step with the catalog. Remembers the source of each model's last attempt to load."""
 
@@ -65,7 +72,7 @@ class RepositoryWatcher:
     async def poll_once(self, listener: LoadListener) -> None:
         """Load models that are new or changed, unload those that are gone; nothing while a repository cannot be read:
         it may be back the next time."""
-        if not await self._lifecycle.run_blocking(self._catalog.is_readable):
+        if not await self._lifecycle.refresh(self._catalog):
             return
         names = await self._lifecycle.run_blocking(self._catalog.model_names)
         await self._load(names, listener)
@@ -75,25 +82,39 @@ class RepositoryWatcher:
 
     async def _load(self, names: Iterable[str], listener: LoadListener) -> bool:
         """Returns whether all of them loaded, or were tried before as they are."""
-        sources, readable, wanted = list[ModelSource](), True, list(names)
-        for name in wanted:
-            try:
-                source = await self._lifecycle.run_blocking(self._catalog.read, name)
-            except CharoniaError as error:
-                if self._is_changed(name, error.message):
-                    readable = False
-                    await self._record_unreadable(name, error)
-                    listener.on_failed(name, error.message)
-            else:
-                wanted += sorted(self._catalog.steps_there(source).difference(wanted, self._registry.entries))
-                if self._is_changed(name, source.versions):
-                    sources.append(source)
+        sources, readable, wanted = dict[str, ReadSource](), True, list(names)
+        reading = {name: asyncio.create_task(self._read(name, listener)) for name in wanted}
+        try:
+            for name in wanted:
+                try:
+                    read = await (reading.get(name) or self._read(name, listener))
+                except CharoniaError as error:
+                    if self._is_changed(name, error.message):
+                        readable = False
+                        await self._record_unreadable(name, error)
+                        listener.on_failed(name, error.message)
+                else:
+                    source = read.source
+                    wanted += sorted(self._catalog.steps_there(source).difference(wanted, self._registry.entries))
+                    if self._is_changed(name, source.versions):
+                        sources[name] = read
+                    else:
+                        read.release()
+        finally:
+            for task in reading.values():
+                task.cancel()
         loads: dict[str, asyncio.Task[bool]] = {}
         async with asyncio.TaskGroup() as group:
-            for source in in_order_of_need(sources):
+            for source in in_order_of_need(read.source for read in sources.values()):
                 needed = [loads[name] for name in source.steps if name in loads]
-                loads[source.name] = group.create_task(self._load_one(source, needed, listener))
+                loads[source.name] = group.create_task(self._load_one(sources[source.name], needed, listener))
         return readable and all(load.result() for load in loads.values())
+
+    async def _read(self, name: str, listener: LoadListener) -> ReadSource:
+        def on_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
+            listener.on_loading(name)(phase, fraction, seconds, detail)
+
+        return ReadSource(*await self._lifecycle.read(self._catalog, name, on_progress=on_progress))
 
     async def _record_unreadable(self, name: str, error: CharoniaError) -> None:
         entry = self._registry.get_or_add(name)
@@ -102,14 +123,13 @@ class RepositoryWatcher:
             entry.should_serve = True
         entry.record_load_failure(error.message, () if entry.loaded_versions else entry.versions)
 
-    async def _load_one(
-        self, source: ModelSource, needed: Sequence[asyncio.Task[bool]], listener: LoadListener
-    ) -> bool:
+    async def _load_one(self, read: ReadSource, needed: Sequence[asyncio.Task[bool]], listener: LoadListener) -> bool:
         """Load one model; an ensemble when the loads of the models that it needs have ended."""
+        source = read.source
         if needed:
             await asyncio.wait(needed)
         try:
-            seconds = await self._lifecycle.load(source, listener.on_loading(source.name))
+            seconds = await self._lifecycle.load(source, listener.on_loading(source.name), read.release)
         except LoadFailure as failure:
             error = failure.cause
             reason = error.message if isinstance(error, CharoniaError) else f"{type(error).__name__}: {error}"

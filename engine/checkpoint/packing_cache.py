@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 import struct
 import time
 from collections import deque
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import __version__
-from ...core.errors import InvalidArgument
+from ...processes.private_directory import make_private_directory
 
 log = logging.getLogger(__name__)
 
@@ -244,14 +243,7 @@ def open_packing_cache(directory: Path, budget: int) -> PackingCache:
     Raises:
         InvalidArgument: it can't be made, or somebody else may write to it: who does chooses the weights.
     """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-    except OSError as error:
-        raise InvalidArgument(f"cache_dir: {error}", field="cache_dir") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        message = f"cache_dir: {directory} must belong to the server's user, and nobody else may write to it"
-        raise InvalidArgument(message, field="cache_dir")
+    make_private_directory(directory, "cache_dir")
     return PackingCache(directory, budget)
 
 

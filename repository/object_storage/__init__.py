@@ -1,0 +1,1 @@
+"""Model repositories in object storage: S3 and what speaks its protocol, Google's, Azure's."""

@@ -1,0 +1,169 @@
+"""Reads objects of a bucket into files: several at once, in parts at once, going on where somebody stopped.
+
+A file in `partial/` has the whole size from the beginning; beside it `.parts` has a byte for each part that is there.
+Who reads an object holds the lock of its file: another server waits, and finds it read.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from hashlib import md5
+from pathlib import Path
+from threading import Event, Lock
+from time import time
+from typing import NamedTuple, Protocol
+
+from ...core.errors import ServerExiting
+from .stores import ObjectStore, StoredObject, StoreUnavailable
+
+PARTS = ".parts"
+PART_BYTES = 8 << 20
+"""What is read at once, and need not be read again after a break."""
+
+_OBJECTS_AT_ONCE, _PARTS_AT_ONCE = 6, 6
+_TRIES, _FIRST_PAUSE = 4, 0.2
+_LOCK_PAUSE = 0.1
+
+
+class WantedObject(NamedTuple):
+    """An object, and the file that it is to be."""
+
+    found: StoredObject
+    path: Path
+
+
+class ObjectFiles(Protocol):
+    """Where objects lie: the cache. `closing`: nothing more is to be read."""
+
+    closing: Event
+
+    def entry(self, store: ObjectStore, found: StoredObject) -> Path: ...
+
+    def partial(self, store: ObjectStore, found: StoredObject) -> Path: ...
+
+
+class _Stopped(Exception):
+    """Another part failed."""
+
+
+class Download:
+    """One go at reading objects of `size` bytes together. `on_bytes` is told how many of them there are."""
+
+    def __init__(self, files: ObjectFiles, store: ObjectStore, size: int, on_bytes: Callable[[int, int], None]) -> None:
+        self._files, self._store, self._size, self._on_bytes = files, store, size, on_bytes
+        self._stop, self._counting = Event(), Lock()
+        self._there = 0
+        self.read_bytes = 0
+
+    def run(self, wanted: Sequence[WantedObject]) -> None:
+        """Read them all. Raises the first error of `ObjectStore.read`; the parts that came stay for the next time."""
+        with (
+            ThreadPoolExecutor(_PARTS_AT_ONCE, "download-part") as readers,
+            ThreadPoolExecutor(_OBJECTS_AT_ONCE, "download") as objects,
+        ):
+            try:
+                _all([objects.submit(self._fetch, each, readers) for each in wanted])
+            finally:
+                self._stop.set()
+
+    def _fetch(self, each: WantedObject, readers: ThreadPoolExecutor) -> None:
+        entry, partial = self._files.entry(self._store, each.found), self._files.partial(self._store, each.found)
+        with self._opened(partial) as file:
+            if entry.exists():  # another server has read it meanwhile
+                self._count(each.found.size, 0)
+                if not os.fstat(file).st_size:  # made anew after that
+                    partial.unlink(missing_ok=True)
+            else:
+                self._fill(file, each.found, partial.with_suffix(PARTS), readers)
+                os.fchmod(file, 0o400)
+                os.utime(partial, (time(), each.found.modified))
+                os.rename(partial, entry)
+                partial.with_suffix(PARTS).unlink(missing_ok=True)
+            os.link(entry, each.path)
+
+    @contextmanager
+    def _opened(self, partial: Path) -> Iterator[int]:
+        """The descriptor of the file, locked."""
+        while True:
+            file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                while not _lock(file):
+                    self._stop.wait(_LOCK_PAUSE)
+                    self._check()
+                if os.fstat(file).st_nlink:
+                    yield file
+                    return
+            finally:
+                os.close(file)
+
+    def _fill(self, file: int, found: StoredObject, parts: Path, readers: ThreadPoolExecutor) -> None:
+        marks = os.open(parts, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, found.size)
+            count = -(-found.size // PART_BYTES)
+            done = os.pread(marks, count, 0).ljust(count, b"\0")
+            self._count(sum(min(PART_BYTES, found.size - at * PART_BYTES) for at in range(count) if done[at]), 0)
+            _all([readers.submit(self._part, file, marks, found, at) for at in range(count) if not done[at]])
+            if (known := self._store.md5(found)) and known != _md5(file):
+                os.ftruncate(marks, 0)
+                raise StoreUnavailable(
+                    f"{self._store.location.url}: what came of object '{found.key}' is not what the store says it is"
+                )
+        finally:
+            os.close(marks)
+
+    def _part(self, file: int, marks: int, found: StoredObject, at: int) -> None:
+        start, end = at * PART_BYTES, min((at + 1) * PART_BYTES, found.size)
+        os.pwrite(file, self._read(found, start, end), start)
+        os.fdatasync(file)  # before the mark
+        os.pwrite(marks, b"\1", at)
+        self._count(end - start, end - start)
+
+    def _read(self, found: StoredObject, start: int, end: int) -> bytes:
+        """Tries again, after a longer pause each time."""
+        for attempt in range(_TRIES):
+            self._check()
+            try:
+                return self._store.read(found, start, end)
+            except StoreUnavailable:
+                if attempt == _TRIES - 1:
+                    raise
+                self._stop.wait(_FIRST_PAUSE * 2**attempt)
+        raise AssertionError
+
+    def _check(self) -> None:
+        if self._files.closing.is_set():
+            raise ServerExiting
+        if self._stop.is_set():
+            raise _Stopped
+
+    def _count(self, there: int, read: int) -> None:
+        with self._counting:
+            self._there += there
+            self.read_bytes += read
+            self._on_bytes(self._there, self._size)
+
+
+def _all(tasks: Sequence[Future[None]]) -> None:
+    """Wait for them; raises the first error, without waiting for the others."""
+    failed = [error for task in wait(tasks, return_when=FIRST_EXCEPTION).done if (error := task.exception())]
+    if failed:
+        raise min(failed, key=lambda error: isinstance(error, _Stopped))
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _md5(file: int) -> str:
+    digest, at = md5(usedforsecurity=False), 0
+    while block := os.pread(file, PART_BYTES, at):
+        digest.update(block)
+        at += len(block)
+    return digest.hexdigest()
