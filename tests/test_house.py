@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "ensembles": {"core", "telemetry"},
     "repository": {"core", "telemetry", "processes"},
     "api": {"core", "telemetry", "processes"},
-    "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine"},
+    "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository"},
     "cli": {"api", "core", "telemetry", "processes", "engine", "repository"},
 }
 FOREIGN_BANS = {

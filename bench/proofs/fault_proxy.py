@@ -84,29 +84,29 @@ class FaultProxy:
 
     async def _start(self) -> None:
         self._client = httpx.AsyncClient(base_url=self.target, timeout=60)
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._connections: set[asyncio.Task[None]] = set()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _stop(self) -> None:
         self._server.close()
-        connections = dict(self._connections)
-        for writer in connections.values():
-            writer.close()
-        await asyncio.gather(*connections)
+        connections = [*self._connections]
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
         await self._client.aclose()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections[task] = writer
+        self._connections.add(task)
         try:
             while not self.away and await self._answer(reader, writer):
                 await writer.drain()
-        except (OSError, asyncio.IncompleteReadError, httpx.HTTPError):
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError, httpx.HTTPError):
             pass
         finally:
-            del self._connections[task]
+            self._connections.discard(task)
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()

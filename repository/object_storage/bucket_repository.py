@@ -27,7 +27,7 @@ from ..model_source import VERSION_NAME, read_served_versions
 from .download import WantedObject
 from .locations import find_credentials, parse_location
 from .object_cache import ObjectCache
-from .stores import ObjectChanged, StoredObject, StoreRefused, StoreUnavailable, open_store
+from .stores import ObjectChanged, StoredObject, StoreRefused, StoreUnavailable, open_store, retried
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class BucketRepository:
                 return self.reachable
             began, before = monotonic(), self.reachable
             try:
-                objects = self._store.list_objects()
+                objects = retried(self._store.list_objects)
             except (StoreUnavailable, StoreRefused) as error:
                 if isinstance(error, StoreRefused) and self._listed_at < 0:
                     raise

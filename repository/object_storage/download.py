@@ -16,14 +16,13 @@ from time import time
 from typing import NamedTuple, Protocol
 
 from ...core.errors import ServerExiting
-from .stores import ObjectStore, StoredObject, StoreUnavailable
+from .stores import ObjectStore, StoredObject, StoreUnavailable, retried
 
 PARTS = ".parts"
 PART_BYTES = 8 << 20
 """What is read at once, and need not be read again after a break."""
 
 _OBJECTS_AT_ONCE, _PARTS_AT_ONCE = 6, 6
-_TRIES, _FIRST_PAUSE = 4, 0.2
 _LOCK_PAUSE = 0.1
 
 
@@ -116,22 +115,15 @@ class Download:
 
     def _part(self, file: int, marks: int, found: StoredObject, at: int) -> None:
         start, end = at * PART_BYTES, min((at + 1) * PART_BYTES, found.size)
-        os.pwrite(file, self._read(found, start, end), start)
+        content = retried(lambda: self._read(found, start, end), self._stop.wait)
+        os.pwrite(file, content, start)
         os.fdatasync(file)  # before the mark
         os.pwrite(marks, b"\1", at)
         self._count(end - start, end - start)
 
     def _read(self, found: StoredObject, start: int, end: int) -> bytes:
-        """Tries again, after a longer pause each time."""
-        for attempt in range(_TRIES):
-            self._check()
-            try:
-                return self._store.read(found, start, end)
-            except StoreUnavailable:
-                if attempt == _TRIES - 1:
-                    raise
-                self._stop.wait(_FIRST_PAUSE * 2**attempt)
-        raise AssertionError
+        self._check()
+        return self._store.read(found, start, end)
 
     def _check(self) -> None:
         if self._files.closing.is_set():

@@ -9,10 +9,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import datetime
 from importlib import import_module
+from time import sleep
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +27,10 @@ CONNECT_SECONDS, READ_SECONDS = 5, 20
 """How long a store may take to accept a connection, and to send the next bytes."""
 
 _CALL_SECONDS = 300
+TRIES = 4
+FIRST_PAUSE = 0.2
+"""Seconds before a call is tried again; doubled each time."""
+
 _EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "as": ("adlfs", "azure")}
 _TALKATIVE = ("botocore", "aiobotocore", "s3fs", "gcsfs", "fsspec", "azure", "google", "urllib3")
 """Libraries that would log headers, and so signatures, at level DEBUG."""
@@ -138,7 +143,7 @@ class S3Store(ObjectStore):
         config: dict[str, Any] = {
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
-            "retries": {"mode": "standard", "max_attempts": 3},
+            "retries": {"total_max_attempts": 1},
             "max_pool_connections": 32,
         }
         if location.endpoint:
@@ -338,6 +343,15 @@ class AzureStore(ObjectStore):
             yield
         except HttpResponseError as error:
             raise self._refuse(error.status_code or 0, str(getattr(error, "error_code", "")), found) from None
+
+
+def retried(call: Callable[[], T], pause: Callable[[float], object] = sleep) -> T:
+    """What the call returns, tried again while the store is away. Raises its last error."""
+    for attempt in range(TRIES - 1):
+        with suppress(StoreUnavailable):
+            return call()
+        pause(FIRST_PAUSE * 2**attempt)
+    return call()
 
 
 def open_store(location: BucketLocation, credentials: CloudCredentials) -> ObjectStore:

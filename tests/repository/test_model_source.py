@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
+from charonia.core.errors import AlreadyExists, InvalidArgument, NotFound
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.model_source import checkpoint_source, config_position, is_repository, read_model
 
@@ -200,12 +200,6 @@ def test_no_such_model(tmp_path: Path, name: str) -> None:
 def test_no_such_repository(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not a directory"):
         RepositoryCatalog([tmp_path / "nowhere"])
-
-
-@pytest.mark.parametrize("url", ["s3://bucket/models", "gs://bucket/models", "as://account/container"])
-def test_a_repository_in_a_cloud_is_refused(url: str) -> None:
-    with pytest.raises(Unsupported, match="repositories in clouds are not read; copy it, or mount it"):
-        RepositoryCatalog([Path(url)])
 
 
 def test_one_model_of_a_repository_is_told_from_a_checkpoint(tmp_path: Path) -> None:

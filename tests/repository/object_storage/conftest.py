@@ -8,73 +8,32 @@ import pytest
 
 from charonia.bench.proofs.fault_proxy import FaultProxy
 from charonia.repository.backend_registry import OnProgress
-from charonia.repository.object_storage import download
+from charonia.repository.object_storage import download, stores
 from charonia.repository.object_storage.bucket_repository import BucketRepository, ModelDirectory
 from charonia.repository.object_storage.object_cache import ObjectCache
 
-moto_server = pytest.importorskip("moto.server")
-pytest.importorskip("s3fs")
-
-BUCKET = "models"
+from ...object_stores import BUCKET, Bucket, serving_s3, set_credentials
 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """The URL of moto's server."""
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with serving_s3() as url:
+        yield url
 
 
 @pytest.fixture
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "secret-of-the-test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-
-
-class Bucket:
-    """A bucket that a test fills."""
-
-    def __init__(self, url: str) -> None:
-        boto3: Any = pytest.importorskip("boto3")
-        self._client = boto3.client("s3", endpoint_url=url)
-        self._client.create_bucket(Bucket=BUCKET)
-
-    def put(self, key: str, content: bytes | str) -> None:
-        self._client.put_object(Bucket=BUCKET, Key=key, Body=content)
-
-    def put_tree(self, directory: Path, prefix: str = "") -> None:
-        for path in sorted(directory.rglob("*")):
-            if path.is_file():
-                self.put(f"{prefix}{path.relative_to(directory)}", path.read_bytes())
-
-    def delete(self, key: str) -> None:
-        self._client.delete_object(Bucket=BUCKET, Key=key)
-
-    def empty(self) -> None:
-        for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
-            for entry in page.get("Contents", ()):
-                self.delete(entry["Key"])
-        self._client.delete_bucket(Bucket=BUCKET)
-        self._client.close()
-
-
-@pytest.fixture
-def bucket(s3: str, credentials: None) -> Iterator[Bucket]:
+def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    set_credentials(monkeypatch)
     made = Bucket(s3)
     yield made
-    made.empty()
+    made.close()
 
 
 @pytest.fixture
 def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """What the servers of a test see; parts are small, and pauses short."""
     monkeypatch.setattr(download, "PART_BYTES", 1000)
-    monkeypatch.setattr(download, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.01)
     with FaultProxy(s3) as running:
         yield running
 

@@ -16,7 +16,7 @@ from charonia.repository.object_storage.bucket_repository import models_of
 from charonia.repository.object_storage.object_cache import CacheFull
 from charonia.repository.object_storage.stores import StoredObject, StoreRefused, StoreUnavailable
 
-from .conftest import Bucket
+from ...object_stores import Bucket
 
 CONFIG = 'backend: "toy"\nversion_policy { latest { num_versions: 1 } }\n'
 
@@ -343,13 +343,13 @@ def test_secrets_are_not_logged(
     assert "plain HTTP" in caplog.text
 
 
-def test_a_listing_of_a_thousand_objects_is_one_request(bucket: Bucket, opened: OpenServer, proxy: FaultProxy) -> None:
-    for version in range(1, 41):
+def test_many_versions_are_one_request(bucket: Bucket, opened: OpenServer, proxy: FaultProxy) -> None:
+    for version in range(1, 11):
         for name in "abcde":
             bucket.put(f"m/{version}/{name}", name)
     bucket.put("m/config.pbtxt", 'backend: "toy"\nversion_policy { all {} }\n')
     server = opened()
-    assert len(files(server.fetch().path)) == 201
+    assert len(files(server.fetch().path)) == 51
     server.cache.close()
     proxy.requests.clear()
     opened().fetch()
