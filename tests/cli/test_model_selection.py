@@ -27,7 +27,7 @@ def test_nobody_controls_a_single_checkpoint(tmp_path: Path, mode: Literal["poll
     (checkpoint / "config.json").write_text("{}")
     with pytest.raises(InvalidArgument, match=f"--model-control-mode {mode} is for a model repository"):
         select_models(str(checkpoint), RepositoryOptions(model_control_mode=mode), {})
-    both = RepositoryOptions(model_control_mode=mode, model_repository=(repository,))
+    both = RepositoryOptions(model_control_mode=mode, model_repository=(str(repository),))
     assert not select_models(str(checkpoint), both, {}).is_single_checkpoint
 
 
@@ -53,7 +53,7 @@ def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match="--revision is for a single checkpoint; in a repository, the parameter 'model'"
     ):
-        select_models(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})
+        select_models(None, RepositoryOptions(revision="main", model_repository=(str(tmp_path),)), {})
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_names_that_are_none(tmp_path: Path) -> None:
 def test_flags_about_executions_are_parameters_of_all_backends(tmp_path: Path) -> None:
     configs = ConfigOptions(backend_config=("python,restart_pause_secs=3",), backend_directory=tmp_path / "none")
     options = RepositoryOptions(
-        model_repository=(tmp_path,), restart_pause=0, execution_timeout_secs=2.5, configs=configs
+        model_repository=(str(tmp_path),), restart_pause=0, execution_timeout_secs=2.5, configs=configs
     )
     builder = select_models(None, options, {}).builder
     assert builder.backends[""] == {"execution_timeout_secs": "2.5", "restart_pause_secs": "0"}
@@ -128,4 +128,4 @@ def test_no_adapter_is_called_as_its_model(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match=f"--lora-modules: the name '{name}' is the model's"):
             select_models(str(tmp_path), options, {"lora_modules": f'{{"sql": "/a", "{name}": "/b"}}'})
     with pytest.raises(InvalidArgument, match=r"--lora-modules is for a single checkpoint; .* config.pbtxt"):
-        select_models(None, RepositoryOptions(model_repository=(tmp_path,)), {"lora_modules": "{}"})
+        select_models(None, RepositoryOptions(model_repository=(str(tmp_path),)), {"lora_modules": "{}"})
