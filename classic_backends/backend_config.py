@@ -15,6 +15,7 @@ from ..core.errors import InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.tensor import TensorSpec
 from ..processes.host import usable_cores
+from ..processes.rate_limiter import read_rate
 from .runtime import InstancePlacement, Parameters
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,9 @@ def _all_placements(model: str, raw: RawConfig) -> Iterator[InstancePlacement]:
         devices = [int(gpu) for gpu in group.get("gpus") or [0]] if kind == "KIND_GPU" else [0]
         count, passive = max(1, int(group.get("count") or 1)), bool(group.get("passive", False))
         for number in range(len(devices) * count):
-            yield InstancePlacement(kind, devices[number // count], number, f"{name}_{number}", passive)
+            device = devices[number // count]
+            rate = None if passive else read_rate(group, device)
+            yield InstancePlacement(kind, device, number, f"{name}_{number}", passive, rate)
 
 
 DEFAULT_MAX_BATCH_SIZE = 4

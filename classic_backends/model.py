@@ -15,6 +15,7 @@ from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from ..processes.rate_limiter import RateLimiter
 from ..telemetry.model_metrics import (
     CloseReason,
     FailureReason,
@@ -54,7 +55,8 @@ _NO_SAMPLES = ModelSamples()
 class ClassicModel:
     """One version of a model, on as many instances as its config asks for. `directory`: of the version. `parameters`:
     the backend's; those of the model's config override them. `samples`: a failing warm-up request fails the load.
-    `quantiles`: of the latency summaries, empty for no summaries. Raises `InvalidArgument` if values of the config
+    `quantiles`: of the latency summaries, empty for no summaries. `limiter`: of the resources that instances take turns
+    at, if they do. Raises `InvalidArgument` if values of the config
     contradict each other, of which `field` names one, and `Unsupported` if it asks for what is not built."""
 
     def __init__(
@@ -65,6 +67,7 @@ class ClassicModel:
         parameters: Parameters | None = None,
         samples: ModelSamples = _NO_SAMPLES,
         quantiles: Sequence[float] = (),
+        limiter: RateLimiter | None = None,
     ) -> None:
         self.config = config
         self._loader = loader
@@ -86,7 +89,8 @@ class ClassicModel:
         self._metrics = metrics = ModelMetrics(latencies)
         self.statistics, self.count = metrics.statistics, metrics.record_request_end
         self._orderer = ResponseOrderer() if self._batching.preserve_ordering else None
-        self._pool = InstancePool(self._load_runtime, execution_timeout, restart_pause)
+        self._pool = InstancePool(self._load_runtime, execution_timeout, restart_pause, limiter)
+        self._takes_turns = limiter is not None and any(each.rate is not None for each in self._placements)
         self._dispatcher: Dispatcher | SequenceScheduler | None = None
         self._inline_runtime: Runtime | None = None
 
@@ -120,7 +124,7 @@ class ClassicModel:
             runtime = self._pool.first
             check_ragged_support(self._signature, runtime.traits.ragged, self.config.backend)
             waits = decoupled or self._batching.max_delay_ns or self._sequences is not None
-            if runtime.traits.inline and not waits:
+            if runtime.traits.inline and not (waits or self._takes_turns):
                 self._inline_runtime = runtime  # without a queue and threads
             else:
                 await self._pool.load_instances(others)

@@ -15,6 +15,7 @@ from ..core.errors import Internal
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.request import ParameterValue
 from ..core.request_context import RequestContext
+from ..processes.rate_limiter import InstanceRate
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name, with the model's batch dimension first, if it has one. BYTES are object arrays of `bytes`; BF16, for
@@ -25,13 +26,14 @@ which numpy has no type, are uint16 arrays of its bits."""
 class InstancePlacement:
     """The device of one instance. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without one; `number`:
     in its group; `name`: the instance's, as Triton makes it: `<model>_<group>_<number>`; a `passive` one gets no
-    requests."""
+    requests; `rate`: what it takes turns at, if it does."""
 
     kind: str = "KIND_CPU"
     device: int = 0
     number: int = 0
     name: str = ""
     passive: bool = False
+    rate: InstanceRate | None = None
 
     @property
     def gpu(self) -> int | None:

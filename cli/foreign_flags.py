@@ -8,7 +8,7 @@ would change results are refused. Free of any server: the command line reads it.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from cyclopts import CycloptsPanel, Group, Parameter
 from cyclopts.exceptions import CycloptsError, UnknownOptionError
@@ -80,8 +80,6 @@ class TritonFlags:
     """Backends copy between GPUs as they like."""
     host_policy: _Idle = ()
     """Instances are not bound to cores or NUMA nodes."""
-    rate_limit_resource: _Idle = ()
-    """There is no rate limiter."""
     sagemaker_safe_port_range: _Idle = ()
     """There is one port."""
     sagemaker_thread_count: _Idle = ()
@@ -91,8 +89,6 @@ class TritonFlags:
 
     model_namespacing: Annotated[BooleanFlag, Parameter(group=_REFUSED)] = "false"
     """Names of models are unique over all repositories."""
-    rate_limit: Annotated[Literal["off", "execution_count"], Parameter(group=_REFUSED)] = "off"
-    """Instances wait for no resources."""
 
     @property
     def without_effect(self) -> list[str]:
@@ -101,10 +97,8 @@ class TritonFlags:
 
     def check(self) -> None:
         """Warn of flags that have no effect; raises `Unsupported` for one that would be missed."""
-        for name in ("model_namespacing", "rate_limit"):
-            value = getattr(self, name)
-            if value not in ("false", "0", "off"):
-                raise Unsupported(f"{_flag(name)} {value} is not served")
+        if is_true(self.model_namespacing):
+            raise Unsupported(f"{_flag('model_namespacing')} {self.model_namespacing} is not served")
         if self.without_effect:
             log.warning("flags of tritonserver that have no effect here: %s", ", ".join(self.without_effect))
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
+from ..processes.rate_limiter import RateLimiter, parse_resource_limits
 from ..repository.backend_registry import OnProgress
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
@@ -178,8 +179,16 @@ def select_models(
     promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
     budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
     complete, written_in_python = not options.configs.disable_auto_complete_config, options.configs.backend_directory
-    builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python)
+    limiter = _rate_limiter(options)
+    builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python, limiter)
     return ModelSelection(catalog, builder, options, single is not None and not repositories)
+
+
+def _rate_limiter(options: RepositoryOptions) -> RateLimiter | None:
+    limits = parse_resource_limits(options.rate_limit_resource)
+    if limits and options.rate_limit == "off":
+        log.warning("--rate-limit-resource has no effect without --rate-limit execution_count")
+    return None if options.rate_limit == "off" else RateLimiter(limits)
 
 
 class LoraModule(msgspec.Struct, forbid_unknown_fields=True):

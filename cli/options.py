@@ -92,6 +92,10 @@ class RepositoryOptions:
     """Seconds after which an execution of a classic model is ended, if it can be; 0 is never."""
     restart_pause: Annotated[float, Parameter(validator=Number(gte=0))] = 0.1
     """Seconds before a process of a classic model that has ended is replaced; doubled while it serves nothing."""
+    rate_limit: Literal["off", "execution_count"] = "off"
+    """Let instances of classic models take turns at the resources that their configs name: execution_count."""
+    rate_limit_resource: _Texts = ()
+    """What there is of a resource, as NAME:COUNT or NAME:COUNT:DEVICE; may be given several times."""
     cache_config: _Texts = ()
     """Keep answers of models whose configs have response_cache, as local,size=BYTES."""
     memory_limit: _MemoryLimit = None

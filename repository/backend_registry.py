@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 from ..core.errors import InvalidArgument
 from ..core.gateway import Gateway, ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
+from ..processes.rate_limiter import RateLimiter
 from .native_models import BLS
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
@@ -63,7 +64,8 @@ class ClassicRuntimeLoader(Protocol):
 
 
 ClassicModelBuilder: TypeAlias = Callable[
-    [ModelConfig, ClassicRuntimeLoader, Path, Mapping[str, str], ModelSamples, Sequence[float]], MeasuredModel
+    [ModelConfig, ClassicRuntimeLoader, Path, Mapping[str, str], ModelSamples, Sequence[float], RateLimiter | None],
+    MeasuredModel,
 ]
 """`classic_backends.model.ClassicModel`."""
 

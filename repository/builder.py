@@ -13,6 +13,7 @@ from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
 from ..core.tensor import TensorSpec
+from ..processes.rate_limiter import RateLimiter
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
     COMPOSITIONS,
@@ -76,7 +77,8 @@ class ModelBuilder:
 
     `backends`: see `parse_backend_config`. `auto_complete`: backends complete configs from their models' files.
     `quantiles`: those of the summaries of latencies, none for no summaries. `cache`: for the responses of models whose
-    configs ask for one. `backend_directory`: of backends written in Python.
+    configs ask for one. `backend_directory`: of backends written in Python. `limiter`: of resources that instances take
+    turns at.
     """
 
     backends: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class ModelBuilder:
     quantiles: tuple[float, ...] = ()
     cache: ResponseCache | None = None
     backend_directory: Path | None = None
+    limiter: RateLimiter | None = None
 
     def prepare(
         self, source: ModelSource, version: VersionSource, services: ModelServices, sharers: int = 1
@@ -156,8 +159,10 @@ class ModelBuilder:
             reservation.release()
             raise
 
+        parts = config, loader, directory, settings, samples
+
         def build(_: OnProgress) -> Model:
-            return self._with_cache(builder(config, loader, directory, settings, samples, self.quantiles), whole)
+            return self._with_cache(builder(*parts, self.quantiles, self.limiter), whole)
 
         return ModelFactory(build, reservation)
 

@@ -43,7 +43,7 @@ _IGNORED = ("runtime", "cc_model_filenames")
 _NO_INSTANCES = ("batch_input", "batch_output", "optimization", "dynamic_batching", "instance_group", "model_warmup")
 _IGNORED_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
 _ONNX_OPTIMIZATION = ("graph", "execution_accelerators")
-_IGNORED_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
+_IGNORED_GROUP = ("profile", "host_policy", "secondary_devices")
 _IGNORED_STATE = ("use_same_buffer_for_input_output", "use_growable_memory")
 _IGNORED_ENSEMBLE = ("batch_input", "batch_output", "default_model_filename")
 _IGNORED_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
@@ -87,9 +87,11 @@ def is_response_cache_enabled(config: ConfigMessage) -> bool:
     return bool(config.response_cache.enable) and cacheable and config.backend not in LANGUAGE_MODEL_BACKENDS
 
 
-def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[RawConfig] = ()) -> Iterator[str]:
+def ignored_fields(
+    config: ConfigMessage, caching: bool = True, made: Sequence[RawConfig] = (), limiting: bool = True
+) -> Iterator[str]:
     """Paths of the fields of a written config that have no effect. `caching`: the server has a response cache. `made`:
-    the completed configs of its versions, as far as there are any."""
+    the completed configs of its versions, as far as there are any. `limiting`: it has a rate limiter."""
     yield from _fields_set(config, _IGNORED)
     if config.response_cache.enable and not (caching and is_response_cache_enabled(config)):
         yield "response_cache"
@@ -115,6 +117,7 @@ def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[R
             yield "optimization.execution_accelerators.cpu_execution_accelerator"
     for group in config.instance_group:
         yield from _fields_set(group, _IGNORED_GROUP, "instance_group.")
+        yield from () if limiting else _fields_set(group, ("rate_limiter",), "instance_group.")
     for state in config.sequence_batching.state:
         yield from _fields_set(state, _IGNORED_STATE, "sequence_batching.state.")
     for side, tensors in (("input", config.input), ("output", config.output)):

@@ -173,7 +173,7 @@ class InProcessGateway:
         self._strict = strict
         self._healthy = healthy
         self._end_listeners = end_listeners
-        self._budget = builder.budget
+        self._budget, self._limiter = builder.budget, builder.limiter
         self._ended_without_model: Counter[RequestEnd] = Counter()
         self._exiting = False
 
@@ -285,6 +285,8 @@ class InProcessGateway:
         yield Measurement({}, tuple(ended_readings(self._ended_without_model)))
         for entry in self.registry.entries.values():
             yield from entry.measurements()
+        if self._limiter is not None:
+            yield from self._limiter.measure()
         for held in self._budget.measurements():
             entry = self.registry.get_or_add(held.labels["model"])
             yield held._replace(labels=entry.labels(held.labels["version"]))

@@ -188,7 +188,7 @@ class ModelLifecycle:
             raise
         for old in entry.publish(new):
             self._retire(entry, old)
-        _log_ignored_fields(source, self._builder.cache is not None, [each.config.raw for each in new.values()])
+        _log_ignored_fields(source, self._builder, [each.config.raw for each in new.values()])
 
     async def _load_version(
         self, entry: ModelEntry, source: ModelSource, version: VersionSource, on_progress: OnProgress
@@ -297,9 +297,9 @@ async def _unload(loaded: LoadedModel) -> None:
     loaded.resources.close()
 
 
-def _log_ignored_fields(source: ModelSource, caching: bool, made: Sequence[RawConfig]) -> None:
+def _log_ignored_fields(source: ModelSource, builder: ModelBuilder, made: Sequence[RawConfig]) -> None:
     for folder in () if source.directory is None else find_misnamed_versions(source.directory):
         log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
-    for path in ignored_fields(source.config, caching, made):
+    for path in ignored_fields(source.config, builder.cache is not None, made, builder.limiter is not None):
         position = config_position(source.config_file, path)
         log.warning("%smodel '%s': %s", position, source.name, ignored_field_message(path))

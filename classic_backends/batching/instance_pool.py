@@ -21,6 +21,7 @@ from typing import Protocol
 
 from ...core.tasks import wait_for_first
 from ...processes.child_process import RestartBackoff
+from ...processes.rate_limiter import InstanceClaim, RateLimiter
 from ..runtime import InstancePlacement, Runtime, RuntimeProcess
 from .queued_request import RequestBatch
 
@@ -99,10 +100,14 @@ class Instance:
     one of its own. `current_batch` is read by the event loop. For its pool, `backoff` outlives it; `started_at`: of
     `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its execution was
     interrupted, or cannot be; `unready_reason`: what its model's own check said last; `has_served`: it has executed a
-    batch without losing its process."""
+    batch without losing its process. `claim`: its turns, where resources are limited."""
 
     def __init__(
-        self, placement: InstancePlacement, load: Callable[[InstancePlacement], Runtime], backoff: RestartBackoff
+        self,
+        placement: InstancePlacement,
+        load: Callable[[InstancePlacement], Runtime],
+        backoff: RestartBackoff,
+        claim: InstanceClaim | None = None,
     ) -> None:
         self.placement = placement
         self.name = placement.name
@@ -115,6 +120,7 @@ class Instance:
         self.execution_timer = ExecutionTimer()
         self.current_batch: RequestBatch | None = None
         self._load = load
+        self._claim = claim
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
         self._ended = asyncio.Event()
@@ -125,7 +131,11 @@ class Instance:
     async def start(self) -> None:
         """Return when the runtime is loaded; raises the error of its load."""
         self._thread.start()
-        self.runtime = await asyncio.shield(self._loaded)
+        try:
+            self.runtime = await asyncio.shield(self._loaded)
+        except BaseException:
+            self._close_claim()
+            raise
         self.process, self._interrupt = self.runtime.traits.process, self.runtime.traits.interrupt
 
     def wake(self, source: WorkSource) -> None:
@@ -147,13 +157,19 @@ class Instance:
         """Return when the runtime is closed. The current batch is finished first, unless that takes too long or it is
         `abandoned`."""
         self._inbox.put(None)
-        if not abandoned:
-            if await is_set_within(self._ended, _CLOSE_SECONDS):
-                return
+        if self.current_batch is None:
+            self._close_claim()  # it may wait for its turn
+        if not (abandoned or await is_set_within(self._ended, _CLOSE_SECONDS)):
             log.error("instance '%s' still executes after %g s", self.name, _CLOSE_SECONDS)
-        self.interrupt("the model was unloaded")
-        if not await is_set_within(self._ended, _INTERRUPT_SECONDS):
-            log.error("instance '%s' cannot be ended: its thread is left to itself", self.name)
+        if not self._ended.is_set():
+            self.interrupt("the model was unloaded")
+            if not await is_set_within(self._ended, _INTERRUPT_SECONDS):
+                log.error("instance '%s' cannot be ended: its thread is left to itself", self.name)
+        self._close_claim()
+
+    def _close_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
 
     def interrupt(self, reason: str) -> bool:
         """Make the current execution fail for that reason; from any thread. False: the runtime cannot be
@@ -170,18 +186,35 @@ class Instance:
         else:
             call_in_loop(self._loop, self._set_loaded, runtime)
             while (source := self._inbox.get()) is not None:
-                while (batch := source.next_batch(self)) is not None:
-                    self.current_batch = batch
-                    self.execution_timer.start()
-                    source.execute_batch(self, batch)
-                    self.execution_timer.stop()
-                    self.has_served = self.has_served or not self.lost
-                    batch = self.current_batch = None  # frees the batch before the instance waits
+                if self._claim is None:
+                    while self._execute_next(source):
+                        pass
+                else:
+                    self._take_turns(source, self._claim)
             try:
                 runtime.close()
             except BaseException:
                 log.exception("instance '%s' did not close", self.name)
         call_in_loop(self._loop, self._ended.set)
+
+    def _execute_next(self, source: WorkSource) -> bool:
+        """Whether there was a batch."""
+        batch = source.next_batch(self)
+        if batch is None:
+            return False
+        self.current_batch = batch
+        self.execution_timer.start()
+        source.execute_batch(self, batch)
+        self.execution_timer.stop()
+        self.has_served = self.has_served or not self.lost
+        self.current_batch = None
+        return True
+
+    def _take_turns(self, source: WorkSource, claim: InstanceClaim) -> None:
+        """Wait for the resources before each batch: requests that come meanwhile join it."""
+        while claim.acquire() and self._execute_next(source):
+            pass
+        claim.release()
 
     def _set_loaded(self, runtime: Runtime | None, error: BaseException | None = None) -> None:
         if self._loaded.done():
@@ -238,15 +271,18 @@ class InstanceListener(Protocol):
 class InstancePool:
     """`load` makes the runtime of a placement, in its instance's thread. `execution_timeout`: seconds after which an
     execution is interrupted, 0 for never. `restart_pause`: seconds before a lost one is replaced; doubled with each
-    loss of one that served nothing. `restarts`: replacements of lost instances."""
+    loss of one that served nothing. `limiter`: whose resources instances take turns at, where they are limited.
+    `restarts`: replacements of lost instances."""
 
     def __init__(
         self,
         load: Callable[[InstancePlacement], Runtime],
         execution_timeout: float = 0.0,
         restart_pause: float = DEFAULT_RESTART_PAUSE,
+        limiter: RateLimiter | None = None,
     ) -> None:
         self._load = load
+        self._limiter = limiter
         self._execution_timeout = execution_timeout
         self._restart_pause = restart_pause
         self._check_timer: asyncio.TimerHandle | None = None
@@ -280,12 +316,18 @@ class InstancePool:
     async def load_instances(self, placements: Sequence[InstancePlacement]) -> None:
         """Return when all of them are loaded; raises the error of one that is not."""
         pauses = (self._restart_pause, max(self._restart_pause, _LONGEST_RESTART_PAUSE), _STABLE_SECONDS)
-        instances = [Instance(each, self._load, RestartBackoff(*pauses)) for each in placements]
+        instances = [self._instance(each, RestartBackoff(*pauses)) for each in placements]
         results = await asyncio.gather(*(instance.start() for instance in instances), return_exceptions=True)
         self._instances += [instance for instance, result in zip(instances, results, strict=True) if result is None]
         for result in results:
             if result is not None:
                 raise result
+
+    def _instance(self, placement: InstancePlacement, backoff: RestartBackoff) -> Instance:
+        """Raises `InvalidArgument` if it asks for more of a resource than there is."""
+        if self._limiter is None or placement.rate is None:
+            return Instance(placement, self._load, backoff)
+        return Instance(placement, self._load, backoff, self._limiter.claim(placement.rate))
 
     def start_serving(self, listener: InstanceListener) -> None:
         """Give the instances to `listener`, and all that replace them."""
@@ -351,7 +393,7 @@ class InstancePool:
         log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.name, retry_after)
         await lost.stop()
         while not await is_set_within(self._stopping, retry_after):
-            instance = Instance(lost.placement, self._load, lost.backoff)
+            instance = self._instance(lost.placement, lost.backoff)
             try:
                 await wait_for_first(instance.start(), self._stopping.wait())
             except Exception as error:

@@ -63,10 +63,9 @@ def test_without_former_names_nothing_changes() -> None:
     assert TritonFlags().without_effect == []
 
 
-@pytest.mark.parametrize("words", ["--model-namespacing=True", "--rate-limit=execution_count"])
-def test_what_is_not_served_is_refused_by_its_flag(words: str) -> None:
-    with pytest.raises(CharoniaError, match=f"^{words.partition('=')[0]} .* is not served"):
-        understood(words)["triton"].check()
+def test_what_is_not_served_is_refused_by_its_flag() -> None:
+    with pytest.raises(CharoniaError, match=r"^--model-namespacing .* is not served"):
+        understood("--model-namespacing=True")["triton"].check()
 
 
 @pytest.mark.parametrize("word", ["--log-info=maybe", "--log-verbose=much", "--rate-limit=on"])

@@ -51,6 +51,7 @@ class Toy:
         parameters: Mapping[str, str] | None = None,
         samples: ModelSamples = _NO_SAMPLES,
         quantiles: tuple[float, ...] = (),
+        limiter: object = None,
     ) -> None:
         self.config = config
         self.directory = directory

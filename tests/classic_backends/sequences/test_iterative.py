@@ -186,7 +186,7 @@ async def play(world: World, actions: Sequence[tuple[str, int]]) -> None:
         elif request is not None and action == "leave":
             world.leave(request)
         elif request is not None and request.execution is not None:
-            request.execution.fail(Internal("it fails"))  # type: ignore[attr-defined]
+            request.execution.respond(Internal("it fails"), True)  # type: ignore[attr-defined]
         world.check()
     await world.settle()
     world.check()
