@@ -84,6 +84,7 @@ CLASSIC_RUNTIME_LOADERS = {
     "identity": ("classic_backends.builtin", "IDENTITY"),
     "python": ("classic_backends.python.python_backend", "PYTHON"),
     "onnxruntime": ("classic_backends.isolated.isolated_runtime", "ONNX"),
+    "openvino": ("classic_backends.isolated.isolated_runtime", "OPENVINO"),
     "pytorch": ("classic_backends.isolated.isolated_runtime", "PYTORCH"),
     "encoder": ("classic_backends.isolated.isolated_runtime", "ENCODER"),
     "charonia_preprocessing": ("classic_backends.tokenizer_models", "PREPROCESSING"),

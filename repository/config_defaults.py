@@ -30,6 +30,7 @@ TRITON_BACKENDS = (
     TritonBackend("tensorrt", "tensorrt_plan", "model.plan"),
     TritonBackend("onnxruntime", "onnxruntime_onnx", "model.onnx"),
     TritonBackend("openvino", "", "model.xml"),
+    TritonBackend("openvino", "", "model.onnx"),
     TritonBackend("pytorch", "pytorch_libtorch", "model.pt"),
     TritonBackend("pytorch", "torch_aoti", "model.pt2"),
     TritonBackend("python", "", "model.py"),

@@ -30,6 +30,7 @@ _REFUSED = {
 _SINGLE_RESPONSE_BACKENDS = (
     "identity",
     "onnxruntime",
+    "openvino",
     "pytorch",
     "encoder",
     "charonia_preprocessing",

@@ -225,3 +225,4 @@ ENCODER = IsolatableLoader(
     "charonia.classic_backends.encoder.encoder_backend:ENCODER", ISOLATED, library_bytes=250 << 20
 )
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)
+OPENVINO = IsolatableLoader("charonia.classic_backends.openvino_backend:OPENVINO", completes_in_process=True)

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
+from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.tensor import NUMPY_TYPES
 from ...processes.host import map_large_blocks_separately, release_free_memory
@@ -27,6 +27,7 @@ from ..backend_config import (
     check_config_matches,
     complete_config,
     declares_tensors,
+    file_identity,
     memory_shared_by_instances,
     read_placements,
     warn_unknown_parameters,
@@ -115,12 +116,7 @@ class Session:
 def open_session(file: Path, plan: SessionPlan) -> Session:
     """The session of this file with this plan: an open one if the file has not changed, or a new one. Raises as
     `Session`, and `NotFound`."""
-    if not file.is_file():
-        raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
-    # Weights may lie beside the file.
-    states = [(each.name, each.stat()) for each in sorted(file.parent.iterdir()) if each.is_file()]
-    identity = (file, *((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states))
-    key = (identity, plan)
+    key = (file_identity(file), plan)
     with _lock:
         session = _sessions.get(key)
         if session is None:
