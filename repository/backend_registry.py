@@ -5,11 +5,13 @@ below alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import Gateway, ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
 from ..processes.rate_limiter import RateLimiter
@@ -85,6 +87,7 @@ CLASSIC_RUNTIME_LOADERS = {
     "python": ("classic_backends.python.python_backend", "PYTHON"),
     "onnxruntime": ("classic_backends.isolated.isolated_runtime", "ONNX"),
     "openvino": ("classic_backends.isolated.isolated_runtime", "OPENVINO"),
+    "fil": ("classic_backends.isolated.isolated_runtime", "FIL"),
     "pytorch": ("classic_backends.isolated.isolated_runtime", "PYTORCH"),
     "encoder": ("classic_backends.isolated.isolated_runtime", "ENCODER"),
     "charonia_preprocessing": ("classic_backends.tokenizer_models", "PREPROCESSING"),
@@ -109,6 +112,25 @@ COMPOSITIONS = {
 """Backend name of a model that only asks others -> module of ours, and its `Composition`."""
 
 
+_ENTRY_POINTS = "charonia.backends"
+"""The group of entry points with which packages bring backends: name -> `RuntimeLoader`."""
+
+_WAYS_OUT = {
+    "tensorrt": "TensorRT plans are not run: serve the ONNX model that the plan was built from, by onnxruntime with "
+    "execution_accelerators, or a language model by tensorrtllm",
+    "tensorflow": "TensorFlow's models are not run: make an ONNX model of it (python -m tf2onnx.convert --saved-model "
+    "DIRECTORY --output model.onnx) and serve that by onnxruntime",
+}
+"""Triton's backends that are not served, and what to do."""
+
+
+@cache
+def installed_backends() -> Mapping[str, EntryPoint]:
+    """The backends that other packages bring. Names of ours stay ours."""
+    found = {each.name: each for each in entry_points(group=_ENTRY_POINTS)}
+    return {name: each for name, each in found.items() if not is_own_backend(name)}
+
+
 def is_own_backend(backend: str) -> bool:
     """Whether a backend is part of the package, and none written in Python by somebody else."""
     return backend in TEXT_BACKENDS or backend in CLASSIC_RUNTIME_LOADERS or backend in COMPOSITIONS
@@ -121,8 +143,11 @@ def _backends_in(directory: Path | None) -> list[str]:
 
 def check_backend(name: str, backend: str, directory: Path | None) -> None:
     """Raises `InvalidArgument` for a backend that is not served. `directory`: of the backends written in Python."""
-    if is_own_backend(backend) or backend in (others := _backends_in(directory)):
+    others = (*_backends_in(directory), *installed_backends())
+    if is_own_backend(backend) or backend in others:
         return
+    if backend in _WAYS_OUT:
+        raise Unsupported(f"model '{name}': {_WAYS_OUT[backend]}", field="backend")
     known = ", ".join(sorted({*TEXT_BACKENDS, *CLASSIC_RUNTIME_LOADERS, *COMPOSITIONS, *others}))
     absent = directory is not None and not directory.is_dir()
     hint = f"; there is no directory '{directory}' (--backend-directory)" if absent else ""
@@ -142,13 +167,29 @@ def classic_runtime_loader(
     backend: str, directory: Path | None, services: ModelServices | None = None
 ) -> ClassicRuntimeLoader:
     """The loader of a backend; `directory` of the backends written in Python; `services` of the server whose models it
-    loads, where their configs alone are read None."""
+    loads, where their configs alone are read None. Raises `InvalidArgument` if a package's backend is none."""
+    if backend in installed_backends():
+        return _load_installed(backend)
     written_in_python = not is_own_backend(backend)
     loader = _import(*CLASSIC_RUNTIME_LOADERS[PYTHON if written_in_python else backend])
     if written_in_python and directory is not None:
         loader = loader.with_code(directory / backend)
     if services is not None and (backend in CALLING_BACKENDS or written_in_python):
         loader = loader.bound_to(services)
+    return cast(ClassicRuntimeLoader, loader)
+
+
+def _load_installed(backend: str) -> ClassicRuntimeLoader:
+    found = installed_backends()[backend]
+    try:
+        loader = found.load()
+    except Exception as error:
+        message = f"backend '{backend}' of {found.value} cannot be imported: {type(error).__name__}: {error}"
+        raise InvalidArgument(message, field="backend") from error
+    for name in ("load", "needs", "complete", "uses_gpus"):
+        if not callable(getattr(loader, name, None)):
+            message = f"backend '{backend}': {found.value} is no RuntimeLoader: it has no {name}()"
+            raise InvalidArgument(message, field="backend")
     return cast(ClassicRuntimeLoader, loader)
 
 

@@ -25,6 +25,7 @@ from .backend_registry import (
     classic_model_builder,
     classic_runtime_loader,
     composite_model,
+    installed_backends,
     is_own_backend,
     text_backend,
 )
@@ -190,7 +191,8 @@ class ModelBuilder:
         return classic_runtime_loader(backend, self.backend_directory, services)
 
     def _classic_settings(self, backend: str) -> dict[str, str]:
-        names = ("", backend) if is_own_backend(backend) else ("", PYTHON, backend)
+        by_python = not (is_own_backend(backend) or backend in installed_backends())
+        names = ("", PYTHON, backend) if by_python else ("", backend)
         settings = {_DEFAULT_BATCH_KEY: "4"}
         for name in names:
             settings |= self.backends.get(name, {})

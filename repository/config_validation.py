@@ -29,6 +29,7 @@ _REFUSED = {
 
 _SINGLE_RESPONSE_BACKENDS = (
     "identity",
+    "fil",
     "onnxruntime",
     "openvino",
     "pytorch",

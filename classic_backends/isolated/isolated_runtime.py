@@ -226,3 +226,4 @@ ENCODER = IsolatableLoader(
 )
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)
 OPENVINO = IsolatableLoader("charonia.classic_backends.openvino_backend:OPENVINO", completes_in_process=True)
+FIL = IsolatableLoader("charonia.classic_backends.tree_models:FIL", ISOLATED, completes_in_process=True)

@@ -93,7 +93,7 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
     assert not await world.start()
     assert world.failures["a"].startswith(f"{world.root}/a/config.pbtxt:3: model input dimension must be integer >= 1")
     assert world.failures["c"].startswith(f"failed to read text proto from {world.root}/c/config.pbtxt:1:1 : ")
-    assert "config.pbtxt:1: model 'd': unknown backend 'tensorflow'; known are charonia, " in world.failures["d"]
+    assert "config.pbtxt:1: model 'd': TensorFlow's models are not run: make an ONNX model" in world.failures["d"]
     assert (
         "config.pbtxt:5: model 'e' has model_operations: operator libraries are not loaded here" in world.failures["e"]
     )
