@@ -37,7 +37,7 @@ from .http.error_responses import (
     is_openai_path,
     json_response,
 )
-from .http.request_context import WARNING_HEADER, RequestContextMiddleware, record_error, warning_headers
+from .http.request_context import ARM_HEADER, WARNING_HEADER, RequestContextMiddleware, answer_headers, record_error
 from .http.request_cycle import add_response_header, response_started
 from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
@@ -62,6 +62,7 @@ _EXPOSED_HEADERS = (
     "request-id",
     "retry-after",
     "x-request-id",
+    ARM_HEADER,
     WARNING_HEADER,
 )
 """Headers of responses that a web page of another origin could not read otherwise."""
@@ -213,7 +214,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
     try:
         response = await endpoint(Request(scope, receive))
         if not isinstance(response, EventStreamResponse):  # which begins later, with warnings that there are then
-            for header in warning_headers(scope):
+            for header in answer_headers(scope):
                 send = add_response_header(scope, send, *header)
         await response(scope, receive, send)
     except CharoniaError as error:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +29,7 @@ from ..repository.object_storage.bucket_repository import open_buckets
 from ..repository.object_storage.locations import is_bucket_url
 from ..repository.response_cache import parse_cache_config
 from ..repository.watcher import RepositoryWatcher
+from ..routing.route import Route
 from .options import RepositoryOptions
 
 
@@ -104,19 +105,22 @@ _REPOSITORY_ALTERNATIVES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSelection:
-    """The models to serve, and their builder. `is_single_checkpoint`: there is one, without which nothing is served."""
+    """The models to serve, and their builder. `is_single_checkpoint`: there is one, without which nothing is served.
+    `routes`: of the repositories' files, by name."""
 
     catalog: RepositoryCatalog
     builder: ModelBuilder
     options: RepositoryOptions
     is_single_checkpoint: bool
+    routes: Mapping[str, Route] = field(default_factory=dict)
 
     def create_watcher(self, gateway: InProcessGateway) -> RepositoryWatcher:
         """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
         if self.options.model_control_mode == "explicit":
             allowed = self.options.allow_uploaded_code, self.options.allow_pipelines
             gateway.model_control = ModelControl(self.catalog, gateway.registry, gateway.lifecycle, *allowed)
-        return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle)
+        gateway.routes.replace(self.routes)
+        return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle, gateway.routes)
 
     async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:
         """Load the models of the start, and show the progress; true if enough are loaded to serve: all if `strict`."""
@@ -181,7 +185,8 @@ def select_models(
     complete, written_in_python = not options.configs.disable_auto_complete_config, options.configs.backend_directory
     limiter = _rate_limiter(options)
     builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python, limiter)
-    return ModelSelection(catalog, builder, options, single is not None and not repositories)
+    is_single = single is not None and not repositories
+    return ModelSelection(catalog, builder, options, is_single, catalog.read_routes())
 
 
 def _rate_limiter(options: RepositoryOptions) -> RateLimiter | None:

@@ -126,7 +126,7 @@ class RequestContext:
     if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
     model made of other models, as they began. `id` is the protocol's request id, `client_id` the header X-Request-Id.
     `adapter`: the LoRA adapter that answers, by the name that the model was asked for by or by a parameter; empty for
-    the model itself.
+    the model itself. `route`: the route that the request was for, empty for a model.
     `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request is `sampled`;
     `trace_id`, `span_id`: of its span, once somebody was told, or it was made. `depth`: requests of models that this
     one was made for, one for another. `parent`: of a request that a model made; `children`: where traces are made, the
@@ -162,6 +162,7 @@ class RequestContext:
     warnings: list[str] = field(default_factory=list)
     closed: bool = False
     background: bool = False
+    route: str = ""
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 
@@ -195,6 +196,11 @@ class RequestContext:
         child.background = self.background
         child.warnings = self.warnings
         child.children = None if self.children is None else []
+
+    @property
+    def arm(self) -> str:
+        """The model and the version that serve a request for a route; empty for a request for a model."""
+        return f"{self.model}:{self.version}" if self.route else ""
 
     @property
     def traced_in_parent(self) -> bool:

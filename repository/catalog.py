@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from ..core.errors import AlreadyExists, InvalidArgument, NotFound
 from ..core.metrics import Measurement
+from ..routing.route import Route
 from .backend_registry import OnProgress
 from .config_io import ConfigMessage
 from .model_source import ModelSource, file_stamps, read_model
 from .object_storage.bucket_repository import BucketRepository
+from .route_file import ROUTES_FILE, check_names, read_route_file
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,21 @@ class RepositoryCatalog:
         return frozenset(
             step for step in source.steps if step not in source.optional_steps or step in self.model_names()
         )
+
+    def read_routes(self) -> dict[str, Route]:
+        """The routes of the repositories' `routes.yaml`. Raises `InvalidArgument`, with the file and what is wrong."""
+        found: dict[str, Route] = {}
+        for file in (repository / ROUTES_FILE for repository in self._repositories):
+            read = read_route_file(file)
+            twice = sorted(found.keys() & read.keys())
+            if twice:
+                raise InvalidArgument(f"{file}: route '{twice[0]}' is in the {ROUTES_FILE} of another repository, too")
+            found |= read
+        names = {*self.model_names(), *(self._single.aliases if self._single else ())}
+        if self.unknown:  # buckets that are away may have the models
+            names |= {arm.model for route in found.values() for arm in route.arms}
+        check_names(found, frozenset(names))
+        return found
 
     def stamps(self, name: str) -> Hashable:
         """The stamps of all files in a model's directory: equal as long as nothing changes. None if there are none."""

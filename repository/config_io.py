@@ -50,7 +50,7 @@ def parse_config_file(file: Path) -> ConfigMessage:
         text = file.read_text()
         if file.suffix == ".pbtxt":
             return text_format.Parse(text, new_config())
-        raw = json.loads(text) if file.suffix == ".json" else _parse_yaml(text, failed)
+        raw = json.loads(text) if file.suffix == ".json" else parse_yaml(text, failed)
     except text_format.ParseError as error:
         raise InvalidArgument(f"{failed}:{error}") from None
     except json.JSONDecodeError as error:
@@ -64,7 +64,7 @@ def parse_config_file(file: Path) -> ConfigMessage:
         raise InvalidArgument(f"{failed}{f':{line}' if line else ''}: {error.message}") from None
 
 
-def _parse_yaml(text: str, failed: str) -> Any:
+def parse_yaml(text: str, failed: str) -> Any:
     import yaml  # type: ignore[import-untyped]
 
     try:

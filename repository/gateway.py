@@ -22,8 +22,9 @@ from .adapter_control import AdapterControl
 from .builder import ModelBuilder
 from .lifecycle import ModelLifecycle
 from .model_control import ModelControl
-from .model_registry import InFlightCounter, LoadedModel, ModelRegistry
+from .model_registry import InFlightCounter, LoadedModel, ModelRegistry, ModelVersion
 from .request_validation import validate_request
+from .route_table import RouteTable, ServedRoute
 
 
 class LoadedModelHandle:
@@ -35,8 +36,14 @@ class LoadedModelHandle:
 
     __slots__ = ("_adapter", "_context", "_gateway", "_loaded", "_started", "config")
 
-    def __init__(self, gateway: "InProcessGateway", loaded: LoadedModel, context: RequestContext) -> None:
-        self.config = loaded.config
+    def __init__(
+        self,
+        gateway: "InProcessGateway",
+        loaded: LoadedModel,
+        context: RequestContext,
+        config: ModelConfig | None = None,
+    ) -> None:
+        self.config = config or loaded.config
         self._gateway = gateway
         self._loaded = loaded
         self._adapter = context.adapter
@@ -75,7 +82,7 @@ class LoadedModelHandle:
         if request.id:
             context.id = request.id
         self._start()
-        validate_request(loaded.config, request)
+        validate_request(self.config, request)
         responses = loaded.model.infer(request, context)
         trace = request_trace(context, self._gateway.shared_state.traces)
         responses = trace_tensors(trace, request.inputs.values(), responses)
@@ -118,6 +125,41 @@ class LoadedModelHandle:
         self._loaded.in_flight.decrement()
         if self._started:
             self._gateway.in_flight.decrement()
+
+
+class RoutedModelHandle(LoadedModelHandle):
+    """A handle of the arm of a route, which answers with the route's name.
+
+    `infer` learns whether the request is of a sequence, and takes the arm where that began: `config` is of the arm that
+    answers from then on.
+    """
+
+    __slots__ = ("_route",)
+
+    def __init__(self, gateway: "InProcessGateway", route: ServedRoute, context: RequestContext) -> None:
+        context.route = route.name
+        loaded, config = route.choose(context)
+        super().__init__(gateway, loaded, context, config)
+        self._route = route
+
+    @property
+    def name(self) -> str:
+        return self._route.name
+
+    def for_request(self, context: RequestContext) -> LoadedModelHandle:
+        served = self._loaded.config
+        context.model, context.version, context.model_found = served.name, served.version, True
+        context.adapter, context.route = self._adapter, self._route.name
+        return LoadedModelHandle(self._gateway, self._loaded, context, self.config)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        if correlation_id := request.parameters.get("sequence_id"):
+            end = bool(request.parameters.get("sequence_end"))
+            loaded, self.config = self._route.choose_for_sequence(self._context, correlation_id, end)
+            loaded.in_flight.increment()
+            self._loaded.in_flight.decrement()
+            self._loaded = loaded
+        return super().infer(request)
 
 
 class _AnsweredStream:
@@ -166,6 +208,7 @@ class InProcessGateway:
         builder = builder or ModelBuilder()
         self.shared_state = shared_state or SharedState()
         self.registry = ModelRegistry()
+        self.routes = RouteTable(self.registry)
         self.lifecycle = ModelLifecycle(self.registry, builder, self)
         self._adapters = AdapterControl(self.registry)
         self.model_control: ModelControl | None = None
@@ -190,23 +233,34 @@ class InProcessGateway:
 
     def model_configs(self) -> list[ModelConfig]:
         latest = (entry.latest for entry in self.registry.entries.values())
-        return [version.loaded.config for version in latest if version is not None and version.loaded is not None]
+        models = [version.loaded.config for version in latest if version is not None and version.loaded is not None]
+        return [*models, *(route.config() for route in self.routes.served.values() if route.ready)]
 
     def model_config(self, name: str, version: str = "") -> ModelConfig:
+        route = self.routes.find(name, version)
+        if route is not None:
+            return route.config()
         return self.registry.find_loaded(name, version).config
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        entry = self.registry.find(name)
-        found = None if entry is None else entry.find_version(version)
+        found: ServedRoute | ModelVersion | None = None if version else self.routes.served.get(name)
+        entry = None if found else self.registry.find(name)
+        if entry is not None:
+            found = entry.find_version(version)
         return not self._exiting and self._healthy() and found is not None and found.ready
 
     async def unready_reason(self, name: str, version: str = "") -> str:
         if not self.is_model_ready(name, version):
             return "Model version not ready"
-        model = self.registry.find_loaded(name, version).model
-        return await model.unready_reason() if isinstance(model, SelfCheckingModel) else ""
+        route = self.routes.served.get(name)
+        loaded = [self.registry.find_loaded(name, version)] if route is None else route.loaded()
+        checked = [each.model for each in loaded if isinstance(each.model, SelfCheckingModel)]
+        return next(filter(None, [await model.unready_reason() for model in checked]), "")
 
     def served_versions(self, name: str) -> tuple[str, ...]:
+        route = self.routes.served.get(name)
+        if route is not None:
+            return tuple(sorted({each.config.version for each in route.loaded()}, key=int))
         self.registry.find_loaded(name)
         entry = self.registry.find(name)
         return () if entry is None else tuple(entry.loaded_versions)
@@ -214,6 +268,9 @@ class InProcessGateway:
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         if not name:
             return [each for entry in self.registry.entries.values() for each in entry.statistics()]
+        if route := self.routes.served.get(name):
+            labels = [(each.config.name, each.config.version) for each in route.loaded()]
+            return [each for label in dict.fromkeys(labels) for each in self.model_statistics(*label)]
         entry = self.registry.find(name)
         if entry is None or not entry.loaded_versions:
             raise InvalidArgument(f"requested model '{name}' is not available")
@@ -259,6 +316,8 @@ class InProcessGateway:
         return context
 
     def acquire(self, context: RequestContext, name: str, version: str = "") -> LoadedModelHandle:
+        if name in self.routes.served and (route := self.routes.find(name, version)):
+            return RoutedModelHandle(self, route, context)
         return LoadedModelHandle(self, self.registry.find_loaded(name, version, context), context)
 
     def _on_request_end(self, context: RequestContext) -> None:

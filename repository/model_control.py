@@ -73,6 +73,10 @@ class ModelControl:
         self, name: str, config: str | None, files: Mapping[str, bytes], asked_by: tuple[str, ...] = ()
     ) -> None:
         _check_name(name)
+        if name in self._registry.route_names:
+            raise InvalidArgument(
+                f"a route is called '{name}': no model of that name can be loaded", field="model_name"
+            )
         for path in files:
             _check_path(path)
             if not self._allow_code and path.endswith(".py"):

@@ -194,11 +194,13 @@ class ModelEntry:
 
 
 class ModelRegistry:
-    """Every known model by its name. `aliases`: other names of some, which win over a model that has one for a name."""
+    """Every known model by its name. `aliases`: other names of some, which win over a model that has one for a name.
+    `route_names`: those that no model may be loaded by."""
 
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}
         self.aliases: dict[str, str] = {}
+        self.route_names: frozenset[str] = frozenset()
 
     def find(self, name: str) -> ModelEntry | None:
         """The model of that name, or that has it as another one, or an adapter of that name."""

@@ -8,12 +8,13 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from ..core.errors import AlreadyExists, CharoniaError
+from ..core.errors import AlreadyExists, CharoniaError, InvalidArgument
 from .backend_registry import OnProgress
 from .catalog import RepositoryCatalog
 from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
 from .model_registry import ModelRegistry
 from .model_source import ModelSource, in_order_of_need
+from .route_table import RouteTable
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +52,19 @@ class ReadSource(NamedTuple):
 class RepositoryWatcher:
     """Keeps the registry in step with the catalog. Remembers the source of each model's last attempt to load."""
 
-    def __init__(self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle) -> None:
+    def __init__(
+        self,
+        catalog: RepositoryCatalog,
+        registry: ModelRegistry,
+        lifecycle: ModelLifecycle,
+        routes: RouteTable | None = None,
+    ) -> None:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
         self._last_tried: dict[str, Hashable] = {}
+        self._routes = routes
+        self._route_error = ""
 
     async def load_initial(self, names: Sequence[str], listener: LoadListener) -> bool:
         """Load the models of these names; returns whether all of them did. A failure leaves the others alone."""
@@ -76,6 +85,7 @@ class RepositoryWatcher:
             return
         names = await self._lifecycle.run_blocking(self._catalog.model_names)
         await self._load(names, listener)
+        await self._follow_routes()
         for name in set(self._last_tried) - set(names):
             del self._last_tried[name]
             await self._lifecycle.unload(name)
@@ -109,6 +119,21 @@ class RepositoryWatcher:
                 needed = [loads[name] for name in source.steps if name in loads]
                 loads[source.name] = group.create_task(self._load_one(sources[source.name], needed, listener))
         return readable and all(load.result() for load in loads.values())
+
+    async def _follow_routes(self) -> None:
+        """Serve what the files of routes say; what is served stays while one cannot be read."""
+        if self._routes is None:
+            return
+        try:
+            read = await self._lifecycle.run_blocking(self._catalog.read_routes)
+        except InvalidArgument as error:
+            if error.message != self._route_error:
+                log.error("the routes stay as they are: %s", error.message)
+            self._route_error = error.message
+            return
+        self._route_error = ""
+        for name in self._routes.replace(read):
+            log.info("route '%s' is %s", name, "as its file has it now" if name in read else "gone")
 
     async def _read(self, name: str, listener: LoadListener) -> ReadSource:
         def on_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:

@@ -20,10 +20,11 @@ MAY_IMPORT = {
     "engine": {"core", "telemetry", "processes", "kvcache", "scheduler", "tokenization"},
     "classic_backends": {"core", "telemetry", "processes", "tokenization"},
     "ensembles": {"core", "telemetry"},
-    "repository": {"core", "telemetry", "processes"},
+    "routing": {"core"},
+    "repository": {"core", "telemetry", "processes", "routing"},
     "api": {"core", "telemetry", "processes"},
     "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository"},
-    "cli": {"api", "core", "telemetry", "processes", "engine", "repository"},
+    "cli": {"api", "core", "telemetry", "processes", "engine", "repository", "routing"},
 }
 FOREIGN_BANS = {
     "core": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "zmq"},
@@ -31,6 +32,7 @@ FOREIGN_BANS = {
     "tokenization": {"torch", "transformers"},
     "scheduler": {"torch", "transformers"},
     "api": {"torch", "transformers", "zmq"},
+    "routing": {"torch", "transformers"},
     "repository": {"torch", "transformers"},
     "cli": {"torch", "transformers"},
 }

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _STREAM = "ModelStreamInfer"
+_ARM = "charonia_arm"
 _WARNING = "charonia_warning"
 _MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
@@ -66,7 +67,7 @@ async def model_infer(
             responses = await read_up_to_two(stream)
         if len(responses) != 1:
             raise Unsupported(_DECOUPLED)
-        return await write_response_off_loop(config, call, _with_warnings(responses[0], context))
+        return await write_response_off_loop(model.config, call, _with_notes(responses[0], context))
 
 
 async def model_stream_infer(
@@ -170,11 +171,11 @@ class StreamInferCall:
         async with aclosing(model.infer(call.request)) as responses:
             async for response in responses:
                 final = response.final or not config.decoupled
-                told = response if begun else _with_warnings(response, context)
+                told = response if begun else _with_notes(response, context)
                 begun = True
-                yield await write_response_off_loop(config, call, told, final)
+                yield await write_response_off_loop(model.config, call, told, final)
         if not final and wants_empty_final(message):
-            yield await write_response_off_loop(config, call, InferResponse(()), True)
+            yield await write_response_off_loop(model.config, call, InferResponse(()), True)
 
     async def _send(self, message: ProtoMessage, before: asyncio.Task[None] | None) -> None:
         if before is not None:
@@ -187,11 +188,12 @@ class StreamInferCall:
                 raise asyncio.CancelledError from None
 
 
-def _with_warnings(response: InferResponse, context: RequestContext) -> InferResponse:
-    """The first response to a request, with what HTTP tells in a header."""
-    if not context.warnings:
+def _with_notes(response: InferResponse, context: RequestContext) -> InferResponse:
+    """The first response to a request, with what HTTP tells in headers."""
+    if not context.warnings and not context.route:
         return response
-    parameters = {**response.parameters, _WARNING: "; ".join(context.warnings)}
+    notes = {_WARNING: "; ".join(context.warnings), _ARM: context.arm}
+    parameters = {**response.parameters, **{name: note for name, note in notes.items() if note}}
     return msgspec.structs.replace(response, parameters=parameters)
 
 

@@ -18,7 +18,7 @@ from ...processes import gc_tuning
 from ..size_limits import check_json_size
 from .content_encoding import content_coding, decompress
 from .error_responses import INTERNAL_SERVER_ERROR
-from .request_context import record_error, warning_headers
+from .request_context import answer_headers, record_error
 from .request_cycle import take_complete_body
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
                 await send(_part(await self._send_rest(scope, send), more=False))
 
     def _start(self, scope: Scope) -> Message:
-        headers = [*self.raw_headers, *warning_headers(scope)]
+        headers = [*self.raw_headers, *answer_headers(scope)]
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     async def _encode(self, item: T) -> bytes:

@@ -5,6 +5,7 @@ carries it, and so does the request's record. Knows which paths are endpoints of
 """
 
 import logging
+from collections.abc import Sequence
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -35,6 +36,7 @@ _ID_HEADER = b"x-request-id"
 _ANTHROPIC_ID_HEADER = b"request-id"
 _REQUEST_ID = "charonia.request_id"
 _TENANT = "charonia.tenant"
+ARM_HEADER = "x-charonia-arm"
 WARNING_HEADER = "x-charonia-warning"
 _LONGEST_WARNING = 2000
 """Bytes of all warnings together: clients and proxies refuse long headers."""
@@ -108,9 +110,17 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
-def warning_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The header that tells of what is not as the client asked; complete when the answer begins."""
-    warnings = context_of(scope).warnings if _CONTEXT in scope else ()
+def answer_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The headers that tell which arm of a route answers, and what is not as the client asked; complete when the answer
+    begins."""
+    if _CONTEXT not in scope:
+        return []
+    context = context_of(scope)
+    arm = [(ARM_HEADER.encode(), context.arm.encode("ascii", "backslashreplace"))] if context.route else []
+    return [*arm, *_warning_header(context.warnings)] if arm or context.warnings else []
+
+
+def _warning_header(warnings: Sequence[str]) -> list[tuple[bytes, bytes]]:
     if not warnings:
         return []
     text = "; ".join(warnings).encode("ascii", "backslashreplace")

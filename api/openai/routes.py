@@ -45,7 +45,7 @@ class OpenAIRoutes:
     def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
         self._gateway = gateway
         self._info = info
-        self._fingerprints: dict[str, tuple[ModelConfig, str]] = {}
+        self._fingerprints: dict[tuple[str, str, str], tuple[ModelConfig, str]] = {}
 
     def routes(self) -> list[Route]:
         return [
@@ -130,9 +130,10 @@ class OpenAIRoutes:
 
     def _fingerprint(self, config: ModelConfig) -> str:
         # Hashing is done once for each load of a model.
-        known = self._fingerprints.get(config.name)
+        key = config.name, config.version, config.fingerprint
+        known = self._fingerprints.get(key)
         if known is None or known[0] is not config:
-            known = self._fingerprints[config.name] = config, system_fingerprint(config, self._info.version)
+            known = self._fingerprints[key] = config, system_fingerprint(config, self._info.version)
         return known[1]
 
 

@@ -80,22 +80,23 @@ class V2Endpoints:
 
     async def generate(self, request: Request) -> Response:
         model, infer_request = await self._read(request, stream=False)
-        config, request_id = model.config, infer_request.id
+        request_id = infer_request.id
         async with CancelOnDisconnect(request.receive), aclosing(model.infer(infer_request)) as stream:
             responses = await read_up_to_two(stream)
         if len(responses) != 1:
             record_error(request.scope, error := Unsupported(_NOT_ONE))
             return json_response(v2_error_body(error))  # with status 200, as Triton's first response has it
         if is_long(responses[0]):
-            body = await to_thread(encode_generate_response, config, request_id, responses[0])
+            body = await to_thread(encode_generate_response, model.config, request_id, responses[0])
         else:
-            body = encode_generate_response(config, request_id, responses[0])
+            body = encode_generate_response(model.config, request_id, responses[0])
         return Response(body, headers=_load_header(request, model), media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:
         model, infer_request = await self._read(request, stream=True)
+        responses = model.infer(infer_request)  # by the model that `model.config` is of from then on
         encoder = GenerateEventEncoder(model.config, infer_request.id)
-        return EventStreamResponse(model.infer(infer_request), encoder, _load_header(request, model))
+        return EventStreamResponse(responses, encoder, _load_header(request, model))
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelHandle, InferRequest]:
         model = self._gateway.acquire(context_of(request.scope), *model_and_version(request))

@@ -156,9 +156,9 @@ class InferEndpoint:
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
         response = await _single_response(model.infer(call.request), request.receive)
         if is_long(call, response):
-            encoded = await asyncio.to_thread(encode_infer_response, config, call, response)
+            encoded = await asyncio.to_thread(encode_infer_response, model.config, call, response)
         else:
-            encoded = encode_infer_response(config, call, response)
+            encoded = encode_infer_response(model.config, call, response)
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
         encoding = content_encoding.negotiate_encoding(accepted) if accepted else ""
         if not encoding:

@@ -1,0 +1,166 @@
+"""The routes that are served: each request for one gets an arm, which answers with the route's name.
+
+Arms of a route take and make the same tensors, and stream alike; it serves nothing while those that are loaded do not.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ..core.errors import NotFound, Unavailable
+from ..core.model import ModelConfig
+from ..core.request_context import RequestContext
+from ..core.tensor import TensorSpec
+from ..routing.arm_selector import ArmSelector
+from ..routing.route import Route
+from .model_registry import LoadedModel, ModelRegistry, ModelVersion
+
+_SEQUENCE_IDLE = 1.0
+"""Seconds after which a model forgets a sequence, by default: Triton's `max_sequence_idle_microseconds`."""
+
+_MAX_CONFIGS = 64
+
+
+class ServedRoute:
+    """One route, its counts, and the arms of its open sequences."""
+
+    def __init__(self, name: str, route: Route, registry: ModelRegistry) -> None:
+        self.name, self.route = name, route
+        self._registry = registry
+        self._selector = ArmSelector(route)
+        # By model and version: the config as it was loaded, and with the route's name.
+        self._configs: dict[tuple[str, str], tuple[ModelConfig, ModelConfig]] = {}
+        # By correlation id: model and version where it began, and when it is forgotten. In the order of their last use.
+        self._sequences: dict[object, tuple[str, str, float]] = {}
+
+    def take_sequences(self, before: "ServedRoute") -> None:
+        """Go on with the open sequences of the route as it was before."""
+        self._sequences = before._sequences
+
+    def choose(self, context: RequestContext) -> tuple[LoadedModel, ModelConfig]:
+        """The arm that serves a request, and its config with the route's name. Raises as `find` does."""
+        arm = self._selector.choose(context.headers, context.tenant)
+        return self.find(arm.model, str(arm.version or ""), context)
+
+    def choose_for_sequence(self, context: RequestContext, id_: object, end: bool) -> tuple[LoadedModel, ModelConfig]:
+        """The arm where the sequence of a request began: that of `context`, if this is its first. Raises as `find`."""
+        now = time.monotonic()
+        self._forget_idle(now)
+        model, version, _ = self._sequences.pop(id_, (context.model, context.version, 0.0))
+        loaded, config = self.find(model, version, context)
+        if not end:
+            self._sequences[id_] = model, context.version, now + _idle_seconds(config)
+        return loaded, config
+
+    def _forget_idle(self, now: float) -> None:
+        while self._sequences:
+            oldest = next(iter(self._sequences))
+            if self._sequences[oldest][2] > now:
+                return
+            del self._sequences[oldest]
+
+    def find(self, model: str, version: str, context: RequestContext | None = None) -> tuple[LoadedModel, ModelConfig]:
+        """A version of a model, and its config with the route's name.
+
+        Raises:
+            CharoniaError: see `ModelRegistry.find_loaded`.
+            Unavailable: the arms that are loaded differ in what they take, make, or how they stream.
+        """
+        loaded = self._registry.find_loaded(model, version, context)
+        key = loaded.config.name, loaded.config.version
+        known = self._configs.get(key)
+        if known is None or known[0] is not loaded.config:
+            self._check_agreement()
+            if len(self._configs) >= _MAX_CONFIGS:
+                self._configs.clear()
+            known = self._configs[key] = loaded.config, replace(loaded.config, name=self.name, aliases=())
+        return loaded, known[1]
+
+    def versions(self) -> Iterator[ModelVersion | None]:
+        """Those that the arms stand for now; None for one that is not known."""
+        for arm in self.route.arms:
+            entry = self._registry.find(arm.model)
+            yield None if entry is None else entry.find_version(str(arm.version or ""))
+
+    def loaded(self) -> list[LoadedModel]:
+        """The arms that are served."""
+        return [version.loaded for version in self.versions() if version is not None and version.loaded is not None]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every arm that has a weight is."""
+        found = zip(self.route.arms, self.versions(), strict=True)
+        return all(version is not None and version.ready for arm, version in found if arm.weight)
+
+    def config(self) -> ModelConfig:
+        """That of the first arm that is served; raises the first arm's error if none is."""
+        served, first = self.loaded(), self.route.arms[0]
+        name, version = first.model, str(first.version or "")
+        if served:
+            name, version = served[0].config.name, served[0].config.version
+        return self.find(name, version)[1]
+
+    def _check_agreement(self) -> None:
+        configs = [each.config for each in self.loaded()]
+        for other in configs[1:]:
+            difference = describe_difference(configs[0], other)
+            if difference:
+                raise Unavailable(f"route '{self.name}' cannot be served: {difference}")
+
+
+class RouteTable:
+    """The routes by name."""
+
+    def __init__(self, registry: ModelRegistry) -> None:
+        self.served: dict[str, ServedRoute] = {}
+        self._registry = registry
+
+    def replace(self, routes: Mapping[str, Route]) -> list[str]:
+        """Serve these routes and no others from now on; one that is as before keeps its counts and sequences. Returns
+        the names of those that changed, came or went."""
+        before = self.served
+        same = {name for name in routes.keys() & before.keys() if before[name].route == routes[name]}
+        self.served = {
+            name: before[name] if name in same else ServedRoute(name, route, self._registry)
+            for name, route in routes.items()
+        }
+        for name in before.keys() & routes.keys() - same:
+            self.served[name].take_sequences(before[name])
+        self._registry.route_names = frozenset(routes)
+        return sorted((routes.keys() | before.keys()) - same)
+
+    def find(self, name: str, version: str) -> ServedRoute | None:
+        """The route of that name. Raises `NotFound` if there is one, and a version was asked for."""
+        route = self.served.get(name)
+        if route is not None and version:
+            raise NotFound(f"'{name}' is a route, which has no versions: ask for one of its models", field="model")
+        return route
+
+
+def describe_difference(one: ModelConfig, other: ModelConfig) -> str:
+    """What keeps two models from being arms of one route; empty for nothing."""
+    first, second = (f"{each.name}:{each.version}" for each in (one, other))
+    if one.decoupled != other.decoupled:
+        return f"of '{first}' and '{second}' one is decoupled, and one is not"
+    for kind, ours, theirs in (("input", one.inputs, other.inputs), ("output", one.outputs, other.outputs)):
+        shapes, others = _shapes(one, ours), _shapes(other, theirs)
+        for tensor in sorted(shapes.keys() | others.keys()):
+            if shapes.get(tensor) != others.get(tensor):
+                return (
+                    f"{kind} '{tensor}' of '{first}' is {_said(shapes, tensor)}, of '{second}' {_said(others, tensor)}"
+                )
+    return ""
+
+
+def _shapes(config: ModelConfig, specs: tuple[TensorSpec, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    batch = (-1,) if config.max_batch_size else ()
+    return {spec.name: (spec.datatype, (*batch, *spec.dims)) for spec in specs}
+
+
+def _said(shapes: Mapping[str, tuple[str, tuple[int, ...]]], tensor: str) -> str:
+    return f"{shapes[tensor][0]} {list(shapes[tensor][1])}" if tensor in shapes else "missing"
+
+
+def _idle_seconds(config: ModelConfig) -> float:
+    batching = config.raw.get("sequence_batching") or {}
+    return int(batching.get("max_sequence_idle_microseconds") or 0) / 1e6 or _SEQUENCE_IDLE

@@ -1,0 +1,80 @@
+"""What a route says: its arms with their weights, what keeps a client on one arm, and rules that name an arm."""
+
+import math
+
+import msgspec
+
+
+class RouteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model and a version of it; version 0 is the latest at the time of a request."""
+
+    model: str
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must not be empty")
+        if self.version < 0:
+            raise ValueError(f"version must be 0 (the latest) or more, got {self.version}")
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}:{self.version}" if self.version else self.model
+
+
+class RouteArm(RouteTarget, frozen=True, forbid_unknown_fields=True):
+    """A target with its share of the requests: its weight over the sum of all."""
+
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        RouteTarget.__post_init__(self)
+        if not 0 <= self.weight < math.inf:
+            raise ValueError(f"weight must be a finite number of at least 0, got {self.weight}")
+
+
+class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What clients are told apart by: the value of a header, or the tenant of their API key."""
+
+    header: str = ""
+    tenant: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.header) == self.tenant:
+            raise ValueError("sticky needs either header or tenant: true")
+
+
+class RouteRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Requests that go to one arm whatever the weights: those of a tenant, or with a header, of one value if `equals`
+    is given."""
+
+    to: RouteTarget
+    header: str = ""
+    equals: str | None = None
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.header) == bool(self.tenant):
+            raise ValueError("a rule needs either header or tenant")
+        if self.equals is not None and not self.header:
+            raise ValueError("equals is the value of a header, and the rule has none")
+
+
+class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The requests for one name, divided among `arms`. The first of `rules` that holds decides; then `sticky`, for
+    requests that have such a key; then weights alone."""
+
+    arms: tuple[RouteArm, ...]
+    sticky: StickyKey | None = None
+    rules: tuple[RouteRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        targets = [(arm.model, arm.version) for arm in self.arms]
+        twice = next((arm for at, arm in enumerate(self.arms) if targets.index(targets[at]) < at), None)
+        if twice is not None:
+            raise ValueError(f"arm '{twice.label}' is there twice")
+        if not any(arm.weight for arm in self.arms):
+            raise ValueError("no arm has a weight above 0")
+        for rule in self.rules:
+            if (rule.to.model, rule.to.version) not in targets:
+                raise ValueError(f"a rule names '{rule.to.label}', which is no arm: give it one of weight 0")

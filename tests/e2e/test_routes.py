@@ -1,0 +1,82 @@
+"""A route of a repository, through the endpoints of a real server, and its file changed while it runs."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import tritonclient.grpc as triton_grpc
+
+from .models import FAKE, write_config, write_model
+from .tensors import given
+
+IDENTITY = """
+backend: "identity"
+version_policy { all {} }
+input { name: "A" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "B" data_type: TYPE_FP32 dims: [ 4 ] }
+"""
+ROUTES = """
+routes:
+  numbers:
+    arms: [{model: a, version: 1, weight: WEIGHT}, {model: a, version: 2, weight: 1}]
+    rules: [{header: x-beta, to: {model: a, version: 2}}]
+  chat:
+    arms: [{model: one, weight: 1}, {model: two, weight: 1}]
+    sticky: {header: x-user}
+"""
+BODY = {"inputs": [{"name": "A", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}]}
+
+
+def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_only: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    for version in "12":
+        write_config(repository, "a", IDENTITY, version)
+    for name in ("one", "two"):
+        write_model(repository, name, tokenizer_only, **FAKE)
+    file = repository / "routes.yaml"
+    file.write_text(ROUTES.replace("WEIGHT", "3"))
+    polled = "--model-control-mode", "poll", "--repository-poll-secs", "1"
+    with serve("--model-repository", str(repository), *polled) as server, httpx.Client(base_url=server.url) as client:
+
+        def infer(**headers: str) -> str:
+            answer = client.post("/v2/models/numbers/infer", json=BODY, headers=headers)
+            body = answer.json()
+            assert body["model_name"] == "numbers"
+            assert answer.headers["x-charonia-arm"] == f"a:{body['model_version']}"
+            return str(body["model_version"])
+
+        def chat(user: str, **asked: object) -> httpx.Response:
+            body = {"model": "chat", "prompt": "a", "max_tokens": 2, **asked}
+            return client.post("/v1/completions", json=body, headers={"x-user": user})
+
+        assert Counter(infer() for _ in range(8)) == {"1": 6, "2": 2}
+        assert infer(**{"X-Beta": "1"}) == "2"
+        assert "x-charonia-arm" not in client.post("/v2/models/a/infer", json=BODY).headers
+        assert client.get("/v2/models/numbers/ready").status_code == 200
+        assert client.get("/v2/models/numbers").json()["name"] == "numbers"
+        answers = [chat(f"user-{number}") for number in range(12)]
+        assert {each.json()["model"] for each in answers} == {"chat"}
+        served = [each.headers["x-charonia-arm"] for each in answers]
+        assert set(served) == {"one:1", "two:1"}
+        assert [chat(f"user-{number}", stream=True).headers["x-charonia-arm"] for number in range(12)] == served
+        assert "chat" in [each["id"] for each in client.get("/v1/models").json()["data"]]
+        generated = client.post("/v2/models/chat/generate", json={"text_input": "a", "max_tokens": 2})
+        assert generated.json()["model_name"] == "chat"
+        assert generated.headers["x-charonia-arm"] in {"one:1", "two:1"}
+        with triton_grpc.InferenceServerClient(server.grpc_address) as grpc:
+            asked = [given(triton_grpc, "A", np.arange(4, dtype=np.float32))]
+            answer = grpc.infer("numbers", asked, headers={"x-beta": "1"}).get_response()
+        assert (answer.model_name, answer.model_version) == ("numbers", "2")
+        assert answer.parameters["charonia_arm"].string_param == "a:2"
+
+        file.write_text(ROUTES.replace("WEIGHT", "-1"))
+        server.until(lambda: "the routes stay as they are" in server.said)
+        assert "weight must be a finite number" in server.said
+        file.write_text(ROUTES.replace("WEIGHT", "0"))
+        deadline = time.monotonic() + 60
+        while {infer() for _ in range(4)} != {"2"}:
+            assert time.monotonic() < deadline

@@ -1,0 +1,115 @@
+"""Routes before models of a few lines: which arm answers, under which name, and what is refused."""
+
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from charonia.core.errors import InvalidArgument, NotFound, Unavailable
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest
+from charonia.core.tensor import TensorSpec
+from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.gateway import InProcessGateway
+from charonia.repository.model_registry import LoadedModel
+from charonia.routing.route import Route, RouteArm
+
+from .test_gateway import A, Echo
+
+
+class Numbered(Echo):
+    def __init__(self, version: str, *inputs: TensorSpec) -> None:
+        super().__init__("m")
+        self.config = ModelConfig(
+            "m", version, "echo", inputs=inputs or self.config.inputs, outputs=self.config.outputs
+        )
+
+
+def gateway_with(*models: Numbered) -> InProcessGateway:
+    gateway = InProcessGateway()
+    entry = gateway.registry.get_or_add("m")
+    entry.publish({model.config.version: LoadedModel(model, model.config) for model in models})
+    return gateway
+
+
+def shares(*weights: float) -> dict[str, Route]:
+    return {"r": Route(tuple(RouteArm("m", number, weight) for number, weight in enumerate(weights, 1)))}
+
+
+async def version_that_answers(gateway: InProcessGateway, **parameters: object) -> str:
+    with gateway.open_request("test") as context:
+        model = gateway.acquire(context, "r")
+        async with aclosing(model.infer(InferRequest(inputs={"A": A}, parameters=parameters))) as responses:  # type: ignore[arg-type]
+            assert [response async for response in responses]
+        assert (model.name, model.config.name) == ("r", "r")
+        assert context.arm == f"m:{model.config.version}"
+    return model.config.version
+
+
+async def test_requests_are_divided_and_answered_by_the_name_of_the_route() -> None:
+    gateway = gateway_with(Numbered("1"), Numbered("2"))
+    gateway.routes.replace(shares(3, 1))
+    assert sorted([await version_that_answers(gateway) for _ in range(8)]) == ["1"] * 6 + ["2"] * 2
+    assert gateway.is_model_ready("r")
+    assert gateway.model_config("r").name == "r"
+    assert gateway.served_versions("r") == ("1", "2")
+    assert [each.version for each in gateway.model_statistics("r")] == ["1", "2"]
+    assert [each.name for each in gateway.model_configs()] == ["m", "r"]
+    with pytest.raises(NotFound, match="'r' is a route, which has no versions"), gateway.open_request("t") as context:
+        gateway.acquire(context, "r", "1")
+
+
+async def test_a_sequence_stays_where_it_began_also_when_the_route_changes() -> None:
+    gateway = gateway_with(Numbered("1"), Numbered("2"))
+    gateway.routes.replace(shares(1, 1))
+    begun = {id_: await version_that_answers(gateway, sequence_id=id_, sequence_start=True) for id_ in range(1, 9)}
+    assert set(begun.values()) == {"1", "2"}
+    gateway.routes.replace(shares(1, 0))
+    assert {id_: await version_that_answers(gateway, sequence_id=id_) for id_ in begun} == begun
+    assert {id_: await version_that_answers(gateway, sequence_id=id_, sequence_end=True) for id_ in begun} == begun
+    assert {await version_that_answers(gateway, sequence_id=id_, sequence_start=True) for id_ in begun} == {"1"}
+    entry = gateway.registry.entries["m"]
+    assert [loaded.in_flight.count for loaded in entry.loaded_versions.values()] == [0, 0]
+
+
+async def test_arms_that_differ_are_refused_with_the_tensor() -> None:
+    gateway = gateway_with(Numbered("1"), Numbered("2", TensorSpec("A", "FP32", (-1,))))
+    gateway.routes.replace(shares(1, 1))
+    says = r"route 'r' cannot be served: input 'A' of 'm:1' is INT32 \[-1\], of 'm:2' FP32 \[-1\]"
+    with pytest.raises(Unavailable, match=says):
+        await version_that_answers(gateway)
+
+
+async def test_an_arm_that_is_not_loaded_is_no_ready_route() -> None:
+    gateway = gateway_with(Numbered("1"))
+    gateway.routes.replace(shares(1, 1))
+    assert not gateway.is_model_ready("r")
+    gateway.routes.replace(shares(1, 0))
+    assert gateway.is_model_ready("r")
+    assert gateway.routes.replace({}) == ["r"]
+    assert not gateway.is_model_ready("r")
+
+
+@pytest.mark.parametrize(
+    ("routes", "says"),
+    [
+        ("m: {arms: [{model: m, weight: 1}]}", "route 'm': a model has that name"),
+        ("r: {arms: [{model: x, weight: 1}]}", "route 'r': no model repository has a model 'x'"),
+        ("r: {arms: [{model: s, weight: 1}]}\n  s: {arms: [{model: m, weight: 1}]}", "its arm 's' is a route"),
+        ("r: {arms: [{model: m, wight: 1}]}", r"routes.yaml: .*unknown field `wight`.*arms\[0\]"),
+        ("r: {arms: [{model: m, weight: -1}]}", "weight must be a finite number of at least 0, got -1"),
+        ("r: {arms: [{model: m}]}", "no arm has a weight above 0"),
+        ("r: {arms: [{model: m, weight: 1}, {model: m, weight: 2}]}", "arm 'm' is there twice"),
+        ("r: {arms: [{model: m, weight: 1}], sticky: {}}", "sticky needs either header or tenant"),
+        (
+            "r: {arms: [{model: m, weight: 1}], rules: [{tenant: a, to: {model: m, version: 3}}]}",
+            "'m:3', which is no arm",
+        ),
+        ("r: [", r"routes.yaml:\d+:\d+: "),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path: Path, routes: str, says: str) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "routes.yaml").write_text(f"routes:\n  {routes}\n")
+    with pytest.raises(InvalidArgument, match=says):
+        RepositoryCatalog([tmp_path]).read_routes()
