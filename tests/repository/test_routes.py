@@ -1,5 +1,7 @@
 """Routes before models of a few lines: which arm answers, under which name, and what is refused."""
 
+import asyncio
+from collections import Counter
 from contextlib import aclosing
 from pathlib import Path
 
@@ -113,3 +115,25 @@ def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path: Path, routes: str,
     (tmp_path / "routes.yaml").write_text(f"routes:\n  {routes}\n")
     with pytest.raises(InvalidArgument, match=says):
         RepositoryCatalog([tmp_path]).read_routes()
+
+
+async def test_no_request_is_lost_over_a_hundred_switches() -> None:
+    gateway, answered, done = gateway_with(Numbered("1"), Numbered("2")), Counter[str](), asyncio.Event()
+    gateway.routes.replace(shares(1, 0))
+
+    async def ask() -> None:
+        while not done.is_set():
+            answered[await version_that_answers(gateway)] += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(8):
+            clients.create_task(ask())
+        for switch in range(100):
+            weights = (0, 1) if switch % 2 == 0 else (1, 0)
+            gateway.routes.replace(shares(*weights))
+            await asyncio.sleep(0.001)
+        done.set()
+    assert min(answered["1"], answered["2"]) > 100
+    entry = gateway.registry.entries["m"]
+    assert [loaded.in_flight.count for loaded in entry.loaded_versions.values()] == [0, 0]
