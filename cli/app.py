@@ -114,14 +114,15 @@ def import_(
     into: Path = Path("models"),
     name: str = "",
     copy: Annotated[bool, Parameter(negative=())] = False,
+    trust_pickle: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Make a model of a repository: from a checkpoint, an encoder, an ONNX model or a TorchScript file.
+    """Make a model of a repository: from a checkpoint, an encoder, a model's file, or a pickled forest.
 
     Parameters
     ----------
     source
         A Hugging Face or sentence-transformers directory, a hub id in the Hugging Face cache, or a file that ends with
-        .onnx, .pt or .pt2.
+        .onnx, .xml, .pt or .pt2, or is a forest's.
     into
         Model repository; made if it is not there.
     name
@@ -129,11 +130,13 @@ def import_(
     copy
         Copy the files. Otherwise they are linked: nothing is stored twice, but the repository cannot be moved without
         them.
+    trust_pickle
+        Run the pickle of a forest, which may do anything, and make a checkpoint of it.
     """
     from .model_import import import_model
 
     try:
-        import_model(source, into, name, copy)
+        import_model(source, into, name, copy, trust_pickle)
     except CharoniaError as error:
         return _failed(error)
     return 0

@@ -10,6 +10,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +34,15 @@ from .repository_check import CheckedModel, model_checker
 
 _MODEL_FILES = {".onnx": "model.onnx", ".pt": "model.pt", ".pth": "model.pt", ".ts": "model.pt", ".pt2": "model.pt2"}
 """Ending of a model's file -> its name in a version's folder."""
+
+_PICKLES = (".pkl", ".pickle", ".joblib")
+_FORESTS = {
+    "xgboost_json": ("xgboost.json", "XGBoost"),
+    "xgboost_ubj": ("xgboost.ubj", "XGBoost"),
+    "lightgbm": ("model.txt", "LightGBM"),
+    "treelite_checkpoint": ("checkpoint.tl", "treelite"),
+}
+"""`model_type` of a forest -> its file in a version's folder, and whose it is."""
 
 _SETTINGS = '# Settings of its engine: parameters { key: "max_num_seqs" value { string_value: "32" } }\n'
 _PLAIN_NAMES = re.compile(r"model|onnx|[0-9]+")
@@ -147,6 +158,16 @@ def _file_plan(file: Path) -> ImportPlan:
     if file.suffix == GGUF_SUFFIX:
         parts = tuple(ImportedFile(each, f"1/{each.name}") for each in shard_paths(file) if each.exists())
         return ImportPlan("", "a language model in GGUF", parts, _config_text(LANGUAGE_MODEL_BACKEND) + _SETTINGS)
+    if forest := _forest_type(file):
+        return _forest_plan(file, forest)
+    if file.suffix == ".xml":
+        weights = file.with_suffix(".bin")
+        beside = (ImportedFile(weights, "1/model.bin"),) if weights.is_file() else ()
+        return ImportPlan(
+            "", "an OpenVINO model", (ImportedFile(file, "1/model.xml"), *beside), _config_text("openvino")
+        )
+    if file.suffix in _PICKLES:
+        raise Unsupported(f"'{file}' is a pickle, which runs whatever it says: --trust-pickle makes a checkpoint of it")
     if file.suffix not in _MODEL_FILES:
         hint = "; of a checkpoint, name the directory" if file.suffix in (".safetensors", ".bin", ".json") else ""
         raise InvalidArgument(
@@ -165,6 +186,46 @@ def _file_plan(file: Path) -> ImportPlan:
         + config_to_text(guessed)
     )
     return ImportPlan("", "a TorchScript model, whose tensors are a guess", tuple(files), text)
+
+
+def _forest_type(file: Path) -> str:
+    """The `model_type` of a forest's file; empty for another file."""
+    with file.open("rb") as opened:
+        begin = opened.read(1 << 12)
+    match file.suffix:
+        case ".ubj":
+            return "xgboost_ubj"
+        case ".tl":
+            return "treelite_checkpoint"
+        case ".json" if b'"learner"' in begin:
+            return "xgboost_json"
+        case ".txt" if begin.startswith(b"tree\nversion="):
+            return "lightgbm"
+    return ""
+
+
+def _forest_plan(file: Path, model_type: str, classes: bool = False) -> ImportPlan:
+    place, library = _FORESTS[model_type]
+    parameters = {"model_type": model_type} | ({"output_class": "true"} if classes else {})
+    lines = (
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n' for key, value in parameters.items()
+    )
+    text = _config_text("fil") + "".join(lines)
+    return ImportPlan("", f"a forest of {library}", (ImportedFile(file, f"1/{place}"),), text)
+
+
+def _unpickled(source: Path, directory: Path) -> ImportPlan:
+    """A forest whose pickle is trusted: run in a process of its own, into a checkpoint in `directory`."""
+    made = directory / f"{source.stem}.tl"
+    module = f"{__package__.partition('.')[0]}.classic_backends.pickled_forests"
+    command = [sys.executable, "-m", module, str(source), str(made)]
+    run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if run.returncode or not made.is_file():
+        reason = next(reversed(run.stderr.strip().splitlines()), f"its process ended with {run.returncode}")
+        raise InvalidArgument(f"'{source}' cannot be made a checkpoint: {reason}")
+    classes = run.stdout.strip().endswith("classes")
+    plan = _forest_plan(made, "treelite_checkpoint", classes)
+    return replace(plan, name=_guessed_name(source), kind=f"a forest, unpickled from {source}")
 
 
 def _config_text(backend: str) -> str:
@@ -212,24 +273,34 @@ _MAX_SHOWN = 32
 """Elements that are written out in it."""
 
 
-def import_model(source: str, repository: Path, name: str, copied: bool) -> None:
+def import_model(source: str, repository: Path, name: str, copied: bool, trust_pickle: bool = False) -> None:
     """Make a folder in the repository for what `source` names, check it, and say what was found out and how to try it.
+    `trust_pickle`: a pickle may run.
 
     Raises:
         CharoniaError: it cannot be served, or not be written; nothing is left behind.
     """
     try:
-        plan = plan_import(locate_source(source), name)
-        target = _free_place(plan, repository)
-        repository.mkdir(parents=True, exist_ok=True)
-        # A folder that begins with a dot is no model: a server that follows the repository sees the whole at once.
-        with tempfile.TemporaryDirectory(prefix=".import-", dir=repository) as scratch:
-            _write(plan, Path(scratch) / plan.name, copied)
-            checked = _check(plan, Path(scratch))
-            (Path(scratch) / plan.name).rename(target)
+        path = locate_source(source)
+        if not (trust_pickle and path.suffix in _PICKLES):
+            _import(plan_import(path, name), repository, copied)
+            return
+        with tempfile.TemporaryDirectory(prefix="charonia-import-") as made:
+            plan = _unpickled(path, Path(made))
+            _import(replace(plan, name=_checked_name(name)) if name else plan, repository, copied=True)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise InvalidArgument(f"cannot import into '{repository}': {error.strerror or error}{where}") from None
+
+
+def _import(plan: ImportPlan, repository: Path, copied: bool) -> None:
+    target = _free_place(plan, repository)
+    repository.mkdir(parents=True, exist_ok=True)
+    # A folder that begins with a dot is no model: a server that follows the repository sees the whole at once.
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=repository) as scratch:
+        _write(plan, Path(scratch) / plan.name, copied)
+        checked = _check(plan, Path(scratch))
+        (Path(scratch) / plan.name).rename(target)
     _print_report(plan, checked, target, copied)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -221,3 +222,48 @@ def test_a_copy_that_breaks_off_leaves_nothing(mlp: Path, repository: Path, monk
     with pytest.raises(InvalidArgument, match=r"cannot import into .*: No space left on device"):
         import_model(str(mlp), repository, "", copied=True)
     assert not list(repository.iterdir())
+
+
+def write_forest(file: Path) -> Any:
+    """LightGBM's estimator, and its file."""
+    lightgbm: Any = pytest.importorskip("lightgbm")
+    pytest.importorskip("treelite")
+    rows = np.random.default_rng(0).normal(size=(64, 3))
+    settings = {"objective": "binary", "verbose": -1, "min_data_in_leaf": 1, "num_threads": 1}
+    booster = lightgbm.train(settings, lightgbm.Dataset(rows, rows[:, 0] > 0), 3)
+    booster.save_model(file)
+    return booster
+
+
+def test_forests_become_models(tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_forest(tmp_path / "risk.txt")
+    import_model(str(tmp_path / "risk.txt"), repository, "", copied=False)
+    assert (repository / "risk" / "1" / "model.txt").is_symlink()
+    assert 'key: "model_type" value { string_value: "lightgbm" }' in (repository / "risk" / "config.pbtxt").read_text()
+    assert "a forest of LightGBM, linked from" in capsys.readouterr().out
+    assert print_check_report(repository, ConfigOptions()) == 0
+    (tmp_path / "notes.txt").write_text("a note")
+    with pytest.raises(InvalidArgument, match="is no model that is known here"):
+        import_model(str(tmp_path / "notes.txt"), repository, "", copied=False)
+
+
+def test_a_pickle_runs_only_where_it_is_trusted(
+    tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "risk.pkl"
+    forests: Any = pytest.importorskip("sklearn.ensemble")
+    rows = np.random.default_rng(0).normal(size=(64, 3))
+    file.write_bytes(pickle.dumps(forests.RandomForestClassifier(4, random_state=0).fit(rows, rows[:, 0] > 0)))
+    with pytest.raises(Unsupported, match="is a pickle, which runs whatever it says: --trust-pickle"):
+        import_model(str(file), repository, "", copied=False)
+    import_model(str(file), repository, "", copied=False, trust_pickle=True)
+    assert f"a forest, unpickled from {file}, copied" in capsys.readouterr().out
+    assert (repository / "risk" / "1" / "checkpoint.tl").is_file()
+    assert 'key: "output_class" value { string_value: "true" }' in (repository / "risk" / "config.pbtxt").read_text()
+    assert print_check_report(repository, ConfigOptions()) == 0
+    file.write_bytes(pickle.dumps(write_forest(tmp_path / "risk.txt")))
+    import_model(str(file), repository, "boosted", copied=False, trust_pickle=True)
+    file.write_bytes(pickle.dumps({"no": "forest"}))
+    with pytest.raises(InvalidArgument, match=r"cannot be made a checkpoint: TypeError: builtins\.dict is no"):
+        import_model(str(file), repository, "other", copied=False, trust_pickle=True)
+    assert not (repository / "other").exists()
