@@ -334,6 +334,8 @@ class InProcessGateway:
                 loaded.measured.count(context)
             elif context.end is not None:
                 self._ended_without_model[context.end] += 1
+        if context.route and context.route in self.routes.served:
+            self.routes.served[context.route].count(context)
         for listener in self._end_listeners:
             listener(context)
 
@@ -346,6 +348,8 @@ class InProcessGateway:
             yield from entry.measurements()
         if self._limiter is not None:
             yield from self._limiter.measure()
+        for route in self.routes.served.values():
+            yield from route.measurements()
         for held in self._budget.measurements():
             entry = self.registry.get_or_add(held.labels["model"])
             yield held._replace(labels=entry.labels(held.labels["version"]))

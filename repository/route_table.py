@@ -4,12 +4,14 @@ Arms of a route take and make the same tensors, and stream alike; it serves noth
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ..core.errors import NotFound, Unavailable
+from ..core.metrics import Measurement, Reading
 from ..core.model import ModelConfig
-from ..core.request_context import RequestContext
+from ..core.request_context import RequestContext, RequestEnd
 from ..core.tensor import TensorSpec
 from ..routing.arm_selector import ArmSelector
 from ..routing.route import Route
@@ -30,12 +32,14 @@ class ServedRoute:
         self._selector = ArmSelector(route)
         # By model and version: the config as it was loaded, and with the route's name.
         self._configs: dict[tuple[str, str], tuple[ModelConfig, ModelConfig]] = {}
+        # By model, version, and how they ended.
+        self._ended: Counter[tuple[str, str, RequestEnd]] = Counter()
         # By correlation id: model and version where it began, and when it is forgotten. In the order of their last use.
         self._sequences: dict[object, tuple[str, str, float]] = {}
 
-    def take_sequences(self, before: "ServedRoute") -> None:
-        """Go on with the open sequences of the route as it was before."""
-        self._sequences = before._sequences
+    def follow(self, before: "ServedRoute") -> None:
+        """Go on with the open sequences and the counts of the route as it was before."""
+        self._sequences, self._ended = before._sequences, before._ended
 
     def choose(self, context: RequestContext) -> tuple[LoadedModel, ModelConfig]:
         """The arm that serves a request, and its config with the route's name. Raises as `find` does."""
@@ -75,6 +79,18 @@ class ServedRoute:
                 self._configs.clear()
             known = self._configs[key] = loaded.config, replace(loaded.config, name=self.name, aliases=())
         return loaded, known[1]
+
+    def count(self, context: RequestContext) -> None:
+        """Count a request that has ended."""
+        if context.end is not None and context.model_found:
+            self._ended[context.model, context.version, context.end] += 1
+
+    def measurements(self) -> Iterator[Measurement]:
+        for (model, version, end), count in self._ended.items():
+            labels = {"route": self.name, "outcome": end.outcome.value, "reason": end.reason}
+            yield Measurement(
+                {"model": model, "version": version}, (Reading("charonia_route_requests_total", count, labels),)
+            )
 
     def versions(self) -> Iterator[ModelVersion | None]:
         """Those that the arms stand for now; None for one that is not known."""
@@ -125,7 +141,7 @@ class RouteTable:
             for name, route in routes.items()
         }
         for name in before.keys() & routes.keys() - same:
-            self.served[name].take_sequences(before[name])
+            self.served[name].follow(before[name])
         self._registry.route_names = frozenset(routes)
         return sorted((routes.keys() | before.keys()) - same)
 

@@ -73,6 +73,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
     MetricFamily("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
     MetricFamily("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
+    MetricFamily("charonia_route_requests_total", "counter", "Requests for the route that the version served"),
     MetricFamily("charonia_resource_limit", "gauge", "What there is of a resource of the rate limiter"),
     MetricFamily("charonia_resource_used", "gauge", "What instances that execute hold of it"),
     MetricFamily("charonia_resource_waiting", "gauge", "Instances that wait for it"),

@@ -73,6 +73,11 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
         assert (answer.model_name, answer.model_version) == ("numbers", "2")
         assert answer.parameters["charonia_arm"].string_param == "a:2"
 
+        scraped = httpx.get(f"{server.metrics_url}").text
+        counted = 'charonia_route_requests_total{model="a",outcome="done",route="numbers",version="%s"} %d\n'
+        assert counted % ("1", 6) in scraped
+        assert counted % ("2", 4) in scraped
+
         file.write_text(ROUTES.replace("WEIGHT", "-1"))
         server.until(lambda: "the routes stay as they are" in server.said)
         assert "weight must be a finite number" in server.said
