@@ -98,7 +98,8 @@ class RateLimiter:
     def _limit(self, resource: Resource) -> int:
         given = self._given_limit(resource)
         asked = (count for claim in self._claims for each, count in claim.rate.resources if each == resource)
-        return max(asked, default=0) if given is None else given
+        # Who asked for most may be gone while others hold as much together.
+        return max(*asked, self._used.get(resource, 0), 0) if given is None else given
 
     def _grant(self) -> None:
         """Give turns to those that wait and have room. Needs the lock."""

@@ -113,6 +113,17 @@ def test_what_waits_ends_when_it_is_closed() -> None:
     assert [*limiter.measure()] == []
 
 
+def test_what_one_asked_at_most_is_there_until_it_is_given_back() -> None:
+    limiter = RateLimiter({})
+    large, *small = (limiter.claim(rate(r=count)) for count in (2, 1, 1))
+    for claim in small:
+        limiter.ask(claim)
+    large.close()
+    limiter.check_integrity()
+    small[0].release()
+    assert next(limiter.measure()).readings[0].value == 1
+
+
 counts = st.dictionaries(st.sampled_from("rs"), st.integers(1, 4), min_size=1)
 
 
