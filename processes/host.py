@@ -191,8 +191,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def lower_thread_priority() -> None:
+def lower_thread_priority(niceness: int = _NICENESS) -> None:
     """Let the calling thread, and no other of its process, give way to those that compute steps (on Linux)."""
     if hasattr(os, "setpriority"):
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -58,7 +58,7 @@ class RankAdapters:
     def __init__(self, targets: AdapterTargets, limits: LoraConfig) -> None:
         self._targets, self._limits = targets, limits
         self.held: dict[str, RankAdapter] = {}
-        self._thread = ThreadPoolExecutor(1, "adapters", initializer=lower_thread_priority)
+        self._thread = ThreadPoolExecutor(1, "adapters", initializer=lower_thread_priority, initargs=(19,))
 
     def load(self, path: str) -> Future[Adapter]:
         """See `Executor.load_adapter`."""
