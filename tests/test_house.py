@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "routing": {"core"},
     "repository": {"core", "telemetry", "processes", "routing"},
     "api": {"core", "telemetry", "processes"},
-    "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository"},
+    "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing"},
     "cli": {"api", "core", "telemetry", "processes", "engine", "repository", "routing"},
 }
 FOREIGN_BANS = {
