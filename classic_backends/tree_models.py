@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument, NotFound, Unsupported
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
-from ..processes.host import usable_cores
 from .backend_config import (
     FoundModel,
     FoundTensor,
@@ -120,7 +119,8 @@ class Forest:
         self.columns = shape[1]
 
     def scores(self, rows: NDArray[Any], threads: int) -> NDArray[Any]:
-        """[rows, classes], or [rows, 1]; of several targets [rows, targets, classes]."""
+        """[rows, classes], or [rows, 1]; of several targets [rows, targets, classes]. With 0 `threads` all of
+        OpenMP's."""
         made = self._predict(self._model, rows.astype(self._model.input_type, copy=False), nthread=threads)
         if made.ndim == 3 and made.shape[1] == 1:
             return np.asarray(made[:, 0])
@@ -137,7 +137,12 @@ class ForestLoader(RuntimeLoader):
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
         forest, output = _open(directory, config.raw, parameters), _read_output(parameters)
         check_config_matches(config, _found(forest, output))
-        threads = read_thread_count(parameters, _THREADS) or usable_cores().threads
+        threads = read_thread_count(parameters, _THREADS)
+        try:
+            forest.scores(np.zeros((1, forest.features), np.float32), threads)
+        except import_treelite().core.TreeliteError as error:  # more than OpenMP has
+            reason = str(error).rpartition("Check failed: ")[2]
+            raise InvalidArgument(f"parameter '{_THREADS}' is too large: {reason}", field=_THREADS) from None
         return ForestRuntime(forest, output, threads)
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:

@@ -133,6 +133,14 @@ def test_what_is_no_forest_is_refused(version: Path, described: Describe, forest
             load(version, described, model_type=model_type)
 
 
+def test_more_threads_than_there_can_be_are_refused_at_the_load(
+    version: Path, described: Describe, forests: Forests
+) -> None:
+    place(version, forests["two"][0])
+    with pytest.raises(InvalidArgument, match="parameter 'cpu_nthread' is too large: nthread"):
+        load(version, described, **LGBM, cpu_nthread="1000")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("model_type", "sklearn"), ("threshold", "x"), ("predict_proba", "maybe"), ("cpu_nthread", "-1")],
