@@ -15,10 +15,16 @@ import msgspec
 _STDERR = 2
 
 
-def write_stderr(text: str) -> Thread:
+def write_stderr(text: str, after: Thread | None = None) -> Thread:
     """Write text to stderr in a thread, which a pipe without a reader may hold for ever, and past Python's own buffer,
-    whose lock that thread would take along."""
-    writing = Thread(target=os.write, args=(_STDERR, text.encode(errors="backslashreplace")), daemon=True)
+    whose lock that thread would take along. It waits for the end of `after`."""
+
+    def write() -> None:
+        if after is not None:
+            after.join()
+        os.write(_STDERR, text.encode(errors="backslashreplace"))
+
+    writing = Thread(target=write, daemon=True)
     writing.start()
     return writing
 
@@ -30,21 +36,25 @@ class FileOutage:
     def __init__(self, things: str) -> None:
         self._things = things
         self._file = ""
+        self._telling: Thread | None = None
 
     def report_failure(self, file: str, error: OSError | ValueError) -> None:
         """The file cannot be written; said the first time."""
         if not self._file:
             reason = getattr(error, "strerror", None) or error
-            write_stderr(f"charonia: cannot write {self._things} to {file}: {reason}\n")
+            text = f"charonia: cannot write {self._things} to {file}: {reason}\n"
+            self._telling = write_stderr(text, self._telling)
         self._file = file
 
     def report_recovery(self, lost: int, timeout: float = 0) -> None:
         """The file can be written again, or nothing more is to come; silent where there was no outage.
-        `timeout`: seconds to wait for a pipe to be read."""
+        `timeout`: seconds to wait until all that was said is read from a pipe."""
         if self._file:
             text = f"charonia: {lost} {self._things} are lost: {self._file} could not be written\n"
-            write_stderr(text).join(timeout)
+            self._telling = write_stderr(text, self._telling)
         self._file = ""
+        if self._telling is not None:
+            self._telling.join(timeout)
 
 
 T = TypeVar("T")

@@ -71,7 +71,6 @@ def test_the_text_is_the_engines_own(server: Server, own_text: str, model: str) 
     body = {"text_input": PROMPT, "max_tokens": LENGTH, "bad_words": "", "stop_words": ""} | SAMPLED
     assert ask(server, model, **body)["text_output"] == own_text
     parts = events(server, model, **body | {"max_tokens": 8 * LENGTH}, stream=True)
-    assert len(parts) > 1
     assert "".join(part["text_output"] for part in parts).startswith(own_text)
     assert ask(server, model, **body, exclude_input_in_output=False)["text_output"] == PROMPT + own_text
 

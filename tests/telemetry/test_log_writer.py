@@ -144,10 +144,9 @@ def test_a_file_that_cannot_be_written_is_told_on_stderr_once_and_with_a_count(
     assert lines.stop()
     assert (away / "log").read_text() == "0\n"
     assert file.read_text() == "4 lines of the log are lost: they could not be written, or not quickly enough\n5\n"
-    said = capfd.readouterr().err.splitlines()
-    assert sorted(said) == [
-        f"charonia: 4 lines of the log are lost: {file} could not be written",
+    assert capfd.readouterr().err.splitlines() == [
         f"charonia: cannot write lines of the log to {file}: No such file or directory",
+        f"charonia: 4 lines of the log are lost: {file} could not be written",
     ]
 
 
