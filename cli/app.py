@@ -106,6 +106,20 @@ def check(
         return _failed(error)
 
 
+@app.command
+def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Say what of this machine would slow or stop a server, and how to mend it; the status is 1 if it would not serve.
+
+    Parameters
+    ----------
+    json
+        Print a list of objects with the keys `subject`, `verdict` (good, slow, wrong), `text` and `mend`.
+    """
+    from .doctor import print_findings
+
+    return print_findings(json)
+
+
 @app.command(name="import")
 def import_(
     source: str,

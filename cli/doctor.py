@@ -1,0 +1,205 @@
+"""`charonia doctor`: what of this machine a server could use or would miss, and the command that mends it.
+
+Changes nothing. Reads the kernel's files below `root`; what a system does not tell is not judged.
+"""
+
+import ctypes
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, distribution, requires
+from pathlib import Path
+
+import msgspec
+
+from ..core.errors import Unavailable
+from ..processes.host import available_memory, torch_has_cuda, usable_cores
+from ..repository.memory_budget import format_bytes
+from ..telemetry.host_metrics import usable_gpus
+from .options import GrpcOptions, ServerOptions
+from .ports import bind_port
+
+_ROOT = Path("/")
+_ENOUGH_MEMORY = 2 << 30
+_ENOUGH_SHARED = 256 << 20
+_ENOUGH_FILES = 65536
+_EXTRA_REQUIREMENT = re.compile(r'([\w.-]+).*;.*extra == "([\w-]+)"')
+_NOT_FOR_SERVING = {"dev", "bench", "clients"}
+_CLOCK_UNSYNCHRONISED = 5
+"""TIME_ERROR of adjtimex(2)."""
+
+
+class Verdict(StrEnum):
+    """What a finding says: a server would run well, worse than it could, or not at all."""
+
+    GOOD = "good"
+    SLOW = "slow"
+    WRONG = "wrong"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What was found of one subject; `mend` is what to do about it, empty where nothing is to be done."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    mend: str = ""
+
+
+def examine_machine(root: Path = _ROOT) -> Iterator[Finding]:
+    """Every finding of this machine and this process's limits."""
+    yield _cores(root)
+    yield _kernels()
+    yield _gpus(root)
+    yield _memory(root)
+    yield _huge_pages(root)
+    yield _shared_memory(root)
+    yield _open_files()
+    yield from _ports()
+    yield _clock(root)
+    yield _extras()
+
+
+def print_findings(as_json: bool) -> int:
+    """Print what was found; returns the exit status, 1 if a server would not serve."""
+    found = list(examine_machine())
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        for finding in found:
+            print(f"{finding.subject:<14}{finding.verdict}: {finding.text}")
+            if finding.mend:
+                print(f"{'':<14}mend: {finding.mend}")
+    return int(any(finding.verdict is Verdict.WRONG for finding in found))
+
+
+def _judge(subject: str, good: bool, text: str, mend: str) -> Finding:
+    return Finding(subject, Verdict.GOOD, text) if good else Finding(subject, Verdict.SLOW, text, mend)
+
+
+def _cores(root: Path) -> Finding:
+    cores = usable_cores(root)
+    mend = "give the container whole cores, or as many as its quota pays for (docker run --cpuset-cpus=0-3)"
+    return _judge("cores", cores.quota >= cores.physical or cores.quota.is_integer(), str(cores), mend)
+
+
+def _kernels() -> Finding:
+    try:
+        from ..engine.cpu import library
+    except ImportError as error:
+        return Finding("kernels", Verdict.WRONG, f"torch cannot be imported: {error}", "pip install torch")
+    text = library.describe()
+    mend = "raise the limit of signal stacks (ulimit -s), or allow AMX in the container's seccomp profile"
+    if library.level() is None:
+        mend = f"unset {library.LEVEL_VARIABLE}, or install a C compiler and run {library.BUILD_COMMAND}"
+    return _judge("kernels", library.level() is not None and "AMX" not in text, text, mend)
+
+
+def _gpus(root: Path) -> Finding:
+    gpus, built_for_cuda = usable_gpus(devices=root / "dev"), torch_has_cuda()
+    if not gpus:
+        return Finding("GPUs", Verdict.GOOD, "none: the engine computes on the CPU")
+    text = f"{len(gpus)}, and torch is built {'for' if built_for_cuda else 'without'} CUDA"
+    return _judge("GPUs", built_for_cuda, text, "install torch's build for CUDA (pytorch.org/get-started)")
+
+
+def _memory(root: Path) -> Finding:
+    free = available_memory(root)
+    mend = "raise the container's limit, or end what holds memory: weights and cache must fit"
+    return _judge("memory", free >= _ENOUGH_MEMORY, f"{format_bytes(free)} free", mend)
+
+
+def _huge_pages(root: Path) -> Finding:
+    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    allowed = re.search(r"\[(\w+)\]", _text_of(file))
+    if allowed is None:
+        return Finding("huge pages", Verdict.GOOD, "the system does not tell")
+    mend = f"echo madvise | sudo tee {file}: a lone sequence decodes a twelfth faster from huge pages"
+    return _judge("huge pages", allowed[1] != "never", allowed[1], mend)
+
+
+def _shared_memory(root: Path) -> Finding:
+    try:
+        at = os.statvfs(root / "dev/shm")
+    except OSError as error:
+        text = f"/dev/shm: {error.strerror}"
+        return Finding("shared memory", Verdict.SLOW, text, "mount a tmpfs there: clients' regions need it")
+    free = at.f_bavail * at.f_frsize
+    mend = "docker run --shm-size 1g: clients' shared-memory regions are there"
+    return _judge("shared memory", free >= _ENOUGH_SHARED, f"{format_bytes(free)} free", mend)
+
+
+def _open_files() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return Finding("open files", Verdict.GOOD, "no limit")
+    mend = f"ulimit -Hn {_ENOUGH_FILES} (docker run --ulimit nofile={_ENOUGH_FILES}): each connection is one"
+    return _judge("open files", hard >= _ENOUGH_FILES, f"at most {hard:,}", mend)
+
+
+def _ports() -> Iterator[Finding]:
+    server, grpc = ServerOptions(), GrpcOptions()
+    for flag, address, port in (
+        ("--http-port", server.http_address, server.http_port),
+        ("--grpc-port", grpc.grpc_address, grpc.grpc_port),
+        ("--metrics-port", server.http_address, server.metrics_port),
+    ):
+        try:
+            with closing(bind_port(address, port, flag)) as reserved:
+                reserved.listen()  # two may bind a port that nothing listens on
+        except (Unavailable, OSError) as error:
+            mend = f"end what listens there, or serve with another {flag}"
+            yield Finding(f"port {port}", Verdict.SLOW, str(error), mend)
+        else:
+            yield Finding(f"port {port}", Verdict.GOOD, f"free ({flag})")
+
+
+def _clock(root: Path) -> Finding:
+    source = _text_of(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
+    text = source or "the system does not tell its source"
+    if source in ("hpet", "acpi_pm", "jiffies"):
+        mend = "boot with clocksource=tsc: each look at the clock is a system call of a microsecond"
+        return Finding("clock", Verdict.SLOW, text, mend)
+    adjtimex: Callable[..., int] | None = getattr(ctypes.CDLL(None), "adjtimex", None)
+    state = 0 if adjtimex is None else adjtimex(ctypes.create_string_buffer(1024))  # larger than any struct timex
+    if state == _CLOCK_UNSYNCHRONISED:
+        mend = "start chrony or systemd-timesyncd: logs and traces of several machines do not line up"
+        return Finding("clock", Verdict.SLOW, f"{text}, not synchronised", mend)
+    return Finding("clock", Verdict.GOOD, text)
+
+
+def _extras() -> Finding:
+    try:
+        requirements = requires(str(__package__).partition(".")[0]) or []
+    except PackageNotFoundError:  # run from its source
+        requirements = []
+    missing: set[str] = set()
+    known: set[str] = set()
+    for requirement in requirements:
+        parsed = _EXTRA_REQUIREMENT.match(requirement)
+        if parsed is None or parsed[2] in _NOT_FOR_SERVING:
+            continue
+        known.add(parsed[2])
+        if not _is_installed(parsed[1]):
+            missing.add(parsed[2])
+    there, absent = ", ".join(sorted(known - missing)) or "none", ", ".join(sorted(missing))
+    text = there if not absent else f"{there}; without {absent} (pip install 'charonia[NAME]')"
+    return Finding("extras", Verdict.GOOD, text)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,88 @@
+"""`charonia doctor` on this machine, and on made-up ones."""
+
+import json
+import os
+import resource
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from charonia.cli import doctor
+from charonia.cli.app import app
+from charonia.cli.doctor import Finding, Verdict, examine_machine
+from charonia.cli.options import GrpcOptions, ServerOptions
+
+FILES = {
+    "proc/meminfo": "MemAvailable: 524288 kB\n",
+    "proc/self/cgroup": "0::/\n",
+    "sys/fs/cgroup/cpu.max": "50000 100000",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
+    "sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet",
+}
+
+
+def found(root: Path = Path("/")) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in examine_machine(root)}
+
+
+def test_a_poor_machine_is_told_what_to_mend(tmp_path: Path) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    findings = found(tmp_path)
+    poor = ("cores", "memory", "huge pages", "clock", "shared memory")
+    assert [findings[subject].verdict for subject in poor] == [Verdict.SLOW] * len(poor)
+    assert all(findings[subject].mend for subject in poor)
+    assert "a quota of 0.5" in findings["cores"].text
+    assert findings["memory"].text == "512.0 MiB free"
+    assert findings["huge pages"].text == "never"
+
+
+def test_gpus_want_torch_s_build_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev" / "shm").mkdir(parents=True)
+    (tmp_path / "dev" / "nvidia0").touch()
+    monkeypatch.setattr(doctor, "torch_has_cuda", lambda: False)
+    assert (found(tmp_path)["GPUs"].verdict, found(tmp_path)["GPUs"].text[0]) == (Verdict.SLOW, "1")
+    monkeypatch.setattr(doctor, "torch_has_cuda", lambda: True)
+    assert found(tmp_path)["GPUs"].verdict is Verdict.GOOD
+
+
+def test_a_port_that_is_taken_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(doctor, "ServerOptions", lambda: ServerOptions(http_address="127.0.0.1", http_port=port))
+        monkeypatch.setattr(doctor, "GrpcOptions", lambda: GrpcOptions(grpc_address="127.0.0.1"))
+        finding = found()[f"port {port}"]
+    assert finding.verdict is Verdict.SLOW
+    assert "--http-port" in finding.mend
+    assert os.strerror(98) in finding.text
+
+
+def test_few_open_files_and_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from charonia.engine.cpu import library
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(library, "level", lambda: None)
+    findings = found()
+    assert findings["open files"].text == "at most 4,096"
+    assert "65536" in findings["open files"].mend
+    assert findings["kernels"].verdict is Verdict.SLOW
+    assert library.BUILD_COMMAND in findings["kernels"].mend
+
+
+def test_the_command_tells_everything_and_a_server_without_torch_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert app(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "\nkernels       " in said
+    assert "extras        good: " in said
+    wrong = Finding("kernels", Verdict.WRONG, "torch cannot be imported", "pip install torch")
+    monkeypatch.setattr(doctor, "examine_machine", lambda: [wrong])
+    assert app(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == [
+        {"subject": "kernels", "verdict": "wrong", "text": "torch cannot be imported", "mend": "pip install torch"}
+    ]
