@@ -120,24 +120,29 @@ class RateLimiter:
         """Let a claim give back what it holds, and wait for its next turn, which may be now: `granted` is set then."""
         with self._lock:
             self._give_back(claim)
-            claim.granted.clear()
-            if claim.closed:
-                claim.granted.set()
-                return
-            claim.turn = max(claim.turn, self._now)  # who had no work saves nothing up
-            self._waiting.append(claim)
+            if not claim.closed:
+                claim.granted.clear()
+                claim.turn = max(claim.turn, self._now)  # who had no work saves nothing up
+                self._waiting.append(claim)
             self._grant()
 
-    def release(self, claim: "InstanceClaim", close: bool = False) -> None:
-        """See `InstanceClaim.release` and `close`."""
+    def release(self, claim: "InstanceClaim") -> None:
+        """See `InstanceClaim.release`."""
         with self._lock:
             self._give_back(claim)
-            if close and not claim.closed:
-                claim.closed = True
+            self._grant()
+
+    def close(self, claim: "InstanceClaim") -> None:
+        """See `InstanceClaim.close`."""
+        with self._lock:
+            if claim.closed:
+                return
+            claim.closed = True
+            if claim in self._waiting:
+                self._waiting.remove(claim)
+            if not claim.held:
                 self._claims.remove(claim)
-                if claim in self._waiting:
-                    self._waiting.remove(claim)
-                claim.granted.set()
+            claim.granted.set()
             self._grant()
 
     def _give_back(self, claim: "InstanceClaim") -> None:
@@ -145,6 +150,8 @@ class RateLimiter:
             claim.held = False
             for each, count in claim.rate.resources:
                 self._used[each] -= count
+            if claim.closed:
+                self._claims.remove(claim)
 
     def measure(self) -> Iterator[Measurement]:
         """The resources, at a scrape."""
@@ -194,8 +201,9 @@ class InstanceClaim:
         self._limiter.release(self)
 
     def close(self) -> None:
-        """Wait no more, hold nothing, and ask for nothing any more; from any thread."""
-        self._limiter.release(self, close=True)
+        """Wait no more, and ask for nothing any more; what it holds stays until it is given back, for an execution
+        goes on with it. From any thread."""
+        self._limiter.close(self)
 
     def hold(self) -> None:
         """Called by the limiter when it is its turn."""

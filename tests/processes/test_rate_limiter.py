@@ -108,9 +108,23 @@ def test_what_waits_ends_when_it_is_closed() -> None:
     thread.join(30)
     assert got == [False]
     assert not waiting.acquire()
+    holder.release()
     holder.close()
     limiter.check_integrity()
     assert [*limiter.measure()] == []
+
+
+def test_what_executes_holds_its_resources_until_it_ends_also_when_it_is_closed() -> None:
+    limiter = RateLimiter({})
+    executing, next_one = limiter.claim(rate(r=1)), limiter.claim(rate(r=1))
+    assert executing.acquire()
+    limiter.ask(next_one)
+    executing.close()
+    limiter.check_integrity()
+    assert not next_one.held
+    assert not executing.acquire()  # the end of its execution
+    limiter.check_integrity()
+    assert next_one.held
 
 
 def test_what_one_asked_at_most_is_there_until_it_is_given_back() -> None:
