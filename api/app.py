@@ -210,16 +210,21 @@ def _last(path: str) -> str:
     return path.rpartition("/")[2]
 
 
+def _with_answer_headers(scope: Scope, send: Send) -> Send:
+    for header in answer_headers(scope):
+        send = add_response_header(scope, send, *header)
+    return send
+
+
 async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
     try:
         response = await endpoint(Request(scope, receive))
-        if not isinstance(response, EventStreamResponse):  # which begins later, with warnings that there are then
-            for header in answer_headers(scope):
-                send = add_response_header(scope, send, *header)
-        await response(scope, receive, send)
+        # A stream begins later, with warnings that there are then.
+        told = send if isinstance(response, EventStreamResponse) else _with_answer_headers(scope, send)
+        await response(scope, receive, told)
     except CharoniaError as error:
         record_error(scope, error)
-        await error_response(error, scope["path"])(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, _with_answer_headers(scope, send))
     except ClientDisconnected:
         await Response(status_code=_CLIENT_LEFT)(scope, receive, send)
     except asyncio.CancelledError as cancelled:

@@ -56,6 +56,10 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
         assert Counter(infer() for _ in range(8)) == {"1": 6, "2": 2}
         assert infer(**{"X-Beta": "1"}) == "2"
         assert "x-charonia-arm" not in client.post("/v2/models/a/infer", json=BODY).headers
+        refused = client.post("/v2/models/numbers/infer", json={"inputs": []}, headers={"X-Beta": "1"})
+        assert (refused.status_code, refused.headers["x-charonia-arm"]) == (400, "a:2")
+        too_long = chat("user-0", prompt="a " * 9000, stream=True)
+        assert (too_long.status_code, "x-charonia-arm" in too_long.headers) == (400, True)
         assert client.get("/v2/models/numbers/ready").status_code == 200
         assert client.get("/v2/models/numbers").json()["name"] == "numbers"
         answers = [chat(f"user-{number}") for number in range(12)]
