@@ -158,6 +158,10 @@ def _filled(request: RuntimeRequest, layout: BatchLayout, job: InferenceJob) -> 
 def execute_requests(dispatcher: "Dispatcher", runtime: Runtime, batch: RequestBatch, instance: str) -> None:
     """Execute a batch, in the thread of an instance; `instance` is its name, for the log. Never raises."""
     started_at = gathered_at = computed_at = time.monotonic_ns()
+    if any(each.finished for each in batch.requests):  # its runtime failed it after it had asked for it again
+        batch = batch._replace(requests=[each for each in batch.requests if not each.finished])
+    if not batch.requests:
+        return
     executions = [each.execution or RequestExecution(dispatcher, runtime, each, started_at) for each in batch.requests]
     try:
         requests = [execution.prepare(batch, started_at) for execution in executions]

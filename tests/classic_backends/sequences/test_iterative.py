@@ -331,3 +331,9 @@ async def test_who_reads_slowly_does_not_come_again_until_he_has_read() -> None:
     await world.settle()
     assert fast.channel.ended
     assert world.desk._table.used_slots == 0
+
+
+@pytest.mark.parametrize("others", [0, 7])
+async def test_a_request_that_fails_when_its_next_execution_was_taken_is_not_executed_again(others: int) -> None:
+    actions = [("ask", 1)] * others + [("ask", 2), *[("step", hand) for hand in (0, 1)] * 3, ("fail", 1)]
+    await play(World(Steps(decoupled=True), instances=2, direct={}), actions)
