@@ -6,6 +6,7 @@ https://github.com/triton-inference-server/openvino_backend.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
@@ -66,6 +67,14 @@ def import_openvino() -> Any:
     return openvino
 
 
+@cache
+def _core() -> Any:
+    """OpenVINO's own object, one for as long as the process runs: what it loads for a processor gives the thread that
+    comes first a stack for signals, frees that in whichever thread drops it, and the next signal would end the
+    process."""
+    return import_openvino().Core()
+
+
 class OpenVinoModel:
     """One compiled model, of which several threads may run requests at once. `settings`: OpenVINO's properties.
     `tensors`: those that its file declares. Raises `InvalidArgument` if it cannot be read or compiled, and
@@ -73,8 +82,7 @@ class OpenVinoModel:
 
     def __init__(self, file: Path, device: str, settings: Mapping[str, str]) -> None:
         try:
-            core = import_openvino().Core()
-            self._compiled = core.compile_model(core.read_model(str(file)), device, dict(settings))
+            self._compiled = _core().compile_model(_core().read_model(str(file)), device, dict(settings))
         except RuntimeError as error:
             raise InvalidArgument(f"OpenVINO cannot load {file}: {_one_line(error)}") from error
         self.tensors = FoundModel(_found(self._compiled.inputs), _found(self._compiled.outputs))
@@ -147,7 +155,7 @@ def _model_file(directory: Path, raw: RawConfig) -> Path:
 def _read_settings(parameters: Parameters) -> tuple[str, dict[str, str]]:
     """The device, and OpenVINO's properties. Raises `InvalidArgument` for a wrong parameter; `field` names it."""
     device = parameters.get(_DEVICE, "CPU")
-    available = import_openvino().Core().available_devices
+    available = _core().available_devices
     if device.partition(":")[0] not in (*available, "AUTO"):
         message = f"parameter '{_DEVICE}' must be a device that OpenVINO has here ({', '.join(available)})"
         raise InvalidArgument(f"{message}, got '{device}'", field=_DEVICE)

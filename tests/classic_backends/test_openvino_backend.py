@@ -1,6 +1,7 @@
 """OpenVINO's models: what they compute beside numpy, what their files tell, and what is refused."""
 
 import gc
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -105,6 +106,20 @@ def test_outputs_outlive_the_next_execution(version: Path, described: Describe) 
     first = run(runtime, ["TWICE"], X=np.ones((1, 3), np.float32))["TWICE"]
     run(runtime, ["TWICE"], X=np.zeros((1, 3), np.float32))
     assert first.tolist() == [[2, 2, 2]]
+
+
+def test_signals_are_handled_when_another_thread_drops_the_last_model(version: Path, described: Describe) -> None:
+    write_ir(version / "model.xml")
+    runtime = load(version, described, described_by_file(version))
+    dropping = threading.Thread(target=runtime.close)
+    dropping.start()
+    dropping.join()
+    assert not held(version)
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
 
 
 def test_instances_share_what_is_compiled_and_run_at_once(version: Path, described: Describe) -> None:
