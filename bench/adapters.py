@@ -31,6 +31,7 @@ from ..engine.config import CacheConfig, EngineConfig, LoraConfig
 from ..engine.worker.executor import StepFuture
 from ..engine.worker.inline_executor import InlineExecutor
 from ..kvcache.manager import KVCacheManager
+from ..planning.requests import uniform_jobs
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
@@ -38,7 +39,7 @@ from .command import Count, exit_on_error
 from .inline_loop import BLOCK, PRECISIONS, run_to_end
 from .load.driver import OK, LoopMode, RequestOptions
 from .load.figures import inter_token_times
-from .load.plan import Prompts, uniform_jobs
+from .load.plan import Prompts
 from .load.worker import LoadRun, LoadTarget, run
 from .offline import prepare_checkpoint
 from .server_process import ServerAddress, fetch, own_server

@@ -25,13 +25,14 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from ..core.errors import Unavailable
+from ..planning.requests import uniform_jobs
 from .checkpoint import ShapeName
 from .command import Count, Log, exit_on_error, log_to, run_command
 from .load import fake_model
 from .load.driver import OK, LoopMode, RequestOptions
 from .load.infer_generators import Generator, find_generator, run_load
 from .load.infer_load import InferLoad
-from .load.plan import Prompts, uniform_jobs
+from .load.plan import Prompts
 from .load.service_trials import TrialVerdict, show_verdicts, speed
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
 from .offline import prepare_checkpoint

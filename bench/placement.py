@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
-from .load.plan import uniform_jobs
+from ..planning.requests import uniform_jobs
 from .load.service_trials import TrialSizes, TrialTarget, speed, steady_gaps
 from .server_process import CpuMeter, CpuSeconds, ServerAddress, fetch, first_model, own_server
 

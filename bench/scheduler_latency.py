@@ -4,58 +4,22 @@ Nothing is measured: no model computes, and a simulated clock advances by the ti
 (`SimulatedMachine`). So figures are exact, the same everywhere, and tests may hold the scheduler to them.
 """
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
 from cyclopts import App
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
-from ..kvcache.manager import KVCacheManager
+from ..planning.simulated_machine import SimulatedMachine
+from ..planning.simulation import SimulatedRequest, Simulation, unlimited_engine
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import StepPlan, StepResult
-from ..scheduler.prefill_budget import PrefillBudget, StepWork
-from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import SequenceRequest
-
-BLOCK_SIZE = 16
 
 app = App(name="python -m charonia.bench.scheduler_latency", help=__doc__)
-
-
-class SimulatedMachine(NamedTuple):
-    """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest.
-
-    The defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores. `products`: measured seconds of all products by
-    rows, ascending, in place of `weights` and `token`. `noise`: steps take up to this part longer.
-    """
-
-    weights: float = 27.4e-3
-    token: float = 1.8e-3
-    head: float = 0.7e-3
-    decode_context: float = 0.8e-6
-    prompt_context: float = 0.3e-6
-    rest: float = 2e-3
-    noise: float = 0.0
-    products: tuple[tuple[int, float], ...] = ()
-
-    def seconds(self, work: StepWork, samples: int) -> float:
-        rows = work.decode_tokens + work.prefill_tokens
-        computing = self._measured(rows) if self.products else self.token * rows
-        attention = self.decode_context * work.decode_context + self.prompt_context * work.prefill_context
-        return max(self.weights, computing + self.head * samples) + attention + self.rest
-
-    def _measured(self, rows: int) -> float:
-        """Between measurements, and beyond the last two, on a straight line."""
-        place = min(max(bisect_left(self.products, (rows,)), 1), len(self.products) - 1)
-        (fewer, short), (more, long) = self.products[place - 1 : place + 1]
-        return short + (long - short) * (rows - fewer) / (more - fewer)
 
 
 BF16 = SimulatedMachine()
@@ -67,103 +31,11 @@ INT8_VNNI = SimulatedMachine(
     products=((1, 18.4e-3), (2, 22.1e-3), (8, 26.0e-3), (16, 30.2e-3), (32, 47.1e-3), (128, 0.105), (512, 0.436)),
 )
 """The same shape on two cores of an Intel server processor, without its tiles."""
-INT8_TILES = INT8_VNNI._replace(
-    products=((1, 18.4e-3), (16, 19.1e-3), (32, 25.5e-3), (64, 32.3e-3), (128, 45.7e-3), (256, 71.4e-3), (512, 0.124))
+INT8_TILES = replace(
+    INT8_VNNI,
+    products=((1, 18.4e-3), (16, 19.1e-3), (32, 25.5e-3), (64, 32.3e-3), (128, 45.7e-3), (256, 71.4e-3), (512, 0.124)),
 )
 """The same with tiles (AMX): what a kernel of its own took, by the time of one row; attention is computed as before."""
-
-
-class SimulatedRequest(NamedTuple):
-    """A request of `prompt` tokens that asks for `new` ones at `at` seconds; with targets of its own, in seconds."""
-
-    at: float
-    prompt: int
-    new: int
-    target_ttft: float | None = None
-    target_itl: float | None = None
-
-
-@dataclass(slots=True)
-class SimulatedResult:
-    """The times of one request's tokens, in seconds from the beginning."""
-
-    arrival: SimulatedRequest
-    tokens: list[float] = field(default_factory=list)
-
-    @property
-    def ttft(self) -> float:
-        return self.tokens[0] - self.arrival.at
-
-    def gaps(self, begin: float, end: float) -> list[float]:
-        """Seconds between tokens, of those that came from `begin` to `end`."""
-        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False) if begin < b <= end]
-
-
-class Simulation:
-    """Runs arrivals to their ends. `watch` sees every plan and the seconds it takes. `busy`: seconds of all steps."""
-
-    def __init__(
-        self,
-        machine: SimulatedMachine,
-        config: SchedulerConfig,
-        watch: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
-        seed: int = 0,
-        make_budget: Callable[[SchedulerConfig], PrefillBudget] = PrefillBudget,
-    ) -> None:
-        self.now = 0.0
-        self.busy = 0.0
-        self.steps = 0
-        self._machine, self._watch, self._random = machine, watch, Random(seed)
-        blocks = config.max_num_seqs * (config.max_model_len // BLOCK_SIZE + 1)
-        self._cache = KVCacheManager(blocks, BLOCK_SIZE, prefix_caching=False)
-        self._scheduler = Scheduler(config, self._cache, make_budget)
-        self._decoding: set[int] = set()
-        self._warm_up()
-
-    def _warm_up(self) -> None:
-        """Run steps as an engine does, from which the scheduler learns their cost."""
-        self.run([SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS)])
-        self.now, self.busy, self.steps = 0.0, 0.0, 0
-
-    def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
-        """The results in the order of arrival."""
-        heard = [SimulatedResult(arrival) for arrival in sorted(arrivals, key=lambda each: each.at)]
-        coming = list(enumerate(heard))[::-1]
-        while coming or self._scheduler.has_work:
-            while coming and (coming[-1][1].arrival.at <= self.now or not self._scheduler.has_work):
-                key, who = coming.pop()
-                self.now = max(self.now, who.arrival.at)
-                prompt = np.zeros(who.arrival.prompt, np.int32)
-                _, _, new, ttft, itl = who.arrival
-                request = SequenceRequest(key=key, prompt=prompt, max_tokens=new, target_ttft=ttft, target_itl=itl)
-                self._scheduler.add(request, self.now - who.arrival.at)
-            for key in self._step():
-                heard[key].tokens.append(self.now)
-        return heard
-
-    def _step(self) -> list[int]:
-        """Run one step; the sequences that got a token."""
-        plan = self._scheduler.schedule()
-        assert plan is not None
-        seconds = self._machine.seconds(self._work(plan), int(plan.samples.sum()))
-        seconds *= 1 + self._machine.noise * self._random.random()
-        rows, ends = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
-        result = StepResult(plan.step, rows, ends, np.ones_like(rows), np.zeros_like(rows))
-        updates = self._scheduler.apply(result, seconds)
-        self._watch(plan, seconds)
-        self.now += seconds
-        self.busy += seconds
-        self.steps += 1
-        return updates.keys
-
-    def _work(self, plan: StepPlan) -> StepWork:
-        """Rows that sampled before decode, from there on."""
-        self._decoding -= {*plan.closed.tolist(), *(new.row for new in plan.new)}
-        decoding = np.isin(plan.rows, list(self._decoding))
-        context = plan.counts * (plan.starts + plan.counts // 2)
-        self._decoding |= set(plan.rows[plan.samples].tolist())
-        own, other = plan.counts[decoding], plan.counts[~decoding]
-        return StepWork(int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum()))
 
 
 class PrefillStall(NamedTuple):
@@ -179,7 +51,7 @@ def stall(machine: SimulatedMachine, config: SchedulerConfig, streams: int, prom
     """`streams` decode; then a long prompt arrives."""
     began = 2 + streams * 0.3
     running = [SimulatedRequest(0.0, 128, 500) for _ in range(streams)]
-    heard = Simulation(machine, config).run([*running, SimulatedRequest(began, prompt, 1)])
+    heard = Simulation(machine, unlimited_engine(config)).run([*running, SimulatedRequest(began, prompt, 1)])
     late = heard[-1]
     watched = heard[:-1]
     alone = [gap for who in watched for gap in who.gaps(0.8 * began, began)]
@@ -200,8 +72,8 @@ def mixed(machine: SimulatedMachine, config: SchedulerConfig, shorts: int = 12, 
     random = Random(0)
     few = [SimulatedRequest(0.05 + 0.9 * n + random.random(), random.randrange(16, 256), 16) for n in range(shorts)]
     many = [SimulatedRequest(0.0, 2048, 16) for _ in range(longs)]
-    alone = Simulation(machine, config).run(few)
-    together = Simulation(machine, config).run([*many, *few])
+    alone = Simulation(machine, unlimited_engine(config)).run(few)
+    together = Simulation(machine, unlimited_engine(config)).run([*many, *few])
     by_kind = defaultdict[bool, list[float]](list)
     for who in together:
         by_kind[who.arrival.prompt < 256].append(who.ttft)
@@ -210,7 +82,7 @@ def mixed(machine: SimulatedMachine, config: SchedulerConfig, shorts: int = 12, 
 
 def burst(machine: SimulatedMachine, config: SchedulerConfig, sequences: int) -> float:
     """Output tokens a second of sequences with 128 prompt and 64 new tokens, all there at once."""
-    simulation = Simulation(machine, config)
+    simulation = Simulation(machine, unlimited_engine(config))
     simulation.run([SimulatedRequest(0.0, 128, 64) for _ in range(sequences)])
     return 64 * sequences / simulation.now
 

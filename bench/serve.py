@@ -23,11 +23,12 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
+from ..planning.requests import PlannedRequest, due_within, poisson, read_trace, uniform_jobs
 from .command import Count, Positive, exit_on_error, log_to, run_command
 from .load import frontend_cost
 from .load.driver import EndpointName, LoopMode, RequestOptions
 from .load.figures import Cpu, LoadResult, Slo, compute_figures, require_matplotlib, show, write_json, write_plot
-from .load.plan import Form, PlannedRequest, Prompts, due_within, poisson, read_trace, uniform_jobs
+from .load.plan import Form, Prompts
 from .load.worker import LoadRun, LoadTarget, RequestProgress, WorkerOutcome, run
 from .server_process import (
     GRPC_PORT,

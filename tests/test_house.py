@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "routing": {"core"},
     "repository": {"core", "telemetry", "processes", "routing"},
     "api": {"core", "telemetry", "processes"},
-    "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing"},
-    "cli": {"api", "core", "telemetry", "processes", "engine", "repository", "routing"},
+    "planning": {"core", "kvcache", "scheduler", "engine"},
+    "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing", "planning"},
+    "cli": {"planning", "api", "core", "telemetry", "processes", "engine", "repository", "routing"},
 }
 FOREIGN_BANS = {
     "core": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "zmq"},
@@ -34,6 +35,7 @@ FOREIGN_BANS = {
     "api": {"torch", "transformers", "zmq"},
     "routing": {"torch", "transformers"},
     "repository": {"torch", "transformers"},
+    "planning": {"torch", "transformers"},
     "cli": {"torch", "transformers"},
 }
 INNER_FLOORS = {

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import msgspec
 import orjson
 
+from ...planning.requests import PlannedRequest
 from .http_client import HttpClient, HttpResponseReader, SseEvent
-from .plan import PlannedRequest, Prompt, Prompts
+from .plan import Prompt, Prompts
 
 EndpointName: TypeAlias = Literal["completions", "chat", "generate", "grpc"]
 OK = "ok"

@@ -12,27 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ...core.errors import Unavailable
+from ...planning.figures import Spread
 from ..command import table_of
 from .driver import OK, LoadRecord
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """The distribution of values, in their unit; percentiles interpolate between the two nearest values."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread | None":
-        """None where there are none."""
-        if not values:
-            return None
-        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-        return cls(len(values), float(np.mean(values)), p50, p90, p99, max(values))
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -161,7 +143,7 @@ def show(console: Console, result: LoadResult) -> None:
 
 
 def _latencies(figures: LoadFigures) -> Table:
-    table = table_of(("",), ("count", "mean", "p50", "p90", "p99", "max"), "latency, ms")
+    table = table_of(("",), ("count", "mean", "p50", "p90", "p95", "p99", "max"), "latency, ms")
     spreads = {
         "to the first token (TTFT)": figures.ttft,
         "between tokens (ITL)": figures.itl,
@@ -176,8 +158,8 @@ def _latencies(figures: LoadFigures) -> Table:
 
 def _cells(spread: Spread | None) -> list[str]:
     if spread is None:
-        return ["0", *["-"] * 5]
-    times = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+        return ["0", *["-"] * 6]
+    times = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max)
     return [str(spread.count), *(f"{time * 1e3:.2f}" for time in times)]
 
 

@@ -24,6 +24,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from ...core.errors import Unavailable
+from ...planning.requests import uniform_jobs
 from ..command import Count, Log, table_of
 from ..server_process import (
     CpuMeter,
@@ -36,7 +37,7 @@ from .bare_streams import FrameSpec
 from .driver import EndpointName, LoopMode, RequestOptions
 from .fake_model import NAME, write_repository
 from .figures import compute_figures
-from .plan import Form, Prompts, uniform_jobs
+from .plan import Form, Prompts
 from .worker import LoadRun, LoadTarget, WorkerOutcome, run
 
 _BLOCK = 16

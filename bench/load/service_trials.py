@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ...core.errors import Unavailable
+from ...planning.requests import PlannedRequest, uniform_jobs
 from ..command import Count, Log
 from ..peer_process import PeerProcess
 from ..server_process import ServerAddress
 from .driver import OK, LoadRecord, LoopMode, RequestOptions
 from .figures import inter_token_times, ttft
-from .plan import PlannedRequest, Prompts, uniform_jobs
+from .plan import Prompts
 from .worker import LoadRun, LoadTarget, WorkerOutcome, run
 
 

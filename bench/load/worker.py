@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...core.errors import Unavailable
+from ...planning.requests import PlannedRequest
 from .driver import (
     ENDPOINTS,
     OK,
@@ -26,7 +27,7 @@ from .driver import (
     SseSender,
 )
 from .http_client import HttpClient
-from .plan import PlannedRequest, Prompts
+from .plan import Prompts
 
 _PROGRESS_SECONDS = 0.25
 _HEAD_START_SECONDS = 0.1

@@ -10,9 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from ...planning.requests import PlannedRequest, due_within, poisson, uniform_jobs
 from ..load.driver import OK, LoadRecord, LoopMode, RequestOptions
 from ..load.fake_model import NAME, write_repository
-from ..load.plan import PlannedRequest, Prompts, due_within, poisson, uniform_jobs
+from ..load.plan import Prompts
 from ..load.worker import LoadRun, LoadTarget, run
 from ..server_process import ServerAddress, own_server
 

@@ -7,19 +7,21 @@ like theirs. Exits with 1 where a long prompt beside streams waits too long or h
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
+from ...planning.requests import read_trace
+from ...planning.simulated_machine import SimulatedMachine
+from ...planning.simulation import MakeBudget, SimulatedRequest, Simulation, unlimited_engine
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.prefill_budget import IDLE_STEP_SECONDS, PrefillBudget, PrefillLane, StepDemand, StepPace, StepWork
-from ..load.plan import read_trace
-from ..scheduler_latency import INT8, INT8_TILES, INT8_VNNI, SimulatedMachine, SimulatedRequest, Simulation
+from ..scheduler_latency import INT8, INT8_TILES, INT8_VNNI
 
 MACHINES = {"Zen 4": INT8, "VNNI": INT8_VNNI, "tiles": INT8_TILES}
 TRACES = ("conversation", "code")
@@ -30,8 +32,8 @@ FILL = 0.8
 MOST_DELAY, MOST_STALL = 1.9, 2.5
 """A prompt of 2,000 tokens beside four streams: its TTFT over alone, and their p99 gap over their median without it."""
 
-PACED = SchedulerConfig(max_model_len=8192)
-UNBOUNDED = SchedulerConfig(max_model_len=8192, target_itl_ms=0)
+PACED = unlimited_engine(SchedulerConfig(max_model_len=8192))
+UNBOUNDED = unlimited_engine(SchedulerConfig(max_model_len=8192, target_itl_ms=0))
 
 
 app = App(name="python -m charonia.bench.proofs.pace", help=__doc__)
@@ -67,7 +69,6 @@ class FormerBudget(PrefillBudget):
         return FormerPace(self.time_model, demand) if self.bounded else super().pace(demand)
 
 
-MakeBudget: TypeAlias = Callable[[SchedulerConfig], PrefillBudget]
 POLICIES: dict[str, MakeBudget] = {"before": FormerBudget, "now": PrefillBudget}
 
 

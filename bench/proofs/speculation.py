@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from cyclopts import App
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,7 @@ from rich.text import Text
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS
 from ...engine.worker.model_runner import verify_samples
 from ...kvcache.manager import KVCacheManager
+from ...planning.simulated_machine import SimulatedMachine
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, SamplerParams, StepPlan, StepResult
 from ...scheduler.prefill_budget import StepWork
@@ -31,7 +33,7 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
 from ...scheduler.speculation import DraftRequest, Speculation
 from ..roofline import Precision
-from ..scheduler_latency import BF16, BLOCK_SIZE, INT8, INT8_TILES, INT8_VNNI, SimulatedMachine
+from ..scheduler_latency import BF16, INT8, INT8_TILES, INT8_VNNI
 from ..speculation import SpeculationWork, build_arms
 from ..speculation_texts import TextKind, read_texts, write_records
 from ..speculation_trial import Arm, Laboratory
@@ -42,7 +44,7 @@ MACHINES = {
     "VNNI": INT8_VNNI,
     "tiles": INT8_TILES,
     "computing": SimulatedMachine(weights=0.0, token=4e-3, rest=1e-3),
-    "noisy": INT8_VNNI._replace(noise=0.3),
+    "noisy": replace(INT8_VNNI, spread=(1.0, 1.3)),
 }
 """Where decoding waits for memory, where it does not, and where the time of a step says little of the next."""
 
@@ -52,7 +54,7 @@ LEAST_SPEED, MOST_TPOT = 0.98, 1.05
 STREAMS = (1, 4, 16, 64)
 DEMO = Path(__file__).parents[2] / "examples" / "model_repository" / "demo" / "1"
 SAMPLINGS = {"greedy": SamplerParams(), "drawn": SamplerParams(0.9, 40, 0.95, seed=7)}
-_PROMPT, _K, _TOKENS = 64, 4, 1000
+_PROMPT, _K, _TOKENS, _BLOCK_SIZE = 64, 4, 1000, 16
 
 app = App(name="python -m charonia.bench.proofs.speculation", help=__doc__)
 
@@ -109,8 +111,8 @@ class SimulatedRun(NamedTuple):
 
 def simulate(machine: SimulatedMachine, streams: int, new: int, spells: Spells | None, seed: int = 0) -> SimulatedRun:
     """Decode `streams` sequences of about `new` tokens, twice as many in all, after a warm-up as an engine's."""
-    blocks = streams * ((_PROMPT + new) // BLOCK_SIZE + 3)
-    cache = KVCacheManager(blocks, BLOCK_SIZE, prefix_caching=False)
+    blocks = streams * ((_PROMPT + new) // _BLOCK_SIZE + 3)
+    cache = KVCacheManager(blocks, _BLOCK_SIZE, prefix_caching=False)
     speculation = None if spells is None else Speculation({"spells": SpellDrafter(spells, seed)}, _K, _TOKENS)
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=streams), cache, speculation=speculation)
     random = Random(seed)
@@ -126,7 +128,7 @@ def _decode(scheduler: Scheduler, machine: SimulatedMachine, lengths: Sequence[i
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
-        seconds = machine.seconds(_work(plan), int(plan.num_logits.sum())) * (1 + machine.noise * random.random())
+        seconds = machine.draw_seconds(_work(plan), int(plan.num_logits.sum()), random)
         now += seconds
         for key in scheduler.apply(_sampled(plan), seconds).keys:
             begun.setdefault(key, now)

@@ -33,14 +33,7 @@ from ..core.messages import (
 from .admission import AdmissionControl, QueueLimits, QueueTicket
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
 from .engine import count_by_priority
-from .routing import (
-    TOKENS_PER_REQUEST,
-    PrefixIndex,
-    ReplicaCandidate,
-    ResidentAdapters,
-    choose_replica,
-    prompt_prefixes,
-)
+from .routing import TOKENS_PER_REQUEST, PrefixIndex, ResidentAdapters, route_prompt
 from .token_stream import SequenceStats, TokenStream
 
 
@@ -340,14 +333,5 @@ class EngineClient:
             raise up[0].adapters.absence(add.adapter) if up else NotReady("the engine is not ready")
         # Where none is ready, those that serve are only slow to step.
         serving = [replica for replica in serving if replica.core.ready] or serving
-        if not self._affinity:
-            return min(serving, key=lambda replica: replica.pending_work), 0
-        prefixes = prompt_prefixes(add.prompt, (add.adapter, add.tenant, add.salt))
-        candidates: list[ReplicaCandidate] = []
-        for replica in serving:
-            index, cached = replica.prefix_index, replica.prefix_index.longest_match(prefixes)
-            has_sibling = add.sampling.choice > 0 and cached == len(add.prompt)
-            candidates.append(ReplicaCandidate(replica.pending_work, cached, index.tokens, has_sibling))
-        at = choose_replica(candidates, len(add.prompt))
-        serving[at].prefix_index.insert(prefixes, serving[at].kv_tokens[1])
-        return serving[at], candidates[at].cached_tokens
+        extras = add.adapter, add.tenant, add.salt
+        return route_prompt(serving, add.prompt, extras, self._affinity, add.sampling.choice)

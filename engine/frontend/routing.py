@@ -11,7 +11,7 @@ import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
@@ -57,6 +57,39 @@ def choose_replica(candidates: Sequence[ReplicaCandidate], prompt: int) -> int:
         return candidate.work - (MAX_EXTRA_WORK if candidate.has_sibling else worth), candidate.kept_tokens
 
     return min(range(len(candidates)), key=cost)
+
+
+class RoutedReplica(Protocol):
+    """A replica as far as choosing one goes: `pending_work` is that of `ReplicaCandidate`, `kv_tokens` how many its
+    cache holds, and how many fit."""
+
+    prefix_index: "PrefixIndex"
+
+    @property
+    def pending_work(self) -> int: ...
+    @property
+    def kv_tokens(self) -> tuple[int, int]: ...
+
+
+_Replica = TypeVar("_Replica", bound=RoutedReplica)
+
+
+def route_prompt(
+    replicas: Sequence[_Replica], prompt: Sequence[int], extras: HashExtras, affinity: bool, choice: int = 0
+) -> tuple[_Replica, int]:
+    """The one of `replicas` that takes this prompt, for answer number `choice` to it, and how many of its tokens it
+    likely has cached; without `affinity` the least busy. Its prefix index then has the prompt."""
+    if not affinity:
+        return min(replicas, key=lambda replica: replica.pending_work), 0
+    prefixes = prompt_prefixes(prompt, extras)
+    candidates: list[ReplicaCandidate] = []
+    for replica in replicas:
+        index, cached = replica.prefix_index, replica.prefix_index.longest_match(prefixes)
+        has_sibling = choice > 0 and cached == len(prompt)
+        candidates.append(ReplicaCandidate(replica.pending_work, cached, index.tokens, has_sibling))
+    at = choose_replica(candidates, len(prompt))
+    replicas[at].prefix_index.insert(prefixes, replicas[at].kv_tokens[1])
+    return replicas[at], candidates[at].cached_tokens
 
 
 class PromptPrefix(NamedTuple):

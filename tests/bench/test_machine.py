@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from charonia.bench import machine
-from charonia.bench.load.figures import Spread
 from charonia.bench.load.service_trials import TrialVerdict
 from charonia.bench.machine import (
     MachineOptions,
@@ -26,6 +25,7 @@ from charonia.bench.offline import OfflineComparison, OfflineRun
 from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.bench.start import ServerStart
 from charonia.core.errors import Unavailable
+from charonia.planning.figures import Spread
 
 WANTED = MachineOptions(precisions=("bf16", "int8"), sequences=(1, 4), repeats=2)
 
@@ -166,7 +166,7 @@ def test_another_machine_begins_anew_and_so_does_a_broken_record(tmp_path: Path)
 @pytest.mark.usefixtures("asked")
 def test_the_table_has_every_figure(tmp_path: Path) -> None:
     record, _ = run(tmp_path)
-    spread = Spread(9, 0.2, 0.1, 1.25, 2.5, 3.0)
+    spread = Spread(9, 0.2, 0.1, 1.25, 2.0, 2.5, 3.0)
     record.traces["int8"] = ServedTrace(ttft=spread, itl=None, end_to_end=spread)
     table = as_markdown(record)
     for row in (

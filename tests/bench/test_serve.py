@@ -16,11 +16,12 @@ from charonia.bench.load.bare_streams import FrameSpec, event_of, response_of
 from charonia.bench.load.driver import EndpointName, LoopMode, RequestOptions
 from charonia.bench.load.fake_model import write_repository
 from charonia.bench.load.figures import compute_figures
-from charonia.bench.load.plan import Form, Prompts, uniform_jobs
+from charonia.bench.load.plan import Form, Prompts
 from charonia.bench.load.worker import LoadRun, LoadTarget, RequestProgress, run
 from charonia.bench.serve import app
 from charonia.bench.server_process import ServerAddress, first_model, is_loopback, own_server, parse_server_url
 from charonia.core.errors import InvalidArgument, Unavailable
+from charonia.planning.requests import uniform_jobs
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,11 @@ from math import inf
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
-from charonia.bench.scheduler_latency import (
-    BF16,
-    INT8,
-    INT8_VNNI,
-    SimulatedMachine,
-    SimulatedRequest,
-    Simulation,
-    burst,
-    mixed,
-    stall,
-)
+from charonia.bench.scheduler_latency import BF16, INT8, INT8_VNNI, burst, mixed, stall
+from charonia.planning.simulated_machine import SimulatedMachine
+from charonia.planning.simulation import SimulatedRequest, SimulatedResult, Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.prefill_budget import (
@@ -47,7 +40,7 @@ def test_a_long_prompt_does_not_freeze_running_streams(machine: SimulatedMachine
 
 
 def test_noise_does_not_freeze_them_either() -> None:
-    noisy = stall(BF16._replace(noise=0.2), PACED, 4)
+    noisy = stall(replace(BF16, spread=(1.0, 1.2)), PACED, 4)
     assert noisy.beside <= 2.5 * noisy.alone
 
 
@@ -67,7 +60,7 @@ def steps(
     machine: SimulatedMachine, config: SchedulerConfig, arrivals: list[SimulatedRequest]
 ) -> list[tuple[StepPlan, float]]:
     seen: list[tuple[StepPlan, float]] = []
-    simulation = Simulation(machine, config, lambda plan, seconds: seen.append((plan, seconds)))
+    simulation = Simulation(machine, unlimited_engine(config), watch=lambda plan, seconds: seen.append((plan, seconds)))
     seen.clear()  # the warm-up's
     simulation.run(arrivals)
     return seen
@@ -123,9 +116,15 @@ def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
     assert together.time_model.step_seconds(StepWork(5, 500)) == one_by_one.step_seconds(StepWork(5, 500))
 
 
+def simulate(
+    machine: SimulatedMachine, config: SchedulerConfig, requests: list[SimulatedRequest]
+) -> list[SimulatedResult]:
+    return Simulation(machine, unlimited_engine(config)).run(requests)
+
+
 def gaps_beside(config: SchedulerConfig, streams: list[SimulatedRequest], late: list[SimulatedRequest]) -> float:
     """The longest gap of the first stream from the second request on."""
-    heard = Simulation(INT8, config).run([*streams, *late])
+    heard = simulate(INT8, config, [*streams, *late])
     return max(heard[0].gaps(late[0].at, heard[-1].tokens[0]))
 
 
@@ -150,14 +149,14 @@ def test_a_target_for_the_first_token_is_kept_where_the_balance_would_not(own: b
     config = PACED if own else SchedulerConfig(max_model_len=4096, target_ttft_ms=2800)
     late = SimulatedRequest(2.0, 2048, 1)
     hurried = late._replace(target_ttft=2.8) if own else late
-    *_, balanced = Simulation(INT8_VNNI, PACED).run([*STREAMS, late])
-    *_, kept = Simulation(INT8_VNNI, config).run([*STREAMS, hurried])
+    *_, balanced = simulate(INT8_VNNI, PACED, [*STREAMS, late])
+    *_, kept = simulate(INT8_VNNI, config, [*STREAMS, hurried])
     assert kept.ttft <= 2.8 < balanced.ttft
 
 
 def test_a_streams_own_target_binds_the_steps_that_it_is_in_and_no_others() -> None:
     exacting = STREAMS[0]._replace(new=60, target_itl=0.03)
-    heard = Simulation(INT8, PACED).run([exacting, *STREAMS[1:], SimulatedRequest(1.0, 2048, 1)])
+    heard = simulate(INT8, PACED, [exacting, *STREAMS[1:], SimulatedRequest(1.0, 2048, 1)])
     assert max(heard[0].gaps(1.0, 10.0)) <= 0.03 * 1.1
     assert max(heard[1].gaps(heard[0].tokens[-1], 10.0)) > 0.03 * 1.1
 

@@ -1,24 +1,13 @@
 """Figures out of records that were made by hand."""
 
-import pytest
-
 from charonia.bench.load.driver import LoadRecord
-from charonia.bench.load.figures import Slo, Spread, compute_figures
+from charonia.bench.load.figures import Slo, compute_figures
 
 
 def record(index: int = 0, due: float = 0.0, times: tuple[float, ...] = (), **fields: object) -> LoadRecord:
     ended = times[-1] if times else due + 1
     plain = {"sent": due, "ended": ended, "status": "ok", "prompt_tokens": 10, "frames": len(times), "size": 100}
     return LoadRecord(index=index, due=due, times=list(times), **{"tokens": len(times), **plain, **fields})  # type: ignore
-
-
-def test_percentiles_interpolate_between_neighbours() -> None:
-    spread = Spread.of([float(value) for value in range(101)])
-    assert spread == Spread(count=101, mean=50.0, p50=50.0, p90=90.0, p99=99.0, max=100.0)
-    two = Spread.of([1.0, 2.0])
-    assert two is not None
-    assert (two.p50, two.p90) == (1.5, pytest.approx(1.9))
-    assert Spread.of([]) is None
 
 
 def test_latencies_count_from_when_a_request_was_due() -> None:
