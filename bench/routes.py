@@ -4,6 +4,7 @@ A request is opened, its model is looked up, and the request is closed, which le
 model, and for routes over two versions of it. What a route takes is the difference; the kinds take turns.
 """
 
+import asyncio
 from collections.abc import Mapping
 from statistics import median
 from time import process_time_ns
@@ -47,12 +48,12 @@ def routed_gateway() -> tuple[InProcessGateway, Mapping[str, str]]:
     return gateway, {_PLAIN: "a model", **dict.fromkeys(routes, "")}
 
 
-def lookup_microseconds(gateway: InProcessGateway, name: str, requests: int) -> float:
+async def lookup_microseconds(gateway: InProcessGateway, name: str, requests: int) -> float:
     """Of CPU, a request."""
     began = process_time_ns()
     for _ in range(requests):
         with gateway.open_request("bench", _HEADERS) as context:
-            gateway.acquire(context, name)
+            await gateway.acquire(context, name)
     return (process_time_ns() - began) / requests / 1e3
 
 
@@ -71,7 +72,7 @@ def main(requests: Count = 20_000, turns: Count = 9) -> None:
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(turns):
         for name, times in found.items():
-            times.append(lookup_microseconds(gateway, name, requests))
+            times.append(asyncio.run(lookup_microseconds(gateway, name, requests)))
     table = Table("asked for", "us of CPU", "over a model")
     for name, times in found.items():
         over = [time - model for time, model in zip(times, found[_PLAIN], strict=True)]

@@ -102,6 +102,7 @@ class ClassicModel:
             success=metrics.success.count,
             failure=metrics.failures.total() - cancelled,
             cancelled=cancelled,
+            sequences=self._dispatcher.open_sequences if isinstance(self._dispatcher, SequenceScheduler) else 0,
         )
 
     async def unready_reason(self) -> str:

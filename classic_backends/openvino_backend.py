@@ -147,6 +147,9 @@ class OpenVinoLoader(RuntimeLoader):
         self._completed = open_model(_model_file(directory, raw), *_read_settings(parameters))
         return complete_config(raw, self._completed.tensors, parameters)
 
+    def forget(self) -> None:
+        self._completed = None
+
 
 def _model_file(directory: Path, raw: RawConfig) -> Path:
     return directory / (raw.get("default_model_filename") or "model.xml")

@@ -181,3 +181,6 @@ class RuntimeLoader(ABC):
         """`raw` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file. Raises
         `CharoniaError` if it contradicts the model."""
         return raw
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop what `complete` has kept for a load: there will be none."""

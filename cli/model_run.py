@@ -74,7 +74,7 @@ async def _ask_model(model: str, asked: ModelRequest, catalog: RepositoryCatalog
         inputs = {tensor.name: tensor for tensor in (_read_input(each, config) for each in asked.inputs)}
         request = InferRequest("", inputs, None, dict(_read_parameters(asked.parameters)))
         with gateway.open_request(ENDPOINT) as context:
-            handle = gateway.acquire(context, config.name)
+            handle = await gateway.acquire(context, config.name)
             async with aclosing(handle.infer(request)) as responses:
                 async for response in responses:
                     _print_response(response)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
+from ..engine.core.prepared_core import SPARE_CORE_BYTES, keep_spare_cores
 from ..processes.rate_limiter import RateLimiter, parse_resource_limits
 from ..repository.backend_registry import OnProgress
 from ..repository.builder import ModelBuilder, parse_backend_config
@@ -27,10 +28,11 @@ from ..repository.model_control import ModelControl
 from ..repository.model_source import ModelSource, checkpoint_source, is_repository
 from ..repository.object_storage.bucket_repository import open_buckets
 from ..repository.object_storage.locations import is_bucket_url
+from ..repository.on_demand import OnDemandLimits, OnDemandLoader
 from ..repository.response_cache import parse_cache_config
 from ..repository.watcher import RepositoryWatcher
 from ..routing.route import Route
-from .options import RepositoryOptions
+from .options import OnDemandOptions, RepositoryOptions
 
 
 class ProgressDisplay:
@@ -70,6 +72,9 @@ class ProgressDisplay:
 
     def on_loaded(self, name: str, seconds: float) -> None:
         self._end(name, f"ready after {_seconds(seconds)}")
+
+    def on_described(self, name: str) -> None:
+        self._end(name, "on demand")
 
     def on_failed(self, name: str, reason: str) -> None:
         self._end(name, f"FAILED: {reason}")
@@ -116,22 +121,37 @@ class ModelSelection:
 
     def create_watcher(self, gateway: InProcessGateway) -> RepositoryWatcher:
         """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
+        if self.options.on_demand.load_on_demand:
+            gateway.on_demand = OnDemandLoader(
+                self.catalog,
+                gateway.registry,
+                gateway.lifecycle,
+                _on_demand_limits(self.options.on_demand),
+                self.keep_spare_cores,
+            )
         if self.options.model_control_mode == "explicit":
             allowed = self.options.allow_uploaded_code, self.options.allow_pipelines
             gateway.model_control = ModelControl(self.catalog, gateway.registry, gateway.lifecycle, *allowed)
         gateway.routes.replace(self.routes)
-        return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle, gateway.routes)
+        return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle, gateway.routes, gateway.on_demand)
+
+    def keep_spare_cores(self) -> None:
+        """Have engine cores wait for the models that requests will load."""
+        keep_spare_cores(self.options.on_demand.spare_cores)
 
     async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:
         """Load the models of the start, and show the progress; true if enough are loaded to serve: all if `strict`."""
         names, wanted = self.catalog.model_names(), self.options.load_model
-        if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
-            names = list(dict.fromkeys(wanted))
+        in_memory = names if wanted == (_ALL_MODELS,) else list(dict.fromkeys(wanted))
+        if self.options.on_demand.load_on_demand:
+            names = list(dict.fromkeys([*names, *in_memory]))
+        elif self.options.model_control_mode == "explicit":
+            names = in_memory
         unknown = self.catalog.unknown
         if unknown:
             print(f"charonia: model repository {unknown[0]} is away, and was never read from here", file=sys.stderr)
         with ProgressDisplay() as display:
-            complete = await watcher.load_initial(names, display)
+            complete = await watcher.load_initial(names, display, in_memory)
         if unknown and self.options.model_control_mode == "none":  # nobody would look again
             return False
         if not complete and strict and not self.is_single_checkpoint:
@@ -181,12 +201,25 @@ def select_models(
     backends = parse_backend_config((*of_all, *options.configs.backend_config))
     cache = parse_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
-    budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
+    spare = options.on_demand.spare_cores * SPARE_CORE_BYTES
+    limit = None if options.memory_limit is None else max(0, options.memory_limit - spare)
+    budget = MemoryBudget.of_machine(limit, options.gpu_memory_limit, promised)
     complete, written_in_python = not options.configs.disable_auto_complete_config, options.configs.backend_directory
     limiter = _rate_limiter(options)
     builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python, limiter)
     is_single = single is not None and not repositories
     return ModelSelection(catalog, builder, options, is_single, catalog.read_routes())
+
+
+def _on_demand_limits(options: OnDemandOptions) -> OnDemandLimits:
+    return OnDemandLimits(
+        options.model_idle_secs,
+        options.min_resident_secs,
+        options.on_demand_loads,
+        options.on_demand_wait_secs,
+        options.on_demand_waiting,
+        options.on_demand_tenant_waiting,
+    )
 
 
 def _rate_limiter(options: RepositoryOptions) -> RateLimiter | None:
@@ -267,6 +300,11 @@ def _check_flags(options: RepositoryOptions, engine: Mapping[str, str], single: 
             f"{flag} is for a model repository; a single checkpoint is served as long as the server runs"
         )
     flags = [*engine, *(name for name in ("served_model_name", "backend", "revision") if getattr(options, name))]
+    on_demand = options.on_demand
+    if on_demand.load_on_demand and not repositories:
+        raise InvalidArgument("--load-on-demand is for a model repository; a single checkpoint stays in memory")
+    if on_demand != OnDemandOptions() and not on_demand.load_on_demand:
+        raise InvalidArgument("how models are loaded on demand is said, and not --load-on-demand")
     if not single and flags:
         flag = f"--{flags[0].replace('_', '-')}"
         instead = _REPOSITORY_ALTERNATIVES.get(flags[0], "set it in config.pbtxt")

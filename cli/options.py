@@ -55,6 +55,28 @@ class ConfigOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemandOptions:
+    """Models that their first request loads, and that make room for others."""
+
+    load_on_demand: Annotated[bool, Parameter(negative=())] = False
+    """Load each model of the repositories when it is asked for, and unload others for it when memory lacks."""
+    model_idle_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 60
+    """Seconds without a request after which a model makes room for another."""
+    min_resident_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
+    """Seconds that a model stays in memory at least."""
+    on_demand_loads: Annotated[int, Parameter(validator=Number(gt=0))] = 1
+    """Models that requests load at once."""
+    on_demand_wait_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 60
+    """Seconds that a request waits for its model, before 503."""
+    on_demand_waiting: Annotated[int, Parameter(validator=Number(gt=0))] = 256
+    """Requests that wait for models at once; more get 503."""
+    on_demand_tenant_waiting: Annotated[int, Parameter(validator=Number(gt=0))] = 64
+    """Requests of one tenant that wait for models at once; more get 503."""
+    spare_cores: Annotated[int, Parameter(validator=Number(gte=0))] = 0
+    """Engine processes that wait with their libraries imported, so that a language model is back sooner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryOptions:
     """Which models to serve."""
 
@@ -102,6 +124,7 @@ class RepositoryOptions:
     """Bytes of the host's memory that all models may hold together; without it, what is free."""
     gpu_memory_limit: _MemoryLimit = None
     """Bytes of each GPU's memory that all models may hold together; without it, what is free."""
+    on_demand: Annotated[OnDemandOptions, Parameter("*")] = OnDemandOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

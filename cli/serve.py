@@ -97,6 +97,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                     await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
                     return 0 if stop.stop_requested.is_set() else 1
                 drop_prepared_children()
+                plan.selection.keep_spare_cores()
                 gc_tuning.collect_and_freeze(frozen_too=False)
                 sys.setswitchinterval(_TURN_SECONDS)
                 servers.start_batches()
@@ -109,6 +110,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
             loading.cancel()
             gateway.begin_exit()
             await gateway.lifecycle.close()
+            drop_prepared_children()
             plan.selection.catalog.close()
 
 

@@ -116,10 +116,10 @@ class Gateway(Protocol):
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         """The context of a request that came in through `endpoint`: counted and recorded when its block ends."""
 
-    def acquire(self, context: RequestContext, name: str, version: str = "") -> ModelHandle:
+    async def acquire(self, context: RequestContext, name: str, version: str = "") -> ModelHandle:
         """Look up the model that a request is for, once for a request: the context has its name and version from then
         on, also if there is none, and releases the handle when the request ends. `name`: also of an adapter, or
-        `model:adapter`."""
+        `model:adapter`. Waits while a model is loaded that its first request loads; `NotReady` if that takes long."""
 
     def ready(self) -> bool:
         """Whether every known model is ready and the server is not exiting."""

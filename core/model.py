@@ -76,7 +76,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """Counters since load; for a language model, tokens that its cache holds for running requests, and can hold."""
+    """Counters since load; for a language model, tokens that its cache holds for running requests, and can hold.
+    `sequences`: those that a stateful model has open."""
 
     ready: bool
     success: int = 0
@@ -84,6 +85,7 @@ class ModelStats:
     cancelled: int = 0
     kv_tokens: int = 0
     kv_token_capacity: int = 0
+    sequences: int = 0
 
 
 class WarmupRequest(NamedTuple):

@@ -295,7 +295,7 @@ class Ensemble:
         assert plan is not None
         holder.counted = True  # it asks nothing, but holds the models until the end
         with holder:
-            handles = {step.number: self._acquire(step, holder) for step in plan.steps}
+            handles = {step.number: await self._acquire(step, holder) for step in plan.steps}
             run = EnsembleRun(plan, request, context, handles, times)
             if len(plan.stages) == 1:
                 yield await run.answer()
@@ -304,8 +304,8 @@ class Ensemble:
                     async for response in responses:
                         yield response
 
-    def _acquire(self, step: EnsembleStep, holder: RequestContext) -> ModelHandle:
+    async def _acquire(self, step: EnsembleStep, holder: RequestContext) -> ModelHandle:
         try:
-            return self._gateway.acquire(holder, step.model, step.version)
+            return await self._gateway.acquire(holder, step.model, step.version)
         except CharoniaError as error:
             raise with_model_name(f"ensemble '{self._config.name}'", error) from None

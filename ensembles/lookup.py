@@ -89,7 +89,7 @@ class ModelRequests:
             with context:
                 if context.depth > MAX_DEPTH:
                     raise Internal(f"model '{model.name}' is asked at the end of {MAX_DEPTH} requests for one another")
-                handle = self._gateway.acquire(context, model.name, model.version)
+                handle = await self._gateway.acquire(context, model.name, model.version)
                 request = self._make_request(model, handle.config, inputs, outputs, stream)
                 async with aclosing(handle.infer(request)) as responses:
                     async for response in responses:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -140,8 +141,8 @@ def python_child(
     pickler = _ArgumentPickler(call)
     pickler.dump((target, arguments))
     descriptors = (*pickler.descriptors, *inherited)
-    if not descriptors and name in _prepared:
-        child, pipe = _prepared.pop(name)
+    while not descriptors and _prepared[name]:
+        child, pipe = _prepared[name].pop()
         try:
             with pipe:
                 pipe.write(call.getbuffer())
@@ -156,8 +157,13 @@ def python_child(
         return _start_interpreter(name, file.fileno(), descriptors)
 
 
-_prepared: dict[str, tuple[ChildProcess, IO[bytes]]] = {}
+_prepared: defaultdict[str, list[tuple[ChildProcess, IO[bytes]]]] = defaultdict(list)
 """Children that wait for a call, by name, and where it is written."""
+
+
+def prepared_children(name: str) -> int:
+    """How many wait for a call."""
+    return len(_prepared[name])
 
 
 def prepare_child(name: str, module: str, function: str) -> None:
@@ -167,7 +173,7 @@ def prepare_child(name: str, module: str, function: str) -> None:
     reader, writer = os.pipe()
     pipe = open(writer, "wb")  # noqa: SIM115
     try:
-        _prepared[name] = _start_interpreter(name, reader), pipe
+        _prepared[name].append((_start_interpreter(name, reader), pipe))
         _write_start(pipe, (module, function))
         pipe.flush()
     except BaseException:
@@ -180,11 +186,11 @@ def prepare_child(name: str, module: str, function: str) -> None:
 def drop_prepared_children() -> None:
     """End those that no `python_child` has taken."""
     while _prepared:
-        _, (child, pipe) = _prepared.popitem()
-        child.kill()
-        with suppress(BrokenPipeError):
-            pipe.close()
-        child.close()
+        for child, pipe in _prepared.popitem()[1]:
+            child.kill()
+            with suppress(BrokenPipeError):
+                pipe.close()
+            child.close()
 
 
 def _write_start(file: IO[bytes], prelude: tuple[str, str] | None = None) -> None:

@@ -100,10 +100,7 @@ class ModelBuilder:
         be built; the message says where its config is wrong.
         """
         try:
-            check_backend(source.name, source.backend, self.backend_directory)
-            refuse_unsupported_fields(source.config)
-            validate_written_config(source.config)
-            backend = text_backend(source.backend)
+            backend = self._find_backend(source)
             if source.backend in COMPOSITIONS:
                 return self._prepare_composite_model(source, version, services)
             if backend is None:
@@ -111,6 +108,29 @@ class ModelBuilder:
             return self._prepare_text_model(backend, source, version, sharers)
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
+
+    def describe(self, source: ModelSource, version: VersionSource) -> ModelConfig:
+        """The config that a version will have when it is loaded, from its files; blocks for as long as reading them
+        takes. Raises as `prepare`, but for want of memory."""
+        try:
+            backend = self._find_backend(source)
+            if backend is not None:
+                written = _to_model_config(source.config, version.number, {})
+                parameters = {**self.backends.get(source.backend, {}), **source.parameters}
+                own = backend.build(written, version.path, parameters, lambda *_: None).config
+                return replace(with_config_defaults(own, source.config), aliases=source.aliases)
+            whole = self.complete_config(source, version)
+            if source.backend not in COMPOSITIONS:
+                self._runtime_loader(source.backend).forget()
+            return self._model_config(whole, source, version)
+        except CharoniaError as error:
+            raise with_config_position(error, source.config_file) from None
+
+    def _find_backend(self, source: ModelSource) -> TextBackend | None:
+        check_backend(source.name, source.backend, self.backend_directory)
+        refuse_unsupported_fields(source.config)
+        validate_written_config(source.config)
+        return text_backend(source.backend)
 
     def _prepare_text_model(
         self, backend: TextBackend, source: ModelSource, version: VersionSource, sharers: int

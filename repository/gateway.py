@@ -22,7 +22,8 @@ from .adapter_control import AdapterControl
 from .builder import ModelBuilder
 from .lifecycle import ModelLifecycle
 from .model_control import ModelControl
-from .model_registry import InFlightCounter, LoadedModel, ModelRegistry, ModelVersion
+from .model_registry import InFlightCounter, LoadedModel, ModelRegistry, ModelVersion, NotResident
+from .on_demand import OnDemandLoader
 from .request_validation import validate_request
 from .route_table import RouteTable, ServedRoute
 
@@ -136,9 +137,11 @@ class RoutedModelHandle(LoadedModelHandle):
 
     __slots__ = ("_route",)
 
-    def __init__(self, gateway: "InProcessGateway", route: ServedRoute, context: RequestContext) -> None:
+    def __init__(
+        self, gateway: "InProcessGateway", route: ServedRoute, arm: tuple[str, str], context: RequestContext
+    ) -> None:
         context.route = route.name
-        loaded, config = route.choose(context)
+        loaded, config = route.find(*arm, context)
         super().__init__(gateway, loaded, context, config)
         self._route = route
 
@@ -194,7 +197,7 @@ class InProcessGateway:
 
     With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
     `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
-    mode explicit; `in_flight` counts the requests that are being answered.
+    mode explicit, `on_demand` where requests load models; `in_flight` counts the requests that are being answered.
     """
 
     def __init__(
@@ -212,6 +215,7 @@ class InProcessGateway:
         self.lifecycle = ModelLifecycle(self.registry, builder, self)
         self._adapters = AdapterControl(self.registry)
         self.model_control: ModelControl | None = None
+        self.on_demand: OnDemandLoader | None = None
         self.in_flight = InFlightCounter()
         self._strict = strict
         self._healthy = healthy
@@ -233,14 +237,14 @@ class InProcessGateway:
 
     def model_configs(self) -> list[ModelConfig]:
         latest = (entry.latest for entry in self.registry.entries.values())
-        models = [version.loaded.config for version in latest if version is not None and version.loaded is not None]
+        models = [version.config for version in latest if version is not None and version.config is not None]
         return [*models, *(route.config() for route in self.routes.served.values() if route.ready)]
 
     def model_config(self, name: str, version: str = "") -> ModelConfig:
         route = self.routes.find(name, version)
         if route is not None:
             return route.config()
-        return self.registry.find_loaded(name, version).config
+        return self.registry.find_config(name, version)
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
         found: ServedRoute | ModelVersion | None = None if version else self.routes.served.get(name)
@@ -253,17 +257,18 @@ class InProcessGateway:
         if not self.is_model_ready(name, version):
             return "Model version not ready"
         route = self.routes.served.get(name)
-        loaded = [self.registry.find_loaded(name, version)] if route is None else route.loaded()
-        checked = [each.model for each in loaded if isinstance(each.model, SelfCheckingModel)]
+        loaded = [self.registry.find_served(name, version).loaded] if route is None else route.loaded()
+        models = [each.model for each in loaded if each is not None]
+        checked = [model for model in models if isinstance(model, SelfCheckingModel)]
         return next(filter(None, [await model.unready_reason() for model in checked]), "")
 
     def served_versions(self, name: str) -> tuple[str, ...]:
         route = self.routes.served.get(name)
         if route is not None:
-            return tuple(sorted({each.config.version for each in route.loaded()}, key=int))
-        self.registry.find_loaded(name)
+            return tuple(sorted({config.version for config in route.configs()}, key=int))
+        self.registry.find_served(name)
         entry = self.registry.find(name)
-        return () if entry is None else tuple(entry.loaded_versions)
+        return () if entry is None else tuple(entry.served_versions)
 
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         if not name:
@@ -272,10 +277,10 @@ class InProcessGateway:
             labels = [(each.config.name, each.config.version) for each in route.loaded()]
             return [each for label in dict.fromkeys(labels) for each in self.model_statistics(*label)]
         entry = self.registry.find(name)
-        if entry is None or not entry.loaded_versions:
+        if entry is None or not entry.served_versions:
             raise InvalidArgument(f"requested model '{name}' is not available")
         found = entry.statistics(version)
-        if not found:
+        if version and version not in entry.served_versions:
             raise InvalidArgument(f"requested model version is not available for model '{name}'")
         return found
 
@@ -315,10 +320,18 @@ class InProcessGateway:
         context.on_end(self._on_request_end)
         return context
 
-    def acquire(self, context: RequestContext, name: str, version: str = "") -> LoadedModelHandle:
-        if name in self.routes.served and (route := self.routes.find(name, version)):
-            return RoutedModelHandle(self, route, context)
-        return LoadedModelHandle(self, self.registry.find_loaded(name, version, context), context)
+    async def acquire(self, context: RequestContext, name: str, version: str = "") -> LoadedModelHandle:
+        route = self.routes.find(name, version) if name in self.routes.served else None
+        arm = None if route is None else route.choose(context)
+        while True:
+            try:
+                if route is not None and arm is not None:
+                    return RoutedModelHandle(self, route, arm, context)
+                return LoadedModelHandle(self, self.registry.find_loaded(name, version, context), context)
+            except NotResident as missing:
+                if self.on_demand is None or self._exiting:
+                    raise
+                await self.on_demand.provide(missing.name, context.tenant)
 
     def _on_request_end(self, context: RequestContext) -> None:
         """Count a request that held no model, and call the listeners.
@@ -348,6 +361,8 @@ class InProcessGateway:
             yield from entry.measurements()
         if self._limiter is not None:
             yield from self._limiter.measure()
+        if self.on_demand is not None:
+            yield self.on_demand.measure()
         for route in self.routes.served.values():
             yield from route.measurements()
         for held in self._budget.measurements():

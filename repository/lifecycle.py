@@ -76,7 +76,8 @@ class LoadFailure(Exception):
 
 
 class ModelLifecycle:
-    """Loads models into a registry, and takes them out of it."""
+    """Loads models into a registry, and takes them out of it. `make_room` begins to unload models for one that does not
+    fit, and tells whether it did."""
 
     def __init__(self, registry: ModelRegistry, builder: ModelBuilder, gateway: Gateway) -> None:
         self._registry = registry
@@ -90,6 +91,7 @@ class ModelLifecycle:
         self._client_changes: set[asyncio.Task[Any]] = set()
         self._unloads: set[asyncio.Task[None]] = set()
         self._drain_stopped = asyncio.Event()
+        self.make_room: Callable[[InsufficientMemory, str], bool] = lambda missing, name: False
         # One thread for all blocking work: each thread that ever ran keeps some of its memory.
         self._thread = ThreadPoolExecutor(1, "loading")
 
@@ -173,7 +175,7 @@ class ModelLifecycle:
     async def _load(
         self, entry: ModelEntry, source: ModelSource, on_progress: OnProgress, shared: SharedRelease
     ) -> None:
-        entry.should_serve = True
+        entry.should_serve, entry.pinned = True, source.pinned
         served, new = entry.loaded_versions, {}
         try:
             for version in source.versions:
@@ -226,6 +228,8 @@ class ModelLifecycle:
                     self._awaiting_grant.discard(source.name)
                     return factory
                 except InsufficientMemory as error:
+                    if not others and self.make_room(error, source.name):
+                        others = {*self._unloads}
                     if not others:
                         raise
                     refusal = error
@@ -248,6 +252,32 @@ class ModelLifecycle:
         finally:
             self._loads_in_progress.discard(loading)
             loading.set_result(None)
+
+    async def describe(self, source: ModelSource, release: Callable[[], None]) -> None:
+        """Serve the versions of `source` as soon as they are asked for: their configs are read, and nothing is loaded.
+        Raises `LoadFailure` for a version that cannot be read; everything is as before."""
+        entry = self._registry.get_or_add(source.name)
+        self._registry.aliases.update(dict.fromkeys(source.aliases, source.name))
+        try:
+            async with entry.change_lock:
+                configs = {}
+                for version in source.versions:
+                    try:
+                        configs[version.number] = await self.run_blocking(self._builder.describe, source, version)
+                    except CharoniaError as error:
+                        entry.record_load_failure(error.message, [version.number])
+                        raise LoadFailure(version.number, error) from error
+                entry.should_serve, entry.pinned = True, False
+                for old in entry.publish({}):
+                    self._retire(entry, old)
+                entry.describe(configs)
+        finally:
+            release()
+
+    def evict(self, entry: ModelEntry) -> None:
+        """Take a model out of memory until it is asked for again. It must not be changing."""
+        for old in entry.evict():
+            self._retire(entry, old)
 
     async def unload(self, name: str) -> None:
         """Stop serving a model; return when it takes no new requests."""

@@ -20,7 +20,11 @@ _HOLDERS_SHOWN = 3
 
 
 class InsufficientMemory(Unavailable):
-    """A memory has less left than a model needs."""
+    """`memory` has less left than a model needs; `missing`: by so many bytes."""
+
+    def __init__(self, message: str, memory: "DeviceMemory", missing: int) -> None:
+        super().__init__(message)
+        self.memory, self.missing = memory, missing
 
 
 class DeviceMemory:
@@ -57,7 +61,7 @@ class DeviceMemory:
             largest = sorted(self.reservations, key=lambda claim: -claim.size)[:_HOLDERS_SHOWN]
             holders = ", ".join(str(claim) for claim in largest if claim.size)
             most = f"; most is held by {holders}" if holders else ""
-            raise InsufficientMemory(f"{needs} and {format_bytes(left)}{limit} is free{most}")
+            raise InsufficientMemory(f"{needs} and {format_bytes(left)}{limit} is free{most}", self, size - left)
         claim = DeviceReservation(self, name, version, size, max(size, granted))
         self.reservations.append(claim)
         return claim

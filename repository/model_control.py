@@ -99,6 +99,8 @@ class ModelControl:
             message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
             raise InvalidArgument(message) from None
         self._overridden.pop(name, None)
+        if not from_disk:  # which nothing but this request has
+            self._registry.entries[name].pinned = True
         if config is not None and not files:
             self._overridden[name] = stamps
 
@@ -119,7 +121,7 @@ class ModelControl:
             await self._lifecycle.load(source, release=release)
         except Exception:
             entry = self._registry.entries.get(source.name)
-            if entry is None or not entry.loaded_versions:
+            if entry is None or not entry.served_versions:
                 await self._unload_unasked(source.name, frozenset())
             raise
         await self._unload_unasked(source.name, source.steps)
@@ -140,7 +142,7 @@ class ModelControl:
             raise CircularEnsembles(f"circular dependency between ensembles: {circle}", field="ensemble_scheduling")
         for step in sorted(self._catalog.steps_there(source)):
             entry = self._registry.entries.get(step)
-            loaded = entry is not None and bool(entry.loaded_versions)
+            loaded = entry is not None and bool(entry.served_versions)
             if loaded and step not in self._loaded_for:
                 continue
             self._loaded_for.setdefault(step, set()).add(source.name)

@@ -1,6 +1,7 @@
 """The registry of the models that the server knows: their versions, loaded or not, and the lookup in it."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -14,15 +15,26 @@ from ..core.model import AdaptableModel, InlineModel, MeasuredModel, Model, Mode
 from ..core.request_context import RequestContext
 
 UNLOADED = "unloaded"
+ON_DEMAND = "on demand"
+
+
+class NotResident(NotReady):
+    """A model that its next request loads is not in memory. `name`: its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"model '{name}' is not in memory: its next request loads it")
+        self.name = name
 
 
 class InFlightCounter:
-    """The requests in flight of one loaded model, or of the server."""
+    """The requests in flight of one loaded model, or of the server. `idle_since`: since when there is none, by the
+    monotonic clock."""
 
-    __slots__ = ("_idle", "count")
+    __slots__ = ("_idle", "count", "idle_since")
 
     def __init__(self) -> None:
         self.count = 0
+        self.idle_since = time.monotonic()
         self._idle: asyncio.Event | None = None
 
     def increment(self) -> None:
@@ -30,8 +42,10 @@ class InFlightCounter:
 
     def decrement(self) -> None:
         self.count -= 1
-        if not self.count and self._idle is not None:
-            self._idle.set()
+        if not self.count:
+            self.idle_since = time.monotonic()
+            if self._idle is not None:
+                self._idle.set()
 
     async def wait_drained(self) -> None:
         """Return when no request is in flight."""
@@ -43,8 +57,8 @@ class InFlightCounter:
 @dataclass(slots=True)
 class LoadedModel:
     """A loaded model. `source_mark`: see `VersionSource.mark`. `resources` are closed when it is unloaded; `in_flight`
-    counts its requests; `text`, `adaptable`, `inline` and `measured` are the same model if it has those
-    protocols."""
+    counts its requests; `loaded_at`: when its load ended, by the monotonic clock; `text`, `adaptable`, `inline` and
+    `measured` are the same model if it has those protocols."""
 
     model: Model
     config: ModelConfig
@@ -52,6 +66,7 @@ class LoadedModel:
     source_mark: Hashable = None
     resources: ExitStack = field(default_factory=ExitStack)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
+    loaded_at: float = field(default_factory=time.monotonic)
     text: TextModel | None = field(init=False)
     adaptable: AdaptableModel | None = field(init=False)
     inline: InlineModel | None = field(init=False)
@@ -66,17 +81,25 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class ModelVersion:
-    """A version that is served, or was meant to be. `loaded` is set while it is served; `state` and `reason` say why it
-    is not."""
+    """A version that is served, or was meant to be. `loaded` is set while it is in memory; `state` and `reason` say why
+    it is not. `described`: the config of one that is not and that its next request loads."""
 
     number: str
     loaded: LoadedModel | None = None
     state: ModelState = ModelState.UNAVAILABLE
     reason: str = ""
+    described: ModelConfig | None = None
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """None for a version that is not served."""
+        return self.described if self.loaded is None else self.loaded.config
 
     @property
     def ready(self) -> bool:
-        return self.loaded is not None and self.loaded.model.stats().ready
+        if self.loaded is None:
+            return self.described is not None and self.reason in ("", ON_DEMAND)  # its last load did not fail
+        return self.loaded.model.stats().ready
 
     def index_entry(self, name: str) -> RepositoryIndexEntry:
         state = self.state
@@ -89,12 +112,13 @@ class ModelVersion:
 class ModelEntry:
     """A known model. `should_serve`: readiness waits for it, as it does not for one that a user unloaded. `reason`: why
     it has no versions. `failures`: failed loads by version. `change_lock`: held while versions load, or wait for that,
-    and while they are taken out of service."""
+    and while they are taken out of service. `pinned`: it stays in memory, whoever needs that."""
 
     name: str
     versions: dict[str, ModelVersion] = field(default_factory=dict)
     latest: ModelVersion | None = None
     should_serve: bool = True
+    pinned: bool = False
     reason: str = ""
     failures: Counter[str] = field(default_factory=Counter)
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -114,6 +138,11 @@ class ModelEntry:
     def loaded_versions(self) -> dict[str, LoadedModel]:
         """The loaded models by version, lowest first."""
         return {version.number: version.loaded for version in self.sorted_versions if version.loaded is not None}
+
+    @property
+    def served_versions(self) -> list[str]:
+        """The numbers of those that answer, in memory or not, lowest first."""
+        return [version.number for version in self.sorted_versions if version.config is not None]
 
     @property
     def takes_adapters(self) -> bool:
@@ -142,12 +171,26 @@ class ModelEntry:
         old = self.loaded_versions
         for number in {*new, *self.versions}:
             version = self.get_or_add_version(number)
-            version.loaded = new.get(number)
+            version.loaded, version.described = new.get(number), None
             version.state = ModelState.READY if number in new else ModelState.UNAVAILABLE
             version.reason = "" if number in new else UNLOADED
         self.reason = ""
         self.latest = self.versions[max(new, key=int)] if new else None
         return [loaded for number, loaded in old.items() if loaded is not new.get(number)]
+
+    def describe(self, configs: Mapping[str, ModelConfig]) -> None:
+        """Serve these versions as soon as they are asked for: none of the model is in memory."""
+        for number, config in configs.items():
+            version = self.get_or_add_version(number)
+            version.described, version.state, version.reason = config, ModelState.UNAVAILABLE, ON_DEMAND
+        self.latest = self.versions[max(configs, key=int)] if configs else None
+
+    def evict(self) -> list[LoadedModel]:
+        """Take what is loaded out of service, until the next request; returns it."""
+        configs = {number: loaded.config for number, loaded in self.loaded_versions.items()}
+        old = self.publish({})
+        self.describe(configs)
+        return old
 
     def record_load_failure(self, reason: str, numbers: Iterable[str] = ()) -> None:
         """Record that these versions, or without any the model as a whole, did not load; what is served stays."""
@@ -180,6 +223,7 @@ class ModelEntry:
 
     def _readings(self, version: ModelVersion) -> Iterator[Reading]:
         yield Reading("charonia_model_ready", int(version.ready))
+        yield Reading("charonia_model_resident", int(version.loaded is not None))
         yield Reading("charonia_model_load_failures_total", self.failures[version.number])
         if version.loaded is not None:
             yield Reading("nv_model_load_duration_secs", version.loaded.load_seconds)
@@ -233,7 +277,21 @@ class ModelRegistry:
 
     def find_loaded(self, name: str, number: str = "", context: RequestContext | None = None) -> LoadedModel:
         """The loaded model of that version, or of the latest; sets the model, by its own name, the adapter and the
-        version of `context`.
+        version of `context`. Raises as `find_served`, and `NotResident`."""
+        version = self.find_served(name, number, context)
+        if version.loaded is None:
+            assert version.described is not None
+            raise NotResident(version.described.name)
+        return version.loaded
+
+    def find_config(self, name: str, number: str = "") -> ModelConfig:
+        """That of a version, in memory or not. Raises as `find_served`."""
+        config = self.find_served(name, number).config
+        assert config is not None
+        return config
+
+    def find_served(self, name: str, number: str = "", context: RequestContext | None = None) -> ModelVersion:
+        """That version, or the latest, in memory or not. `context`: see `find_loaded`.
 
         Raises:
             NotFound: no such model or version, or none of its versions is served.
@@ -253,8 +311,8 @@ class ModelRegistry:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
         if context is not None and version is not None:
             context.version = version.number
-        if version is not None and version.loaded is not None:
-            return version.loaded
+        if version is not None and version.config is not None:
+            return version
         if number:
             raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state")
         if entry.change_lock.locked():

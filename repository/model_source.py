@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 VERSION_NAME = re.compile(r"[1-9][0-9]*")
 _MISNAMED_VERSION = re.compile(r"0[0-9]*")
 _DATA_FOLDERS = ("warmup", "initial_state")
+_PIN = "keep_in_memory"
+"""The parameter of a config that says `ModelSource.pinned`; no backend sees it."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?")
 
 
@@ -44,7 +46,8 @@ class VersionSource:
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """The source of one model. `config`: as written, with its backend filled in. `versions`: lowest first. A checkpoint
-    on its own has no `directory` and no `config_file`, and maybe `aliases`, which are other names of its model."""
+    on its own has no `directory` and no `config_file`, and maybe `aliases`, which are other names of its model.
+    `pinned`: the config keeps it in memory where others come and go on demand."""
 
     name: str
     config: ConfigMessage
@@ -52,6 +55,7 @@ class ModelSource:
     directory: Path | None = None
     config_file: Path | None = None
     aliases: tuple[str, ...] = ()
+    pinned: bool = False
 
     @property
     def backend(self) -> str:
@@ -72,7 +76,8 @@ class ModelSource:
 
     @property
     def parameters(self) -> dict[str, str]:
-        return {key: value.string_value for key, value in self.config.parameters.items()}
+        """Those that are for the backend."""
+        return {key: value.string_value for key, value in self.config.parameters.items() if key != _PIN}
 
 
 def config_position(file: Path | None, field: str) -> str:
@@ -101,6 +106,7 @@ def read_model(directory: Path, override: ConfigMessage = None, config_name: str
         config.name = directory.name
         served = _choose_versions(config, find_versions(directory), find_misnamed_versions(directory))
         fill_backend(config, directory / str(served[0]))
+        pinned = _read_pin(config)
     except InvalidArgument as error:
         raise with_config_position(error, file) from None
     # The config itself is in the mark, and not its file's stamp; a mark with `unique` equals no other.
@@ -111,7 +117,14 @@ def read_model(directory: Path, override: ConfigMessage = None, config_name: str
     for path in [directory / str(number) for number in served]:
         stamps = [stamp for entry in (path, *data) for stamp in file_stamps(entry, directory)]
         versions.append(VersionSource(path.name, str(path), (place or str(directory), text, *stamps, unique)))
-    return ModelSource(directory.name, config, tuple(versions), directory, file)
+    return ModelSource(directory.name, config, tuple(versions), directory, file, pinned=pinned)
+
+
+def _read_pin(config: ConfigMessage) -> bool:
+    said = config.parameters[_PIN].string_value if _PIN in config.parameters else "false"
+    if said not in ("true", "false"):
+        raise InvalidArgument(f"parameter '{_PIN}' must be true or false, got '{said}'", field=_PIN)
+    return bool(said == "true")
 
 
 def _read_config(directory: Path, override: ConfigMessage, config_name: str) -> tuple[ConfigMessage, Path | None]:

@@ -41,10 +41,10 @@ class ServedRoute:
         """Go on with the open sequences and the counts of the route as it was before."""
         self._sequences, self._ended = before._sequences, before._ended
 
-    def choose(self, context: RequestContext) -> tuple[LoadedModel, ModelConfig]:
-        """The arm that serves a request, and its config with the route's name. Raises as `find` does."""
+    def choose(self, context: RequestContext) -> tuple[str, str]:
+        """The model and version of the arm that serves a request, which `find` finds."""
         arm = self._selector.choose(context.headers, context.tenant)
-        return self.find(arm.model, str(arm.version or ""), context)
+        return arm.model, str(arm.version or "")
 
     def choose_for_sequence(self, context: RequestContext, id_: object, end: bool) -> tuple[LoadedModel, ModelConfig]:
         """The arm where the sequence of a request began: that of `context`, if this is its first. Raises as `find`."""
@@ -74,11 +74,20 @@ class ServedRoute:
         key = loaded.config.name, loaded.config.version
         known = self._configs.get(key)
         if known is None or known[0] is not loaded.config:
-            self._check_agreement()
+            known = loaded.config, self._own_config(loaded.config)
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
-            known = self._configs[key] = loaded.config, replace(loaded.config, name=self.name, aliases=())
+            self._configs[key] = known
         return loaded, known[1]
+
+    def _own_config(self, arm: ModelConfig) -> ModelConfig:
+        """The config of an arm with the route's name. Raises `Unavailable`: see `find`."""
+        configs = self.configs()
+        for other in configs[1:]:
+            difference = describe_difference(configs[0], other)
+            if difference:
+                raise Unavailable(f"route '{self.name}' cannot be served: {difference}")
+        return replace(arm, name=self.name, aliases=())
 
     def count(self, context: RequestContext) -> None:
         """Count a request that has ended."""
@@ -110,18 +119,15 @@ class ServedRoute:
 
     def config(self) -> ModelConfig:
         """That of the first arm that is served; raises the first arm's error if none is."""
-        served, first = self.loaded(), self.route.arms[0]
-        name, version = first.model, str(first.version or "")
-        if served:
-            name, version = served[0].config.name, served[0].config.version
-        return self.find(name, version)[1]
+        served, first = self.configs(), self.route.arms[0]
+        return self._own_config(
+            served[0] if served else self._registry.find_config(first.model, str(first.version or ""))
+        )
 
-    def _check_agreement(self) -> None:
-        configs = [each.config for each in self.loaded()]
-        for other in configs[1:]:
-            difference = describe_difference(configs[0], other)
-            if difference:
-                raise Unavailable(f"route '{self.name}' cannot be served: {difference}")
+    def configs(self) -> list[ModelConfig]:
+        """Those of the arms that are served, in memory or not."""
+        found = [None if version is None else version.config for version in self.versions()]
+        return [config for config in found if config is not None]
 
 
 class RouteTable:

@@ -5,7 +5,7 @@ All sources are read first; then models load side by side, as `lifecycle.py` des
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..core.errors import AlreadyExists, CharoniaError, InvalidArgument
@@ -14,6 +14,7 @@ from .catalog import RepositoryCatalog
 from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
 from .model_registry import ModelRegistry
 from .model_source import ModelSource, in_order_of_need
+from .on_demand import OnDemandLoader
 from .route_table import RouteTable
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ class LoadListener(Protocol):
     def on_loading(self, name: str) -> OnProgress: ...
 
     def on_loaded(self, name: str, seconds: float) -> None: ...
+
+    def on_described(self, name: str) -> None: ...
 
     def on_failed(self, name: str, reason: str) -> None: ...
 
@@ -38,6 +41,9 @@ class LoadLogger:
     def on_loaded(self, name: str, seconds: float) -> None:
         log.info("model '%s' is ready after %.2f s", name, seconds)
 
+    def on_described(self, name: str) -> None:
+        log.info("model '%s' is loaded by its first request", name)
+
     def on_failed(self, name: str, reason: str) -> None:
         log.error("model '%s' failed to load: %s", name, reason)
 
@@ -50,7 +56,8 @@ class ReadSource(NamedTuple):
 
 
 class RepositoryWatcher:
-    """Keeps the registry in step with the catalog. Remembers the source of each model's last attempt to load."""
+    """Keeps the registry in step with the catalog. Remembers the source of each model's last attempt to load. With
+    `on_demand` it loads those alone that are in memory or pinned; requests load the others."""
 
     def __init__(
         self,
@@ -58,19 +65,21 @@ class RepositoryWatcher:
         registry: ModelRegistry,
         lifecycle: ModelLifecycle,
         routes: RouteTable | None = None,
+        on_demand: OnDemandLoader | None = None,
     ) -> None:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
         self._last_tried: dict[str, Hashable] = {}
-        self._routes = routes
+        self._routes, self._on_demand = routes, on_demand
         self._route_error = ""
 
-    async def load_initial(self, names: Sequence[str], listener: LoadListener) -> bool:
-        """Load the models of these names; returns whether all of them did. A failure leaves the others alone."""
+    async def load_initial(self, names: Sequence[str], listener: LoadListener, in_memory: Collection[str] = ()) -> bool:
+        """Load the models of these names, or where requests load models those `in_memory`; returns whether all of them
+        did. A failure leaves the others alone."""
         for name in names:
             self._registry.get_or_add(name)  # known, and not ready
-        return await self._load(names, listener)
+        return await self._load(names, listener, in_memory)
 
     async def poll(self, every: float) -> None:
         """Poll for changes every so many seconds, forever."""
@@ -90,7 +99,7 @@ class RepositoryWatcher:
             del self._last_tried[name]
             await self._lifecycle.unload(name)
 
-    async def _load(self, names: Iterable[str], listener: LoadListener) -> bool:
+    async def _load(self, names: Iterable[str], listener: LoadListener, in_memory: Collection[str] = ()) -> bool:
         """Returns whether all of them loaded, or were tried before as they are."""
         sources, readable, wanted = dict[str, ReadSource](), True, list(names)
         reading = {name: asyncio.create_task(self._read(name, listener)) for name in wanted}
@@ -117,7 +126,8 @@ class RepositoryWatcher:
         async with asyncio.TaskGroup() as group:
             for source in in_order_of_need(read.source for read in sources.values()):
                 needed = [loads[name] for name in source.steps if name in loads]
-                loads[source.name] = group.create_task(self._load_one(sources[source.name], needed, listener))
+                load = self._describe_one if self._waits(source, in_memory) else self._load_one
+                loads[source.name] = group.create_task(load(sources[source.name], needed, listener))
         return readable and all(load.result() for load in loads.values())
 
     async def _follow_routes(self) -> None:
@@ -161,6 +171,24 @@ class RepositoryWatcher:
             listener.on_failed(source.name, reason)
             return False
         listener.on_loaded(source.name, seconds)
+        return True
+
+    def _waits(self, source: ModelSource, in_memory: Collection[str]) -> bool:
+        """Whether the model is to be loaded by a request."""
+        entry = self._registry.entries.get(source.name)
+        resident = source.pinned or source.name in in_memory or (entry is not None and bool(entry.loaded_versions))
+        return self._on_demand is not None and not resident
+
+    async def _describe_one(self, read: ReadSource, _: Sequence[asyncio.Task[bool]], listener: LoadListener) -> bool:
+        assert self._on_demand is not None
+        name = read.source.name
+        try:
+            await self._lifecycle.describe(*read)
+        except LoadFailure as failure:
+            listener.on_failed(name, str(failure.cause))
+            return False
+        self._on_demand.forget_failure(name)
+        listener.on_described(name)
         return True
 
     def _is_changed(self, name: str, mark: Hashable) -> bool:

@@ -43,7 +43,7 @@ class MessagesRoutes:
         body = await read_members(request, self._max_input_size)
         asked = parse_messages_body(body, request_id_of(request.scope))
         with model_field():
-            model = self._gateway.acquire(context, asked.chat.response.model)
+            model = await self._gateway.acquire(context, asked.chat.response.model)
         stream = answer_chat(model, asked.chat, asked.names, context)
         writer = AnthropicMessageWriter(asked, model.name)
         for warning in asked.warnings:
@@ -59,7 +59,7 @@ class MessagesRoutes:
         body = await read_members(request, self._max_input_size)
         asked = parse_messages_body(body, request_id_of(request.scope), counts=True)
         with model_field():
-            model = self._gateway.acquire(context, asked.chat.response.model)
+            model = await self._gateway.acquire(context, asked.chat.response.model)
         for warning in asked.warnings:
             context.warn(warning)
         async with CancelOnDisconnect(request.receive):

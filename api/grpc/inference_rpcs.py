@@ -56,7 +56,7 @@ async def model_infer(
         context.id = message.id
         if gateway.exiting():
             raise ServerExiting(SHUTTING_DOWN)
-        model = gateway.acquire(context, message.model_name, parse_version(message.model_version))
+        model = await gateway.acquire(context, message.model_name, parse_version(message.model_version))
         config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
@@ -102,7 +102,7 @@ class StreamInferCall:
         self._caller = caller
         self._strict = ("triton_grpc_error", "true") in call_metadata(context)
         self._free_slots = asyncio.Semaphore(_MAX_CONCURRENT)
-        self._writing = asyncio.Lock()
+        self._looking_up, self._writing = asyncio.Lock(), asyncio.Lock()
         self._last_in_order: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -144,11 +144,12 @@ class StreamInferCall:
                 self._caller.note_in(context)
                 context.id = message.id
                 model = None
-                if not self._gateway.exiting():
-                    model = self._gateway.acquire(context, message.model_name, parse_version(message.model_version))
-                # Tasks begin in the order of their requests, and none has waited before this.
-                if model is None or not model.config.decoupled:
-                    before, self._last_in_order = self._last_in_order, asyncio.current_task()
+                async with self._looking_up:  # tasks begin in the order of their requests, and wait in it for a model
+                    if not self._gateway.exiting():
+                        version = parse_version(message.model_version)
+                        model = await self._gateway.acquire(context, message.model_name, version)
+                    if model is None or not model.config.decoupled:
+                        before, self._last_in_order = self._last_in_order, asyncio.current_task()
                 if model is None:
                     raise ServerExiting(SHUTTING_DOWN)
                 async with aclosing(self._responses(model, message, context)) as responses:

@@ -114,7 +114,7 @@ class EncoderRoutes:
     async def embeddings(self, request: Request) -> Response:
         body = parse_embeddings(await read_members(request, self._max_input_size))
         name, tensor = (IDS, _ids_tensor) if isinstance(body.input[0], list) else (TEXT, _text_tensor)
-        model = self._acquire(request, body.model, EMBEDDING, "embeddings", (name,))
+        model = await self._acquire(request, body.model, EMBEDDING, "embeddings", (name,))
         inputs = [{name: tensor(name, part)} for part in _batches(body.input, model)]
         body = msgspec.structs.replace(body, model=model.config.name)
         async with CancelOnDisconnect(request.receive):
@@ -124,7 +124,7 @@ class EncoderRoutes:
 
     async def rerank(self, request: Request) -> Response:
         body = parse_rerank(await read_members(request, self._max_input_size))
-        model = self._acquire(request, body.model, SCORE, "scores of documents", (TEXT, PAIR))
+        model = await self._acquire(request, body.model, SCORE, "scores of documents", (TEXT, PAIR))
         inputs = [
             {TEXT: _text_tensor(TEXT, [body.query] * len(part)), PAIR: _text_tensor(PAIR, part)}
             for part in _batches(body.documents, model)
@@ -142,9 +142,9 @@ class EncoderRoutes:
         response_id, usage = f"rerank-{request_id_of(request.scope)}", {"total_tokens": tokens}
         return json_response({"id": response_id, "model": model.config.name, "results": results, "usage": usage})
 
-    def _acquire(self, request: Request, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelHandle:
+    async def _acquire(self, request: Request, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelHandle:
         with model_field():
-            model = self._gateway.acquire(context_of(request.scope), name)
+            model = await self._gateway.acquire(context_of(request.scope), name)
         given, returned = ({spec.name for spec in specs} for specs in (model.config.inputs, model.config.outputs))
         if output not in returned or not given.issuperset(inputs):
             message = f"model '{name}' makes no {what}: it lacks {', '.join(inputs)} or the output {output}"

@@ -46,7 +46,7 @@ class ResponsesRoutes:
         context = context_of(request.scope)
         asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
         with model_field():
-            model = self._gateway.acquire(context, asked.chat.response.model)
+            model = await self._gateway.acquire(context, asked.chat.response.model)
         chunks = answer_chat(model, asked.chat, asked.names, context)
         echo = asked.echo | {"model": model.name}
         output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs)
@@ -63,7 +63,7 @@ class ResponsesRoutes:
     async def count_tokens(self, request: Request) -> Response:
         asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
         with model_field():
-            model = self._gateway.acquire(context_of(request.scope), asked.chat.response.model)
+            model = await self._gateway.acquire(context_of(request.scope), asked.chat.response.model)
         async with CancelOnDisconnect(request.receive):
             tokens = await model.tokenize(TokenizeRequest(prompt=asked.chat.requests[0].prompt))
         return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})

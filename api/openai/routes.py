@@ -81,7 +81,7 @@ class OpenAIRoutes:
         parsed = parse(await read_members(request, self._info.max_input_size), request_id_of(request.scope))
         context = context_of(request.scope)
         with model_field():
-            model = self._gateway.acquire(context, parsed.response.model)
+            model = await self._gateway.acquire(context, parsed.response.model)
         # Whatever name it was asked by, an answer has the model's own, or its adapter's.
         response = msgspec.structs.replace(parsed.response, model=model.name)
         writer = OpenAIResponseWriter(api_format, response, self._fingerprint(model.config))
@@ -103,7 +103,7 @@ class OpenAIRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         body = decode_body(await read_members(request, self._info.max_input_size), TokenizeBody, TOKENIZE_NO_OP_VALUES)
-        model = self._acquire(request, body.model)
+        model = await self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
             tokens = await model.tokenize(tokenize_request(body))
         length = model.config.parameters.get("max_model_len")
@@ -112,12 +112,12 @@ class OpenAIRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         body = decode_body(await read_members(request, self._info.max_input_size), DetokenizeBody, {})
-        model = self._acquire(request, body.model)
+        model = await self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
             prompt = await model.detokenize(body.tokens)
         return json_response({"prompt": prompt})
 
-    def _acquire(self, request: Request, name: str | None) -> ModelHandle:
+    async def _acquire(self, request: Request, name: str | None) -> ModelHandle:
         """The model of a request, which need not name the only one that there is."""
         if name is None:
             models = self._gateway.model_configs()
@@ -126,7 +126,7 @@ class OpenAIRoutes:
             if len(models) != 1:
                 raise InvalidArgument("model must be given: this server has several, or none", field="model")
             name = models[0].name
-        return self._gateway.acquire(context_of(request.scope), name)
+        return await self._gateway.acquire(context_of(request.scope), name)
 
     def _fingerprint(self, config: ModelConfig) -> str:
         # Hashing is done once for each load of a model.

@@ -146,7 +146,7 @@ class InferEndpoint:
 
     async def answer(self, request: Request) -> ASGIApp:
         path = request.scope["path_params"]
-        model = self._gateway.acquire(context_of(request.scope), path["model"], str(path.get("version", "")))
+        model = await self._gateway.acquire(context_of(request.scope), path["model"], str(path.get("version", "")))
         config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)

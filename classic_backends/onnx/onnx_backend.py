@@ -231,6 +231,9 @@ class OnnxLoader(RuntimeLoader):
         self._completed = open_session(_model_file(directory, raw), plan)
         return complete_config(raw, self._completed.tensors, parameters)
 
+    def forget(self) -> None:
+        self._completed = None
+
     def uses_gpus(self) -> bool:
         return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()
 

@@ -154,7 +154,7 @@ class ModelCalls:
             with self._gateway.open_request(ENDPOINT, () if parent is None else parent.headers) as context:
                 if parent is not None:
                     parent.adopt(context)
-                handle = self._gateway.acquire(context, message.model, message.version)
+                handle = await self._gateway.acquire(context, message.model, message.version)
                 if handle.config.decoupled and not message.decoupled:
                     name = handle.config.name
                     raise InvalidArgument(f"model '{name}' is decoupled: call exec or async_exec with decoupled=True")

@@ -155,9 +155,14 @@ class SequenceScheduler:
     def __len__(self) -> int:
         return self._table.waiting_requests + sum(map(len, self._dispatchers.values()))
 
+    @property
+    def open_sequences(self) -> int:
+        """Those that have a slot."""
+        return self._table.used_slots
+
     def readings(self) -> Iterator[Reading]:
         """The metrics of sequences, for a scrape."""
-        yield Reading("charonia_sequences_open", self._table.used_slots)
+        yield Reading("charonia_sequences_open", self.open_sequences)
         yield Reading("charonia_sequences_waiting", self._table.waiting_sequences)
         yield Reading("charonia_sequence_slots", self._table.total_slots)
 

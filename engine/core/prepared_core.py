@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.gguf_files import GGUF_SUFFIX
-from ...processes.child_process import prepare_child
+from ...processes.child_process import prepare_child, prepared_children
 
 CORE_NAME = "charonia-core"
 """The name of the process."""
@@ -29,6 +29,16 @@ def prepare_core(arguments: Sequence[str]) -> None:
             named = {flag.partition("=")[0].replace("_", "-") for flag in flags}
             if _may_be_checkpoint(Path(model)) and named.isdisjoint(_OTHERWISE):
                 prepare_child(CORE_NAME, _PROCESS, "import_libraries")
+
+
+SPARE_CORE_BYTES = 300 * 2**20
+"""Of memory, at most, that a core which waits has for itself."""
+
+
+def keep_spare_cores(count: int) -> None:
+    """Have so many cores wait for models that will be loaded, each with its libraries imported and no weights."""
+    for _ in range(prepared_children(CORE_NAME), count):
+        prepare_child(CORE_NAME, _PROCESS, "import_libraries")
 
 
 def _may_be_checkpoint(path: Path) -> bool:

@@ -138,7 +138,7 @@ class FakeGateway:
         self.contexts.append(RequestContext(endpoint, headers))
         return self.contexts[-1]
 
-    def acquire(self, context: RequestContext, name: str, version: str = "") -> "FakeHandle":
+    async def acquire(self, context: RequestContext, name: str, version: str = "") -> "FakeHandle":
         for served in self.served_adapters:
             if served.is_called(name):
                 context.adapter = served.adapter.name

@@ -49,7 +49,7 @@ class Models:
     def is_model_ready(self, name: str, version: str = "") -> bool:
         return name in MODELS and name != "down"
 
-    def acquire(self, context: RequestContext, name: str, version: str = "") -> Any:
+    async def acquire(self, context: RequestContext, name: str, version: str = "") -> Any:
         self.contexts.append(context)
         return Asked(self, self.model_config(name))
 

@@ -95,7 +95,7 @@ class Served:
             name: Tensor(name, _DATATYPES[array.dtype.char], array.shape, array) for name, array in inputs.items()
         }
         with self.gateway.open_request("test") as context:
-            handle = self.gateway.acquire(context, model)
+            handle = await self.gateway.acquire(context, model)
             async with aclosing(handle.infer(InferRequest("id", tensors))) as responses:
                 async for response in responses:
                     yield int(response.outputs[0].data.item())

@@ -233,7 +233,7 @@ def test_a_prepared_child_runs_the_next_call_of_its_name_and_one_without_a_call_
 
 def test_a_prepared_child_that_died_is_replaced() -> None:
     child_process.prepare_child("prepared", "os", "abort")
-    prepared, _ = child_process._prepared["prepared"]
+    [(prepared, _)] = child_process._prepared["prepared"]
     prepared.wait(60.0)
     assert python_child("prepared", os._exit, 7).close(60.0) == 7
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
 from charonia.processes.host import Cores
 from charonia.repository import backend_registry, lifecycle
+from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
+from charonia.repository.memory_budget import DeviceMemory, MemoryBudget
 from charonia.repository.model_control import ModelControl
+from charonia.repository.on_demand import OnDemandLimits, OnDemandLoader
 from charonia.repository.watcher import RepositoryWatcher
 
 from ..waiting import until
@@ -60,6 +64,7 @@ class Toy:
         self.answer = (directory / "answer").read_text()
         self.made_in = threading.current_thread()
         self.go = asyncio.Event()
+        self.sequences = 0
         self.unloaded = False
 
     async def load(self) -> None:
@@ -74,7 +79,7 @@ class Toy:
         self.unloaded = True
 
     def stats(self) -> ModelStats:
-        return ModelStats(True)
+        return ModelStats(True, sequences=self.sequences)
 
     def statistics(self) -> VersionStatistics:
         return VersionStatistics()
@@ -98,6 +103,9 @@ class ToyLoader:
         gpus = [gpu for group in raw["instance_group"] for gpu in group.get("gpus", ())]
         return tuple(MemoryNeed(size, gpu) for gpu in gpus or [None])
 
+    def forget(self) -> None:
+        pass
+
     def complete(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
         if (directory / "size").exists() and not raw["max_batch_size"]:
             return {**raw, "max_batch_size": int(parameters["default-max-batch-size"])}
@@ -120,6 +128,9 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
     return Toy.loaded
 
 
+NO_PAUSES: dict[str, Any] = {"idle": 0, "resident": 0, "loads": 1, "wait": 30, "waiting": 100, "tenant_waiting": 100}
+
+
 class World:
     """A repository, and a gateway that serves it."""
 
@@ -130,6 +141,7 @@ class World:
         self.watcher = RepositoryWatcher(self.catalog, self.gateway.registry, self.gateway.lifecycle)
         self.failures: dict[str, str] = {}
         self.loads: list[str] = []
+        self.described: list[str] = []
 
     def write(self, name: str, answers: Mapping[str, int], config: str = CONFIG) -> Path:
         """A model whose versions answer so; versions that it had and has no more stay."""
@@ -148,7 +160,7 @@ class World:
     async def ask(self, name: str, version: str = "", **parameters: Any) -> int:
         request = InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])}, parameters=parameters)
         with self.gateway.open_request("test") as context:
-            stream = self.gateway.acquire(context, name, version).infer(request)
+            stream = (await self.gateway.acquire(context, name, version)).infer(request)
             try:
                 response = await anext(stream)
             finally:
@@ -158,7 +170,20 @@ class World:
     def states(self) -> dict[tuple[str, str], str]:
         return {(each.name, each.version): str(each.state) for each in self.gateway.repository_index()}
 
+    def on_demand(self, budget: int, now: Callable[[], float] = time.monotonic, **limits: Any) -> OnDemandLoader:
+        """Models load when they are asked for, into so many bytes; `limits`: of `OnDemandLimits`, without pauses."""
+        budgeted = ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 2**60, limit=budget)))
+        self.gateway = InProcessGateway(builder=budgeted)
+        registry, lifecycle = self.gateway.registry, self.gateway.lifecycle
+        settings = OnDemandLimits(**{**NO_PAUSES, **limits})
+        loader = self.gateway.on_demand = OnDemandLoader(self.catalog, registry, lifecycle, settings, clock=now)
+        self.watcher = RepositoryWatcher(self.catalog, registry, lifecycle, on_demand=loader)
+        return loader
+
     # As a LoadListener
+
+    def on_described(self, name: str) -> None:
+        self.described.append(name)
 
     def on_loading(self, name: str) -> Callable[[str, float, float, str], None]:
         return lambda *phase: None

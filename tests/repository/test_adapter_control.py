@@ -67,10 +67,10 @@ async def gateway_of(*models: Writer, **aliases: str) -> InProcessGateway:
     return gateway
 
 
-def found(gateway: InProcessGateway, name: str) -> tuple[str, str, str]:
+async def found(gateway: InProcessGateway, name: str) -> tuple[str, str, str]:
     """The model, the adapter and the name to answer with, of a request for `name`."""
     with gateway.open_request("test") as context:
-        handle = gateway.acquire(context, name)
+        handle = await gateway.acquire(context, name)
         return context.model, context.adapter, handle.name
 
 
@@ -80,24 +80,26 @@ def test_a_model_that_takes_adapters_is_known_by_its_methods() -> None:
 
 async def test_a_model_is_found_by_its_adapters_names() -> None:
     gateway = await gateway_of(Writer("base", "sql", "org/poet:v2"), Writer("other"), gpt="base")
-    assert found(gateway, "base") == ("base", "", "base")
-    assert found(gateway, "sql") == found(gateway, "base:sql") == found(gateway, "gpt:sql") == ("base", "sql", "sql")
-    assert found(gateway, "org/poet:v2") == found(gateway, "base:org/poet:v2") == ("base",) + ("org/poet:v2",) * 2
+    assert await found(gateway, "base") == ("base", "", "base")
+    for name in ("sql", "base:sql", "gpt:sql"):
+        assert await found(gateway, name) == ("base", "sql", "sql")
+    for name in ("org/poet:v2", "base:org/poet:v2"):
+        assert await found(gateway, name) == ("base", "org/poet:v2", "org/poet:v2")
     for name in ("other:sql", "base:", "base:none", ":sql", "sql:base", "base:base"):
         with pytest.raises(NotFound, match="is not found"):
-            found(gateway, name)
+            await found(gateway, name)
     assert gateway.model_config("sql").name == "base"
     assert gateway.is_model_ready("sql")
 
 
 async def test_a_name_that_several_have_is_the_models_or_needs_one() -> None:
     gateway = await gateway_of(Writer("a", "sql", "b"), Writer("b", "sql"))
-    assert found(gateway, "b") == ("b", "", "b")
-    assert found(gateway, "a:b") == ("a", "b", "b")
-    assert found(gateway, "a:sql")[0] == "a"
-    assert found(gateway, "b:sql")[0] == "b"
+    assert await found(gateway, "b") == ("b", "", "b")
+    assert await found(gateway, "a:b") == ("a", "b", "b")
+    assert (await found(gateway, "a:sql"))[0] == "a"
+    assert (await found(gateway, "b:sql"))[0] == "b"
     with pytest.raises(NotFound, match="several models have such an adapter: ask for 'a:sql' or 'b:sql'"):
-        found(gateway, "sql")
+        await found(gateway, "sql")
     assert [(each.name, each.config.name) for each in gateway.adapters()] == [
         ("a:sql", "a"),
         ("a:b", "a"),
@@ -108,7 +110,7 @@ async def test_a_name_that_several_have_is_the_models_or_needs_one() -> None:
 async def test_a_handle_for_another_request_has_the_adapter() -> None:
     gateway = await gateway_of(Writer("base", "sql"))
     with gateway.open_request("test") as outer, gateway.open_request("test") as inner:
-        handle = gateway.acquire(outer, "sql").for_request(inner)
+        handle = (await gateway.acquire(outer, "sql")).for_request(inner)
     assert (inner.model, inner.adapter, handle.name) == ("base", "sql", "sql")
 
 
@@ -151,6 +153,6 @@ async def test_the_model_must_be_clear() -> None:
     with pytest.raises(NotFound, match="'none' is not found"):
         await gateway.load_adapter("sql", "/loras/sql", "none")
     await gateway.load_adapter("sql", "/loras/sql", "b")
-    assert found(gateway, "sql")[0] == "b"
+    assert (await found(gateway, "sql"))[0] == "b"
     with pytest.raises(NotFound, match="--enable-lora"):
         await (await gateway_of(Writer("plain", takes=False))).load_adapter("sql", "/loras/sql")

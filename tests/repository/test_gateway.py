@@ -84,7 +84,7 @@ async def gateway_of(*models: Echo, strict: bool = True) -> InProcessGateway:
 
 async def collect(gateway: InProcessGateway, name: str, version: str = "", **request: object) -> list[InferResponse]:
     with gateway.open_request("test") as context:
-        model = gateway.acquire(context, name, version)
+        model = await gateway.acquire(context, name, version)
         async with aclosing(model.infer(InferRequest(**{"inputs": {"A": A}} | request))) as responses:
             return [response async for response in responses]
 
@@ -117,7 +117,7 @@ async def test_another_name_finds_the_model_which_counts_under_its_own() -> None
     gateway = await gateway_of(Echo(), Echo("other"))
     gateway.registry.aliases["gpt"] = "echo"
     with gateway.open_request("test") as context:
-        model = gateway.acquire(context, "gpt")
+        model = await gateway.acquire(context, "gpt")
         assert (context.model, context.version, model.config.name) == ("echo", "2", "echo")
     assert gateway.model_config("gpt").name == "echo"
     assert gateway.served_versions("gpt") == ("2",)
@@ -132,10 +132,10 @@ async def test_text_and_no_text() -> None:
     gateway = await gateway_of(Echo(), Writer("writer"))
     request = GenerateRequest(id="1", prompt="hi")
     with gateway.open_request("test") as context:
-        async with aclosing(gateway.acquire(context, "writer").generate(request)) as chunks:
+        async with aclosing((await gateway.acquire(context, "writer")).generate(request)) as chunks:
             assert [chunk.text async for chunk in chunks] == ["hi"]
     with gateway.open_request("test") as context:
-        echo = gateway.acquire(context, "echo")
+        echo = await gateway.acquire(context, "echo")
         with pytest.raises(InvalidArgument, match="model 'echo' does not generate text"):
             echo.generate(request)
 
@@ -236,21 +236,24 @@ async def test_what_is_measured_of_models() -> None:
     assert seen.pop(("echo", "nv_model_load_duration_secs")) >= 0
     assert seen == {
         ("echo", "charonia_model_ready"): 1,
+        ("echo", "charonia_model_resident"): 1,
         ("echo", "charonia_model_load_failures_total"): 0,
         ("broken", "charonia_model_ready"): 0,
+        ("broken", "charonia_model_resident"): 0,
         ("broken", "charonia_model_load_failures_total"): 1,
         ("strange", "charonia_model_ready"): 0,
+        ("strange", "charonia_model_resident"): 0,
         ("strange", "charonia_model_load_failures_total"): 1,
     }
     with gateway.open_request("test") as context:
-        assert gateway.acquire(context, "echo").stats().ready
+        assert (await gateway.acquire(context, "echo")).stats().ready
 
 
 async def test_on_the_way_out() -> None:
     model = Echo()
     gateway = await gateway_of(model)
     with gateway.open_request("test") as context:
-        running = gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))
+        running = (await gateway.acquire(context, "echo")).infer(InferRequest(inputs={"A": A}))
         await anext(running)
         assert gateway.in_flight.count == 1
         gateway.begin_exit()
@@ -269,7 +272,7 @@ async def test_on_the_way_out() -> None:
 async def test_an_exit_does_not_wait_for_a_request_that_is_still_being_read() -> None:
     gateway = await gateway_of(Echo())
     with gateway.open_request("test") as context:
-        model = gateway.acquire(context, "echo")
+        model = await gateway.acquire(context, "echo")
         gateway.begin_exit()
         await asyncio.wait_for(gateway.in_flight.wait_drained(), 1)
         with pytest.raises(ServerExiting):
@@ -282,7 +285,7 @@ async def test_who_only_tokenizes_is_waited_for_too() -> None:
 
     async def tokenize() -> list[int]:
         with gateway.open_request("test") as context:
-            return await gateway.acquire(context, "writer").tokenize(TokenizeRequest(prompt="x"))
+            return await (await gateway.acquire(context, "writer")).tokenize(TokenizeRequest(prompt="x"))
 
     tokenizing = asyncio.create_task(tokenize())
     await model.waiting.wait()
@@ -290,7 +293,7 @@ async def test_who_only_tokenizes_is_waited_for_too() -> None:
     await gateway.in_flight.wait_drained()
     assert await tokenizing == []
     with gateway.open_request("test") as context:
-        assert await gateway.acquire(context, "writer").detokenize([]) == ""
+        assert await (await gateway.acquire(context, "writer")).detokenize([]) == ""
     assert context.end == RequestEnd(Outcome.DONE)
     assert gateway.in_flight.count == 0
 
@@ -357,7 +360,7 @@ async def test_a_reader_that_stops_at_the_final_response_was_answered(final: boo
 
     gateway = await gateway_of(Once())
     with gateway.open_request("test") as context:
-        async with aclosing(gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
+        async with aclosing((await gateway.acquire(context, "echo")).infer(InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
     assert context.end == RequestEnd(Outcome.DONE if final else Outcome.CANCELLED)
 
@@ -369,7 +372,8 @@ async def test_a_request_that_is_answered_holds_its_inputs_no_more() -> None:
         with gateway.open_request("test") as context:
             inputs = {"A": Tensor.from_values("A", "INT32", [1, 2])}
             data = weakref.ref(inputs["A"].data)
-            async with aclosing(gateway.acquire(context, "echo").infer(InferRequest(inputs=inputs))) as responses:
+            model = await gateway.acquire(context, "echo")
+            async with aclosing(model.infer(InferRequest(inputs=inputs))) as responses:
                 async for _ in responses:
                     pass
             del inputs, responses, _
@@ -383,7 +387,7 @@ async def test_a_request_given_up_is_cancelled() -> None:
     gateway = InProcessGateway(end_listeners=(lambda context: seen.append(context.end),))
     await serve_model(gateway, Echo(), "2")
     with gateway.open_request("test") as context:
-        async with aclosing(gateway.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
+        async with aclosing((await gateway.acquire(context, "echo")).infer(InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
     assert seen == [RequestEnd(Outcome.CANCELLED)]
 

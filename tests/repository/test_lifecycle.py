@@ -159,7 +159,7 @@ async def test_a_request_that_is_still_being_read_keeps_its_model(world: World, 
     world.write("m", {"1": 10})
     await world.gateway.load_model("m")
     with world.gateway.open_request("test") as context:
-        model = world.gateway.acquire(context, "m")
+        model = await world.gateway.acquire(context, "m")
         await world.gateway.unload_model("m")
         await asyncio.sleep(0.05)
         async with aclosing(model.infer(QUESTION)) as stream:
@@ -174,7 +174,7 @@ async def test_a_version_that_is_replaced_serves_the_requests_that_hold_it(world
     world.write("m", {"1": 10})
     await world.gateway.load_model("m")
     with world.gateway.open_request("test") as context:
-        model = world.gateway.acquire(context, "m")
+        model = await world.gateway.acquire(context, "m")
         world.write("m", {"2": 20})
         await world.gateway.load_model("m")
         assert await world.ask("m") == 20

@@ -40,7 +40,7 @@ def shares(*weights: float) -> dict[str, Route]:
 
 async def version_that_answers(gateway: InProcessGateway, **parameters: object) -> str:
     with gateway.open_request("test") as context:
-        model = gateway.acquire(context, "r")
+        model = await gateway.acquire(context, "r")
         async with aclosing(model.infer(InferRequest(inputs={"A": A}, parameters=parameters))) as responses:  # type: ignore[arg-type]
             assert [response async for response in responses]
         assert (model.name, model.config.name) == ("r", "r")
@@ -58,7 +58,7 @@ async def test_requests_are_divided_and_answered_by_the_name_of_the_route() -> N
     assert [each.version for each in gateway.model_statistics("r")] == ["1", "2"]
     assert [each.name for each in gateway.model_configs()] == ["m", "r"]
     with pytest.raises(NotFound, match="'r' is a route, which has no versions"), gateway.open_request("t") as context:
-        gateway.acquire(context, "r", "1")
+        await gateway.acquire(context, "r", "1")
 
 
 async def test_a_sequence_stays_where_it_began_also_when_the_route_changes() -> None:

@@ -67,7 +67,7 @@ def encoders(gateway: Any) -> None:
                 raise gateway.error
             yield InferResponse(answer(request, self.config), final=True)
 
-    def acquire(context: RequestContext, name: str, version: str = "") -> Encoder:
+    async def acquire(context: RequestContext, name: str, version: str = "") -> Encoder:
         if name not in CONFIGS:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         return Encoder(gateway, CONFIGS[name])

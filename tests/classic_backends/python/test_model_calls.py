@@ -38,7 +38,7 @@ class OtherModels(InProcessGateway):
         context.on_end(self.ended.append)
         return context
 
-    def acquire(self, context: RequestContext, name: str, version: str = "") -> Any:
+    async def acquire(self, context: RequestContext, name: str, version: str = "") -> Any:
         if name not in ("double", "count", "hang", "fail"):
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         context.model, context.version = name, version

@@ -43,7 +43,7 @@ async def test_its_spans_are_within_the_requests(tmp_path: Path) -> None:
 
     async def ask(*headers: tuple[bytes, bytes]) -> str:
         with gateway.open_request("test", headers) as context:
-            async with aclosing(gateway.acquire(context, "model").infer(request(1))) as responses:
+            async with aclosing((await gateway.acquire(context, "model")).infer(request(1))) as responses:
                 [response] = [each async for each in responses]
         return str(values(response)["T"][0].decode())
 

@@ -55,7 +55,7 @@ async def test_a_repository_of_tritons_backend_is_served(
     try:
         request = GenerateRequest(id="1", prompt="w1", sampling=SamplingParams(max_tokens=2))
         with hub.open_request("test") as context:
-            async with aclosing(hub.acquire(context, "tensorrt_llm").generate(request)) as chunks:
+            async with aclosing((await hub.acquire(context, "tensorrt_llm")).generate(request)) as chunks:
                 assert "".join([chunk.text async for chunk in chunks]) == " w2 w3"
         config = hub.model_config("tensorrt_llm").raw
         assert (config["backend"], config["max_batch_size"]) == ("tensorrtllm", 0)
