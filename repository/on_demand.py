@@ -28,6 +28,9 @@ _SOON = 60.0
 
 _SAY_AGAIN = 60.0
 
+_BREATH = 2.0
+"""Seconds that the model which was just loaded has the processor for its first answers, before `on_loaded`."""
+
 
 class OnDemandLimits(NamedTuple):
     """`idle`, `resident`: seconds for which a model must have had no request, and have been in memory, before it makes
@@ -53,7 +56,7 @@ class FailedLoads(NamedTuple):
 
 class OnDemandLoader:
     """Loads the models of a catalog into a registry when they are asked for, and takes others out of memory for them.
-    `on_loaded` is called after each load."""
+    `on_loaded` is called some time after each load."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class OnDemandLoader:
             self._failed.pop(name, None)
             self._loaded += 1
             log.info("model '%s' is in memory after %.2f s, for a request", name, seconds)
-        self._on_loaded()
+        asyncio.get_running_loop().call_later(_BREATH, self._on_loaded)
 
     def _note_failure(self, name: str, reason: str) -> Unavailable:
         before = self._failed[name].times if name in self._failed else 0

@@ -77,7 +77,6 @@ def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
         threading.excepthook = lambda thread: core.inbox.fail(thread.exc_value or RuntimeError("a thread died"))
         executor.watch(core.inbox.fail)
         sockets.listen(core.inbox.accept)
-        core.prepare_grammars()
         sockets.send(ready)
         core.run(sockets.send)
         core.close()

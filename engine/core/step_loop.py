@@ -91,11 +91,6 @@ class EngineCore:
         self._integrity_checked = True
         self._stopping = False
 
-    def prepare_grammars(self) -> None:
-        """Begin to read what compiling grammars takes, beside the loop."""
-        if self._grammars is not None:
-            self._grammars.prepare()
-
     def close(self) -> None:
         """Compile no more grammars."""
         if self._grammars is not None:
@@ -155,6 +150,8 @@ class EngineCore:
         items = self.inbox.take_all(busy)
         if not (busy or items):
             self._executor.use_idle_time()
+            if self._grammars is not None:
+                self._grammars.prepare()  # in a thread, with which the first answers would share the interpreter
             if not self._integrity_checked:
                 self._scheduler.check_integrity()
                 self._integrity_checked = True
