@@ -81,6 +81,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `model`: checkpoint directory or hub id of a "draft_model", or of an "eagle3" head, computed by one rank whatever
     `draft_tensor_parallel_size` is. `quantization`: its own; None: the target's, unless its matrices are quantised
     already. `draft_sample_method`: it proposes the likeliest tokens, or those that a request's sampling chooses.
+    `use_heterogeneous_vocab`: whether a draft model may have another vocabulary than its target, as it may by default.
 
     Raises:
         ValueError: fewer at most than at least; a method lacks what it needs, or has what is another's.
@@ -102,6 +103,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     quantization: Literal["none", "int8", "int4"] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    use_heterogeneous_vocab: bool | None = None
 
     def __post_init__(self) -> None:
         if self.method in ("draft_model", "eagle3") and not self.model:
@@ -113,6 +115,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"no model drafts with the method {self.method}")
         if self.method in ("eagle3", "mtp") and self.quantization == "int4":
             raise ValueError("quantization of a head is none or int8")
+        if self.use_heterogeneous_vocab is not None and self.method != "draft_model":
+            raise ValueError("use_heterogeneous_vocab is for a draft_model alone")
         if (self.method == "custom") != bool(self.path):
             raise ValueError("path is for the method custom, and needed there")
         if self.keys and self.method != "custom":

@@ -250,7 +250,6 @@ def _lora_config(options: dict[str, Any], modules: str) -> LoraConfig | None:
 _NOT_SPECULATED = {
     **dict.fromkeys(("revision", "code_revision"), "name a directory, or a hub id"),
     **dict.fromkeys(("kv_cache_dtype", "max_model_len"), "the draft model's is the model's"),
-    "use_heterogeneous_vocab": "a draft model has the model's vocabulary",
     "parallel_drafting": "a draft model proposes one token after the other",
     "tensor_parallel_size": "one rank computes the draft model",
     **dict.fromkeys(

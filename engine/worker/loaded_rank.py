@@ -351,7 +351,12 @@ def _map_vocabulary(config: EngineConfig, draft: str, tokens: int, own_tokens: i
         raise InvalidArgument(message, field="speculative_config") from None
     both = min(tokens, own_tokens, *map(len, vocabularies))
     first, second = ({text: at for text, at in each.items() if at < both} for each in vocabularies)
-    return None if first == second else map_vocabularies(target, own, tokens, own_tokens)
+    if first == second:
+        return None
+    if config.speculation is not None and config.speculation.use_heterogeneous_vocab is False:
+        message = f"speculative_config: {draft} has another vocabulary than {config.model}"
+        raise InvalidArgument(f"{message}, and use_heterogeneous_vocab is false", field="speculative_config")
+    return map_vocabularies(target, own, tokens, own_tokens)
 
 
 def check_rank_config(config: EngineConfig) -> str:

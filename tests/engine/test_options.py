@@ -147,6 +147,10 @@ def test_adapters_are_taken_only_where_they_are_enabled() -> None:
             '{"method": "draft_model", "model": "d", "draft_tensor_parallel_size": 2}',
             "draft_tensor_parallel_size must be 1",
         ),
+        (
+            '{"method": "ngram", "use_heterogeneous_vocab": true}',
+            "it is wrong: use_heterogeneous_vocab is for a draft_model alone",
+        ),
         ('{"method": "draft_model", "model": "d", "parallel_drafting": true}', "parallel_drafting is not served"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be an integer >= 1"),
         ('{"method": "ngram", "num_tokens": 3}', "num_tokens is unknown"),

@@ -130,6 +130,9 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match=refused) as refusal:
             load(config)
         assert refusal.value.field == "speculative_config"
+    same_alone = replace_fields(config, speculation=replace_fields(other, use_heterogeneous_vocab=False))
+    with pytest.raises(InvalidArgument, match=f"another vocabulary than {DEMO}, and use_heterogeneous_vocab is false"):
+        check_rank_config(same_alone)
 
 
 def test_a_draft_model_without_a_tokenizer_needs_as_many_tokens(
