@@ -70,7 +70,7 @@ class FrontendServers:
             yield
             return
         await self._metrics.start()
-        print(f"Metrics on {base_url(*self._ports.metrics.getsockname()[:2])}/metrics")
+        say(f"Metrics on {base_url(*self._ports.metrics.getsockname()[:2])}/metrics")
         try:
             yield
         finally:
@@ -81,7 +81,7 @@ class FrontendServers:
         for server in self._servers:
             await server.start()
         if self._ports.http is not None:
-            print(f"Listening on {self._url(self._ports.http)}", flush=True)
+            say(f"Listening on {self._url(self._ports.http)}")
 
     async def ended(self) -> None:
         """Return, or raise, when one of the servers for requests ends."""
@@ -104,22 +104,26 @@ class FrontendServers:
     def print_addresses(self) -> None:
         """Print the URLs, and a command line to try, once models are loaded."""
         settings, ports = self._plan.endpoints, self._ports
+        lines = []
         if ports.grpc is not None:
-            print(f"gRPC on {reachable_address(settings.grpc.address, ports.grpc.getsockname()[1])}")
+            lines.append(f"gRPC on {reachable_address(settings.grpc.address, ports.grpc.getsockname()[1])}")
         for cloud, sock in zip(settings.clouds, ports.clouds, strict=True):
-            print(f"{cloud.name} on {base_url(self._plan.options.server.http_address, sock.getsockname()[1])}")
+            lines.append(f"{cloud.name} on {base_url(self._plan.options.server.http_address, sock.getsockname()[1])}")
         if ports.http is None:
-            print("Serving without HTTP", flush=True)
-            return
-        url, key = self._url(ports.http), "-H 'Authorization: Bearer <key>' " if settings.keys else ""
-        print(f"Serving on {url}")
+            lines.append("Serving without HTTP")
+        else:
+            lines += [f"Serving on {self._url(ports.http)}", *self._example(self._url(ports.http))]
+        say(*lines)
+
+    def _example(self, url: str) -> Iterator[str]:
+        """The line that shows how to ask the first model that generates text, if one does."""
+        key = "-H 'Authorization: Bearer <key>' " if self._plan.endpoints.keys else ""
         for config in self._gateway.model_configs():
             inputs, outputs = ({spec.name for spec in specs} for specs in (config.inputs, config.outputs))
             if "text_input" in inputs and "text_output" in outputs:
                 body = shlex.quote(_QUESTION if config.openai_api == "chat" else _PROMPT)
-                print(f"Try: curl -N {key}{url}/v2/models/{config.name}/generate_stream -d {body}")
-                break
-        sys.stdout.flush()
+                yield f"Try: curl -N {key}{url}/v2/models/{config.name}/generate_stream -d {body}"
+                return
 
     def _url(self, http: socket.socket) -> str:
         encrypted = self._plan.endpoints.tls is not None
@@ -127,6 +131,12 @@ class FrontendServers:
 
     def _model_names(self) -> list[str]:
         return [config.name for config in self._gateway.model_configs()]
+
+
+def say(*lines: str) -> None:
+    """Write `lines` to standard output at once and in one piece: no line of the log falls into them."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
 
 
 def machine_metric_sources(

@@ -114,8 +114,8 @@ class ControlEndpoints:
                 config = self._gateway.model_config(name, version)
             except CharoniaError:
                 return None
-            [statistics] = self._gateway.model_statistics(name, config.version)
-            times = node_times(model_stats_json(statistics)["inference_stats"]) if timed == "1" else None
+            found = self._gateway.model_statistics(name, config.version) if timed == "1" else ()
+            times = node_times(model_stats_json(found[0])["inference_stats"]) if found else None
             return GraphModel(config.version, config.raw, times)
 
         graph = graph_of_models([name], find, version)

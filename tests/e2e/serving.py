@@ -32,7 +32,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where it serves; waits until it does."""
-        self.until(lambda: "Serving on" in self.said)
+        self.until(lambda: re.search(r"Serving on \S+\n", self.said) is not None)
         found = re.search(r"Serving on (\S+)", self.said)
         assert found
         return found[1]

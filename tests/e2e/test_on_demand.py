@@ -49,6 +49,8 @@ def test_models_come_when_they_are_asked_for(serve: Callable[..., Any], checkpoi
             assert client.get(f"/v2/models/{name}/ready").status_code == 200
         assert client.get("/v2/models/one/config").json()["backend"] == "charonia"
         assert client.get("/v2/models/outer").json()["inputs"][0]["name"] == "A"
+        assert client.get("/v2/models/outer/graph?statistics=1").status_code == 200
+        assert client.get("/v2/models/outer/stats").json() == {"model_stats": []}
         index = client.post("/v2/repository/index").json()
         assert {(each["state"], each["reason"]) for each in index} == {("UNAVAILABLE", "on demand")}
 

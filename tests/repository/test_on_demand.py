@@ -88,7 +88,7 @@ async def test_models_that_take_turns_are_told_of(world: World, caplog: pytest.L
     await world.start()
     for name in ("a", "b", "a", "b"):
         await world.ask(name)
-    assert [each.args for each in caplog.records if "take turns" in each.message] == [("a", pytest.approx(0, abs=60))]
+    assert [each.args for each in caplog.records if "take turns" in each.msg] == [("a", pytest.approx(0, abs=60))]
     await world.gateway.lifecycle.close()
 
 
