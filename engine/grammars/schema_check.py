@@ -124,6 +124,17 @@ MAX_DEPTH = 100
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that the library enforces."""
+_DATE = (
+    r"^(?:\d{4}-(?:(?:0[13578]|1[02])-(?:[012]\d|3[01])|(?:0[469]|11)-(?:[012]\d|30)|02-(?:[01]\d|2[0-8]))"
+    r"|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_NARROWER = {
+    "date": (_DATE, "^0*[1-9]"),
+    "date-time": (_DATE, "^0*[1-9]", "^[^:]*:[^:]*:[0-5]"),
+    "time": ("^[^:]*:[^:]*:[0-5]",),
+}
+"""Patterns beside formats: the library lets each month have 31 days and each minute a leap second, and has a year 0,
+which few who read an answer know."""
 _STANDARD_FORMATS = frozenset(
     ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "regex", "json-pointer")
 )
@@ -261,6 +272,8 @@ def _leave_out(place: _Place) -> Iterator[Unenforced]:
         told = node.pop("format")
         if isinstance(told, str) and told in _STANDARD_FORMATS:
             yield Unenforced(f"format {told}", f"{pointer}/format", refusable=False)
+    if (patterns := _NARROWER.get(node.get("format", ""))) and isinstance(node.setdefault("allOf", []), list):
+        node["allOf"] += ({"pattern": each} for each in patterns)
 
 
 def _rewrite(node: dict[str, Any]) -> None:

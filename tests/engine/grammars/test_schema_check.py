@@ -76,6 +76,20 @@ ENFORCED: list[tuple[Any, Any, Any]] = [
             ("uri", "http://a.b/c"),
         ]
     ),
+    *(
+        (typed(format=name), good, bad)
+        for name, good, bad in [
+            ("date", "2024-02-29", "2023-02-29"),
+            ("date", "2000-02-29", "1900-02-29"),
+            ("date", "2023-12-31", "2023-11-31"),
+            ("date", "0001-01-01", "0000-01-01"),
+            ("date-time", "2024-02-29T23:59:59.5+01:00", "2023-02-29T23:59:59.5+01:00"),
+            ("date-time", "2016-12-31t23:59:59z", "2016-12-31T23:59:60Z"),
+            ("time", "09:13:59-17:50", "09:13:60-17:50"),
+        ]
+    ),
+    (typed(format="date", pattern="^2"), "2024-02-28", "2023-02-29"),
+    (typed(format="date", pattern="^2", allOf=[{"maxLength": 10}]), "2024-02-28", "1024-02-28"),
     ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [1], []),
     ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}, [1, "a"], ["a", 1]),
     ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, [1], [1, 2]),
