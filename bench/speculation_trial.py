@@ -208,7 +208,9 @@ class _FullVerification(Speculation):
     def is_due(self, step: int) -> bool:
         return True
 
-    def observe_step(self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0) -> None:
+    def observe_step(
+        self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0, host_seconds: float = 0.0
+    ) -> None:
         pass
 
 

@@ -173,10 +173,15 @@ class Scheduler:
         return self._rows.guided
 
     def apply(
-        self, result: StepResult, seconds: float | None = None, guided: Mapping[int, Continuation] = {}
+        self,
+        result: StepResult,
+        seconds: float | None = None,
+        guided: Mapping[int, Continuation] = {},
+        host_seconds: float = 0.0,
     ) -> StepUpdates:
-        """Take in the result of the oldest plan in flight; `seconds`: how long the step took, if that is known.
-        `guided`: by row, how those of its guided ones go on that do not just go on.
+        """Take in the result of the oldest plan in flight; `seconds`: how long the step took, if that is known, and
+        `host_seconds` from the end of the step before to its launch. `guided`: by row, how those of its guided ones go
+        on that do not just go on.
 
         Raises:
             RuntimeError: it is another plan's, or does not continue the known tokens.
@@ -192,7 +197,7 @@ class Scheduler:
         drafts = self._observe_drafts(flight, result) if flight.drafts else {}
         if seconds and self.speculation is not None and not flight.work.prefill_tokens:
             drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
-            self.speculation.observe_step(flight.work.decode_tokens, seconds, drafted, accepted)
+            self.speculation.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, each in guided.items() if each.ends)
         continued = _continued(result, guided) if guided else result

@@ -45,7 +45,7 @@ TRIAL_SHARE = 0.006
 """The share of the time of all steps in which a draft model may propose what seems not worth it: to learn if it is. A
 drafter may take as much beyond what its drafts save."""
 
-FIRST_CREDIT, MOST_CREDIT = 20, 60
+FIRST_CREDIT, MOST_CREDIT = 10, 30
 """Steps that drafting, and drafts that were wrong, may cost at first, and that can be saved up."""
 
 UNLEARNT_STEPS = 16
@@ -204,6 +204,8 @@ class Speculation:
         self._unlearnt: list[tuple[int, float]] = []  # steps that it does not know of yet
         self._asked = self._drafted_before = False
         self._drafting_seconds = 0.0  # to draft for a sequence
+        self._host_seconds = 0.0  # between two steps of which neither had to do with drafts
+        self._spent = 0.0  # seconds that drafters took since the last step
         self._pass_costs = DecodeCosts()  # of the draft model, by rows
         self._trial_seconds = 0.0
 
@@ -222,7 +224,7 @@ class Speculation:
         verified = self._draft(asked, decoding, step)
         seconds, known = perf_counter() - began, self._drafting_seconds
         self._drafting_seconds += COST_WEIGHT * (min(seconds / len(asked), 2 * known or seconds) - known)
-        self._spend(seconds)
+        self._spent += seconds
         return verified
 
     def _probes(self, decoding: int) -> bool:
@@ -310,15 +312,11 @@ class Speculation:
                 drafter.finished(_draft_request(sequence, 0))
                 seconds = perf_counter() - began
                 self.totals[name].seconds += seconds
-                self._spend(seconds)
+                self._spent += seconds
 
     def note_off(self) -> None:
         """A drafter was turned off."""
         self.drafters_off += 1
-
-    def _spend(self, seconds: float) -> None:
-        if self._credit is not None:
-            self._credit -= seconds
 
     def propose(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[int]:
         """How many tokens the draft model is to propose for each sequence, so many at most, for a step that decodes
@@ -413,20 +411,27 @@ class Speculation:
             lengths[at] += 1
         return lengths
 
-    def observe_step(self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0) -> None:
+    def observe_step(
+        self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0, host_seconds: float = 0.0
+    ) -> None:
         """A step that only decoded, `tokens` of them, took so long, without what a draft model took. Of `drafted` ones
-        among them so many were right. The step for which a drafter was asked, and the one after drafts, are no measure
-        of those without: they find other things in the processor's caches, and take a quarter as long again where a
-        step takes half a millisecond."""
-        asked, self._asked = self._asked, False
-        if drafted or not (asked or self._drafted_before):
+        among them so many were right. `host_seconds`: from the end of the step before to its launch, if that was
+        measured. The step for which a drafter was asked, and the one after drafts, are no measure of those without:
+        they find other things in the processor's caches, and take a quarter as long again where a step takes half a
+        millisecond. That, too, is what drafts cost."""
+        disturbed = self._asked or self._drafted_before
+        if drafted or not disturbed:
             self._unlearnt.append((tokens, seconds))
-        self._drafted_before = drafted > 0
+        decoding, alone = tokens - drafted, self._host_seconds
+        beyond = max(min(host_seconds, self._spent + 3 * alone) - alone, self._spent) if disturbed else self._spent
+        if not disturbed:
+            self._host_seconds += COST_WEIGHT * (min(host_seconds, 2 * alone or host_seconds) - alone)
+        self._asked, self._drafted_before, self._spent = False, drafted > 0, 0.0
         if len(self._unlearnt) == UNLEARNT_STEPS:
             self._learn()
         self._trial_seconds += TRIAL_SHARE * seconds
-        earned, decoding = TRIAL_SHARE * seconds, tokens - drafted
-        if asked and decoding in self._costs:  # what its tokens would have taken, less what they took, hiccups apart
+        earned = TRIAL_SHARE * seconds - beyond
+        if disturbed and decoding in self._costs:  # what its tokens would have taken, less what they took, no hiccups
             alone = self._costs.seconds(decoding)
             earned += (decoding + accepted) / decoding * alone - min(seconds, 2 * self._costs.seconds(tokens))
         credit = FIRST_CREDIT * seconds if self._credit is None else self._credit

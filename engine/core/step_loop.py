@@ -199,13 +199,14 @@ class EngineCore:
         """Wait for the oldest step and apply it."""
         launched = self._launched.popleft()
         result = launched.future.result()
-        began, self._landed_at = max(launched.launched_at, self._landed_at), time.perf_counter()
+        ended_before, self._landed_at = self._landed_at, time.perf_counter()
+        began = max(launched.launched_at, ended_before)
         self._step = result.step
         ways, failed = self._guides.follow(result, self._scheduler.guided_rows)
         if failed:
             self._failed += failed
             self._abort([each.key for each in failed])
-        updates = self._scheduler.apply(result, self._landed_at - began, ways)
+        updates = self._scheduler.apply(result, self._landed_at - began, ways, began - ended_before)
         for key, _ in updates.finished:
             self._deadlines.discard(key)
         self._guides.discard(key for key, _ in updates.finished)
