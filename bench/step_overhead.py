@@ -130,9 +130,13 @@ class TimedScheduler(Scheduler):
         return self._clock.time("schedule", super().schedule)
 
     def apply(
-        self, result: StepResult, seconds: float | None = None, guided: Mapping[int, Continuation] = {}
+        self,
+        result: StepResult,
+        seconds: float | None = None,
+        guided: Mapping[int, Continuation] = {},
+        host_seconds: float = 0.0,
     ) -> StepUpdates:
-        return self._clock.time("apply", partial(super().apply, result, seconds, guided))
+        return self._clock.time("apply", partial(super().apply, result, seconds, guided, host_seconds))
 
 
 class ClockedOutbox:

@@ -390,10 +390,10 @@ class Speculation:
             turn = (at + self._steps) % len(mosts)  # of equals others come first in each step
             gains += [(min(chance, HIGHEST_CHANCE) ** (place + 1), turn, at) for place in range(most)]
         gains.sort(reverse=True)
-        alone, shared = self._costs.seconds(decoding), sum(map(bool, mosts)) < decoding
+        alone, shared = self._costs.seconds(decoding) + self._host_seconds, sum(map(bool, mosts)) < decoding
         least = LEAST_GAIN if len(mosts) < MANY_SEQUENCES else LEAST_GAIN_OF_MANY
         best, rate, gained = 0, least * decoding / alone, 0.0
-        before = 0.0 if self.draft_model else len(mosts) * self._drafting_seconds
+        before = self._host_seconds + (0.0 if self.draft_model else len(mosts) * self._drafting_seconds)
         lengths, rows = [0] * len(mosts), [0] * max(mosts, default=0)
         for number, (gain, _, at) in enumerate(gains, 1):
             gained += gain
@@ -422,18 +422,20 @@ class Speculation:
         disturbed = self._asked or self._drafted_before
         if drafted or not disturbed:
             self._unlearnt.append((tokens, seconds))
-        decoding, alone = tokens - drafted, self._host_seconds
-        beyond = max(min(host_seconds, self._spent + 3 * alone) - alone, self._spent) if disturbed else self._spent
+        spent, decoding, host = self._spent, tokens - drafted, self._host_seconds
         if not disturbed:
-            self._host_seconds += COST_WEIGHT * (min(host_seconds, 2 * alone or host_seconds) - alone)
+            self._host_seconds += COST_WEIGHT * (min(host_seconds, 2 * host or host_seconds) - host)
         self._asked, self._drafted_before, self._spent = False, drafted > 0, 0.0
         if len(self._unlearnt) == UNLEARNT_STEPS:
             self._learn()
         self._trial_seconds += TRIAL_SHARE * seconds
-        earned = TRIAL_SHARE * seconds - beyond
+        earned = TRIAL_SHARE * seconds
         if disturbed and decoding in self._costs:  # what its tokens would have taken, less what they took, no hiccups
-            alone = self._costs.seconds(decoding)
-            earned += (decoding + accepted) / decoding * alone - min(seconds, 2 * self._costs.seconds(tokens))
+            alone = self._costs.seconds(decoding) + host
+            took = min(seconds, 2 * self._costs.seconds(tokens)) + max(spent, min(host_seconds, spent + 3 * host))
+            earned += (decoding + accepted) / decoding * alone - took
+        else:
+            earned -= spent
         credit = FIRST_CREDIT * seconds if self._credit is None else self._credit
         self._credit = min(credit + earned, MOST_CREDIT * seconds)
 

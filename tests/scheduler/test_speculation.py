@@ -432,3 +432,18 @@ def test_sequences_that_rest_are_asked_together() -> None:
         loop.scheduler.apply(loop.executor.execute(plan).result(), 1.0 + 0.1 * plan.tokens)
     assert asked == [4] * len(asked)
     assert 2 <= len(asked) <= 5
+
+
+@pytest.mark.parametrize(("host", "worth"), [(3.0, True), (9.0, False)])
+def test_what_the_loop_takes_beside_drafts_is_a_cost_of_theirs(host: float, worth: bool) -> None:
+    """A draft that is right saves what the loop takes around another step, too; around drafts it may take more."""
+    loop, plans = Loop(right=1, blocks=1000, max_model_len=3000), list[int]()
+    loop.add(1, prompt=3, new=2900)
+    for _ in range(500):
+        plan = loop.scheduler.schedule()
+        assert plan is not None
+        drafted = len(plan.drafted)
+        result = loop.executor.execute(plan).result()
+        loop.scheduler.apply(result, 3.6 if drafted else 1.0, host_seconds=host if drafted else 3.0)
+        plans.append(drafted)
+    assert (plans[250:].count(0) < 125) is worth
