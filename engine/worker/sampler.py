@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cpu import library
 from ..cpu.sampling import argmax, sample_tokens
+from ..gpu import runtime
 from ..step_batch import SamplingArray, as_signed64, to_device
 
 GREEDY_BELOW = 1e-5
@@ -28,6 +29,10 @@ def sample(logits: Tensor, sampling: SamplingArray | None) -> Tensor:
         return argmax(logits)
     if library.supports(logits.dtype, logits.device):
         return sample_tokens(logits, sampling)
+    if runtime.serves(logits.dtype, logits.device):
+        from ..gpu.sampling import sample_rows
+
+        return sample_rows(logits, sampling)
     greedy = (sampling["temperature"] < GREEDY_BELOW) | (sampling["top_k"] == 1)
     filtered = ~greedy & ((sampling["top_k"] > 0) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0))
     tokens = argmax(logits)
@@ -49,7 +54,7 @@ def _filtered(logits: Tensor, sampling: SamplingArray) -> Tensor:
     """Top-k, then top-p of what is left, then min-p: among TOP_CANDIDATES where they suffice, else among all."""
     scaled = _scale(logits, sampling)
     tokens, enough = _sample_among(scaled, sampling, min(TOP_CANDIDATES, logits.shape[-1]))
-    missed = (~enough).nonzero().squeeze(-1)  # the one wait for the device, and only in steps that filter
+    missed = (~enough).nonzero().squeeze(-1)  # a device without kernels is waited for here
     if len(missed):
         rest = sampling[missed.cpu().numpy()]
         tokens[missed] = _sample_among(scaled[missed], rest, logits.shape[-1])[0]
