@@ -88,11 +88,13 @@ def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int])
         weights += options.max_lora_bytes or LoraConfig().max_bytes
     device, replicas = options.device or "auto", options.data_parallel_size or 1
     if computes_on_host(device, gpus):
-        return (MemoryNeed((weights + cache) * replicas),)
+        return (MemoryNeed((weights + cache + (options.kv_cache_host_bytes or 0)) * replicas),)
+    host = MemoryNeed((options.kv_cache_host_bytes or 0) * replicas)
     ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
     _, _, number = device.partition(":")
     taken = [int(number)] if number.isdecimal() else range(ranks * replicas)  # see `worker.loaded_rank.assign_device`
-    return tuple(MemoryNeed(weights // ranks + cache, gpu) for gpu in taken)
+    on_gpus = (MemoryNeed(weights // ranks + cache, gpu) for gpu in taken)
+    return (host, *on_gpus) if host.size else (*on_gpus,)
 
 
 def computes_on_host(device: str | None, gpus: Sequence[int]) -> bool:

@@ -15,7 +15,8 @@ and logits of a whole chunk would take more memory than all else in a step."""
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly. `dtype`: "auto"
-    is the model's, "int8" halves what bfloat16 takes."""
+    is the model's, "int8" halves what bfloat16 takes. `host_bytes`: of the host's memory, over all ranks, for blocks
+    that the cache has no room for."""
 
     block_size: int = 16
     dtype: str = "auto"
@@ -23,6 +24,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None = None
     blocks: int | None = None
     prefix_caching: bool = True
+    host_bytes: int = 0
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -112,6 +112,8 @@ class EngineOptions:
     """Size of the KV cache in bytes, instead of a share."""
     kv_cache_blocks: AtLeastOne | None = None
     """Size of the KV cache in blocks, instead of a share."""
+    kv_cache_host_bytes: Bytes | None = None
+    """Size in bytes of host memory for blocks that a GPU's cache has no room for, until they are needed again."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
     speculative_config: str | None = None
@@ -155,6 +157,7 @@ _CACHE_FIELDS = {
     "kv_cache_memory_fraction": "memory_fraction",
     "kv_cache_bytes": "bytes",
     "kv_cache_blocks": "blocks",
+    "kv_cache_host_bytes": "host_bytes",
 }
 _SCHEDULER_FIELDS = {
     name: name

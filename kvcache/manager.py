@@ -12,6 +12,8 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from .host_tier import BlockMove, HostTier
+
 HashExtras = tuple[str, ...]
 """Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
 
@@ -45,8 +47,9 @@ class BlockPool:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._index
 
-    def take(self) -> int:
-        """Hold the block at the head of the list; whatever it cached is forgotten. One must be free."""
+    def take(self) -> tuple[int, bytes | None]:
+        """Hold the block at the head of the list; the hash of what it cached is forgotten, and returned. One must be
+        free."""
         block: int = self._next[self._end]
         assert block != self._end, "no block is free"
         self._unlink(block)
@@ -54,7 +57,7 @@ class BlockPool:
         if digest is not None:
             del self._index[digest]
         self.references[block] = 1
-        return block
+        return block, digest
 
     def share(self, digest: bytes) -> int | None:
         """Hold the block of this hash once more, or None where no block has it."""
@@ -108,32 +111,36 @@ class BlockPool:
 
 class BlockTable:
     """The blocks of one sequence in order of position; filled and freed by the manager alone, append-only. `cached`:
-    tokens that `open` found. `committed`: leading blocks that are findable, or equal to one that is.
-    `promised`: the hashes known at `open`; those from `committed` on are what this sequence is computing.
+    tokens that `open` and `restore` found, `restored` of them the latter. `committed`: leading blocks that are
+    findable, or equal to one that is. `promised`: the hashes known at `open`; those from `committed` on are what this
+    sequence is computing.
     """
 
-    __slots__ = ("blocks", "cached", "committed", "promised")
+    __slots__ = ("blocks", "cached", "committed", "promised", "restored")
 
     def __init__(self, blocks: list[int], cached: int, promised: Sequence[bytes]) -> None:
         self.blocks = blocks
         self.cached = cached
         self.committed = len(blocks)
         self.promised = promised
+        self.restored = 0
 
 
 class KVCacheManager:
-    """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes.
+    """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes. Of those that were
+    evicted from it, the latest `host_blocks` are kept in the host's memory.
 
     Lives in the step loop's thread; only `digest` may be called from elsewhere.
     """
 
-    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True, host_blocks: int = 0) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         self.blocks = blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(blocks)
+        self._host = HostTier(host_blocks) if host_blocks else None
         self._tables: set[BlockTable] = set()
         self._computing: Counter[bytes] = Counter()
 
@@ -186,7 +193,7 @@ class KVCacheManager:
     def shareable(self, hashes: Sequence[bytes], known: int) -> int:
         """Tokens of the prefix that are cached, or that an open table computes right now."""
         blocks = hashes[: (known - 1) // self.block_size]
-        found = (block_hash in self._pool or self.being_computed(block_hash) for block_hash in blocks)
+        found = (self._is_findable(block_hash) or self.being_computed(block_hash) for block_hash in blocks)
         return sum(takewhile(bool, found)) * self.block_size
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
@@ -194,11 +201,41 @@ class KVCacheManager:
         no table computes its next uncached block: nothing is won by waiting."""
         found = None
         for block_hash in hashes[: (known - 1) // self.block_size]:
-            if block_hash not in self._pool:
+            if not self._is_findable(block_hash):
                 if not self.being_computed(block_hash):
                     break
                 found = block_hash
         return found
+
+    def _is_findable(self, block_hash: bytes) -> bool:
+        return block_hash in self._pool or (self._host is not None and block_hash in self._host)
+
+    def restore(self, table: BlockTable, known: int) -> None:
+        """Let a table that `open` just made for `known` tokens have the blocks too that follow in the host's memory:
+        `take_moves` tells what is to be copied. There must be room for all that it is to hold."""
+        if self._host is None:
+            return
+        first, size = len(table.blocks), self.block_size
+        for block_hash in table.promised[first : (known - 1) // size]:
+            block = self._pool.share(block_hash)
+            if block is None:
+                if block_hash not in self._host:
+                    break
+                block = self._take()
+                if block_hash not in self._host:  # it made room for what was evicted from the block
+                    self._pool.drop(block)
+                    break
+                self._host.restore(block_hash, block)
+                self._pool.publish(block, block_hash)
+            table.blocks.append(block)
+            table.committed += 1
+            self._settle(block_hash)
+        table.restored = (len(table.blocks) - first) * size
+        table.cached += table.restored
+
+    def take_moves(self) -> list[BlockMove]:
+        """See `HostTier.take_moves`."""
+        return [] if self._host is None else self._host.take_moves()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:
         """Whether `extend(table, tokens)` would succeed and leave `spare` blocks free."""
@@ -209,8 +246,14 @@ class KVCacheManager:
         missing = self.blocks_for(tokens) - len(table.blocks)
         if missing > self._pool.free:
             return False
-        table.blocks.extend([self._pool.take() for _ in range(missing)])
+        table.blocks.extend([self._take() for _ in range(missing)])
         return True
+
+    def _take(self) -> int:
+        block, evicted = self._pool.take()
+        if evicted is not None and self._host is not None:
+            self._host.save(evicted, block)
+        return block
 
     def commit(self, table: BlockTable, hashes: Iterable[bytes]) -> None:
         """The next blocks of the table are full and final, with these hashes: from now on they can be found."""
@@ -242,6 +285,8 @@ class KVCacheManager:
         """Recompute free + cached + used == total, holders and promises from the tables. Raises `AssertionError` where
         something leaked."""
         self._pool.check_integrity(block for table in self._tables for block in table.blocks)
+        if self._host is not None:
+            self._host.check_integrity()
         computing: Counter[bytes] = Counter()
         for table in self._tables:
             assert len(set(table.blocks)) == len(table.blocks), "a block twice in one table"

@@ -61,6 +61,7 @@ MaskSource: TypeAlias = Callable[[], MaskArray]
 
 NO_ROWS: IntArray = np.zeros(0, np.int32)
 NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
+NO_MOVES: IntArray = np.zeros((0, 3), np.int32)
 
 
 class NewSequence(NamedTuple):
@@ -78,9 +79,9 @@ class NewSequence(NamedTuple):
 class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
-    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`, `given`, `drafted`,
-    then the rows. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again
-    before the host has seen its last token) and the append-only block table.
+    An executor processes plans in the order of `step`, and within one: `closed`, `moves`, `new`, `appended`, `given`,
+    `drafted`, then the rows. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled
+    again before the host has seen its last token) and the append-only block table.
     """
 
     step: int
@@ -114,6 +115,8 @@ class StepPlan(NamedTuple):
     """[R] how many tokens the executor's draft model proposes to follow the row's next token, once that is sampled; its
     own cache, of the same blocks, has all that is computed of the row by then, as far as a step suffices for it. 0: it
     leaves the row as it is. Empty where it does nothing."""
+    moves: IntArray = NO_MOVES
+    """[V, 3] the fields of each `BlockMove`, to be made in this order before anything is computed."""
 
     @property
     def tokens(self) -> int:

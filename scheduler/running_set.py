@@ -35,11 +35,13 @@ class InFlightStep(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerTotals:
-    """Sequences preempted, prompt tokens looked up in the prefix cache, and found there."""
+    """Sequences preempted, prompt tokens looked up in the prefix cache, found there, and found there in the host's
+    memory."""
 
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    restored: int = 0
 
 
 class RunningSet:
@@ -163,6 +165,7 @@ class RunningSet:
             looks_up = self.cache.prefix_caching and not sequence.lacks_prompt_logprobs
             self.totals.prefix_queries += len(request.prompt) if looks_up else 0
             self.totals.prefix_hits += cached
+            self.totals.restored += table.restored
             self.started.append((request.key, cached))
         return row
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .config import SchedulerConfig
-from .plan import NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
+from .plan import NO_MOVES, NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
@@ -116,7 +116,8 @@ class StepPacker:
         rows.given.clear()
         plan_rows = chosen.astype(np.int32)
         plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed, given)
-        plan = plan._replace(proposals=proposals)
+        moves = self._cache.take_moves()
+        plan = plan._replace(proposals=proposals, moves=np.array(moves, np.int32) if moves else NO_MOVES)
         if not drafted:
             return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
         plan = plan._replace(drafts=drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
@@ -369,6 +370,7 @@ class StepPacker:
             self._cache.close(table)
             self._rows.blocked = (sequence, free - spare)
             return
+        self._cache.restore(table, sequence.shareable_tokens)
         row, missing = self._rows.admit(sequence, table, reserved), sequence.known - table.cached
         sequence.long_prompt = self._prefill.is_long_prompt(missing, table.cached)
         self._admitted_rows.append(row)

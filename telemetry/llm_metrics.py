@@ -60,6 +60,7 @@ class EngineState(NamedTuple):
     kv_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    restored: int = 0
     preemptions: int = 0
     core_restarts: int = 0
     replicas_ready: int = 0
@@ -81,6 +82,7 @@ class EngineState(NamedTuple):
         yield Reading("charonia_kv_cache_usage_ratio", self.kv_usage)
         yield Reading("charonia_prefix_cache_queries_total", self.prefix_queries)
         yield Reading("charonia_prefix_cache_hits_total", self.prefix_hits)
+        yield Reading("charonia_prefix_cache_host_hits_total", self.restored)
         yield Reading("charonia_preemptions_total", self.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)
         yield Reading("charonia_replicas_ready", self.replicas_ready)

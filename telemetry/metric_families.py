@@ -31,6 +31,9 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_kv_cache_usage_ratio", "gauge", "KV cache blocks in use, of all"),
     MetricFamily("charonia_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
     MetricFamily("charonia_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
+    MetricFamily(
+        "charonia_prefix_cache_host_hits_total", "counter", "Prompt tokens found in the prefix cache's host memory"
+    ),
     MetricFamily("charonia_preemptions_total", "counter", "Running sequences put back in line for want of blocks"),
     MetricFamily("charonia_grammars_compiled_total", "counter", "Grammars of requests that were compiled"),
     MetricFamily("charonia_grammar_compile_seconds_total", "counter", "Time that compiling grammars took"),

@@ -28,16 +28,17 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerWorld:
-    """The sizes, rules and load of a trial. `live`: sequences that it adds at once. Of a random trial's prompts,
-    `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for. `tenants`: their number; each
-    weighs twice the one before. `adapters`: their number, beside the model itself. `token_seconds`: the time of a token
-    that the scheduler is told, roughly; 0 for none.
+    """The sizes, rules and load of a trial. `host_blocks`: for evicted blocks. `live`: sequences that it adds at once.
+    Of a random trial's prompts, `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for.
+    `tenants`: their number; each weighs twice the one before. `adapters`: their number, beside the model itself.
+    `token_seconds`: the time of a token that the scheduler is told, roughly; 0 for none.
     `drafts`: the most tokens that are drafted for a sequence in a step, each right with `draft_accuracy`.
     """
 
     blocks: int = 24
     block_size: int = 4
     prefix_caching: bool = True
+    host_blocks: int = 0
     burst: tuple[int, int] = (1, 1)
     live: int = 16
     long_prompts: float = 0.3
@@ -58,6 +59,7 @@ class SchedulerWorld:
             blocks=random.choice((8, 12, 24, 64)),
             block_size=random.choice((1, 2, 4)),
             prefix_caching=random.random() < 0.8,
+            host_blocks=random.choice((0, 0, 1, 7, 40)),
             burst=random.choice(((1, 1), (1, 1), (0, 1), (1, 3), (0, 3))),
             live=4 * rows,
             long_prompts=random.choice((0.0, 0.1, 0.4)),
@@ -137,7 +139,7 @@ class SchedulerTrial:
 
     def __init__(self, world: SchedulerWorld, seed: int = 0) -> None:
         self.world = world
-        self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching)
+        self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching, world.host_blocks)
         drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
         speculation = Speculation({"trial": drafter}, world.drafts, VOCABULARY) if world.drafts else None
         if speculation is not None:
@@ -149,7 +151,7 @@ class SchedulerTrial:
             behaviour=FakeBehaviour(burst=world.burst, seed=seed),
             threaded=False,
         )
-        self.executor.allocate(world.blocks)
+        self.executor.allocate(world.blocks, world.host_blocks)
         self.executor.adapters.update(f"adapter {number}" for number in range(1, world.adapters + 1))
         self._adapter_of: dict[int, str] = {}  # by row
         self.operations = 0

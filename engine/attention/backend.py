@@ -1,9 +1,11 @@
 """The interface of attention backends: a backend alone allocates, writes and reads cache tensors."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.model_spec import LayerAttention
 from ..layers.step_context import StepAttention
@@ -77,6 +79,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def allocate(self, blocks: int) -> None:
         """Make a cache of `blocks` blocks; an earlier one is dropped."""
+
+    @property
+    @abstractmethod
+    def device_blocks(self) -> Sequence[Tensor]:
+        """Views of the cache's memory, each of which has a block's numbers behind its first index."""
 
     @abstractmethod
     def begin_step(self, batch: StepBatch) -> StepAttention:

@@ -4,6 +4,7 @@ A token's result depends on its sequence and position alone: bit for bit the sam
 prompt was cut into steps, and on any number of threads.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -60,6 +61,10 @@ class NativeAttention(AttentionBackend):
         self._cache = HugePageArena().allocate(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
         addresses = [layer.data_ptr() for layer in self._cache]
         self._caches = LayerCaches(self._params, self._spec.attention_index, addresses)
+
+    @property
+    def device_blocks(self) -> Sequence[Tensor]:
+        return (self._cache.transpose(0, 1),)
 
     def begin_step(self, batch: StepBatch) -> "NativeStepAttention":
         return NativeStepAttention(batch, self._spec, self._caches)

@@ -7,7 +7,7 @@ window only the blocks that some token still sees are gathered.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -54,6 +54,11 @@ class ReferenceAttention(AttentionBackend):
         spec = self._spec
         shape = (spec.layers, 2, blocks * spec.block_size, spec.kv_heads, spec.head_dim)
         self._cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+
+    @property
+    def device_blocks(self) -> Sequence[Tensor]:
+        spec = self._spec
+        return (self._cache.unflatten(2, (-1, spec.block_size)).movedim(2, 0),)
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
@@ -125,6 +130,10 @@ class TorchSdpaAttention(AttentionBackend):
 
     def allocate(self, blocks: int) -> None:
         self._layers = [(_zeros(self._spec, blocks), _zeros(self._spec, blocks)) for _ in range(self._spec.layers)]
+
+    @property
+    def device_blocks(self) -> Sequence[Tensor]:
+        return [each for layer in self._layers for each in layer]
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots, spec = batch.slots(), self._spec

@@ -1,6 +1,7 @@
 """Attention by Triton kernels on a GPU: decoding rows in one launch, chunks of prompts in another, whatever is mixed in
 a step. A row's result depends on its own tokens alone, but for a chunk's, on how its prompt was cut."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -37,6 +38,10 @@ class TritonAttention(AttentionBackend):
         spec, self._cache = self._spec, torch.empty(0)  # an earlier one is freed first
         shape = (spec.layers, 2, blocks, spec.kv_heads, spec.block_size, spec.head_dim)
         self._cache = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+
+    @property
+    def device_blocks(self) -> Sequence[Tensor]:
+        return (self._cache.movedim(2, 0),)
 
     def begin_step(self, batch: StepBatch) -> "TritonStepAttention":
         tiles = [plan_tiles(each, batch) for each in self._specs]

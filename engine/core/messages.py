@@ -112,14 +112,15 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 
 class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
-    cache, and found there; grammars compiled, the seconds that took, and those found compiled; masks made for tokens,
-    the seconds of the step loop that took, and tokens that a grammar left no choice about; drafters that were turned
-    off; and what each drafter did that did anything; and decode steps that found no CUDA graph, the
-    warm-up's too."""
+    cache, found there, and found there in the host's memory; grammars compiled, the seconds that took, and those found
+    compiled; masks made for tokens, the seconds of the step loop that took, and tokens that a grammar left no choice
+    about; drafters that were turned off; and what each drafter did that did anything; and decode steps that found no
+    CUDA graph, the warm-up's too."""
 
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    restored: int = 0
     grammars_compiled: int = 0
     grammar_seconds: float = 0.0
     grammar_hits: int = 0

@@ -121,9 +121,11 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     length = resolve_max_model_len(config.max_model_len, capacity)
     blocks = resolve_cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
     progress.report("cache", 0.0)
-    executor.allocate(blocks)
-    progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
-    cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
+    host_blocks = resolve_host_blocks(config, capacity)
+    executor.allocate(blocks, host_blocks)
+    beside = f", {host_blocks} in the host's memory" if host_blocks else ""
+    progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens{beside}")
+    cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching, host_blocks)
     speculation = _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(scheduler_config(config, length, capacity.ahead), cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
@@ -211,6 +213,24 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
     field = "kv_cache_memory_fraction"
     allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.memory_fraction:g}"
     raise InvalidArgument(f"{block}, and {allowed}", field=field)
+
+
+def resolve_host_blocks(config: EngineConfig, capacity: Capacity) -> int:
+    """The number of blocks for which there is to be host memory.
+
+    Raises:
+        InvalidArgument: not even one fits, or without prefix caching none would ever be found.
+    """
+    room, field = config.cache.host_bytes, "kv_cache_host_bytes"
+    if not room:
+        return 0
+    if not config.cache.prefix_caching:
+        raise InvalidArgument("blocks in the host's memory are found by prefix caching, which is off", field=field)
+    each = capacity.block_bytes * config.parallel.world
+    if room < each:
+        message = f"a block of {config.cache.block_size} tokens takes {each} bytes, and {field} is {room}"
+        raise InvalidArgument(message, field=field)
+    return room // each
 
 
 def build_executor(config: EngineConfig) -> Executor:

@@ -228,7 +228,7 @@ class EngineCore:
 
     def _totals(self) -> CoreTotals:
         totals, guides = self._scheduler.totals, self._guides.totals
-        counted = totals.preemptions, totals.prefix_queries, totals.prefix_hits
+        counted = totals.preemptions, totals.prefix_queries, totals.prefix_hits, totals.restored
         compiled = (0, 0.0, 0)
         if self._grammars is not None:
             grammars = self._grammars.totals

@@ -239,6 +239,7 @@ class EngineClient:
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
+            restored=totals.restored,
             preemptions=totals.preemptions,
             grammars_compiled=totals.grammars_compiled,
             grammar_seconds=totals.grammar_seconds,

@@ -221,8 +221,8 @@ def _execute_command(
                 report(messages.StepComputed(result))
         case messages.ProvideMasks():
             raise ValueError("masks without a step that waits for them")
-        case messages.AllocateCache(blocks):
-            runner.allocate(blocks)
+        case messages.AllocateCache(blocks, host_blocks):
+            runner.allocate(blocks, host_blocks)
             report(messages.CacheAllocated())
         case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))

@@ -39,9 +39,10 @@ class JoinRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class AllocateCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Allocate a cache of so many blocks, in place of any former one."""
+    """Allocate a cache of so many blocks, in place of any former one, and of the host's memory."""
 
     blocks: int
+    host_blocks: int = 0
 
 
 class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):

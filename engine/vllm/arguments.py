@@ -22,6 +22,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 NOT_SERVED: Mapping[str, str] = {
     "cpu_offload_gb": "weights are where they are computed with",
+    "kv_offloading_size": "--kv-cache-host-bytes says it in bytes",
     "trust_remote_code": "no code of a checkpoint is run",
     "hf_overrides": "change the checkpoint's config.json",
     "override_generation_config": "change the checkpoint's generation_config.json",

@@ -45,8 +45,8 @@ class Executor(Protocol):
     def load(self, progress: ProgressCallback) -> Capacity:
         """Load weights and report what is left for the cache."""
 
-    def allocate(self, blocks: int) -> None:
-        """Allocate the cache: `blocks` blocks."""
+    def allocate(self, blocks: int, host_blocks: int = 0) -> None:
+        """Allocate the cache: `blocks` blocks, and host memory for `host_blocks` more, which plans move."""
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         """`masks` makes those of `plan.masked`: it is called once, on the caller's thread, now or when the result is

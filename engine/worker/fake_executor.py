@@ -86,6 +86,7 @@ class FakeExecutor:
         self.adapters = set[str]()
         """Digests of those that plans may have."""
         self._slots = np.full(0, EMPTY, np.int64)
+        self._host_slots = np.full((0, block_size), EMPTY, np.int64)
         self._holders: list[int] = []
         self._next_step: int | None = None
 
@@ -93,8 +94,9 @@ class FakeExecutor:
         progress("weights", 1.0)
         return self._capacity
 
-    def allocate(self, blocks: int) -> None:
+    def allocate(self, blocks: int, host_blocks: int = 0) -> None:
         self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
+        self._host_slots = np.full((host_blocks, self._block_size), EMPTY, np.int64)
         self._holders = [0] * blocks
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
@@ -140,6 +142,12 @@ class FakeExecutor:
         for row in plan.closed.tolist():
             for block in self._rows.pop(row).blocks:
                 self._holders[block] -= 1
+        for block, slot, back in plan.moves.tolist():
+            assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
+            content = self._slots[block * self._block_size :][: self._block_size]
+            there, here = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
+            assert (there != EMPTY).all() or not self._check_contents, f"block {block} is moved and has no content"
+            here[:] = there
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"

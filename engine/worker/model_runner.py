@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
+from ..attention.host_cache import HostCache
 from ..config import LOGITS_PIECE
 from ..cpu.program import StepRun
 from ..gpu.graphs import DecodeGraphs
@@ -103,9 +104,11 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         """Recorded decode steps, made around `compute_static`; the attention must be `recordable`."""
         self._steps: deque[_RunnerStep] = deque()
+        self._host_cache: HostCache | None = None
 
-    def allocate(self, blocks: int) -> None:
-        """Make a cache of `blocks` blocks and begin anew: rows refer to the cache they were filled with."""
+    def allocate(self, blocks: int, host_blocks: int = 0) -> None:
+        """Make a cache of `blocks` blocks, with `host_blocks` in the host's memory, and begin anew: rows refer to the
+        cache they were filled with."""
         if self.graphs is not None:
             self.graphs.forget()
         self._rows.clear()
@@ -113,6 +116,11 @@ class ModelRunner:
         if self.draft is not None:
             self.draft.attention.allocate(blocks)
             self.draft.forget(blocks)
+        self._host_cache = None
+        if host_blocks:
+            caches = [self.attention] if self.draft is None else [self.attention, self.draft.attention]
+            views = [view for cache in caches for view in cache.device_blocks]
+            self._host_cache = HostCache(views, host_blocks)
 
     @torch.inference_mode()
     def compute_worst_step(self, tokens: int, sampled: int) -> None:
@@ -192,13 +200,18 @@ class ModelRunner:
                     if self.draft is not None:
                         self.draft.apply_plan(step.plan)
                     step.inputs = self._rows.gather_inputs(step.plan)
-                if before is not None and not before.tokens_follow:
+                if before is not None and not (before.tokens_follow and self._can_follow(step.plan)):
                     return
                 if before is not None:
                     before.make_masks()  # to begin a step may mean to wait for the one before
                 self._begin(step, step.inputs)
             except Exception as error:
                 step.error = error  # raised when the step's result is asked for
+
+    def _can_follow(self, plan: StepPlan) -> bool:
+        """Whether a step may begin before the result of the one before is there: kernels of a CPU go from one to the
+        other by themselves, and no block is moved in between."""
+        return self._device.type != "cpu" or not len(plan.moves)
 
     @torch.inference_mode()
     def compute_static(self, numbers: Tensor, context: int) -> Tensor:
@@ -221,6 +234,8 @@ class ModelRunner:
 
     def _begin(self, step: _RunnerStep, inputs: StepInputs) -> None:
         step.begun = True
+        if self._host_cache is not None:
+            self._host_cache.move(step.plan.moves)
         if (logits := self._replay(inputs)) is not None:
             step.computed = True
             self._choose_or_wait(step, inputs, logits)

@@ -12,9 +12,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     tables = Bundle("tables")
 
-    @initialize(blocks=st.integers(1, 64), block_size=st.integers(1, 4))
-    def begin(self, blocks: int, block_size: int) -> None:
-        self.cache = KVCacheManager(blocks, block_size)
+    @initialize(blocks=st.integers(1, 64), block_size=st.integers(1, 4), host_blocks=st.sampled_from((0, 1, 3, 30)))
+    def begin(self, blocks: int, block_size: int, host_blocks: int) -> None:
+        self.cache = KVCacheManager(blocks, block_size, host_blocks=host_blocks)
+        self.slots: dict[int, bytes] = {}
         self.total = blocks
         self.streams: dict[BlockTable, int] = {}
         self.contents: dict[int, bytes] = {}
@@ -29,7 +30,21 @@ class CacheMachine(RuleBasedStateMachine):
         assert table.cached < known
         assert [self.contents[block] for block in table.blocks] == hashes[: len(table.blocks)]
         self.streams[table] = stream
+        if not self.cache.room_for(table, known):
+            return table
+        self.cache.restore(table, known)
+        self.move()
+        assert table.cached == len(table.blocks) * self.cache.block_size < known
+        assert [self.contents[block] for block in table.blocks] == hashes[: len(table.blocks)]
         return table
+
+    def move(self) -> None:
+        """As an executor does: what is moved must be there."""
+        for block, slot, back in self.cache.take_moves():
+            if back:
+                self.contents[block] = self.slots[slot]
+            else:
+                self.slots[slot] = self.contents[block]
 
     @rule(table=tables, tokens=st.integers(0, 80))
     def extend(self, table: BlockTable, tokens: int) -> None:
@@ -38,6 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
         possible = self.cache.room_for(table, tokens)
         assert self.cache.extend(table, tokens) == possible == (missing <= free)
         assert table.blocks[: len(before)] == before, "append-only"
+        self.move()
         taken = table.blocks[len(before) :]
         assert len(taken) == (missing if possible else 0)
         for block in taken:

@@ -13,12 +13,18 @@ from charonia.scheduler.sequence import SequenceRequest
 
 
 def trial(
-    blocks: int, *, admission: Literal["optimistic", "no_evict"] = "optimistic", ahead: int = 0, budget: int = 32
+    blocks: int,
+    *,
+    admission: Literal["optimistic", "no_evict"] = "optimistic",
+    ahead: int = 0,
+    budget: int = 32,
+    host_blocks: int = 0,
 ) -> SchedulerTrial:
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200, ahead=ahead, admission=admission
     )
-    return SchedulerTrial(SchedulerWorld(blocks=blocks, block_size=4, live=100, scheduler=config))
+    world = SchedulerWorld(blocks=blocks, block_size=4, live=100, host_blocks=host_blocks, scheduler=config)
+    return SchedulerTrial(world)
 
 
 def turn(trial: SchedulerTrial) -> None:
@@ -181,3 +187,22 @@ def test_every_kind_of_end_returns_every_block() -> None:
         turn(one)
     one.leave(aborted)
     one.drain()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_evicted_blocks_come_back_from_the_host(ahead: int) -> None:
+    """Two long prompts take turns in a cache that has room for one of them."""
+    one = trial(blocks=12, ahead=ahead, host_blocks=16)
+    computed = []
+    for family in (0, 1, 0, 1):
+        one.arrive(family=family, prompt=40, new=4)
+        plans = 0
+        while one.scheduler.has_work:
+            while (plan := one.schedule()) is not None:
+                plans += plan.tokens
+            one.apply()
+        computed.append(plans)
+    totals = one.scheduler.totals
+    assert totals.prefix_hits == 2 * 36
+    assert totals.restored >= 2 * 28
+    assert computed[2:] == [each - 36 for each in computed[:2]]

@@ -1,0 +1,55 @@
+"""Cache blocks in the host's memory, and their way from a device and back.
+
+On a GPU no copy keeps the step waiting for the bus: what leaves is first copied on the device, in the order of the
+steps, and then by a stream of its own; what comes back is on its way while the step before is computed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...scheduler.plan import IntArray
+
+
+class HostCache:
+    """`slots` of host memory for blocks of `device_blocks`, tensors that each have all blocks by their first index."""
+
+    def __init__(self, device_blocks: Sequence[Tensor], slots: int) -> None:
+        self._device_blocks = device_blocks
+        device = device_blocks[0].device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        pinned = self._stream is not None
+        self._host_blocks = [
+            torch.empty((slots, *each.shape[1:]), dtype=each.dtype, pin_memory=pinned) for each in device_blocks
+        ]
+
+    def move(self, moves: IntArray) -> None:
+        """Make the `moves` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
+        for block, slot, back in moves.tolist():
+            for there, here in zip(self._device_blocks, self._host_blocks, strict=True):
+                if back:
+                    self._bring_back(here[slot], there[block])
+                else:
+                    self._take_away(there[block], here[slot])
+
+    def _take_away(self, block: Tensor, slot: Tensor) -> None:
+        if self._stream is None:
+            slot.copy_(block)
+            return
+        staged = block.clone(memory_format=torch.contiguous_format)
+        self._stream.wait_stream(torch.cuda.current_stream(block.device))
+        with torch.cuda.stream(self._stream):
+            slot.copy_(staged, non_blocking=True)
+        staged.record_stream(self._stream)
+
+    def _bring_back(self, slot: Tensor, block: Tensor) -> None:
+        if self._stream is None:
+            block.copy_(slot)
+            return
+        current = torch.cuda.current_stream(block.device)
+        with torch.cuda.stream(self._stream):
+            staged = slot.to(block.device, non_blocking=True)
+        current.wait_stream(self._stream)
+        staged.record_stream(current)
+        block.copy_(staged)
