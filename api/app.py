@@ -44,9 +44,10 @@ from .openai.adapter_routes import AdapterRoutes
 from .openai.embeddings import EncoderRoutes
 from .openai.responses_routes import ResponsesRoutes
 from .openai.routes import OpenAIRoutes
-from .prometheus import metrics_response
+from .prometheus import NO_METRICS, MetricRegistries, metrics_response
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
+from .triton.explain import ExplainEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def build_app(
     info: ServerInfo,
     keys: Keyring | None = None,
     rules: HttpRules | None = None,
-    metrics: CollectorRegistry | None = None,
+    metrics: MetricRegistries = NO_METRICS,
     batches: BatchRunner | None = None,
 ) -> ASGIApp:
     """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics;
@@ -122,7 +123,7 @@ def all_routes(
     gateway: ServerGateway,
     info: ServerInfo,
     rules: HttpRules,
-    metrics: CollectorRegistry | None = None,
+    metrics: MetricRegistries = NO_METRICS,
     batches: BatchRunner | None = None,
 ) -> list[Route]:
     """The routes of every protocol; they match to the very end of a path, a line break there included."""
@@ -135,7 +136,8 @@ def all_routes(
         *EncoderRoutes(gateway, info.max_input_size).routes(),
         *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
         *BatchRoutes(gateway, batches).routes(),
-        *_server_routes(gateway, info, metrics),
+        *ExplainEndpoint(gateway, metrics.whole).routes(),
+        *_server_routes(gateway, info, metrics.shown),
     ]
     for route in routes:
         route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")

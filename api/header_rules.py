@@ -16,7 +16,7 @@ _MODEL = r"/v2/models/[^/]+(/versions/[0-9]+)?"
 _ADAPTERS = "(un)?load_lora_adapter"
 _PATHS = {
     "health": rf"/health|/ping|/v2/health/(live|ready)|{_MODEL}/ready",
-    "statistics": rf"/metrics|/v2/models/stats|{_MODEL}/stats",
+    "statistics": rf"/metrics|/v2/models/stats|{_MODEL}/(stats|explain)",
     "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?",
     "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models|{_ADAPTERS}).*|/tokenize|/detokenize",
     "shared-memory": r"/v2/(system|cuda)sharedmemory/.*",

@@ -1,6 +1,7 @@
 """Metrics in Prometheus's text format: a collector of what models measured, and the responses to scrapes."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
@@ -16,6 +17,17 @@ _CONTENT_TYPE = "text/plain; charset=utf-8"
 
 MetricsSource = Callable[[], Iterable[Measurement]]
 """A function that returns the measurements of a model, or of something else, at each scrape."""
+
+
+class MetricRegistries(NamedTuple):
+    """`shown`: what /metrics collects, None where it is not served; `whole`: all that is measured of models and of the
+    frontend, for explanations."""
+
+    shown: CollectorRegistry | None = None
+    whole: CollectorRegistry | None = None
+
+
+NO_METRICS = MetricRegistries()
 
 
 def build_registry(

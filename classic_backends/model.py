@@ -113,6 +113,8 @@ class ClassicModel:
     def readings(self) -> Iterator[Reading]:
         yield from self._metrics.readings(0 if self._dispatcher is None else len(self._dispatcher))
         yield Reading("charonia_instance_restarts_total", self._pool.restarts)
+        yield Reading("charonia_instances", self._pool.count)
+        yield Reading("charonia_max_batch_size", self.config.max_batch_size)
         if isinstance(self._dispatcher, SequenceScheduler):
             yield from self._dispatcher.readings()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from .. import __version__
 from ..core.errors import CharoniaError, InvalidArgument
@@ -230,6 +231,51 @@ def graph(
         return 0
     except CharoniaError as error:
         return _failed(error)
+
+
+@app.command
+def explain(
+    before: Path | None = None,
+    after: Path | None = None,
+    /,
+    *,
+    url: str = "",
+    seconds: Annotated[float, Parameter(validator=Number(gte=0, lte=3600))] = 5,
+    header: str = "",
+    model: str = "",
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Say what limits each model of a server, with the evidence and the flag to turn, the worst first.
+
+    Parameters
+    ----------
+    before
+        A saved scrape of the server's metrics; without a second one it is of the time since the server's start.
+    after
+        A later scrape of the same server.
+    url
+        A server to look at instead, as http://HOST:PORT of its metrics or of its HTTP port.
+    seconds
+        Time between two looks at it; with 0 there is one, of the time since its start.
+    header
+        A header that the server wants, as NAME: VALUE.
+    model
+        One model, instead of all.
+    json
+        Print a list of reports, one for each version of a model.
+    """
+    from .explain import print_reports, read_saved, watch_server
+
+    files = [file for file in (before, after) if file is not None]
+    try:
+        if bool(files) == bool(url):
+            raise InvalidArgument("nothing to explain: name saved scrapes, or a server by --url")
+        if header and files:
+            raise InvalidArgument("--header is for a server: name it by --url")
+        print_reports(read_saved(files) if files else watch_server(url, header, seconds), model, json)
+    except CharoniaError as error:
+        return _failed(error)
+    return 0
 
 
 @app.command

@@ -14,7 +14,7 @@ from ..api.batches.runner import BatchRunner
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
-from ..api.prometheus import MetricsSource, build_registry, metrics_app
+from ..api.prometheus import MetricRegistries, MetricsSource, build_registry, metrics_app
 from ..api.triton.clouds import CloudMiddleware
 from ..core.tasks import wait_for_first
 from ..repository.gateway import InProcessGateway
@@ -45,14 +45,15 @@ class FrontendServers:
         if plan.store is not None:
             self._batches = BatchRunner(plan.store, gateway, plan.options.files.batch_concurrency)
             sources = (*sources, self._batches.measure)
-        registry = self._metrics = None
+        shown = self._metrics = None
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
             vllm, custom = server.metrics_names == "vllm", gateway.shared_state.metrics
-            registry = build_registry(measured, vllm, plan.metrics.hidden, custom)
-            self._metrics = HttpServer(metrics_app(registry), ports.metrics, access_log=False)
+            shown = build_registry(measured, vllm, plan.metrics.hidden, custom)
+            self._metrics = HttpServer(metrics_app(shown), ports.metrics, access_log=False)
+        metrics = MetricRegistries(shown, build_registry(sources))
         info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
-        app = build_app(gateway, info, settings.keys, settings.http, registry, self._batches)
+        app = build_app(gateway, info, settings.keys, settings.http, metrics, self._batches)
         timeout = settings.http.body_timeout
         self._servers: list[HttpServer | GrpcServer] = []
         if ports.http is not None:

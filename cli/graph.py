@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote, urlsplit
-from urllib.request import Request, urlopen
+from urllib.parse import quote
 
 from ..api.graph_formats import GRAPH_FORMATS
 from ..api.model_graph import GraphModel, graph_of_models, node_times, roots_of
-from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
+from ..core.errors import CharoniaError, NotFound, Unavailable
 from ..core.gateway import ModelServices
 from ..repository.builder import ModelBuilder, parse_backend_config, with_config_defaults
 from ..repository.catalog import RepositoryCatalog
@@ -21,8 +19,7 @@ from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from .options import ConfigOptions
-
-_SECONDS = 30.0
+from .server_client import check_url, fetch, parse_header
 
 
 def print_graph(models: Mapping[str, GraphModel], model: str, form: str) -> None:
@@ -64,12 +61,8 @@ def read_server(url: str, header: str, statistics: bool) -> dict[str, GraphModel
         InvalidArgument: `url` or `header` has another form.
         Unavailable: the server does not answer, or refuses.
     """
-    name, colon, value = header.partition(":")
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise InvalidArgument(f"--url must be http://HOST:PORT, got '{url}'")
-    if header and not colon:
-        raise InvalidArgument(f"--header must be NAME: VALUE, got '{header}'")
-    headers = {name.strip(): value.strip()} if header else {}
+    check_url(url)
+    headers = parse_header(header)
     models: dict[str, GraphModel] = {}
     for entry in _fetch(url, "/v2/repository/index", headers, b"{}"):
         if entry.get("state") == "READY":
@@ -87,10 +80,6 @@ def read_server(url: str, header: str, statistics: bool) -> dict[str, GraphModel
 
 def _fetch(url: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Any:
     try:
-        with urlopen(Request(url.rstrip("/") + path, body, dict(headers)), timeout=_SECONDS) as answer:
-            return json.load(answer)
-    except HTTPError as error:
-        with error:
-            raise Unavailable(f"{url}{path}: {error.code} {error.read(1000).decode(errors='replace')}") from None
-    except (URLError, OSError, ValueError) as error:
+        return json.loads(fetch(url.rstrip("/") + path, headers, body))
+    except ValueError as error:
         raise Unavailable(f"{url}{path}: {error}") from None

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import accumulate, zip_longest
 from typing import NamedTuple, TypeAlias
 
@@ -39,6 +40,43 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
+
+
+class TimeInState:
+    """Seconds that things were in a state, of all of them together and until now; `add` says that so many more are in
+    it, or fewer."""
+
+    __slots__ = ("_at", "_clock", "_count", "_seconds")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._count = 0
+        self._at = clock()
+        self._seconds = 0.0
+
+    def add(self, change: int) -> None:
+        now = self._clock()
+        self._seconds += self._count * (now - self._at)
+        self._at = now
+        self._count += change
+
+    @property
+    def seconds(self) -> float:
+        self.add(0)
+        return self._seconds
+
+
+class SequenceState(StrEnum):
+    """What a sequence of a language model has from the engine, or waits for: it runs; it waits for a row; for cache
+    blocks; for blocks because it was preempted; for tokens of a step; or until a prefix that it shares is computed, or
+    fewer adapters run."""
+
+    RUNNING = "running"
+    NO_ROW = "no_row"
+    NO_BLOCKS = "no_blocks"
+    PREEMPTED = "preempted"
+    NO_TOKENS = "no_tokens"
+    PARKED = "parked"
 
 
 class _TimeSlice(NamedTuple):

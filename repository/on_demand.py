@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..core.errors import CharoniaError, NotReady, ServerExiting, Unavailable
-from ..core.metrics import Measurement, Reading
+from ..core.metrics import Measurement, Reading, TimeInState
 from .catalog import RepositoryCatalog
 from .lifecycle import LoadFailure, ModelLifecycle
 from .memory_budget import InsufficientMemory
@@ -74,6 +74,7 @@ class OnDemandLoader:
         self._waiting: Counter[str] = Counter()
         self._failed: dict[str, FailedLoads] = {}
         self._evicted_at: dict[str, float] = {}
+        self._load_waits: dict[str, TimeInState] = {}
         self._said_at = -_SAY_AGAIN
         self._loaded = self._evictions = self._reloads = 0
         lifecycle.make_room = self._make_room
@@ -92,9 +93,12 @@ class OnDemandLoader:
             raise NotReady(f"model '{name}' is not in memory: {most} requests of this tenant wait for models")
         load = self._loads.get(name) or self._begin(name)
         self._waiting[tenant] += 1
+        waits = self._load_waits.setdefault(name, TimeInState(self._clock))
+        waits.add(1)
         try:
             await asyncio.wait({load}, timeout=self._limits.wait)
         finally:
+            waits.add(-1)
             self._waiting[tenant] -= 1
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
@@ -209,6 +213,8 @@ class OnDemandLoader:
         yield Reading("charonia_on_demand_evictions_total", self._evictions)
         yield Reading("charonia_on_demand_reloads_total", self._reloads)
         yield Reading("charonia_on_demand_waiting_requests", self._waiting.total())
+        for name, waits in self._load_waits.items():
+            yield Reading("charonia_load_wait_seconds_total", waits.seconds, {"model": name})
 
 
 def _idle_since(entry: ModelEntry) -> float:

@@ -2,13 +2,14 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.metrics import SequenceState
 from ..kvcache.manager import BlockTable, KVCacheManager
 from .plan import IntArray, LongArray
 from .prefill_budget import StepWork
@@ -36,12 +37,20 @@ class InFlightStep(NamedTuple):
 @dataclass(slots=True)
 class SchedulerTotals:
     """Sequences preempted, prompt tokens looked up in the prefix cache, found there, and found there in the host's
-    memory."""
+    memory; tokens that were computed again after a preemption; and the seconds of steps that sequences spent in each
+    state, all of them together."""
 
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     restored: int = 0
+    recomputed_tokens: int = 0
+    sequence_seconds: dict[str, float] = field(default_factory=dict)
+
+    def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
+        """A step took so long, while so many sequences were in each state."""
+        for state, count in states.items():
+            self.sequence_seconds[state.value] = self.sequence_seconds.get(state.value, 0.0) + count * seconds
 
 
 class RunningSet:
@@ -167,6 +176,8 @@ class RunningSet:
             self.totals.prefix_hits += cached
             self.totals.restored += table.restored
             self.started.append((request.key, cached))
+        else:
+            self.totals.recomputed_tokens += max(sequence.preempted_at - cached, 0)
         return row
 
     def remove(self, row: int) -> None:
@@ -194,14 +205,14 @@ class RunningSet:
             heappush(self._free, row)
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
-            sequence.row = None
+            sequence.row, sequence.preempted_at = None, int(self.computed[row])
             if sequence.request.adapter:
                 self._leave_adapter(sequence.request.adapter)
             self.cache.close(table)
             self.waiting.wake_waiting_for(table.promised[table.committed :])
             if not self.ended[row]:
                 sequence.rank = sequence.seniority  # most of it is still cached
-                self.waiting.enqueue(sequence)
+                self.waiting.enqueue_preempted(sequence)
 
     def _leave_adapter(self, adapter: str) -> None:
         self.adapters[adapter] -= 1

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..core.logprobs import Logprobs
+from ..core.metrics import SequenceState
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .plan import Continuation, IntArray, Proposals, StepPlan, StepResult, StepUpdates
@@ -57,6 +58,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._elapsed = 0.0  # seconds of all steps so far
+        self._lack = SequenceState.NO_TOKENS  # what those in line wait for
 
     def _measure_prompt(self, sequence: Sequence) -> None:
         sequence.shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
@@ -82,6 +84,14 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    def _states(self) -> dict[SequenceState, int]:
+        states, waiting = {SequenceState.RUNNING: self.running}, self._waiting
+        if len(waiting):
+            states[SequenceState.PREEMPTED], states[SequenceState.PARKED] = waiting.num_preempted, waiting.num_parked
+            # One that was preempted and is parked is in two of them.
+            states[self._lack] = max(len(waiting) - waiting.num_preempted - waiting.num_parked, 0)
+        return states
 
     @property
     def in_flight(self) -> int:
@@ -158,7 +168,10 @@ class Scheduler:
         if self.in_flight > self.config.ahead:
             return None
         parts = self.config, self._rows, self._fairness, self._prefill
-        packed = StepPacker(*parts, self._step, self._elapsed, self.speculation).pack()
+        packer = StepPacker(*parts, self._step, self._elapsed, self.speculation)
+        packed = packer.pack()
+        if self._waiting.has_runnable:
+            self._lack = packer.lack()
         if packed is None:
             return None
         plan, flight = packed
@@ -192,6 +205,7 @@ class Scheduler:
         flight = rows.in_flight.popleft()
         if seconds:
             self._elapsed += seconds
+            self.totals.count_seconds(self._states(), seconds)
             seconds -= result.proposals.seconds
             self._prefill.observe_step(flight.work, seconds)
         drafts = self._observe_drafts(flight, result) if flight.drafts else {}
@@ -272,6 +286,7 @@ class Scheduler:
         placed = [sequence.request.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
         assert sorted(waiting + placed) == sorted(self._live), "a live sequence neither waits nor has a row, or both"
         assert len(self._waiting) == len(waiting)
+        assert self._waiting.num_preempted == sum(sequence.admitted for sequence in self._waiting)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

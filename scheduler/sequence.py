@@ -89,6 +89,7 @@ class Sequence:
     probability that a drafted token is right, as it seems; `draft_guess`: what was to follow last.
     `drafts_from`: tokens that it has before it is drafted for again, after a rest of `draft_rest`.
     `proposed`: tokens that were known, and what a draft model says that follows them.
+    `preempted_at`: tokens that were computed when it was last preempted.
     `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
 
@@ -108,6 +109,7 @@ class Sequence:
     held_since: int = 0
     long_prompt: bool = False
     admitted: bool = False
+    preempted_at: int = 0
     drafts: int = 0
     draft_state: dict[str, Any] = field(default_factory=dict)
     draft_chance: float | None = None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..core.metrics import SequenceState
 from .config import SchedulerConfig
 from .plan import NO_MOVES, NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
@@ -81,6 +82,16 @@ class StepPacker:
             self._add_prompts()
         chosen = self._counts.nonzero()[0]
         return self._finish_plan(chosen) if len(chosen) else None
+
+    def lack(self) -> SequenceState:
+        """What a sequence that is still in line after `pack` waits for."""
+        blocked, _ = self._rows.blocked
+        if self._short_of_blocks or (self._rows.num_free and blocked is not None and blocked in self._heads()):
+            return SequenceState.NO_BLOCKS
+        return SequenceState.NO_TOKENS if self._rows.num_free else SequenceState.NO_ROW
+
+    def _heads(self) -> tuple[Sequence | None, ...]:
+        return tuple(self._waiting.peek(self._step, long) for long in (None, False, True))
 
     def _finish_plan(self, chosen: LongArray) -> tuple[StepPlan, InFlightStep]:
         """Write the step into the rows' counters."""

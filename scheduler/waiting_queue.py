@@ -130,7 +130,7 @@ _Lane: TypeAlias = dict[int, list[Sequence]]
 class WaitingQueue:
     """A tenant's sequences by rank, then arrival; `Fairness` knows which tenant is next. Sequences whose prompt is
     long when they are enqueued, which `measure` notes in them, stand in a lane of their own. Parked ones are left out
-    until the block they wait for is settled."""
+    until the block they wait for is settled. `num_preempted`: those that have run before."""
 
     def __init__(self, fairness: Fairness, measure: Callable[[Sequence], None] = lambda _: None) -> None:
         self._fairness = fairness
@@ -140,6 +140,7 @@ class WaitingQueue:
         self._num_admitted = 0
         self._parked: dict[bytes, list[Sequence]] = {}
         self._num_parked = 0
+        self.num_preempted = 0
         self._held: dict[Sequence, None] = {}  # those that were held and have not been admitted yet
 
     def __len__(self) -> int:
@@ -155,6 +156,10 @@ class WaitingQueue:
     def has_runnable(self) -> bool:
         """Whether a sequence is not parked."""
         return self._num_enqueued > 0
+
+    @property
+    def num_parked(self) -> int:
+        return self._num_parked
 
     @property
     def is_rank_only_turn(self) -> bool:
@@ -190,6 +195,10 @@ class WaitingQueue:
         self._num_enqueued += 1
         self._update_head(sequence.tenant_slot)
 
+    def enqueue_preempted(self, sequence: Sequence) -> None:
+        self.num_preempted += 1
+        self.enqueue(sequence)
+
     def pop(self, sequence: Sequence) -> None:
         """Remove a sequence that is admitted."""
         self.remove(sequence)
@@ -198,6 +207,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its line, or from the parked ones, for good."""
         self._take_out(sequence)
+        self.num_preempted -= sequence.admitted
         if sequence in self._held:
             del self._held[sequence]
             self.wake_held()  # it may have held the others

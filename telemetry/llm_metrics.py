@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..core.metrics import DrafterTotals, Histogram, Reading
+from ..core.metrics import DrafterTotals, Histogram, Reading, TimeInState
 from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -22,11 +22,13 @@ _ALWAYS_REPORTED = (
 
 
 @dataclass(slots=True)
-class TenantTokens:
-    """Tokens of one tenant; requests without a key belong to tenant ""."""
+class TenantUsage:
+    """One tenant's tokens, weight, and time in the engine's queue; requests without a key belong to tenant ""."""
 
     prompt: int = 0
     generated: int = 0
+    weight: float = 1.0
+    waiting: TimeInState = field(default_factory=TimeInState)
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class RequestDurations:
 
 class EngineState(NamedTuple):
     """An engine at a scrape. `waiting`: requests not begun, by class. `grammar_hits`: requests whose grammar was there.
-    Counters outlive the core that counted."""
+    `kv_capacity`: in tokens. `sequence_seconds`: by `SequenceState`. Counters outlive the core that counted."""
 
     running: int = 0
     waiting: Mapping[str, int] = {}
@@ -73,6 +75,9 @@ class EngineState(NamedTuple):
     drafters_off: int = 0
     drafters: Mapping[str, DrafterTotals] = {}
     eager_steps: int = 0
+    kv_capacity: int = 0
+    recomputed_tokens: int = 0
+    sequence_seconds: Mapping[str, float] = {}
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -104,6 +109,10 @@ class EngineState(NamedTuple):
                 )
             yield Reading("charonia_drafting_seconds_total", drafter.seconds, labels)
         yield Reading("charonia_eager_steps_total", self.eager_steps)
+        yield Reading("charonia_kv_cache_tokens", self.kv_capacity)
+        yield Reading("charonia_recomputed_tokens_total", self.recomputed_tokens)
+        for state, seconds in self.sequence_seconds.items():
+            yield Reading("charonia_sequence_seconds_total", seconds, {"state": str(state)})
 
 
 class LlmMetrics:
@@ -111,7 +120,9 @@ class LlmMetrics:
 
     def __init__(self) -> None:
         self.ended = Counter(dict.fromkeys(_ALWAYS_REPORTED, 0))
-        self.tenants = {"": TenantTokens()}
+        self.tenants = {"": TenantUsage()}
+        self.merged_tokens = 0
+        self.unread = TimeInState()
         self.durations = RequestDurations()
         self._histograms: dict[str, Histogram] = {}
         self.first_token = self._histogram("charonia_time_to_first_token_seconds", _SECONDS)
@@ -131,8 +142,8 @@ class LlmMetrics:
         histogram = self._histograms[family] = Histogram(bounds)
         return histogram
 
-    def tenant(self, name: str) -> TenantTokens:
-        return self.tenants.setdefault(name, TenantTokens())
+    def tenant(self, name: str) -> TenantUsage:
+        return self.tenants.get(name) or self.tenants.setdefault(name, TenantUsage())
 
     def total(self, *outcomes: Outcome) -> int:
         """Requests that ended in one of these ways."""
@@ -145,9 +156,14 @@ class LlmMetrics:
     def readings(self, engine: EngineState) -> Iterator[Reading]:
         """Every series of the model, Triton's included."""
         yield from ended_readings(self.ended)
-        for tenant, tokens in self.tenants.items():
-            yield Reading("charonia_prompt_tokens_total", tokens.prompt, {"tenant": tenant})
-            yield Reading("charonia_generation_tokens_total", tokens.generated, {"tenant": tenant})
+        for tenant, used in self.tenants.items():
+            labels = {"tenant": tenant}
+            yield Reading("charonia_prompt_tokens_total", used.prompt, labels)
+            yield Reading("charonia_generation_tokens_total", used.generated, labels)
+            yield Reading("charonia_tenant_waiting_seconds_total", used.waiting.seconds, labels)
+            yield Reading("charonia_tenant_weight", used.weight, labels)
+        yield Reading("charonia_merged_tokens_total", self.merged_tokens)
+        yield Reading("charonia_unread_seconds_total", self.unread.seconds)
         for family, histogram in self._histograms.items():
             yield Reading(family, histogram)
         yield from engine.readings()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Self
 
-from ..core.metrics import Measurement, Reading
+from ..core.metrics import Histogram, Measurement, Reading
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,9 @@ HOLDER = "__holds_event_loop_as__"
 
 _PROBE_INTERVAL = 0.25
 """Seconds between two probes."""
+
+_DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Seconds, the bounds of the histogram of delays."""
 
 _ALARM = 1.0
 """Seconds of delay from which on the log says what the loop is held by."""
@@ -34,7 +37,8 @@ class LoopLag:
         self._clock = clock
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._window_began = clock()
+        self._began = self._window_began = clock()
+        self._delays = Histogram(_DELAYS)
         self._longest = self._longest_before = 0.0
         self._closed = threading.Event()
 
@@ -63,14 +67,22 @@ class LoopLag:
         return self.seconds > self._bound
 
     def measure(self) -> Iterator[Measurement]:
-        yield Measurement({}, [Reading("charonia_event_loop_lag_seconds", self.seconds)])
+        """Called by the loop's thread, whose CPU time is told."""
+        readings = [
+            Reading("charonia_event_loop_lag_seconds", self.seconds),
+            Reading("charonia_event_loop_delay_seconds", self._delays),
+            Reading("charonia_event_loop_cpu_seconds_total", time.thread_time()),
+            Reading("charonia_uptime_seconds", self._clock() - self._began),
+        ]
+        yield Measurement({}, readings)
 
     def _on_timer(self) -> None:
         now = self._clock()
         if now - self._window_began > _WINDOW:
             self._window_began = now
             self._longest, self._longest_before = 0.0, self._longest
-        self._longest = max(self._longest, self._late())
+        self._delays.observe(late := self._late())
+        self._longest = max(self._longest, late)
         self._start_timer()
 
     def _late(self) -> float:

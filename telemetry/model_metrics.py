@@ -148,7 +148,8 @@ def first_response_bounds(raw: RawConfig) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class ModelMetrics:
-    """The counters of one model, from its load to its unload. `last_inference_at`: seconds since the epoch."""
+    """The counters of one model, from its load to its unload. `last_inference_at`: seconds since the epoch.
+    `batch_delay_ns`: of all requests, while an instance was free and they waited for others to join them."""
 
     latencies: LatencyMetrics = field(default_factory=LatencyMetrics)
     success: DurationSum = field(default_factory=DurationSum)
@@ -160,17 +161,24 @@ class ModelMetrics:
         default_factory=lambda: defaultdict(partial(defaultdict, DurationSum))
     )
     failures: Counter[FailureReason] = field(default_factory=Counter)
+    batches: Counter[CloseReason] = field(default_factory=Counter)
     single_request_batches: Counter[CloseReason] = field(default_factory=Counter)
     ended_requests: Counter[RequestEnd] = field(default_factory=Counter)
     duration_totals: RequestDurations = field(default_factory=RequestDurations)
     inferences: int = 0
     executions: int = 0
+    execution_ns: int = 0
+    batch_delay_ns: int = 0
+    reader_wait_ns: int = 0
     last_inference_at: float = 0.0
 
     def record_execution(self, size: int, timing: ExecutionTiming, reason: CloseReason, requests: int) -> None:
         """A batch of `size` items of that many requests was executed; `reason`: why it took no more."""
         self.executions += 1
+        self.execution_ns += sum(timing)
         self.compute_by_batch_size[size].add(timing)
+        if requests:
+            self.batches[reason] += 1
         if requests == 1:
             self.single_request_batches[reason] += 1
 
@@ -226,6 +234,10 @@ class ModelMetrics:
         for reason in CloseReason:
             alone = self.single_request_batches[reason]
             yield Reading("charonia_unbatched_requests_total", alone, {"reason": reason.value})
+            yield Reading("charonia_batches_total", self.batches[reason], {"reason": reason.value})
+        yield Reading("charonia_batch_delay_seconds_total", self.batch_delay_ns / 1e9)
+        yield Reading("charonia_execution_seconds_total", self.execution_ns / 1e9)
+        yield Reading("charonia_reader_wait_seconds_total", self.reader_wait_ns / 1e9)
         yield Reading("nv_inference_request_success", self.success.count)
         for failure in FailureReason:
             yield Reading("nv_inference_request_failure", self.failures[failure], {"reason": failure.value})

@@ -192,8 +192,11 @@ class Dispatcher:
         with closing(execute_decoupled(instance.runtime, self.layout, request.job, instance.name)) as results:
             for result in results:
                 instance.execution_timer.stop()
-                if request.channel.unread_slots is not None:
-                    request.channel.unread_slots.acquire()
+                slots = request.channel.unread_slots
+                if slots is not None and not slots.acquire(blocking=False):
+                    waits_since = time.monotonic_ns()
+                    slots.acquire()
+                    self.call_in_loop(self.router.on_reader_wait, time.monotonic_ns() - waits_since)
                 if request.given_up:
                     break
                 self.call_in_loop(self.router.on_stream_response, BatchResult(batch, started_at, result))

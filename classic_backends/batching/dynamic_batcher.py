@@ -292,6 +292,7 @@ class DynamicBatcher:
         self._target_size = config.target_size
         self._queue = RequestQueue(config)
         self._delay: _Delay | None = None
+        self._delayed_since: int | None = None  # when an instance was free, and the first in line waited for more
         self.work_per_instance = config.target_size if config.combine_requests else 1
 
     def __len__(self) -> int:
@@ -306,6 +307,8 @@ class DynamicBatcher:
         """Queue a request. False: the queue is full."""
         if not self._queue.add(request, now):
             return False
+        if len(self._queue) == 1:
+            self._delayed_since = None
         if self._delay is not None and (request.batch_key != self._delay.batch_key or self._config.can_reorder):
             self._delay = None
         return True
@@ -339,9 +342,15 @@ class DynamicBatcher:
         decision = self.peek_batch(now)
         if decision.batch is None:
             return decision
+        delayed = 0
         for request in decision.batch.requests:
+            if self._delayed_since is not None:
+                delayed += now - max(self._delayed_since, request.queued_at)
             self._queue.remove(request)
-        return decision._replace(ask_again_at=self._queue.next_deadline)
+        self._delayed_since = None
+        return decision._replace(
+            batch=decision.batch._replace(delay_ns=delayed), ask_again_at=self._queue.next_deadline
+        )
 
     def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool], now: int) -> None:
         """The batch taken last is executed, by a runtime that takes requests as they are. Those to queue `again`, and
@@ -384,6 +393,7 @@ class DynamicBatcher:
         larger = bisect_right(sizes, size)
         next_size = sizes[larger] if larger < len(sizes) else self._target_size
         self._delay = _Delay(until, requests[0].batch_key, next_size)
+        self._delayed_since = now if self._delayed_since is None else self._delayed_since
         return None
 
     def _fitting_requests(self) -> tuple[list[QueuedRequest], int, int, CloseReason | None]:

@@ -297,6 +297,11 @@ class InstancePool:
         return self._instances[0].runtime
 
     @property
+    def count(self) -> int:
+        """Instances that take requests."""
+        return sum(not instance.placement.passive for instance in self._instances)
+
+    @property
     def ready(self) -> bool:
         """Whether an instance takes requests, and its execution is not overdue."""
         active = (instance for instance in self._instances if not instance.placement.passive)

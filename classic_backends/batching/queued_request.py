@@ -226,10 +226,12 @@ _REJECTION_REASONS = {ErrorCode.UNAVAILABLE: FailureReason.REJECTED, ErrorCode.C
 
 
 class RequestBatch(NamedTuple):
-    """Requests that are executed together, in the order in which they are served."""
+    """Requests that are executed together, in the order in which they are served. `delay_ns`: the time of all of them
+    during which they only waited for others to join."""
 
     requests: Sequence[QueuedRequest]
     close_reason: CloseReason
+    delay_ns: int = 0
 
     @property
     def size(self) -> int:
@@ -281,9 +283,10 @@ class ResponseRouter:
     def on_batch_done(self, done: BatchResult, counted: bool = False) -> None:
         """The whole batch has its responses, or its error, but for requests that are answered later. `counted`: its
         execution is already."""
-        (requests, reason), started_at, result = done.batch, done.started_at, done.result
+        (requests, reason, delay_ns), started_at, result = done.batch, done.started_at, done.result
         if result.error is None and not counted:
             self._metrics.record_execution(self._recorded_size(done.batch), result.timing, reason, len(requests))
+            self._metrics.batch_delay_ns += delay_ns
         now = time.monotonic_ns()
         responses = result.responses if result.error is None else [result.error] * len(requests)
         answered = [pair for pair in zip(requests, responses, strict=True) if pair[1] is not None]
@@ -338,6 +341,10 @@ class ResponseRouter:
             self._metrics.record_success(request.batch_size, latency, started_at - request.arrived_at, stream.timing)
             request.channel.end()
         self.on_finished([request])
+
+    def on_reader_wait(self, ns: int) -> None:
+        """An instance waited for so long until a response was read."""
+        self._metrics.reader_wait_ns += ns
 
     def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
         """The request left the queue without being executed, or once more."""

@@ -115,7 +115,8 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     cache, found there, and found there in the host's memory; grammars compiled, the seconds that took, and those found
     compiled; masks made for tokens, the seconds of the step loop that took, and tokens that a grammar left no choice
     about; drafters that were turned off; and what each drafter did that did anything; and decode steps that found no
-    CUDA graph, the warm-up's too."""
+    CUDA graph, the warm-up's too; tokens computed again after preemptions; the seconds of sequences by
+    `SequenceState`."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -130,6 +131,8 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     drafters_off: int = 0
     drafters: dict[str, DrafterTotals] = {}
     eager_steps: int = 0
+    recomputed_tokens: int = 0
+    sequence_seconds: dict[str, float] = {}
 
 
 NO_STEP = StepStats()

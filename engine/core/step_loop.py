@@ -233,10 +233,12 @@ class EngineCore:
         if self._grammars is not None:
             grammars = self._grammars.totals
             compiled = grammars.compiled, grammars.seconds, grammars.hits
-        guided, eager = (guides.masks, guides.seconds, guides.forced), self._executor.eager_steps
+        guided = guides.masks, guides.seconds, guides.forced
+        eager, again = self._executor.eager_steps, totals.recomputed_tokens
+        spent = totals.sequence_seconds.copy()
         if (speculation := self._scheduler.speculation) is None:
-            return CoreTotals(*counted, *compiled, *guided, eager_steps=eager)
+            return CoreTotals(*counted, *compiled, *guided, 0, {}, eager, again, spent)
         active = ((name, each) for name, each in speculation.totals.items() if each.seconds or each.draft_tokens)
         drafters = {name: each.copied() for name, each in active}
         drafted = speculation.drafters_off, drafters
-        return CoreTotals(*counted, *compiled, *guided, *drafted, eager)
+        return CoreTotals(*counted, *compiled, *guided, *drafted, eager, again, spent)

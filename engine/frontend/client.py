@@ -7,12 +7,13 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import msgspec
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
-from ...core.metrics import DrafterTotals, sum_by_drafter
+from ...core.metrics import DrafterTotals, SequenceState, sum_by_drafter
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
@@ -109,6 +110,7 @@ class Replica:
     def release(self, key: int) -> None:
         """The reader of this request is gone: abort it, unless it ended."""
         stream = self._streams.pop(key)
+        stream.end_unread()
         self._settle(stream)
         if not stream.ended:
             self.core.send(AbortRequests([key]))
@@ -175,8 +177,10 @@ class Replica:
 def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
     found = [msgspec.structs.asdict(each) for each in totals]
     drafters = sum_by_drafter(each.pop("drafters") for each in found)
+    spent = [each.pop("sequence_seconds") for each in found]
+    states = {state: sum(each.get(state, 0.0) for each in spent) for state in {*chain(*spent)}}
     numbers = {name: sum(each[name] for each in found) for name in found[0]}
-    return CoreTotals(**numbers, drafters=drafters)
+    return CoreTotals(**numbers, drafters=drafters, sequence_seconds=states)
 
 
 class EngineClient:
@@ -250,6 +254,9 @@ class EngineClient:
             drafters_off=totals.drafters_off,
             drafters=self._no_drafts | totals.drafters,
             eager_steps=totals.eager_steps,
+            kv_capacity=capacity,
+            recomputed_tokens=totals.recomputed_tokens,
+            sequence_seconds=dict.fromkeys(SequenceState, 0.0) | totals.sequence_seconds,
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
         )

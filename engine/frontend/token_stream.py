@@ -34,7 +34,9 @@ class SequenceStats:
         self, metrics: LlmMetrics, request: GenerateRequest | None = None, context: RequestContext | None = None
     ) -> None:
         self.metrics = metrics
-        self.tokens = metrics.tenant("" if context is None else context.tenant)
+        self.tenant = metrics.tenant("" if context is None else context.tenant)
+        if context is not None:
+            self.tenant.weight = context.tenant_weight
         self.sampling = _DEFAULTS if request is None else request.sampling
         self.choice = 0 if request is None else request.choice
         self.opened = time.monotonic()
@@ -49,6 +51,7 @@ class SequenceStats:
         self.drafts: list[tuple[int, int]] = []  # tokens drafted and accepted in each step that drafted, if reported
         self.finish_reason: FinishReason | None = None
         self.end: RequestEnd | None = None
+        self._waits = False
 
     def time_left(self, limit: float) -> float:
         """The rest of `limit` seconds since the request arrived; 0 is no limit.
@@ -64,6 +67,13 @@ class SequenceStats:
     def record_submission(self, prompt: int) -> None:
         self.prompt = prompt
         self.submitted = time.monotonic()
+        self._waits = True
+        self.tenant.waiting.add(1)
+
+    def end_wait(self) -> None:
+        """The engine begins it, or it is given up; may be called again."""
+        self.tenant.waiting.add(-self._waits)
+        self._waits = False
 
     @property
     def seconds_waited(self) -> float:
@@ -74,12 +84,13 @@ class SequenceStats:
         submitted = self.opened if self.submitted is None else self.submitted
         self.begun = max(at, submitted)
         self.cached = cached
-        self.tokens.prompt += self.prompt or 0
+        self.end_wait()
+        self.tenant.prompt += self.prompt or 0
         self.metrics.queue.observe(self.begun - submitted)
 
     def record_tokens(self, count: int, at: float) -> None:
         self.generated += count
-        self.tokens.generated += count
+        self.tenant.generated += count
         if self.last is None:
             self.first = at
             self.metrics.first_token.observe(at - self.arrived)
@@ -108,6 +119,7 @@ def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: Reques
         stats.end = end_for_error(error, stats.submitted is not None)
         raise
     finally:
+        stats.end_wait()
         if stats.end is None:
             stats.end = CANCELLED
 
@@ -193,7 +205,7 @@ class TokenStream:
         self._finish: FinishReason | None = None
         self._error: CharoniaError | None = None
         self._interruption: CharoniaError | None = None
-        self._unread = False
+        self._unread = self._lags = False
         self._reader: asyncio.Future[None] | None = None
         self.started = False
 
@@ -215,11 +227,26 @@ class TokenStream:
         self._written = True
         if self._prompt_only:
             tokens, logprobs = [], ()
+        if self._tokens:
+            self._count_unread(len(tokens))
         self._tokens += tokens
         if logprobs:
             self._logprobs += [each for each in logprobs if each is not None]
         self.stats.record_tokens(len(tokens), at)
         self._wake_reader()
+
+    def _count_unread(self, tokens: int) -> None:
+        """So many tokens come while others are unread."""
+        self.stats.metrics.merged_tokens += tokens
+        if not self._lags:
+            self._lags = True
+            self.stats.metrics.unread.add(1)
+
+    def end_unread(self) -> None:
+        """No token is unread any more: all were read, or nobody will."""
+        if self._lags:
+            self._lags = False
+            self.stats.metrics.unread.add(-1)
 
     def finish(self, reason: FinishReason) -> None:
         """End the stream; a timeout before the first token is an error."""
@@ -250,6 +277,7 @@ class TokenStream:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         self._unread = False
+        self.end_unread()
         if error := self._interruption or self._error:
             raise error
         tokens, self._tokens = tuple(self._tokens), []

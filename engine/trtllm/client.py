@@ -154,6 +154,7 @@ class TrtllmClient:
             prefix_hits=self._stats.prefix_hits,
             preemptions=self._stats.preemptions,
             replicas_ready=int(self.ready),
+            kv_capacity=capacity,
         )
 
     async def start(self) -> CoreReady:
@@ -239,6 +240,7 @@ class TrtllmClient:
         if self._requests.pop(request.add.key, None) is None:
             return
         request.stream.ticket.release()
+        request.stream.end_unread()
         request.stop()
         self._queue.release(request.queued)
         self._submit_next()

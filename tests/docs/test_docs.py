@@ -20,6 +20,7 @@ from charonia.api.anthropic import messages_request
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.openai import chat_messages, json_body, responses_request, schemas
+from charonia.api.prometheus import MetricRegistries
 from charonia.cli.app import app
 from charonia.cli.options import BooleanFlag
 from charonia.core.request import SamplingParams
@@ -240,7 +241,7 @@ def test_every_bench_and_make_target_stands_there(root: Path, page: Any) -> None
 
 
 def test_every_route_stands_there(page: Any, codes: Any) -> None:
-    outer: Any = build_app(cast(Any, None), ServerInfo(), metrics=CollectorRegistry())
+    outer: Any = build_app(cast(Any, None), ServerInfo(), metrics=MetricRegistries(CollectorRegistry()))
     while not hasattr(outer, "routes"):
         outer = outer._app
     served = {(method, plain(route.path)) for route in outer.routes for method in route.methods - {"HEAD"}}

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import time
 
 import pytest
 
@@ -114,8 +115,13 @@ async def test_a_stuck_loop_is_noticed_and_forgotten() -> None:
         assert lag.stuck
         turn_on_time(lag, clock, seconds=20)
         assert (lag.seconds, lag.stuck) == (0, False)
-        [(labels, [reading])] = lag.measure()
-    assert (labels, reading.family) == ({}, "charonia_event_loop_lag_seconds")
+        [(labels, readings)] = lag.measure()
+    read = {reading.family: reading.value for reading in readings}
+    assert (labels, read["charonia_event_loop_lag_seconds"]) == ({}, 0)
+    assert read["charonia_uptime_seconds"] == 7.25 + 29
+    delays = read["charonia_event_loop_delay_seconds"]
+    assert (sum(delays.counts), delays.sum) == (1 + 4 * 29 + 1, 7.0)
+    assert 0 < read["charonia_event_loop_cpu_seconds_total"] <= time.thread_time()
 
 
 def turn_on_time(lag: LoopLag, clock: Clock, seconds: int) -> None:

@@ -13,6 +13,7 @@ from charonia.api.app import build_app
 from charonia.api.header_rules import _API, APIS
 from charonia.api.http.access import _OPEN
 from charonia.api.metadata import ServerInfo
+from charonia.api.prometheus import MetricRegistries
 from charonia.cli.options import HttpOptions
 from charonia.cli.plan import parse_http_rules
 
@@ -24,7 +25,7 @@ NEED_A_KEY = ("/", "/version", "/metrics", "/v1/models")
 def app(gateway: Any, **named: Any) -> Any:
     registry = CollectorRegistry()
     Gauge("depth", "How deep", registry=registry).set(3)
-    return build_app(gateway, ServerInfo("triton", "9.9"), metrics=registry, **named)
+    return build_app(gateway, ServerInfo("triton", "9.9"), metrics=MetricRegistries(registry), **named)
 
 
 @pytest.fixture

@@ -243,11 +243,17 @@ def test_every_turn_tells_its_step_and_what_was_counted() -> None:
         steps = [(update.stats.tokens, update.stats.sequences) for update in told if update.stats.tokens]
         assert steps == [(9, 1), (1, 1)]
         assert all(update.stats.seconds > 0 for update in told if update.stats.tokens)
-        assert told[-1].totals == CoreTotals(preemptions=0, prefix_queries=18, prefix_hits=8)
+        spent = told[-1].totals.sequence_seconds
+        assert spent.keys() == {"running"}
+        assert spent["running"] > 0
+        assert told[-1].totals == CoreTotals(preemptions=0, prefix_queries=18, prefix_hits=8, sequence_seconds=spent)
         for key in range(3, 7):
             loop.add(key, [key], max_tokens=30)
         loop.wait(lambda: len(loop.outbox.finished()) == 6)
-        assert loop.outbox.updates()[-1].totals.preemptions > 0
+        totals = loop.outbox.updates()[-1].totals
+        assert totals.preemptions > 0
+        assert totals.recomputed_tokens > 0
+        assert totals.sequence_seconds["preempted"] > 0
 
 
 class StepClock:

@@ -366,16 +366,20 @@ async def test_a_replica_that_cannot_start_fails_the_load(
 def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CoreSupervisor", FakeCore)
     replica = Fleet(1).all[0]
-    for totals in (CoreTotals(1, 10, 5), CoreTotals(2, 20, 6, drafters={"ngram": DrafterTotals(2, 8, 5, 0.5, [4, 1])})):
+    last = CoreTotals(
+        2, 20, 6, drafters={"ngram": DrafterTotals(2, 8, 5, 0.5, [4, 1])}, sequence_seconds={"running": 2.0}
+    )
+    for totals in (CoreTotals(1, 10, 5), last):
         replica.on_updates(updates(totals))
     replica.on_loss(Unavailable("it died"))
-    assert replica.totals == CoreTotals(2, 20, 6, drafters={"ngram": DrafterTotals(2, 8, 5, 0.5, [4, 1])})
+    assert replica.totals == last
     more = {"ngram": DrafterTotals(1, 3, 6, 0.5, [2, 2, 2]), "grammar": DrafterTotals(1, 1)}
-    replica.on_updates(updates(CoreTotals(1, 1, 0, drafters=more)))
+    replica.on_updates(updates(CoreTotals(1, 1, 0, drafters=more, sequence_seconds={"no_row": 1.0})))
     for _ in range(2):
         replica.on_loss(Unavailable("it died"))
     both = {"ngram": DrafterTotals(3, 11, 11, 1.0, [6, 3, 2]), "grammar": DrafterTotals(1, 1)}
-    assert replica.totals == CoreTotals(3, 21, 6, drafters=both)
+    spent = {"running": 2.0, "no_row": 1.0}
+    assert replica.totals == CoreTotals(3, 21, 6, drafters=both, sequence_seconds=spent)
 
 
 def updates(totals: CoreTotals) -> RequestUpdates:

@@ -1,0 +1,145 @@
+"""The time of a classic model's requests, charged to causes. Ensembles are told here too: they have no instances.
+
+A batch that could have been larger makes requests wait: those in the queue, for an execution more than they would have
+needed; those in it, for the others that it waited for.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .model_metrics import CloseReason
+from .scrape import ModelInterval
+from .time_claims import Cause, TimeClaim, percent
+
+_ALONE = 1.5
+"""Requests in flight, in the mean, up to which clients are said to ask one at a time."""
+
+
+class BatchFigures(NamedTuple):
+    """The batches of an interval: the mean `size`, and the `most` items one could have; requests `in_flight` in the
+    mean; the part of the time that instances executed; and why most of the batches took no more."""
+
+    size: float
+    most: float
+    in_flight: float
+    instances: float
+    busy: float
+    reason: CloseReason
+
+    @property
+    def missing(self) -> float:
+        """The part of a batch that stays empty though requests are there for it, 0 to 1."""
+        possible = min(self.most, self.in_flight / max(self.instances, 1.0))
+        return max(1 - self.size / possible, 0.0) if possible > 0 else 0.0
+
+    @property
+    def empty(self) -> float:
+        """The part that stays empty, whoever is there."""
+        return max(1 - self.size / self.most, 0.0) if self.most > 1 else 0.0
+
+    @property
+    def asked_one_by_one(self) -> bool:
+        return self.in_flight <= _ALONE
+
+    def __str__(self) -> str:
+        plural = "" if self.instances == 1 else "s"
+        return f"{self.instances:.0f} instance{plural} executed for {percent(self.busy)} of the time"
+
+
+def classic_claims(seen: ModelInterval) -> Iterator[TimeClaim]:
+    latency, queued = (seen.grown(f"nv_inference_{part}_duration_us") / 1e6 for part in ("request", "queue"))
+    parts = "compute_input", "compute_infer", "compute_output"
+    computed = sum(seen.grown(f"nv_inference_{part}_duration_us") for part in parts) / 1e6
+    delayed = min(seen.grown("charonia_batch_delay_seconds_total"), queued)
+    readers = seen.grown("charonia_reader_wait_seconds_total")
+    figures = _figures(seen, latency)
+    if figures is None:
+        yield TimeClaim(Cause.COMPUTATION, latency, "the models that it asks take their time", "", "explain those")
+        return
+    behind = queued - delayed
+    unformed = behind * figures.missing
+    unshared = computed * figures.empty * figures.busy if figures.asked_one_by_one else 0.0
+    yield _batching_claim(figures, delayed, unformed + unshared)
+    yield _queue_claim(seen, figures, behind - unformed)
+    yield _computation_claim(figures, computed - unshared)
+    if readers:
+        why = f"instances waited {readers:.1f} s until responses were read"
+        turn = "the clients, or the network to them; more instances serve others meanwhile"
+        yield TimeClaim(Cause.SLOW_CLIENT, readers, "a decoupled model waits for its readers", why, turn)
+    rest = max(latency - queued - computed - readers, 0.0)
+    why = f"{rest:.2f} s between the instances' threads and the event loop"
+    yield TimeClaim(Cause.FRONTEND, rest, "answers wait for the frontend", why, "see the frontend's loop")
+
+
+def _figures(seen: ModelInterval, latency: float) -> BatchFigures | None:
+    """None for a model that executes nothing itself."""
+    instances = seen.gauge("charonia_instances")
+    if not instances:
+        return None
+    reasons = seen.grown_by("charonia_batches_total", "reason")
+    reason = max(reasons, key=lambda each: reasons[each], default=CloseReason.ALONE.value)
+    executions = seen.grown("nv_inference_exec_count")
+    return BatchFigures(
+        size=seen.grown("nv_inference_count") / executions if executions else 0.0,
+        most=seen.gauge("charonia_max_batch_size"),
+        in_flight=latency / seen.whole.seconds,
+        instances=instances,
+        busy=min(seen.grown("charonia_execution_seconds_total") / seen.whole.seconds / instances, 1.0),
+        reason=CloseReason(reason),
+    )
+
+
+_WHATS = {
+    CloseReason.ALONE: ("the model does not batch", "dynamic_batching {} in its config"),
+    CloseReason.FULL: ("requests are too large to share a batch", "max_batch_size up"),
+    CloseReason.PREFERRED: ("batches leave at a preferred size", "a larger preferred_batch_size, or none"),
+    CloseReason.DIFFERS: (
+        "requests of different shapes, or optional inputs, do not share a batch",
+        "padding by the clients, or allow_ragged_batch",
+    ),
+    CloseReason.DELAY: (
+        "batches wait for requests that do not come",
+        "max_queue_delay_microseconds down, or a preferred_batch_size of what comes together",
+    ),
+    CloseReason.IDLE: ("free instances take what is there", "max_queue_delay_microseconds up"),
+}
+
+
+def _batching_claim(figures: BatchFigures, delayed: float, unformed: float) -> TimeClaim:
+    what, turn = _WHATS[figures.reason]
+    if figures.asked_one_by_one:
+        what = "clients ask one at a time"
+        turn = "clients that ask side by side, or larger requests"
+        if delayed:
+            what, turn = f"{what}, and batches wait for others", f"max_queue_delay_microseconds 0, or {turn}"
+    elif figures.reason is CloseReason.DELAY and figures.size < figures.in_flight / figures.instances / 2:
+        what, turn = "batches leave before others come", "max_queue_delay_microseconds up"
+    why = (
+        f"{figures.size:.1f} of {figures.most:.0f} items in a batch ({figures.reason.value}), "
+        f"{figures.in_flight:.1f} requests in flight, {delayed:.2f} s waited for others to join"
+    )
+    return TimeClaim(Cause.BATCHING, delayed + unformed, what, why, turn, _evidence(figures, delayed))
+
+
+def _queue_claim(seen: ModelInterval, figures: BatchFigures, seconds: float) -> TimeClaim:
+    pending = seen.gauge("nv_inference_pending_request_count")
+    why = f"{pending:.0f} wait, {figures}"
+    turn = "instance_group.count up" + (", or max_batch_size" if figures.reason is CloseReason.FULL else "")
+    what = "requests wait for a free instance"
+    return TimeClaim(Cause.QUEUE, seconds, what, why, turn, _evidence(figures) | {"waiting": pending})
+
+
+def _computation_claim(figures: BatchFigures, seconds: float) -> TimeClaim:
+    why = f"{figures}, {figures.size:.1f} items in a batch"
+    turn = "a faster runtime: its threads, a GPU, or a smaller model"
+    return TimeClaim(Cause.COMPUTATION, seconds, "requests are executed", why, turn, _evidence(figures))
+
+
+def _evidence(figures: BatchFigures, delayed: float = 0.0) -> dict[str, float]:
+    return {
+        "batch_size": figures.size,
+        "max_batch_size": figures.most,
+        "in_flight": figures.in_flight,
+        "busy": figures.busy,
+        "delayed_seconds": delayed,
+    }

@@ -1,0 +1,188 @@
+"""The time of a language model's sequences, charged to causes.
+
+The engine counts it by state (`charonia_sequence_seconds_total`), step by step, so requests that have not ended count
+too. Of an engine that does not, the phases of requests that ended in them stand in.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ..core.metrics import SequenceState
+from .scrape import ModelInterval
+from .time_claims import Cause, Roofline, TimeClaim, percent
+
+_OUTPUT_WEIGHT = 2.0
+"""A generated token counts as much as so many of a prompt, as in the engine's fair shares."""
+
+_MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or fewer --max-num-seqs"
+
+
+class TenantExcess(NamedTuple):
+    """A tenant that took more than its fair share while others waited for `waited` seconds. `fraction`: the part of
+    what is beyond its share that it took, 0 to 1."""
+
+    name: str
+    took: float
+    fair: float
+    waited: float
+
+    @property
+    def fraction(self) -> float:
+        return (self.took - self.fair) / (1 - self.fair)
+
+
+def llm_claims(seen: ModelInterval, loop_is_late: bool, roofline: Roofline | None) -> Iterator[TimeClaim]:
+    """Tokens that lay unread are charged to the clients, unless the event loop that is to read them `loop_is_late`."""
+    spent = _state_seconds(seen)
+    excess = _tenant_excess(seen)
+    tenant = 0.0 if excess is None else excess.fraction
+    yield from _queue_claims(seen, spent, 1 - tenant)
+    if excess is not None:
+        waits = sum(spent.get(state, 0.0) for state in ("no_row", "no_tokens", "no_blocks"))
+        yield _tenant_claim(excess, waits * tenant)
+    steps, computed = seen.grown("charonia_step_seconds_count"), seen.grown("charonia_step_tokens_sum")
+    again = seen.grown("charonia_recomputed_tokens_total")
+    running = spent.get("running", 0.0)
+    lost = running * min(again / computed, 1.0) if computed else 0.0
+    yield from _preemption_claims(seen, spent.get("preempted", 0.0) + lost, again)
+    answering = seen.grown("nv_inference_compute_output_duration_us") / 1e6
+    behind = max(seen.grown("charonia_unread_seconds_total"), answering)
+    yield _reader_claim(seen, behind, loop_is_late)
+    yield _preparation_claim(seen)
+    yield from _step_claims(seen, max(running - lost - behind, 0.0), steps, roofline)
+
+
+def _state_seconds(seen: ModelInterval) -> Mapping[str, float]:
+    counted = seen.grown_by("charonia_sequence_seconds_total", "state")
+    if counted:
+        return counted
+    phases = seen.grown("charonia_prefill_seconds_sum") + seen.grown("charonia_decode_seconds_sum")
+    return {"running": phases, "no_row": seen.grown("charonia_queue_seconds_sum")}
+
+
+def _tenant_excess(seen: ModelInterval) -> TenantExcess | None:
+    """The tenant that took most beyond its share, where others had to wait."""
+    prompts = seen.grown_by("charonia_prompt_tokens_total", "tenant")
+    generated = seen.grown_by("charonia_generation_tokens_total", "tenant")
+    waited = seen.grown_by("charonia_tenant_waiting_seconds_total", "tenant")
+    weights = seen.last_by("charonia_tenant_weight", "tenant")
+    work = {name: prompts.get(name, 0.0) + _OUTPUT_WEIGHT * generated.get(name, 0.0) for name in weights}
+    active = {name: weights[name] for name in weights if work[name] > 0 or waited.get(name, 0.0) > 0}
+    total = sum(work.values())
+    if len(active) < 2 or not total:
+        return None
+    found = []
+    for name, weight in active.items():
+        others = sum(seconds for other, seconds in waited.items() if other != name)
+        found.append(TenantExcess(name, work[name] / total, weight / sum(active.values()), others))
+    most = max(found, key=lambda each: each.fraction)
+    return most if most.fraction > 0 and most.waited > 0 else None
+
+
+def _queue_claims(seen: ModelInterval, spent: Mapping[str, float], part: float) -> Iterator[TimeClaim]:
+    """`part`: of the waiting that no tenant is to blame for."""
+    state = SequenceState
+    whats = {
+        state.NO_ROW: ("requests wait until a running one ends", "--max-num-seqs up, or more --data-parallel-size"),
+        state.NO_TOKENS: (
+            "prompts wait for room in a step",
+            "--max-num-batched-tokens up, a longer --target-itl-ms, or more --data-parallel-size",
+        ),
+        state.PARKED: ("requests wait for a prefix that others compute, or for adapters", "--max-loras up"),
+    }
+    waits = {each: spent.get(each, 0.0) for each in whats}
+    refused = sum(
+        seen.grown("charonia_requests_total", outcome="rejected", reason=f"queue_full_{limit}")
+        for limit in ("requests", "tokens")
+    )
+    what, turn = whats[max(waits, key=lambda each: waits[each])]
+    running, waiting = seen.gauge("charonia_requests_running"), seen.gauge("charonia_requests_waiting")
+    why = f"{running:.0f} run and {waiting:.0f} wait"
+    if refused:
+        why += f", and {refused:.0f} were refused because the queue was full"
+        turn += "; --max-queued-requests and --max-queued-tokens say how many may wait"
+    evidence = {"running": running, "waiting": waiting, "refused": refused}
+    yield TimeClaim(Cause.QUEUE, sum(waits.values()) * part, what, why, turn, evidence | _named(waits))
+    usage = seen.gauge("charonia_kv_cache_usage_ratio")
+    why = f"{percent(usage)} of {seen.gauge('charonia_kv_cache_tokens'):,.0f} tokens are in use, {why}"
+    what = "requests wait for blocks of the cache"
+    blocked = spent.get(state.NO_BLOCKS, 0.0) * part
+    yield TimeClaim(Cause.CACHE_FULL, blocked, what, why, _MORE_CACHE, {"usage": usage, **evidence})
+
+
+def _named(waits: Mapping[SequenceState, float]) -> dict[str, float]:
+    return {f"{state.value}_seconds": seconds for state, seconds in waits.items()}
+
+
+def _tenant_claim(excess: TenantExcess, seconds: float) -> TimeClaim:
+    name = f"tenant '{excess.name}'" if excess.name else "the tenant without a key"
+    took = f"it took {percent(excess.took)} at a fair share of {percent(excess.fair)}"
+    why = f"{took}, while others waited {excess.waited:.1f} s"
+    turn = "weights of keys (name:key:weight); fewer --max-num-seqs free rows for others sooner, or another server"
+    evidence = {"took": excess.took, "fair_share": excess.fair, "others_waited_seconds": excess.waited}
+    return TimeClaim(Cause.TENANT, seconds, f"requests wait behind those of {name}", why, turn, evidence)
+
+
+def _preemption_claims(seen: ModelInterval, seconds: float, again: float) -> Iterator[TimeClaim]:
+    count = seen.grown("charonia_preemptions_total")
+    if count or seconds:
+        why = f"{count:.0f} preemptions, {again:,.0f} tokens were computed again"
+        turn = f"{_MORE_CACHE}, or --admission no_evict"
+        evidence = {"preemptions": count, "recomputed_tokens": again}
+        what = "running sequences lose their cache and wait to go on"
+        yield TimeClaim(Cause.PREEMPTIONS, seconds, what, why, turn, evidence)
+
+
+def _reader_claim(seen: ModelInterval, seconds: float, loop_is_late: bool) -> TimeClaim:
+    merged, tokens = seen.grown("charonia_merged_tokens_total"), seen.grown("charonia_generation_tokens_total")
+    why = f"{merged:,.0f} of {tokens:,.0f} tokens came while earlier ones were unread"
+    evidence = {"merged_tokens": merged, "tokens": tokens}
+    if loop_is_late:
+        turn = "see the frontend: its loop reads the tokens"
+        return TimeClaim(Cause.FRONTEND, seconds, "tokens wait for the frontend's loop", why, turn, evidence)
+    turn = "the clients, or the network to them: the engine does not wait for readers"
+    return TimeClaim(Cause.SLOW_CLIENT, seconds, "clients read more slowly than tokens come", why, turn, evidence)
+
+
+def _preparation_claim(seen: ModelInterval) -> TimeClaim:
+    """From arrival to the engine having it, less the time in which the model was loaded."""
+    took = seen.grown("nv_inference_compute_input_duration_us") / 1e6
+    loads = seen.whole.grown("charonia_load_wait_seconds_total", model=seen.model.name)
+    seconds = max(took - loads, 0.0)
+    what, turn = "requests are made ready", "shorter prompts and simpler schemas, or more cores for the frontend"
+    return TimeClaim(Cause.FRONTEND, seconds, what, f"templates, tokens and grammars took {seconds:.2f} s", turn)
+
+
+def _step_claims(seen: ModelInterval, seconds: float, steps: float, roofline: Roofline | None) -> Iterator[TimeClaim]:
+    """The time in which sequences are computed, by what a step's time goes to."""
+    took = seen.grown("charonia_step_seconds_sum")
+    if not steps or not took:
+        turn = "a faster machine, or more of them"
+        yield TimeClaim(Cause.COMPUTATION, seconds, "requests are computed", "the engine tells no steps", turn)
+        return
+    tokens, rows = seen.grown("charonia_step_tokens_sum") / steps, seen.grown("charonia_step_sequences_sum") / steps
+    busy = min(took / seen.whole.seconds / max(seen.gauge("charonia_replicas_ready"), 1.0), 1.0)
+    each = took / steps
+    why = (
+        f"steps of {1e3 * each:.2f} ms compute {tokens:.1f} tokens of {rows:.1f} sequences, {percent(busy)} of the time"
+    )
+    evidence = {"step_seconds": each, "tokens_per_step": tokens, "sequences_per_step": rows, "busy": busy}
+    faster = "--quantization int8, --speculative-config, --tensor-parallel-size, or more --data-parallel-size"
+    if roofline is None:
+        turn = f"{faster}; charonia calibrate tells memory bandwidth from arithmetic"
+        yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, turn, evidence)
+        return
+    context = seen.gauge("charonia_kv_cache_usage_ratio") * seen.gauge("charonia_kv_cache_tokens")
+    reads = min(roofline.reading_seconds(context) / each, 1.0)
+    works = min(roofline.arithmetic_seconds(tokens) / each, 1.0)
+    evidence |= {"bandwidth_share": reads, "arithmetic_share": works}
+    why = f"{why}; {percent(reads)} of the memory's bandwidth, {percent(works)} of the peak"
+    if reads >= works:
+        what, turn = "steps read weights and cache", "--quantization int8 or int4, --kv-cache-dtype int8, or more rows"
+        yield TimeClaim(Cause.MEMORY_BANDWIDTH, seconds * reads, what, why, turn, evidence)
+    else:
+        what, turn = "steps multiply", "--quantization int8, --tensor-parallel-size, or more --data-parallel-size"
+        yield TimeClaim(Cause.ARITHMETIC, seconds * works, what, why, turn, evidence)
+    rest = seconds * (1 - max(reads, works))
+    what = "steps take longer than reading and multiplying need"
+    yield TimeClaim(Cause.COMPUTATION, rest, what, why, "see `charonia doctor`, and --threads", evidence)
