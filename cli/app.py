@@ -243,6 +243,7 @@ def explain(
     seconds: Annotated[float, Parameter(validator=Number(gte=0, lte=3600))] = 5,
     header: str = "",
     model: str = "",
+    machine: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Say what limits each model of a server, with the evidence and the flag to turn, the worst first.
@@ -261,6 +262,8 @@ def explain(
         A header that the server wants, as NAME: VALUE.
     model
         One model, instead of all.
+    machine
+        The file that `charonia calibrate` wrote of the language model: it tells memory bandwidth from arithmetic.
     json
         Print a list of reports, one for each version of a model.
     """
@@ -272,7 +275,7 @@ def explain(
             raise InvalidArgument("nothing to explain: name saved scrapes, or a server by --url")
         if header and files:
             raise InvalidArgument("--header is for a server: name it by --url")
-        print_reports(read_saved(files) if files else watch_server(url, header, seconds), model, json)
+        print_reports(read_saved(files) if files else watch_server(url, header, seconds), model, machine, json)
     except CharoniaError as error:
         return _failed(error)
     return 0

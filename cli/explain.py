@@ -1,16 +1,37 @@
 """`charonia explain`: what limits each model of a server, from two looks at its metrics."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from ..core.errors import InvalidArgument, NotFound
-from ..telemetry.bottlenecks import ModelReport, explain
-from ..telemetry.scrape import Interval, parse_scrape
+from ..telemetry.bottlenecks import ModelReport, explain, is_language_model
+from ..telemetry.roofline import StepRoofline, parse_roofline
+from ..telemetry.scrape import Interval, ModelInterval, parse_scrape
 from .server_client import check_url, fetch, parse_header
+
+
+def read_roofline(file: Path) -> StepRoofline:
+    """Of a file of `charonia calibrate`. Raises `InvalidArgument` if it cannot be read or is none."""
+    try:
+        return parse_roofline(file.read_bytes(), f"--machine: {file}")
+    except OSError as error:
+        raise InvalidArgument(f"--machine: {file}: {error.strerror}") from None
+
+
+def choose_rooflines(interval: Interval, model: str, machine: Path | None) -> Mapping[str, StepRoofline]:
+    """The roofline of a file for the model that is named, or for the only language model that is there. Raises
+    `InvalidArgument` as `read_roofline` does, and if it is not clear whose it is."""
+    if machine is None:
+        return {}
+    names = {each.name for each in interval.models() if is_language_model(ModelInterval(interval, each))}
+    if not model and len(names) != 1:
+        known = ", ".join(sorted(names)) or "none"
+        raise InvalidArgument(f"--machine is of one language model, and there are {known}: name it by --model")
+    return {model or names.pop(): read_roofline(machine)}
 
 
 def read_saved(files: Sequence[Path]) -> Interval:
@@ -44,9 +65,10 @@ def watch_server(url: str, header: str, seconds: float) -> Interval:
     return Interval(before, parse_scrape(fetch(source, headers).decode(errors="replace"), source))
 
 
-def print_reports(interval: Interval, model: str, as_json: bool) -> None:
-    """Print what limits each model, or one. Raises `NotFound` if there is no such model."""
-    reports = explain(interval)
+def print_reports(interval: Interval, model: str, machine: Path | None, as_json: bool) -> None:
+    """Print what limits each model, or one. `machine`: calibrate's file. Raises `NotFound` if there is no such model,
+    and as `choose_rooflines` does."""
+    reports = explain(interval, choose_rooflines(interval, model, machine))
     if model:
         names = ", ".join(sorted({each.model for each in reports})) or "none"
         reports = [each for each in reports if each.model == model]

@@ -11,8 +11,9 @@ import msgspec
 
 from .classic_claims import classic_claims
 from .llm_claims import llm_claims
+from .roofline import StepRoofline
 from .scrape import Interval, ModelInterval
-from .time_claims import Cause, Roofline, TimeClaim, percent
+from .time_claims import Cause, TimeClaim, percent
 
 _SATURATED = 0.9
 """The part of the time that the event loop's thread computes from which on all else is said to wait for it."""
@@ -64,7 +65,7 @@ class LoopFigures(NamedTuple):
         return self.busy >= _SATURATED
 
 
-def explain(interval: Interval, rooflines: Mapping[str, Roofline] = {}, model: str = "") -> list[ModelReport]:
+def explain(interval: Interval, rooflines: Mapping[str, StepRoofline] = {}, model: str = "") -> list[ModelReport]:
     """A report of each model that the server has, or of each version of one. `rooflines`: of language models, by name;
     without one, memory bandwidth and arithmetic are not told apart."""
     loop = LoopFigures.of(interval)
@@ -72,10 +73,14 @@ def explain(interval: Interval, rooflines: Mapping[str, Roofline] = {}, model: s
     return [_explain_model(ModelInterval(interval, each), loop, rooflines) for each in models]
 
 
-def _explain_model(seen: ModelInterval, loop: LoopFigures, rooflines: Mapping[str, Roofline]) -> ModelReport:
+def is_language_model(seen: ModelInterval) -> bool:
+    return bool(seen.last_by("charonia_tenant_weight", "tenant"))
+
+
+def _explain_model(seen: ModelInterval, loop: LoopFigures, rooflines: Mapping[str, StepRoofline]) -> ModelReport:
     model, late = seen.model, loop.saturated or loop.delay >= _LATE
     claims = [_loop_claim(seen, loop), *_cold_start_claims(seen)]
-    if seen.last_by("charonia_tenant_weight", "tenant"):
+    if is_language_model(seen):
         claims += llm_claims(seen, late, rooflines.get(model.name))
     else:
         claims += classic_claims(seen)

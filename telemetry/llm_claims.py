@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..core.metrics import SequenceState
+from .roofline import StepRoofline
 from .scrape import ModelInterval
-from .time_claims import Cause, Roofline, TimeClaim, percent
+from .time_claims import Cause, TimeClaim, percent
 
 _OUTPUT_WEIGHT = 2.0
 """A generated token counts as much as so many of a prompt, as in the engine's fair shares."""
@@ -31,7 +32,7 @@ class TenantExcess(NamedTuple):
         return (self.took - self.fair) / (1 - self.fair)
 
 
-def llm_claims(seen: ModelInterval, loop_is_late: bool, roofline: Roofline | None) -> Iterator[TimeClaim]:
+def llm_claims(seen: ModelInterval, loop_is_late: bool, roofline: StepRoofline | None) -> Iterator[TimeClaim]:
     """Tokens that lay unread are charged to the clients, unless the event loop that is to read them `loop_is_late`."""
     spent = _state_seconds(seen)
     excess = _tenant_excess(seen)
@@ -153,7 +154,9 @@ def _preparation_claim(seen: ModelInterval) -> TimeClaim:
     return TimeClaim(Cause.FRONTEND, seconds, what, f"templates, tokens and grammars took {seconds:.2f} s", turn)
 
 
-def _step_claims(seen: ModelInterval, seconds: float, steps: float, roofline: Roofline | None) -> Iterator[TimeClaim]:
+def _step_claims(
+    seen: ModelInterval, seconds: float, steps: float, roofline: StepRoofline | None
+) -> Iterator[TimeClaim]:
     """The time in which sequences are computed, by what a step's time goes to."""
     took = seen.grown("charonia_step_seconds_sum")
     if not steps or not took:
@@ -174,9 +177,9 @@ def _step_claims(seen: ModelInterval, seconds: float, steps: float, roofline: Ro
         return
     context = seen.gauge("charonia_kv_cache_usage_ratio") * seen.gauge("charonia_kv_cache_tokens")
     reads = min(roofline.reading_seconds(context) / each, 1.0)
-    works = min(roofline.arithmetic_seconds(tokens) / each, 1.0)
+    works = min(roofline.arithmetic_seconds(tokens, rows) / each, 1.0)
     evidence |= {"bandwidth_share": reads, "arithmetic_share": works}
-    why = f"{why}; {percent(reads)} of the memory's bandwidth, {percent(works)} of the peak"
+    why = f"{why}; reading takes {percent(reads)} of it, arithmetic {percent(works)}"
     if reads >= works:
         what, turn = "steps read weights and cache", "--quantization int8 or int4, --kv-cache-dtype int8, or more rows"
         yield TimeClaim(Cause.MEMORY_BANDWIDTH, seconds * reads, what, why, turn, evidence)

@@ -87,9 +87,10 @@ class Interval:
             yield key, value - was if value >= was else value
 
     def gauge(self, family: str, model: str = "", **labels: str) -> float:
-        """The mean of both scrapes, summed over a model's series with these labels."""
-        looks = [self._after] if self.since_start else [self._before, self._after]
-        return sum(value for look in looks for _, value in _matching(look, family, model, labels)) / len(looks)
+        """The mean of the scrapes that have it, summed over a model's series with these labels."""
+        looks = [[value for _, value in _matching(look, family, model, labels)] for look in (self._before, self._after)]
+        there = [sum(values) for values in looks if values]
+        return sum(there) / len(there) if there else 0.0
 
     def last_by(self, family: str, label: str, model: str = "", **labels: str) -> dict[str, float]:
         """The last scrape's values, by one label."""

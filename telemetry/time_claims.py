@@ -36,21 +36,3 @@ class TimeClaim(NamedTuple):
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-class Roofline(NamedTuple):
-    """The least time of a language model's step on its machine: bytes of weights that a step reads, of keys and values
-    for each token in the cache, and operations for each token that it computes; the machine's bytes and operations a
-    second."""
-
-    weight_bytes: float
-    token_bytes: float
-    token_ops: float
-    read: float
-    peak: float
-
-    def reading_seconds(self, context: float) -> float:
-        return (self.weight_bytes + context * self.token_bytes) / self.read
-
-    def arithmetic_seconds(self, tokens: float) -> float:
-        return tokens * self.token_ops / self.peak

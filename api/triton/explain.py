@@ -1,6 +1,7 @@
 """The route that explains what limits a model: two readings of the server's own metrics, and what they say."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -85,7 +86,7 @@ def _read_seconds(given: str | None) -> float | None:
     try:
         seconds = None if given is None else float(given)
     except ValueError:
-        seconds = 0.0
+        seconds = math.nan
     if seconds is not None and not _LEAST <= seconds <= _MOST:
         raise InvalidArgument(f"seconds must be from {_LEAST} to {_MOST:g}, got '{given}'", field="seconds")
     return seconds

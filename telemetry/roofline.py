@@ -1,0 +1,66 @@
+"""A step's least time, out of what `charonia calibrate` wrote of a machine and a checkpoint. Of its file only the times
+that are needed here are read; planning, which writes it, is a floor above."""
+
+from bisect import bisect_left
+from typing import TypeAlias
+
+import msgspec
+
+from ..core.errors import InvalidArgument
+
+_FORMAT = "charonia-machine-"
+
+
+Seconds: TypeAlias = tuple[tuple[int, float], ...]
+"""Measured seconds by a count, ascending."""
+
+
+class StepRoofline(msgspec.Struct, frozen=True):
+    """The seconds that a step of a language model takes on its machine, as the formula of the file has them: reading
+    the `weights`, and keys and values of each token of context that decoding rows attend to; the products of a `token`,
+    and the `head` of a sampled place. `products` and `heads` are measured, by tokens and by sampled places, and take
+    the place of `weights` and `token`, and of `head`."""
+
+    weights: float = 0.0
+    token: float = 0.0
+    head: float = 0.0
+    decode_context: float = 0.0
+    products: Seconds = ()
+    heads: Seconds = ()
+
+    def reading_seconds(self, context: float) -> float:
+        """The least of them is what reading takes: one token is hardly computed with."""
+        weights = self.products[0][1] if self.products else self.weights
+        first = next((seconds for places, seconds in self.heads if places), 0.0)
+        return weights + first + context * self.decode_context
+
+    def arithmetic_seconds(self, tokens: float, samples: float) -> float:
+        products = _beyond_first(self.products, tokens) if self.products else tokens * self.token
+        sampled = tuple(each for each in self.heads if each[0])
+        return products + (_beyond_first(sampled, samples) if sampled else samples * self.head)
+
+
+def _beyond_first(table: Seconds, count: float) -> float:
+    """What `count` take if each takes as long as, on average, those do that are computed beside the first."""
+    if count <= 1 or len(table) < 2:
+        return 0.0
+    place = min(max(bisect_left(table, (count,)), 1), len(table) - 1)
+    (fewer, short), (more, long) = table[place - 1 : place + 1]
+    whole = short + (long - short) * (count - fewer) / (more - fewer)
+    return count * max(whole - table[0][1], 0.0) / (count - 1)
+
+
+class CalibrationFile(msgspec.Struct, frozen=True):
+    format: str
+    machine: StepRoofline
+
+
+def parse_roofline(content: bytes, source: str) -> StepRoofline:
+    """Raises `InvalidArgument` for content that is not calibrate's; `source` names it."""
+    try:
+        found = msgspec.json.decode(content, type=CalibrationFile)
+    except msgspec.MsgspecError as error:
+        raise InvalidArgument(f"{source} is no file of charonia calibrate: {error}") from None
+    if not found.format.startswith(_FORMAT):
+        raise InvalidArgument(f"{source} is no file of charonia calibrate: its format is '{found.format}'")
+    return found.machine

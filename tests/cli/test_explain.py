@@ -1,0 +1,70 @@
+"""`charonia explain` of saved scrapes; of servers see tests/e2e."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from charonia.cli.app import app
+
+RECORDED = Path(__file__).parents[1] / "telemetry" / "recorded"
+
+
+def test_saved_scrapes_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = (str(RECORDED / f"rows_taken.{when}.txt") for when in ("before", "after"))
+    assert app(["explain", before, after]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("rows 1, ")
+    assert said[0].endswith(" s between the scrapes:")
+    assert said[1].startswith("  1. queue: requests wait until a running one ends, ")
+    assert said[2] == "     turn: --max-num-seqs up, or more --data-parallel-size"
+    assert app(["explain", after, "--json"]) == 0
+    [report] = json.loads(capsys.readouterr().out)
+    assert (report["model"], report["version"], report["since_start"]) == ("rows", "1", True)
+    assert report["bottlenecks"][0]["cause"] == "queue"
+    assert report["bottlenecks"][0]["evidence"]["waiting"] > 0
+
+
+def test_calibrates_file_tells_reading_from_arithmetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scrapes = [str(RECORDED / f"computation.{when}.txt") for when in ("before", "after")]
+    file = tmp_path / "machine.json"
+    for machine, cause in (
+        ({"weights": 0.019, "token": 1e-4}, "memory_bandwidth"),
+        ({"products": [[1, 0.01], [4, 0.036]], "heads": [[0, 0.0], [1, 1e-4]]}, "arithmetic"),
+        ({"weights": 0.002, "token": 1e-4}, "computation"),
+    ):
+        file.write_text(json.dumps({"format": "charonia-machine-1", "machine": machine, "origin": {}}))
+        assert app(["explain", *scrapes, "--machine", str(file), "--json"]) == 0
+        [report] = json.loads(capsys.readouterr().out)
+        assert report["bottlenecks"][0]["cause"] == cause
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "nothing to explain: name saved scrapes, or a server by --url"),
+        (["{after}", "--url", "http://x"], "nothing to explain"),
+        (["{after}", "--header", "a: b"], "--header is for a server: name it by --url"),
+        (["{after}", "--model", "no"], "there is no model 'no' to explain, only rows"),
+        (["{tmp}/no.txt"], "no.txt"),
+        (["{tmp}/other.txt"], "other.txt: charonia_uptime_seconds is missing"),
+        (["{after}", "--machine", "{tmp}/no.json"], "no.json: No such file"),
+        (["{after}", "--machine", "{tmp}/other.txt"], "other.txt is no file of charonia calibrate: "),
+        (
+            ["{after}", "--machine", "{tmp}/other.json"],
+            "no file of charonia calibrate: its format is 'x'",
+        ),
+        (["{classic}", "--machine", "{tmp}/other.json"], "--machine is of one language model, and there are none"),
+        (["--url", "x:1"], "--url must be http://HOST:PORT, got 'x:1'"),
+        (["--url", "http://127.0.0.1:9", "--seconds", "0"], "http://127.0.0.1:9/metrics: "),
+        (["--url", "http://127.0.0.1:9", "--header", "x"], "--header must be NAME: VALUE, got 'x'"),
+    ],
+)
+def test_what_cannot_be_explained_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    (tmp_path / "other.txt").write_text("up 1\n")
+    (tmp_path / "other.json").write_text('{"format": "x", "machine": {}}')
+    places = {"after": RECORDED / "rows_taken.after.txt", "classic": RECORDED / "shapes.after.txt", "tmp": tmp_path}
+    assert app(["explain", *(each.format(**places) for each in arguments)]) == 1
+    assert error in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""What is named first: of scrapes that the proof `explain` recorded of real servers, and of made ones at the edges."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from charonia.bench.proofs.explain import STATES, ServerState, first_named
+from charonia.core.metrics import SequenceState
+from charonia.telemetry.bottlenecks import ModelReport, explain
+from charonia.telemetry.roofline import StepRoofline
+from charonia.telemetry.scrape import Interval, parse_scrape
+from charonia.telemetry.time_claims import Cause
+
+RECORDED = Path(__file__).with_name("recorded")
+MACHINE = RECORDED / "machine.json"
+
+
+def recorded(name: str) -> tuple[str, str]:
+    before, after = ((RECORDED / f"{name}.{when}.txt").read_text() for when in ("before", "after"))
+    return before, after
+
+
+@pytest.mark.parametrize(("name", "state"), STATES.items())
+def test_each_state_is_named_first(name: str, state: ServerState) -> None:
+    first = first_named(*recorded(name), state.model, MACHINE if state.server == "checkpoint" else None)
+    assert (first.cause, state.word in first.text) == (state.cause, True), first.text
+    assert first.turn or first.cause is Cause.IDLE
+
+
+def test_every_cause_has_a_recorded_state() -> None:
+    assert {state.cause for state in STATES.values()} == set(Cause)
+
+
+def test_without_calibrates_file_nothing_is_said_of_the_machine() -> None:
+    for name in ("decoding", "prompts"):
+        first = first_named(*recorded(name), "checkpoint")
+        assert (first.cause, "charonia calibrate" in first.turn) == (Cause.COMPUTATION, True)
+
+
+def test_a_measured_machine_reads_for_the_first_token_and_computes_for_those_beside_it() -> None:
+    measured = StepRoofline(products=((1, 0.02), (64, 0.032), (128, 0.064)), heads=((0, 0.0), (1, 0.01), (8, 0.024)))
+    assert measured.reading_seconds(context=0) == pytest.approx(0.03)
+    assert measured.arithmetic_seconds(tokens=1, samples=1) == 0
+    assert measured.arithmetic_seconds(tokens=96, samples=8) == pytest.approx(96 * 0.028 / 95 + 8 * 0.014 / 7)
+    formula = StepRoofline(weights=0.02, token=1e-3, head=1e-4, decode_context=1e-6)
+    assert formula.reading_seconds(context=1000) == pytest.approx(0.021)
+    assert formula.arithmetic_seconds(tokens=64, samples=10) == pytest.approx(0.065)
+
+
+def reports_of(values: Mapping[str, float], seconds: float = 10.0, labels: str = "") -> list[ModelReport]:
+    """Of a model that began with these samples; of names without a label it is the model's."""
+    lines = [f"charonia_uptime_seconds {seconds}", 'charonia_model_ready{model="m",version="1"} 1']
+    for name, value in values.items():
+        family, _, more = name.partition("{")
+        own = "" if family.startswith("charonia_event_loop") else f'model="m",version="1",{more.rstrip("}")}'
+        lines.append(f"{family}{{{own.rstrip(',')}}} {value}")
+    return explain(Interval(None, parse_scrape("\n".join(lines) + "\n", "made")))
+
+
+LANGUAGE = {'charonia_tenant_weight{tenant="a"}': 1.0, 'charonia_prompt_tokens_total{tenant="a"}': 10.0}
+
+
+@given(
+    spent=st.dictionaries(st.sampled_from(SequenceState), st.floats(0, 1e6), min_size=1),
+    unread=st.floats(0, 1e6),
+    tenants=st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e3), st.floats(0.1, 10)), max_size=3),
+    loop=st.tuples(st.floats(0, 100), st.floats(0, 20)),
+    again=st.floats(0, 1e5),
+)
+def test_shares_are_parts_of_one_whole(
+    spent: dict[SequenceState, float],
+    unread: float,
+    tenants: list[tuple[float, float, float]],
+    loop: tuple[float, float],
+    again: float,
+) -> None:
+    values = {f'charonia_sequence_seconds_total{{state="{state}"}}': each for state, each in spent.items()} | LANGUAGE
+    for number, (tokens, waited, weight) in enumerate(tenants):
+        values[f'charonia_generation_tokens_total{{tenant="t{number}"}}'] = tokens
+        values[f'charonia_tenant_waiting_seconds_total{{tenant="t{number}"}}'] = waited
+        values[f'charonia_tenant_weight{{tenant="t{number}"}}'] = weight
+    values |= {"charonia_unread_seconds_total": unread, "charonia_recomputed_tokens_total": again}
+    values |= {"charonia_step_seconds_count": 10, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 1000}
+    values |= {"charonia_event_loop_delay_seconds_sum": loop[0], "charonia_event_loop_delay_seconds_count": 100}
+    values |= {"charonia_event_loop_cpu_seconds_total": loop[1], 'charonia_requests_total{outcome="stop"}': 5}
+    [report] = reports_of(values)
+    shares = [each.share for each in report.bottlenecks]
+    assert shares == sorted(shares, reverse=True)
+    assert all(0 < share <= 1 + 1e-9 for share in shares)
+    # Causes of less than a hundredth are left out, and there are twelve at most.
+    assert 1 - 0.12 < sum(shares) < 1 + 1e-9
+    assert len({each.cause for each in report.bottlenecks}) == len(shares)
+
+
+def first_of(values: Mapping[str, float]) -> Cause:
+    return reports_of(values)[0].bottlenecks[0].cause
+
+
+def test_a_tenant_within_its_share_is_not_to_blame() -> None:
+    waits = {'charonia_sequence_seconds_total{state="no_row"}': 50.0}
+    two = {f'charonia_tenant_weight{{tenant="{name}"}}': weight for name, weight in (("a", 3.0), ("b", 1.0))} | {
+        f'charonia_tenant_waiting_seconds_total{{tenant="{name}"}}': 25.0 for name in "ab"
+    }
+    fair = {f'charonia_generation_tokens_total{{tenant="{name}"}}': tokens for name, tokens in (("a", 75), ("b", 25))}
+    unfair = {f'charonia_generation_tokens_total{{tenant="{name}"}}': tokens for name, tokens in (("a", 2), ("b", 98))}
+    assert first_of(waits | two | fair) is Cause.QUEUE
+    assert first_of(waits | two | unfair) is Cause.TENANT
+    nobody_waits = {name: 0.0 for name in two if "waiting" in name}
+    assert first_of(waits | two | unfair | nobody_waits) is Cause.QUEUE
+
+
+def test_all_waits_for_a_loop_that_has_no_time_left() -> None:
+    running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **LANGUAGE}
+    assert first_of(running) is Cause.COMPUTATION
+    assert first_of(running | {"charonia_event_loop_cpu_seconds_total": 9.5}) is Cause.FRONTEND
+
+
+def test_unread_tokens_are_the_loops_when_it_is_late() -> None:
+    behind = {'charonia_sequence_seconds_total{state="running"}': 9.0, "charonia_unread_seconds_total": 8.0, **LANGUAGE}
+    late = {"charonia_event_loop_delay_seconds_sum": 4.0, "charonia_event_loop_delay_seconds_count": 20}
+    assert first_of(behind) is Cause.SLOW_CLIENT
+    assert first_of(behind | late) is Cause.FRONTEND
+
+
+def test_an_engine_that_counts_no_states_is_judged_by_its_phases() -> None:
+    phases = {"charonia_queue_seconds_sum": 8.0, "charonia_prefill_seconds_sum": 1.0, **LANGUAGE}
+    assert first_of(phases) is Cause.QUEUE
+
+
+def test_requests_for_nothing_and_models_that_are_not_there() -> None:
+    [report] = reports_of({'charonia_requests_total{outcome="rejected"}': 3})
+    assert report.bottlenecks[0].cause is Cause.IDLE
+    assert "3 were refused" in report.bottlenecks[0].text
+    text = 'charonia_uptime_seconds 5.0\ncharonia_model_ready{model="m",version="1"} 0\n'
+    [report] = explain(Interval(None, parse_scrape(text, "made")))
+    assert report.bottlenecks[0].cause is Cause.COLD_START
+    [report] = explain(Interval(None, parse_scrape(text + "charonia_on_demand_loads_total 0\n", "made")))
+    assert report.bottlenecks[0].cause is Cause.IDLE
