@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from charonia.core.metrics import QuantileSummary
+from charonia.core.metrics import QuantileSummary, TimeInState
 
 
 class Clock:
@@ -48,3 +48,13 @@ def test_nothing_takes_no_time() -> None:
     summary = QuantileSummary((0.5,), Clock())
     summary.observe(0)
     assert summary.values()[0] < 0.01
+
+
+def test_time_in_a_state_counts_all_that_are_in_it_until_now() -> None:
+    clock = Clock()
+    waiting = TimeInState(clock)
+    for change, seconds in ((1, 2.0), (2, 1.5), (-3, 10.0), (1, 0.5)):
+        waiting.add(change)
+        clock.now += seconds
+    assert waiting.seconds == 1 * 2.0 + 3 * 1.5 + 0.5
+    assert waiting.seconds == 7.0

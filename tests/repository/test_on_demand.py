@@ -32,7 +32,14 @@ def resident(world: World) -> set[str]:
 
 
 def readings(loader: OnDemandLoader) -> dict[str, float]:
-    return {each.family.removeprefix("charonia_on_demand_"): each.value for each in loader.measure().readings}
+    prefix, found = "charonia_on_demand_", loader.measure().readings
+    return {each.family.removeprefix(prefix): each.value for each in found if each.family.startswith(prefix)}
+
+
+def waited(loader: OnDemandLoader) -> dict[str, float]:
+    """Seconds that requests waited for loads, by model."""
+    found = loader.measure().readings
+    return {each.labels["model"]: each.value for each in found if each.family == "charonia_load_wait_seconds_total"}
 
 
 async def test_a_model_is_known_before_anybody_asks_for_it_and_loaded_then(world: World, toys: list[Toy]) -> None:
@@ -65,6 +72,8 @@ async def test_all_who_ask_wait_for_one_load(world: World, toys: list[Toy]) -> N
     await world.start()
     assert await asyncio.gather(*(world.ask("a") for _ in range(5)), world.ask("a", "1")) == [0] * 6
     assert len(toys) == 1
+    assert waited(loader)["a"] > 0
+    assert waited(loader).keys() == {"a"}
     assert readings(loader) == {"loads_total": 1, "evictions_total": 0, "reloads_total": 0, "waiting_requests": 0}
     await world.gateway.lifecycle.close()
 

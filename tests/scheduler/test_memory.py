@@ -69,6 +69,7 @@ def test_a_preempted_sequence_finds_what_is_left_of_it_in_the_cache() -> None:
         one.apply()
     recomputed = computed - (20 + 11) - (16 + 7)
     assert recomputed == 8, "of its four blocks two were taken meanwhile, the last ones first"
+    assert one.scheduler.totals.recomputed_tokens == recomputed
 
 
 def test_no_evict_admits_only_what_fits_to_its_last_token() -> None:

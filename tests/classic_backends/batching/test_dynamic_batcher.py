@@ -391,3 +391,24 @@ def test_rules_that_contradict_each_other_are_refused(fields: dict[str, Any], fi
     with pytest.raises(InvalidArgument) as refused:
         read_batching_config({"dynamic_batching": fields}, 8, combines=True)
     assert refused.value.field == field
+
+
+def delay_of(turn: BatchDecision) -> int:
+    assert turn.batch is not None
+    return turn.batch.delay_ns
+
+
+def test_what_requests_waited_for_others_is_told_and_not_what_they_waited_for_an_instance() -> None:
+    batcher = queued(batching(max_delay_ns=100), one("a"), now=0)
+    assert names(batcher.take_batch(30)) == []  # an instance is free from here on
+    assert batcher.add(one("b"), 60)
+    assert delay_of(batcher.take_batch(100)) == (100 - 30) + (100 - 60)
+    assert batcher.add(one("c"), 200)
+    assert delay_of(batcher.take_batch(350)) == 0  # no instance was free until its time was over
+    gone = one("d")
+    assert batcher.add(gone, 400)
+    assert names(batcher.take_batch(400)) == []
+    assert batcher.remove(gone)
+    assert batcher.add(one("e"), 450)
+    assert names(batcher.take_batch(460)) == []
+    assert delay_of(batcher.take_batch(550)) == 550 - 460

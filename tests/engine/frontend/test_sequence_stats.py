@@ -6,7 +6,8 @@ import pytest
 
 from charonia.core.request import FinishReason, GenerateRequest
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd
-from charonia.engine.frontend.token_stream import SequenceStats, open_sequence, record_request
+from charonia.engine.frontend.admission import AdmissionControl, QueueLimits
+from charonia.engine.frontend.token_stream import SequenceStats, TokenStream, open_sequence, record_request
 from charonia.telemetry.llm_metrics import LlmMetrics
 
 
@@ -87,3 +88,38 @@ def test_every_finish_reason_is_an_outcome(reason: FinishReason) -> None:
     account.record_finish(reason)
     assert account.end is not None
     assert account.end.outcome is (Outcome.CANCELLED if reason is FinishReason.ABORT else Outcome(reason.value))
+
+
+def test_a_tenant_waits_from_submission_until_its_sequence_begins_or_is_given_up() -> None:
+    metrics, context = LlmMetrics(), of_tenant("t")
+    context.tenant_weight = 2.5
+    for begins in (True, False):
+        with open_sequence(metrics, GenerateRequest(id="1", prompt=""), context) as account:
+            account.record_submission(prompt=3)
+            waited = metrics.tenant("t").waiting.seconds
+            assert metrics.tenant("t").waiting.seconds > waited
+            if begins:
+                account.record_start(cached=0, at=account.opened)
+        waited = metrics.tenant("t").waiting.seconds
+        assert metrics.tenant("t").waiting.seconds == waited
+    assert metrics.tenant("t").weight == 2.5
+
+
+async def test_tokens_that_come_while_others_are_unread_are_counted_and_how_long() -> None:
+    metrics = LlmMetrics()
+    ticket = AdmissionControl(QueueLimits(1, 100)).admit()
+    stream = TokenStream(SequenceStats(metrics), ticket)
+    stream.push([1], at=1.0)
+    assert (await stream.read()).token_ids == (1,)
+    assert (metrics.merged_tokens, metrics.unread.seconds) == (0, 0)
+    for tokens in ([2], [3, 4], [5]):
+        stream.push(tokens, at=2.0)
+    behind = metrics.unread.seconds
+    assert metrics.unread.seconds > behind >= 0
+    assert (await stream.read()).token_ids == (2, 3, 4, 5)
+    assert metrics.merged_tokens == 3
+    for tokens in ([6], [7]):
+        stream.push(tokens, at=3.0)
+    stream.end_unread()  # its reader has left
+    behind = metrics.unread.seconds
+    assert metrics.unread.seconds == behind
