@@ -4,10 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -24,8 +24,8 @@ def files_that_ship(root: Path) -> list[str]:
     return [n for n in listed.stdout.split() if not n.startswith(("tests/", "examples/")) and (root / n).is_file()]
 
 
-def copy_of_what_ships(root: Path, source: Path) -> Path:
-    for name in files_that_ship(root):
+def copied(root: Path, names: Iterable[str], source: Path) -> Path:
+    for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / name, source / name)
     return source
@@ -54,18 +54,14 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(root: Path, compiler: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of a fresh environment that holds the wheel, and sees our dependencies through a .pth."""
-    scratch = tmp_path_factory.mktemp("wheel")
-    source = copy_of_what_ships(root, scratch / "source")
-    made = wheel(source, scratch, CC=str(compiler))
-    venv.create(scratch / "venv", with_pip=False, symlinks=True)
-    [site] = (scratch / "venv" / "lib").glob("python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "--python", scratch / "venv" / "bin" / "python", "install", "--no-deps", "--no-index", made], check=True
-    )
-    (site / "development.pth").write_text(sysconfig.get_path("purelib") + "\n")
+def installed(
+    root: Path, compiler: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The bin folder of a fresh environment that holds the wheel, made as in the images, and sees our dependencies."""
+    scratch, images = tmp_path_factory.mktemp("wheel"), sibling("deploy/image_files.py")
+    file = images.read_image_file(root / "deploy" / "images" / "cpu.Dockerfile")
+    source = copied(root, images.build_context(root, files_that_ship(root)), scratch / "source")
+    images.run_build(file, source, scratch / "venv", {"CC": str(compiler)}, linked=True)
     return scratch / "venv" / "bin"
 
 
@@ -106,7 +102,7 @@ def test_the_kernels_are_in_the_wheel(installed: Path) -> None:
 
 @pytest.mark.proof
 def test_without_a_compiler_there_is_a_wheel_all_the_same(root: Path, tmp_path: Path) -> None:
-    made = wheel(copy_of_what_ships(root, tmp_path / "source"), tmp_path, CC="false")
+    made = wheel(copied(root, files_that_ship(root), tmp_path / "source"), tmp_path, CC="false")
     with zipfile.ZipFile(made) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
         archive.extractall(tmp_path / "installed")

@@ -1,14 +1,17 @@
-"""One scrape of a real server, after a little traffic."""
+"""One real server with a little traffic behind it, and a scrape of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
 
 
 @pytest.fixture(scope="session")
-def scraped(making: ModuleType, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> str:
+def served(
+    making: ModuleType, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     checkpoint = tmp_path_factory.mktemp("d") / "fake"
     checkpoint.mkdir()
     making.write_tokenizer(checkpoint)
@@ -23,5 +26,10 @@ def scraped(making: ModuleType, sibling: Callable[[str], ModuleType], tmp_path_f
     with serving(tmp_path_factory.mktemp("s") / "t", str(checkpoint), *flags) as server:
         asked = {"input_ids": [1], "max_tokens": 2, "lora_name": "sql"}
         httpx.post(f"{server.url}/v2/models/fake/generate", json=asked, timeout=60).raise_for_status()
-        text: str = httpx.get(server.metrics_url).text
+        yield server
+
+
+@pytest.fixture(scope="session")
+def scraped(served: Any) -> str:
+    text: str = httpx.get(served.metrics_url).text
     return text

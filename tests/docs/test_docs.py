@@ -33,6 +33,7 @@ from charonia.engine.trtllm.options import TrtllmOptions
 PAGES = (
     "README.md",
     "operating.md",
+    "deploying.md",
     "tensorrt-llm.md",
     "metrics.md",
     "batches.md",

@@ -107,11 +107,11 @@ def on_loopback(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def serving(scratch: Path, *arguments: str) -> Iterator[Server]:
+def serving(scratch: Path, *arguments: str, python: str = sys.executable) -> Iterator[Server]:
     """A server with these arguments; killed at the end if it still runs."""
     scratch.mkdir(parents=True, exist_ok=True)
     output = scratch.with_suffix(".log")
-    command = [sys.executable, "-m", "charonia", "serve", *arguments, *on_loopback(arguments)]
+    command = [python, "-m", "charonia", "serve", *arguments, *on_loopback(arguments)]
     with output.open("wb") as file:
         environment = os.environ | {"TMPDIR": str(scratch)}
         # A group of its own: a test may signal all of it.

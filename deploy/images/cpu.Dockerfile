@@ -1,0 +1,34 @@
+# The image for CPUs. At the root of the repository:
+#   docker build --file deploy/images/cpu.Dockerfile --tag charonia:cpu .
+# The build stages of both images run the same lines: a test runs them in a fresh environment. See docs/deploying.md.
+ARG PYTHON_IMAGE=python:3.12-slim
+
+FROM ${PYTHON_IMAGE} AS build
+ARG PIP_INDEX_URL
+# PyPI has torch built for CUDA alone, 5 GB of it.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG TORCH="torch>=2.11"
+ARG EXTRAS=onnx,s3,otel
+ARG PACKAGES
+ENV VENV=/opt/charonia PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev
+RUN python -m venv --without-pip "$VENV"
+RUN pip --python "$VENV/bin/python" install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH"
+COPY . /source
+WORKDIR /source
+RUN pip --python "$VENV/bin/python" install ".[$EXTRAS]" $PACKAGES
+
+FROM ${PYTHON_IMAGE}
+# tini is process 1: it hands signals on from the first moment, and reaps what a lost engine core leaves behind.
+RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 tini && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --user-group --create-home charonia \
+    && echo 'PATH=/opt/charonia/bin:$PATH' > /etc/profile.d/charonia.sh
+COPY --from=build /opt/charonia /opt/charonia
+ENV PATH=/opt/charonia/bin:$PATH
+USER 10001:10001
+WORKDIR /home/charonia
+EXPOSE 8000 8001 8002
+HEALTHCHECK --start-period=10m --interval=10s --timeout=5s \
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=4)"]
+ENTRYPOINT ["tini", "-s", "--", "charonia"]
+CMD ["serve", "--model-repository", "/models"]

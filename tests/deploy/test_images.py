@@ -1,0 +1,110 @@
+"""The image files: what they build is run by tests/test_packaging.py; here is how they run it."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from charonia.cli.app import app
+
+IMAGES = ("cpu", "cuda")
+USER = "10001:10001"
+OF_OTHERS = ("PIP_", "NVIDIA_", "PATH", "VENV")
+"""Environment variables that pip, NVIDIA's container runtime and the shell read."""
+
+
+@pytest.fixture(scope="module")
+def images(sibling: Callable[[str], ModuleType]) -> ModuleType:
+    return sibling("deploy/image_files.py")
+
+
+@pytest.fixture
+def image(root: Path, images: ModuleType) -> Callable[[str], Any]:
+    return lambda name: images.read_image_file(root / "deploy" / "images" / f"{name}.Dockerfile")
+
+
+def test_both_images_are_built_alike(image: Callable[[str], Any]) -> None:
+    """So a test that builds one has tried the other."""
+    cpu, cuda = map(image, IMAGES)
+    kinds = ("RUN", "ENV", "COPY", "WORKDIR")
+    assert [each for each in cpu.stages[0] if each.word in kinds] == [
+        each for each in cuda.stages[0] if each.word in kinds
+    ]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_asks_for_its_base_and_index(name: str, image: Callable[[str], Any], images: ModuleType) -> None:
+    file = image(name)
+    assert [each.word for each in file.arguments] == ["ARG"]
+    assert all(stage[0].rest.startswith("${PYTHON_IMAGE}") for stage in file.stages)
+    named = {each.rest.partition("=")[0] for each in file.of(0, "ARG")}
+    assert named == {"PIP_INDEX_URL", "TORCH_INDEX_URL", "TORCH", "EXTRAS", "PACKAGES"}
+    used = set(re.findall(r"\$\{?(\w+)", " ".join(each.rest for each in file.of(0, "RUN"))))
+    assert used == (named | {"VENV"}) - {"PIP_INDEX_URL"}, "pip itself reads the index's variable"
+    assert all(
+        each.startswith(OF_OTHERS) for stage in (0, 1) for each in images.settings(file, stage) if each not in named
+    )
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_has_known_extras(name: str, image: Callable[[str], Any], images: ModuleType, root: Path) -> None:
+    known = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(images.settings(image(name), 0)["EXTRAS"].split(",")) <= known.keys()
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_runs_as_nobody_and_hears_signals(name: str, image: Callable[[str], Any]) -> None:
+    file = image(name)
+    words = [each.word for each in file.stages[1]]
+    [user], [entry], [command] = (file.of(1, word) for word in ("USER", "ENTRYPOINT", "CMD"))
+    assert user.rest == USER
+    assert "RUN" not in words[words.index("USER") :]
+    assert entry.vector == ["tini", "-s", "--", "charonia"]
+    app.parse_args(command.vector, exit_on_error=False, print_error=False)
+    [copied] = file.of(1, "COPY")
+    assert copied.rest == "--from=build /opt/charonia /opt/charonia"
+    assert [each.rest for each in file.of(1, "EXPOSE")] == ["8000 8001 8002"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_its_health_is_the_servers(name: str, image: Callable[[str], Any], served: Any) -> None:
+    [check] = image(name).of(1, "HEALTHCHECK")
+    python, *rest = check.vector
+    assert python == "python"
+    port = int(re.findall(r":(\d+)", served.url)[-1])
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        asked = [[word.replace(":8000/", f":{at}/") for word in rest] for at in (port, unheard.getsockname()[1])]
+        ends = [subprocess.run([sys.executable, *words], stderr=subprocess.DEVNULL).returncode for words in asked]
+    assert ends == [0, 1]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1500)
+def test_an_image_is_built_from_nothing(
+    image: Callable[[str], Any], images: ModuleType, sibling: Callable[[str], ModuleType], root: Path, tmp_path: Path
+) -> None:
+    """All that a build installs comes from an index; what it makes serves, and is found healthy."""
+    packaging = sibling("test_packaging.py")
+    names = images.build_context(root, packaging.files_that_ship(root))
+    source = packaging.copied(root, names, tmp_path / "source")
+    given = {"TORCH_INDEX_URL": "", "TORCH": "torch==2.13.0"}
+    file = image("cpu")
+    images.run_build(file, source, tmp_path / "venv", given, linked=False)
+    environment = {**os.environ, "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
+    version = subprocess.run(["charonia", "--version"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert version.returncode == 0, version.stderr
+    serving = sibling("e2e/serving.py")
+    with serving.serving(
+        tmp_path / "t", str(root / "examples" / "model_repository"), python=f"{tmp_path}/venv/bin/python"
+    ) as server:
+        assert server.status("/v2/health/ready") == 200
+        assert server.stop() == 0, server.said
