@@ -131,13 +131,13 @@ def import_(
     copy: Annotated[bool, Parameter(negative=())] = False,
     trust_pickle: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Make a model of a repository: from a checkpoint, an encoder, a model's file, or a pickled forest.
+    """Make a model of a repository: from a checkpoint, an encoder, a model's file or SavedModel, or a pickled forest.
 
     Parameters
     ----------
     source
-        A Hugging Face or sentence-transformers directory, a hub id in the Hugging Face cache, or a file that ends with
-        .onnx, .xml, .pt or .pt2, or is a forest's.
+        A Hugging Face or sentence-transformers directory, a SavedModel's, a hub id in the Hugging Face cache, or a file
+        that ends with .onnx, .xml, .pt or .pt2, or is a forest's.
     into
         Model repository; made if it is not there.
     name

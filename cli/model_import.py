@@ -1,5 +1,5 @@
-"""`charonia import`: plans a model's folder for a checkpoint, an ONNX model or a TorchScript file, writes it into a
-repository, judges it as `charonia check` does, and says how to try it.
+"""`charonia import`: plans a model's folder for a checkpoint or a model's file, writes it into a repository, judges it
+as `charonia check` does, and says how to try it.
 
 Knows what the files of each kind look like; what is in them is the backends' to read.
 """
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,10 @@ _FORESTS = {
     "treelite_checkpoint": ("checkpoint.tl", "treelite"),
 }
 """`model_type` of a forest -> its file in a version's folder, and whose it is."""
+
+_SAVED_MODEL = ".savedmodel"
+_UNSUPPORTED_OPERATORS = re.compile(r"Unsupported ops: Counter\(\{(.*)\}\)")
+"""What tf2onnx says where it goes on and writes a model that nothing runs."""
 
 _SETTINGS = '# Settings of its engine: parameters { key: "max_num_seqs" value { string_value: "32" } }\n'
 _PLAIN_NAMES = re.compile(r"model|onnx|[0-9]+")
@@ -228,6 +233,31 @@ def _unpickled(source: Path, directory: Path) -> ImportPlan:
     return replace(plan, name=_guessed_name(source), kind=f"a forest, unpickled from {source}")
 
 
+def _is_saved_model(path: Path) -> bool:
+    return (path / "saved_model.pb").is_file()
+
+
+def _converted(source: Path, directory: Path) -> ImportPlan:
+    """An ONNX model in `directory`, made of a SavedModel by tf2onnx in a process of its own. Raises `CharoniaError`,
+    which tells how to serve the SavedModel itself."""
+    if find_spec("tf2onnx") is None or find_spec("tensorflow") is None:
+        needed = "to make an ONNX model of it takes pip install 'charonia[tensorflow]'"
+        raise Unsupported(f"'{source}' is a SavedModel of TensorFlow: {needed}")
+    made = directory / _MODEL_FILES[".onnx"]
+    command = [sys.executable, "-m", "tf2onnx.convert", "--saved-model", str(source), "--output", str(made)]
+    quiet = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    run = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet, check=False)
+    refused = _UNSUPPORTED_OPERATORS.search(run.stderr)
+    if run.returncode or refused or not made.is_file():
+        reason = next(reversed(run.stderr.strip().splitlines()), f"its process ended with {run.returncode}")
+        if refused:
+            reason = "tf2onnx does not know the operators " + ", ".join(re.findall(r"'(.*?)'", refused[1]))
+        itself = f"as NAME/1/model{_SAVED_MODEL} in a repository TensorFlow runs it"
+        raise InvalidArgument(f"'{source}' cannot be made an ONNX model: {reason}; {itself}")
+    plan = _file_plan(made)
+    return replace(plan, name=_guessed_name(source), kind=f"an ONNX model, made of the SavedModel {source}")
+
+
 def _config_text(backend: str) -> str:
     note = "# Made by charonia import. What is not written here is completed from the model's files."
     return f'{note}\nbackend: "{backend}"\n'
@@ -249,7 +279,10 @@ def _guessed_name(path: Path) -> str:
     snapshot = _SNAPSHOT.fullmatch(str(path))
     if snapshot:
         return _checked_name(snapshot[1].rpartition("--")[2])
-    names = [path.name if path.is_dir() else gguf_model_name(path), *(parent.name for parent in path.parents)]
+    names = [
+        path.name.removesuffix(_SAVED_MODEL) if path.is_dir() else gguf_model_name(path),
+        *(parent.name for parent in path.parents),
+    ]
     telling = (name for name in names if name and not _PLAIN_NAMES.fullmatch(name))
     plain = re.sub(r"[^\w.-]+", "-", next(telling, "model")).strip("-.")
     return _checked_name(plain or "model")
@@ -282,11 +315,11 @@ def import_model(source: str, repository: Path, name: str, copied: bool, trust_p
     """
     try:
         path = locate_source(source)
-        if not (trust_pickle and path.suffix in _PICKLES):
+        if not (_is_saved_model(path) or (trust_pickle and path.suffix in _PICKLES)):
             _import(plan_import(path, name), repository, copied)
             return
         with tempfile.TemporaryDirectory(prefix="charonia-import-") as made:
-            plan = _unpickled(path, Path(made))
+            plan = _converted(path, Path(made)) if _is_saved_model(path) else _unpickled(path, Path(made))
             _import(replace(plan, name=_checked_name(name)) if name else plan, repository, copied=True)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""

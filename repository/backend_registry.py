@@ -91,6 +91,7 @@ CLASSIC_RUNTIME_LOADERS = {
     "openvino": ("classic_backends.isolated.isolated_runtime", "OPENVINO"),
     "fil": ("classic_backends.isolated.isolated_runtime", "FIL"),
     "pytorch": ("classic_backends.isolated.isolated_runtime", "PYTORCH"),
+    "tensorflow": ("classic_backends.isolated.isolated_runtime", "TENSORFLOW"),
     "encoder": ("classic_backends.isolated.isolated_runtime", "ENCODER"),
     "charonia_preprocessing": ("classic_backends.tokenizer_models", "PREPROCESSING"),
     "charonia_postprocessing": ("classic_backends.tokenizer_models", "POSTPROCESSING"),
@@ -120,8 +121,6 @@ _ENTRY_POINTS = "charonia.backends"
 _WAYS_OUT = {
     "tensorrt": "TensorRT plans are not run: serve the ONNX model that the plan was built from, by onnxruntime with "
     "execution_accelerators, or a language model by tensorrtllm",
-    "tensorflow": "TensorFlow's models are not run: make an ONNX model of it (python -m tf2onnx.convert --saved-model "
-    "DIRECTORY --output model.onnx) and serve that by onnxruntime",
 }
 """Triton's backends that are not served, and what to do."""
 

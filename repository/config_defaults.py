@@ -35,8 +35,8 @@ TRITON_BACKENDS = (
     TritonBackend("pytorch", "torch_aoti", "model.pt2"),
     TritonBackend("python", "", "model.py"),
     TritonBackend(PIPELINE_BACKEND, "", "pipeline.py"),
-    TritonBackend("tensorflow", "tensorflow_graphdef", "model.graphdef"),
     TritonBackend("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    TritonBackend("tensorflow", "tensorflow_graphdef", "model.graphdef"),
 )
 """A version's files are tried in this order."""
 

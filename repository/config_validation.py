@@ -33,6 +33,7 @@ _SINGLE_RESPONSE_BACKENDS = (
     "onnxruntime",
     "openvino",
     "pytorch",
+    "tensorflow",
     "encoder",
     "charonia_preprocessing",
     "charonia_postprocessing",

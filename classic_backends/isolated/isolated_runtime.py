@@ -49,12 +49,14 @@ _LEAVE_SECONDS = 5.0
 class IsolatableLoader(RuntimeLoader):
     """A backend's `RuntimeLoader`, in a child process or in this one, as the parameter says or else `default`.
     `loader`: of the backend, see `resolve_loader`. `library_bytes`: memory that a process takes with the libraries it
-    imports. `completes_in_process`: completing a config imports them too, which the server must not."""
+    imports. `completes_in_process`: completing a config imports them too, which the server must not.
+    `always_isolated`: the server must never import them."""
 
     loader: str
     default: Literal["isolated", "thread"] = THREAD
     library_bytes: int = 32 << 20
     completes_in_process: bool = False
+    always_isolated: bool = False
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -94,7 +96,8 @@ class IsolatableLoader(RuntimeLoader):
 
     def _read(self, parameters: Parameters) -> tuple[bool, dict[str, str]]:
         """Whether a child process is chosen, and the parameters that are the backend's."""
-        chosen = read_choice(parameters, EXECUTION_PARAMETER, (ISOLATED, THREAD), self.default)
+        choices = (ISOLATED,) if self.always_isolated else (ISOLATED, THREAD)
+        chosen = read_choice(parameters, EXECUTION_PARAMETER, choices, self.default)
         return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != EXECUTION_PARAMETER}
 
 
@@ -227,3 +230,10 @@ ENCODER = IsolatableLoader(
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)
 OPENVINO = IsolatableLoader("charonia.classic_backends.openvino_backend:OPENVINO", completes_in_process=True)
 FIL = IsolatableLoader("charonia.classic_backends.tree_models:FIL", ISOLATED, completes_in_process=True)
+TENSORFLOW = IsolatableLoader(
+    "charonia.classic_backends.tensorflow_backend:TENSORFLOW",
+    ISOLATED,
+    library_bytes=240 << 20,
+    completes_in_process=True,
+    always_isolated=True,
+)

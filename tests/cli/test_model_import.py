@@ -4,7 +4,10 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -267,3 +270,37 @@ def test_a_pickle_runs_only_where_it_is_trusted(
     with pytest.raises(InvalidArgument, match=r"cannot be made a checkpoint: TypeError: builtins\.dict is no"):
         import_model(str(file), repository, "other", copied=False, trust_pickle=True)
     assert not (repository / "other").exists()
+
+
+CONVERTER = find_spec("tf2onnx") is not None and find_spec("tensorflow") is not None
+
+
+@pytest.mark.skipif(CONVERTER, reason="what is missing elsewhere is here")
+def test_a_saved_model_needs_its_converter(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "resnet.savedmodel").mkdir()
+    (tmp_path / "resnet.savedmodel" / "saved_model.pb").write_bytes(b"")
+    with pytest.raises(Unsupported, match=r"is a SavedModel of TensorFlow: .* pip install 'charonia\[tensorflow\]'"):
+        import_model(str(tmp_path / "resnet.savedmodel"), repository, "", copied=False)
+    assert not repository.exists()
+
+
+@pytest.mark.skipif(not CONVERTER, reason="TensorFlow and tf2onnx are not installed")
+def test_a_saved_model_becomes_onnx(
+    root: Path, tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = root / "tests" / "classic_backends" / "savedmodels.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, capture_output=True)
+    source = (tmp_path / "scaler").rename(tmp_path / "scaler.savedmodel")
+    import_model(str(source), repository, "", copied=False)
+    assert f"an ONNX model, made of the SavedModel {source}, copied" in capsys.readouterr().out
+    made = repository / "scaler" / "1" / "model.onnx"
+    assert made.is_file()
+    assert not made.is_symlink()
+    session: Any = pytest.importorskip("onnxruntime").InferenceSession(made)
+    [answered] = session.run(["y"], {"x": np.array([[2, 0]], np.float32)})
+    assert answered.tolist() == [[2, 4, 6]]
+    with pytest.raises(
+        InvalidArgument, match=r"tf2onnx does not know the operators StringJoin; as NAME"
+    ):
+        import_model(str(tmp_path / "texts"), repository, "", copied=False)
+    assert [each.name for each in repository.iterdir()] == ["scaler"]

@@ -87,13 +87,13 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
     world.write("a", {"1": 1}, CONFIG.replace("dims: 1 }\noutput", "dims: 0 }\noutput"))
     world.write("b", {"1": 2})
     world.write("c", {"1": 3}, "nonsense")
-    world.write("d", {"1": 4}, 'backend: "tensorflow"')
+    world.write("d", {"1": 4}, 'backend: "tensorrt"')
     world.write("e", {"1": 5}, CONFIG + "model_operations {}")
     (world.write("f", {"1": 6}) / "1" / "contradicts").write_text("")
     assert not await world.start()
     assert world.failures["a"].startswith(f"{world.root}/a/config.pbtxt:3: model input dimension must be integer >= 1")
     assert world.failures["c"].startswith(f"failed to read text proto from {world.root}/c/config.pbtxt:1:1 : ")
-    assert "config.pbtxt:1: model 'd': TensorFlow's models are not run: make an ONNX model" in world.failures["d"]
+    assert "config.pbtxt:1: model 'd': TensorRT plans are not run: serve the ONNX model" in world.failures["d"]
     assert (
         "config.pbtxt:5: model 'e' has model_operations: operator libraries are not loaded here" in world.failures["e"]
     )
