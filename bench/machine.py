@@ -10,7 +10,6 @@ printed, and written to DIR/machine.md.
 """
 
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from ..core.errors import CharoniaError
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.cpu import library
 from ..planning.figures import Spread
-from ..processes.host import usable_cores
+from ..processes.host import processor_name, usable_cores
 from .checkpoint import ShapeName
 from .command import Count, Log, Positive, exit_on_error, log_to, run_command
 from .kernels import row_seconds
@@ -307,7 +306,7 @@ def record_path(scratch: Path) -> Path:
 
 def machine_facts(checkpoint: Path, wanted: MachineOptions) -> MachineFacts:
     return MachineFacts(
-        processor=_processor(),
+        processor=processor_name(),
         cores=str(usable_cores()),
         kernels=library.describe(),
         version=__version__,
@@ -316,12 +315,6 @@ def machine_facts(checkpoint: Path, wanted: MachineOptions) -> MachineFacts:
         peers=wanted.peer,
         trace="" if wanted.trace is None else f"{wanted.trace.name}, {wanted.speedup:g} times as fast",
     )
-
-
-def _processor(told: Path = Path("/proc/cpuinfo")) -> str:
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 @app.default

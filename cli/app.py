@@ -318,6 +318,11 @@ def flags(
     return 0
 
 
+# Imported when they are called: they bring the scheduler along.
+app.command(f"{__package__}.simulate:simulate", name="simulate")
+app.command(f"{__package__}.calibrate:calibrate", name="calibrate")
+
+
 def _failed(error: CharoniaError) -> int:
     """Print the error; the status to exit with."""
     print(f"charonia: {error.message}", file=sys.stderr)

@@ -15,6 +15,9 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 _LATENCIES = ("ttft", "itl", "e2e")
 
+_IDLE, _GAIN = 0.3, 0.02
+"""Replicas that compute for less of the time are idle enough; what comes nearer by less does not."""
+
 
 class Spread(msgspec.Struct, frozen=True):
     """The distribution of values, in their unit; percentiles interpolate between the two nearest values."""
@@ -155,16 +158,25 @@ def keeps(figures: FleetFigures, slo: Sequence[Objective]) -> bool:
     return all(each.found_in(figures) <= each.limit for each in slo)
 
 
+def _gains(before: FleetFigures, after: FleetFigures, slo: Sequence[Objective]) -> bool:
+    """Whether an objective that is not kept yet came nearer."""
+    missed = [each for each in slo if each.found_in(after) > each.limit]
+    return any(each.found_in(after) < (1 - _GAIN) * each.found_in(before) for each in missed)
+
+
 def find_fleet(simulate: Callable[[int], FleetFigures], slo: Sequence[Objective], most: int) -> Iterator[FleetFigures]:
     """Every fleet that was tried, the smallest that keeps the objectives among them: twice as many replicas until one
-    does, then between the last two. None keeps them where none of the ones tried does: then `most` was tried."""
+    does, then between the last two. None keeps them where none of the ones tried does: then `most` was tried, or twice
+    as many were hardly better than half of them, which had little to do."""
     few, many = 0, 1
+    before: FleetFigures | None = None
     while True:
         yield (found := simulate(many))
         if keeps(found, slo):
             break
-        if many == most:
+        if many == most or (before is not None and before.busy < _IDLE and not _gains(before, found, slo)):
             return
+        before = found
         few, many = many, min(2 * many, most)
     while many - few > 1:
         middle = (few + many) // 2

@@ -1,21 +1,65 @@
 """How long steps take on a machine, as a formula over what they compute. Knows neither clocks nor how it was found."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
+from ..scheduler.plan import StepPlan
 from ..scheduler.prefill_budget import StepWork
+
+SecondsTable: TypeAlias = tuple[tuple[int, float], ...]
+"""Measured seconds by a count, ascending; between measurements, and beyond the last two, on a straight line."""
+
+
+class StepLoad(NamedTuple):
+    """What decides how long a step takes: the tokens that it computes, the places that it samples, and the tokens of
+    context that its chunks of prompts read, once for each chunk."""
+
+    work: StepWork
+    samples: int
+    chunk_reads: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Tokens of all rows, each a row of the step's matrix products."""
+        return self.work.decode_tokens + self.work.prefill_tokens
+
+
+class StepLoadReader:
+    """Reads the plans of one scheduler, in their order: rows that sampled before decode, from there on."""
+
+    def __init__(self) -> None:
+        self._decoding: set[int] = set()
+
+    def read(self, plan: StepPlan) -> StepLoad:
+        self._decoding -= {*plan.closed.tolist(), *(new.row for new in plan.new)}
+        decoding = np.isin(plan.rows, list(self._decoding))
+        context = plan.counts * (plan.starts + plan.counts // 2)
+        self._decoding |= set(plan.rows[plan.samples].tolist())
+        own, other = plan.counts[decoding], plan.counts[~decoding]
+        work = int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum())
+        reads = int((plan.starts + plan.counts)[~decoding].sum())
+        return StepLoad(StepWork(*work), int(plan.samples.sum()), reads)
 
 
 class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest.
+    """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest. And
+    the seconds around steps.
 
     `weights`: reading them. `token`: the products of one token, of the head apart; `head`: those of one sampled place.
-    `decode_context`, `prompt_context`: attention of decoding rows and of prompts, for each token attended to. The
-    defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores. `products`: measured seconds of all products by rows,
-    ascending, in place of `weights` and `token`. `spread`: quantiles, evenly apart, of what steps take over what they
-    should; empty: just that.
+    `decode_context`, `prompt_context`: attention of decoding rows and of prompts, for each token attended to, and
+    `chunk_context` for each token that a chunk of a prompt reads. The defaults are bf16 of Qwen2.5-0.5B's shape on two
+    Zen 4 cores. `products`: measured seconds of all products by rows, in place of `weights` and `token`; `heads`: those
+    of the head by sampled places, in place of `head`. `spread`: quantiles, evenly apart, of what steps take over what
+    they should; empty: just that.
+
+    `between`: from a step's end until the next can begin, and `between_token` for each token that the step brought: the
+    step loop, and what the server takes of the cores that compute. `arrival`: until a request is in the engine, and
+    `arrival_token` for each of its prompt.
     """
 
     weights: float = 27.4e-3
@@ -23,31 +67,52 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
     head: float = 0.7e-3
     decode_context: float = 0.8e-6
     prompt_context: float = 0.3e-6
+    chunk_context: float = 0.0
     rest: float = 2e-3
-    products: tuple[tuple[int, float], ...] = ()
+    products: SecondsTable = ()
+    heads: SecondsTable = ()
     spread: tuple[float, ...] = ()
+    between: float = 0.0
+    between_token: float = 0.0
+    arrival: float = 0.0
+    arrival_token: float = 0.0
 
-    def seconds(self, work: StepWork, samples: int) -> float:
-        """Of a step that samples at so many places."""
-        rows = work.decode_tokens + work.prefill_tokens
-        computing = self._measured(rows) if self.products else self.token * rows
+    def seconds(self, load: StepLoad) -> float:
+        """Of a step, on average."""
+        work = load.work
+        computing = interpolate(self.products, load.rows) if self.products else self.token * load.rows
+        sampling = interpolate(self.heads, load.samples) if self.heads else self.head * load.samples
         attention = self.decode_context * work.decode_context + self.prompt_context * work.prefill_context
-        return max(self.weights, computing + self.head * samples) + attention + self.rest
+        attention += self.chunk_context * load.chunk_reads
+        return max(self.weights, computing + sampling) + attention + self.rest
 
-    def draw_seconds(self, work: StepWork, samples: int, random: Random) -> float:
+    def draw_seconds(self, load: StepLoad, random: Random) -> float:
         """What such a step takes this time."""
         if not self.spread:
-            return self.seconds(work, samples)
+            return self.seconds(load)
         place = random.random() * (len(self.spread) - 1)
         low = min(int(place), len(self.spread) - 2) if len(self.spread) > 1 else 0
         high = min(low + 1, len(self.spread) - 1)
         factor = self.spread[low] + (place - low) * (self.spread[high] - self.spread[low])
-        return factor * self.seconds(work, samples)
+        return factor * self.seconds(load)
 
-    def _measured(self, rows: int) -> float:
-        """Between measurements, and beyond the last two, on a straight line."""
-        if len(self.products) == 1:
-            return self.products[0][1]
-        place = min(max(bisect_left(self.products, (rows,)), 1), len(self.products) - 1)
-        (fewer, short), (more, long) = self.products[place - 1 : place + 1]
-        return short + (long - short) * (rows - fewer) / (more - fewer)
+    def seconds_between(self, samples: int) -> float:
+        """From the end of a step that brought so many tokens until the next can begin."""
+        return self.between + self.between_token * samples
+
+    def arrival_seconds(self, prompt: int) -> float:
+        """Until a request with such a prompt is in the engine."""
+        return self.arrival + self.arrival_token * prompt
+
+    def slowed(self, factor: float) -> "SimulatedMachine":
+        """The machine whose steps take so many times as long."""
+        return msgspec.structs.replace(self, spread=tuple(factor * each for each in self.spread or (1.0,)))
+
+
+def interpolate(table: Sequence[tuple[int, float]], count: int) -> float:
+    """What a table of one line or more says of a count."""
+    if len(table) == 1:
+        return table[0][1]
+    place = min(max(bisect_left(table, (count,)), 1), len(table) - 1)
+    (fewer, short), (more, long) = table[place - 1 : place + 1]
+    return short + (long - short) * (count - fewer) / (more - fewer)

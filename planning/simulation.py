@@ -23,11 +23,11 @@ from ..engine.frontend.routing import TOKENS_PER_REQUEST, PrefixIndex, route_pro
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
-from ..scheduler.prefill_budget import PrefillBudget, StepWork
+from ..scheduler.prefill_budget import PrefillBudget
 from ..scheduler.running_set import SchedulerTotals
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
-from .simulated_machine import SimulatedMachine
+from .simulated_machine import SimulatedMachine, StepLoadReader
 
 MakeBudget = Callable[[SchedulerConfig], PrefillBudget]
 WatchStep = Callable[[StepPlan, float], None]
@@ -125,13 +125,13 @@ class SimulatedReplica:
         self._flying = deque[_FlyingStep]()
         self._uncomputed: dict[int, int] = {}
         self._uncomputed_tokens = 0
-        self._decoding: set[int] = set()
+        self._loads = StepLoadReader()
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Run steps as an engine does, from which the scheduler learns their cost."""
         with suppress(InvalidArgument):  # an engine too small for it needs none
-            self.submit(-1, SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS), 0)
+            self.submit(-1, SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS), 0.0)
         while self.next_at < inf:
             self.step()
         self._scheduler.reset_totals()
@@ -153,7 +153,7 @@ class SimulatedReplica:
         size = self._cache.block_size
         return (self._cache.blocks - self._cache.free_blocks) * size, self._cache.blocks * size
 
-    def submit(self, key: int, request: SimulatedRequest, cached: int) -> None:
+    def submit(self, key: int, request: SimulatedRequest, now: float, cached: int = 0) -> None:
         """A request comes, whose first `cached` tokens are likely in the cache. An idle core takes it at once, a busy
         one before its next step.
 
@@ -174,28 +174,30 @@ class SimulatedReplica:
             target_itl=request.target_itl,
         )
         sequence.check_fits(self._scheduler.config.max_model_len, self._cache)
-        self._inbox.append((sequence, request.at))
+        self._inbox.append((sequence, now))
         self._uncomputed[key] = request.prompt - cached
         self._uncomputed_tokens += request.prompt - cached
         if self.next_at == inf:
-            self.next_at = request.at
+            self.next_at = now
 
     def step(self) -> StepUpdates:
         """End the step that ends at `next_at`, if one does, and launch what may be launched then."""
-        now, updates = self.next_at, StepUpdates([], [], [], [], [])
+        now = begin = self.next_at
+        updates = StepUpdates([], [], [], [], [])
         if self._flying:
             updates = self._land(self._flying.popleft())
+            begin += self._machine.seconds_between(len(updates.keys))
         for request, at in self._inbox:
             self._scheduler.add(request, now - at)
         self._inbox.clear()
         while (plan := self._scheduler.schedule()) is not None:
-            self._launch(plan, now)
+            self._launch(plan, begin)
         self.next_at = self._flying[0].end if self._flying else inf
         return updates
 
-    def _launch(self, plan: StepPlan, now: float) -> None:
-        began = max(now, self._flying[-1].end if self._flying else now)
-        seconds = self._machine.draw_seconds(self._work(plan), int(plan.samples.sum()), self._random)
+    def _launch(self, plan: StepPlan, begin: float) -> None:
+        began = max(begin, self._flying[-1].end if self._flying else begin)
+        seconds = self._machine.draw_seconds(self._loads.read(plan), self._random)
         self._watch(plan, seconds)
         self._flying.append(_FlyingStep(plan, seconds, began + seconds))
 
@@ -214,15 +216,6 @@ class SimulatedReplica:
         for key, _ in updates.finished:
             del self._uncomputed[key]
         return updates
-
-    def _work(self, plan: StepPlan) -> StepWork:
-        """Rows that sampled before decode, from there on."""
-        self._decoding -= {*plan.closed.tolist(), *(new.row for new in plan.new)}
-        decoding = np.isin(plan.rows, list(self._decoding))
-        context = plan.counts * (plan.starts + plan.counts // 2)
-        self._decoding |= set(plan.rows[plan.samples].tolist())
-        own, other = plan.counts[decoding], plan.counts[~decoding]
-        return StepWork(int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum()))
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where the scheduler or its cache lost something."""
@@ -243,6 +236,7 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.replicas = [SimulatedReplica(machine, engine, make_budget, seed, watch) for seed in range(replicas)]
+        self._machine = machine
         self._affinity = engine.prefix_caching and replicas > 1
         limits = QueueLimits(engine.max_queued_requests, engine.max_queued_tokens)
         self._admission = AdmissionControl(limits, clock=lambda: self.now)
@@ -256,10 +250,11 @@ class Simulation:
     def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
         """Run all to their ends; the results in the order of arrival."""
         heard = [SimulatedResult(arrival) for arrival in sorted(arrivals, key=lambda each: each.at)]
-        for key, result in enumerate(heard):
-            self._advance(result.arrival.at, heard)
-            self.now = result.arrival.at
-            self._admit(key, result)
+        due = [each.arrival.at + self._machine.arrival_seconds(each.arrival.prompt) for each in heard]
+        for key in sorted(range(len(heard)), key=due.__getitem__):
+            self._advance(due[key], heard)
+            self.now = due[key]
+            self._admit(key, heard[key])
         self._advance(inf, heard)
         return heard
 
@@ -281,7 +276,7 @@ class Simulation:
             self._admission.add_prompt(ticket, request.prompt)
             prompt = request.tokens(key).tolist() if self._affinity else []
             replica, cached = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
-            replica.submit(key, request, cached)
+            replica.submit(key, request, self.now, cached)
         except (InvalidArgument, QueueFull) as error:
             result.refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else error.message
             if key in self._tickets:

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import math
 import os
+import platform
 import re
 import resource
 import threading
@@ -71,6 +72,12 @@ def usable_cores(root: Path = _ROOT) -> Cores:
     nodes = [_cpu_list(_read(path)) for path in root.glob("sys/devices/system/node/node[0-9]*/cpulist")]
     count = max(1, sum(not node.isdisjoint(cpus) for node in nodes))
     return Cores(len(cpus), len(physical), count, min(_quotas(root), default=math.inf))
+
+
+def processor_name(root: Path = _ROOT) -> str:
+    """What the kernel calls the processor, or else its architecture."""
+    lines = _read(root / "proc/cpuinfo").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def resident_memory_of(pids: Iterable[int], root: Path = _ROOT) -> int:

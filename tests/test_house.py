@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "api": {"core", "telemetry", "processes"},
     "planning": {"core", "kvcache", "scheduler", "engine"},
     "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing", "planning"},
-    "cli": {"planning", "api", "core", "telemetry", "processes", "engine", "repository", "routing"},
+    "cli": {"bench", "planning", "api", "core", "telemetry", "processes", "engine", "repository", "routing"},
 }
 FOREIGN_BANS = {
     "core": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "zmq"},

@@ -25,7 +25,7 @@ from rich.text import Text
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS
 from ...engine.worker.model_runner import verify_samples
 from ...kvcache.manager import KVCacheManager
-from ...planning.simulated_machine import SimulatedMachine
+from ...planning.simulated_machine import SimulatedMachine, StepLoad
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, SamplerParams, StepPlan, StepResult
 from ...scheduler.prefill_budget import StepWork
@@ -128,7 +128,7 @@ def _decode(scheduler: Scheduler, machine: SimulatedMachine, lengths: Sequence[i
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
-        seconds = machine.draw_seconds(_work(plan), int(plan.num_logits.sum()), random)
+        seconds = machine.draw_seconds(StepLoad(_work(plan), int(plan.num_logits.sum())), random)
         now += seconds
         for key in scheduler.apply(_sampled(plan), seconds).keys:
             begun.setdefault(key, now)

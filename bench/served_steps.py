@@ -1,0 +1,91 @@
+"""What a client sees of a server's steps: sequences that decode together, and prompts that are alone.
+
+The client is a process of its own on this machine, as in `charonia.bench.serve`.
+"""
+
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+from ..core.errors import Unavailable
+from ..planning.requests import uniform_jobs
+from ..planning.served_fit import ServedDecode, ServedPrompt, ServedTimes
+from .load.driver import OK, LoadRecord, LoopMode, RequestOptions
+from .load.figures import inter_token_times, ttft
+from .load.plan import Prompts
+from .load.worker import LoadRun, LoadTarget
+from .load.worker import run as put_load
+from .server_process import ServerAddress
+
+_SHORT, _NEW = 16, 48
+"""Tokens of the prompts of sequences that decode together, and new ones."""
+
+_CONTEXT, _CONTEXT_ROWS = 512, 4
+_PROMPTS = (16, 128, 512, 1500)
+_REPEATS = 3
+_REQUEST_SECONDS = 120.0
+
+
+class ServedSteps:
+    """Requests to one model of a server, whose sequences have at most `longest` tokens and run at most `most` at a
+    time. `vocab`: token ids are below it."""
+
+    def __init__(self, place: ServerAddress, model: str, most: int, longest: int, vocab: int = 256) -> None:
+        manner = RequestOptions(model)
+        self._target = LoadTarget(host=place.host, port=place.http_port, door="completions", manner=manner)
+        self._most, self._longest, self._vocab = most, longest, vocab
+        self._seed = 0
+
+    def measure(self, seconds: float, tell: Callable[[float, str], None]) -> ServedTimes:
+        """Measure everything once, and again while there is time.
+
+        Raises:
+            Unavailable: a request failed.
+        """
+        began, decodes, prompts = perf_counter(), dict[tuple[int, int], list[float]](), dict[int, list[float]]()
+        while not prompts or perf_counter() - began < seconds:
+            for rows, context in self._decode_cases():
+                tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
+                decodes.setdefault((rows, context), []).extend(self._decode(rows, context))
+            for tokens in self._prompt_cases():
+                tell((perf_counter() - began) / seconds, f"over HTTP, a prompt of {tokens} tokens")
+                records = self._put(1, _REPEATS, tokens, 2)
+                prompts.setdefault(tokens, []).extend(map(ttft, records))
+        return ServedTimes(
+            [ServedDecode(rows, context + _NEW // 2, gaps) for (rows, context), gaps in decodes.items() if gaps],
+            [ServedPrompt(tokens, found) for tokens, found in prompts.items()],
+        )
+
+    def _decode_cases(self) -> Iterator[tuple[int, int]]:
+        rows = 1
+        while rows <= min(self._most, 32):
+            yield rows, min(_SHORT, self._longest // 4)
+            rows *= 4 if rows == 1 else 2
+        if self._longest >= _CONTEXT + 2 * _NEW:
+            yield min(self._most, _CONTEXT_ROWS), _CONTEXT
+
+    def _prompt_cases(self) -> list[int]:
+        return [tokens for tokens in _PROMPTS if tokens + 2 <= self._longest]
+
+    def _decode(self, rows: int, prompt: int) -> list[float]:
+        """Gaps while all of them decode."""
+        records = self._put(rows, rows, prompt, min(_NEW, self._longest - prompt - 1))
+        begin, end = max(each.times[0] for each in records), min(each.times[-1] for each in records)
+        return [
+            gap
+            for each in records
+            for at, gap in zip(each.times[1:], inter_token_times(each), strict=True)
+            if begin < at - gap and at <= end
+        ]
+
+    def _put(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
+        self._seed += 1
+        load = LoadRun(
+            target=self._target,
+            jobs=uniform_jobs([0.0] * requests, prompt, new),
+            prompts=Prompts(form="ids", vocab=self._vocab, seed=self._seed),
+            pace=LoopMode(concurrency=concurrency, timeout=_REQUEST_SECONDS),
+        )
+        [outcome] = put_load(load)
+        if failed := next((each.status for each in outcome.records if each.status != OK), ""):
+            raise Unavailable(f"a request for {prompt} + {new} tokens failed: {failed}")
+        return outcome.records

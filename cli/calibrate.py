@@ -1,0 +1,294 @@
+"""`charonia calibrate`: measures what steps take of an engine here, or estimates it, into a file for `simulate`."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import msgspec
+from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import __version__
+from ..bench.device_roofline import DEVICES, DeviceShares, estimate_machine
+from ..bench.roofline import Precision
+from ..bench.served_steps import ServedSteps
+from ..bench.server_process import first_model, own_server, parse_server_url, require_open
+from ..core.errors import CharoniaError, InvalidArgument
+from ..engine.build import granted_config
+from ..engine.checkpoint.hf_checkpoint import open_checkpoint
+from ..engine.checkpoint.model_spec import CheckpointError, ModelSpec
+from ..engine.config import EngineConfig
+from ..engine.options import EngineOptions, engine_config
+from ..planning.calibration import LONGEST, Tell, measure_engine
+from ..planning.machine_file import MachineFile, MachineOrigin, write_machine_file
+from ..planning.served_fit import add_serving, fit_served_machine
+from ..planning.simulated_machine import StepLoad
+from ..planning.simulation import EngineShape
+from ..planning.step_fit import fit_machine
+from ..processes.host import processor_name, usable_cores
+from ..scheduler.prefill_budget import StepWork
+
+_SERVED_SHARE = 0.35
+"""Of the budget, for what a server adds."""
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SIZES = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+}
+"""config.json's name of a size -> `ModelSpec`'s."""
+
+_ROWS, _CONTEXT, _PROMPT = (1, 4, 16, 64), 256, 512
+"""What is printed of a formula."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """What is measured, and for how long."""
+
+    output: Path = Path("machine.json")
+    """The file to write."""
+    budget: str = "3m"
+    """Time to measure in, as in 90s or 10m; what starts an engine or a server comes on top."""
+    engine_alone: Annotated[bool, Parameter(negative=())] = False
+    """Leave out what a server adds to its engine's steps."""
+    url: str = ""
+    """Measure a server instead, as its client, by http://HOST:PORT; it should have nothing else to do."""
+    model: str = ""
+    """With --url: the model to ask; by default the server's first."""
+    allow_remote: Annotated[bool, Parameter(negative=())] = False
+    """With --url: allow a server that is not this machine."""
+    roofline: str = ""
+    """Measure nothing: estimate from the sizes in config.json and the limits of a device, h100 or h200."""
+    shares: Annotated[DeviceShares, Parameter("*")] = DeviceShares()  # noqa: RUF009
+
+
+def _group(name: str, place: int) -> Parameter:
+    return Parameter("*", group=Group(name, sort_key=place))
+
+
+def calibrate(
+    checkpoint: str = "",
+    /,
+    *,
+    options: Annotated[CalibrationOptions, _group("Calibration", 1)] = CalibrationOptions(),
+    engine: Annotated[EngineOptions, _group("Engine", 2)] = EngineOptions(),  # noqa: B008
+) -> int:
+    """Measure what the steps of an engine take on this machine, and what a server adds; `charonia simulate` reads the
+    file that comes of it.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint directory, a file in GGUF or a hub id. With --roofline config.json alone is enough.
+    """
+    try:
+        found = _calibrate(checkpoint, options, engine)
+        write_machine_file(options.output, found)
+    except CharoniaError as error:
+        print(f"charonia: {error.message}", file=sys.stderr)
+        return 1
+    _print_machine(Console(), options.output, found)
+    return 0
+
+
+def _calibrate(checkpoint: str, options: CalibrationOptions, engine: EngineOptions) -> MachineFile:
+    seconds = parse_budget(options.budget)
+    if bool(checkpoint) == bool(options.url):
+        raise InvalidArgument("name a checkpoint to measure, or a server by --url")
+    if options.url and options.roofline:
+        raise InvalidArgument("--roofline estimates a checkpoint, and --url measures a server: give one")
+    if options.roofline:
+        return _estimate(checkpoint, options, engine)
+    with _progress() as tell:
+        if options.url:
+            return _measure_server(options, engine, seconds, tell)
+        return _measure_checkpoint(checkpoint, options, engine, seconds, tell)
+
+
+def parse_budget(text: str) -> float:
+    """Seconds as in 90s, 3m or 1h. Raises `InvalidArgument`."""
+    match = re.fullmatch(r"(\d*\.?\d+)([smh]?)", text)
+    if match is None or float(match[1]) <= 0:
+        raise InvalidArgument(f"--budget must be a time as in 90s or 10m, got {text!r}", field="budget")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda share, text: bar.update(task, completed=min(share, 1.0), description=text)
+
+
+def _measure_checkpoint(
+    checkpoint: str, options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell
+) -> MachineFile:
+    began, config = perf_counter(), granted_config(checkpoint, engine.given())
+    served = 0.0 if options.engine_alone else _SERVED_SHARE
+    found = measure_engine(config, (1 - served) * seconds, lambda share, text: tell((1 - served) * share, text))
+    machine, error = fit_machine(found.samples)
+    how = "the engine measured in process"
+    if served:
+        tell(1 - served, "starting a server")
+        with own_server(checkpoint, *_flags_of(engine)) as place:
+            limits = found.shape.scheduler.max_num_seqs, found.shape.scheduler.max_model_len
+            steps = ServedSteps(place, first_model(place), *limits)
+            seen = steps.measure(served * seconds, lambda share, text: tell(1 - served + served * share, text))
+        machine, how = add_serving(machine, found.shape, seen), f"{how}, and a server over HTTP"
+    origin = MachineOrigin(
+        how=how,
+        processor=processor_name(),
+        cores=str(usable_cores()),
+        kernels=_kernels(),
+        threads=config.threads_each(),
+        checkpoint=Path(checkpoint).name,
+        model=_sizes(checkpoint),
+        precision=_precision(config),
+        versions=_versions(),
+        steps=len(found.samples),
+        seconds=round(perf_counter() - began, 1),
+        error=error,
+    )
+    return MachineFile(origin=origin, machine=machine, engine=found.shape, block_bytes=found.block_bytes)
+
+
+def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell) -> MachineFile:
+    place = parse_server_url(options.url, 0, options.allow_remote)
+    require_open(place, place.http_port, "the server")
+    shape, began = _default_shape(engine_config("", engine), LONGEST), perf_counter()
+    model = options.model or first_model(place)
+    steps = ServedSteps(place, model, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
+    seen = steps.measure(seconds, tell)
+    machine, error = fit_served_machine(seen)
+    origin = MachineOrigin(
+        how="a server measured over HTTP",
+        checkpoint=model,
+        versions={"charonia": __version__},
+        steps=sum(len(each.gaps) for each in seen.decodes),
+        seconds=round(perf_counter() - began, 1),
+        error=error,
+    )
+    return MachineFile(origin=origin, machine=machine, engine=shape, block_bytes=1)
+
+
+def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOptions) -> MachineFile:
+    device = DEVICES.get(options.roofline)
+    if device is None:
+        known = ", ".join(DEVICES)
+        raise InvalidArgument(f"--roofline knows {known}, and not {options.roofline!r}", field="roofline")
+    config, spec = engine_config(checkpoint, engine), open_checkpoint(checkpoint).spec
+    precision: Precision = "int8" if config.quantization in ("int8", "fp8") else "bf16"
+    estimate = estimate_machine(spec, precision, device, options.shares)
+    length = min(config.max_model_len or spec.max_position, spec.max_position)
+    shape = _default_shape(config, length)
+    block_bytes = estimate.token_bytes * shape.block_size
+    blocks = config.cache.blocks or (config.cache.bytes or estimate.cache_bytes) // block_bytes
+    if blocks < 1:
+        raise InvalidArgument(f"the weights leave no room for a cache on one {options.roofline}", field="roofline")
+    ahead = max(shape.scheduler.ahead, 0 if config.ahead_given else 1)
+    shape = msgspec.structs.replace(
+        shape, blocks=blocks, scheduler=msgspec.structs.replace(shape.scheduler, ahead=ahead)
+    )
+    origin = MachineOrigin(
+        how=f"an estimate from the roofline: {device.about}; {options.shares}",
+        processor=options.roofline,
+        checkpoint=Path(checkpoint).name,
+        model=_sizes(checkpoint),
+        precision={"weights": precision},
+        versions={"charonia": __version__},
+    )
+    return MachineFile(origin=origin, machine=estimate.machine, engine=shape, block_bytes=block_bytes)
+
+
+def _default_shape(config: EngineConfig, longest: int) -> EngineShape:
+    """The engine with these options, as far as no checkpoint says more."""
+    length = min(config.max_model_len or longest, longest)
+    scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length)
+    size = config.cache.block_size
+    return EngineShape(
+        scheduler=scheduler,
+        blocks=config.cache.blocks or scheduler.max_num_seqs * (length // size + 1),
+        block_size=size,
+        prefix_caching=config.cache.prefix_caching,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+    )
+
+
+def _flags_of(engine: EngineOptions) -> Iterator[str]:
+    """The command line that gives a server these options."""
+    for name, value in engine.given().items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield f"--{flag}={value}"
+
+
+def _kernels() -> str:
+    from ..engine.cpu import library  # torch takes a second to import
+
+    return library.describe()
+
+
+def _sizes(checkpoint: str) -> dict[str, int]:
+    """Empty where no architecture of ours computes it."""
+    try:
+        spec: ModelSpec = open_checkpoint(checkpoint).spec
+    except CheckpointError:
+        return {}
+    return {name: int(getattr(spec, field)) for name, field in _SIZES.items()}
+
+
+def _precision(config: EngineConfig) -> dict[str, str]:
+    return {"dtype": config.dtype, "quantization": config.quantization, "kv_cache_dtype": config.cache.dtype}
+
+
+def _versions() -> dict[str, str]:
+    found = {"charonia": __version__}
+    for package in ("torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _print_machine(console: Console, path: Path, file: MachineFile) -> None:
+    machine, origin = file.machine, file.origin
+    table = Table("what", "ms", title=origin.how)
+    table.columns[1].justify = "right"
+    for rows in (rows for rows in _ROWS if rows <= file.engine.scheduler.max_num_seqs):
+        name = f"a step of {rows} sequence{'s' if rows > 1 else ''} with {_CONTEXT} tokens each"
+        table.add_row(name, _milliseconds(machine.seconds(StepLoad(StepWork(rows, rows * _CONTEXT), rows))))
+    tokens = min(_PROMPT, file.engine.scheduler.max_num_batched_tokens)
+    prompt = StepLoad(StepWork(0, 0, tokens, tokens * tokens // 2), 1, tokens)
+    table.add_row(f"a prompt of {tokens} tokens", _milliseconds(machine.seconds(prompt)))
+    table.add_row(
+        f"from a step to the next, with {_ROWS[-2]} sequences", _milliseconds(machine.seconds_between(_ROWS[-2]))
+    )
+    table.add_row(f"until {tokens} tokens are in the engine", _milliseconds(machine.arrival_seconds(tokens)))
+    console.print(table)
+    if origin.steps:
+        text = f"{origin.steps:,} steps in {origin.seconds:,.0f} s, which differ by {origin.error:.1%} from the formula"
+        console.print(text, highlight=False)
+    console.print(f"written to {path}", highlight=False, markup=False)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f}"

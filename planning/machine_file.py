@@ -1,0 +1,66 @@
+"""The file of a machine: what `charonia calibrate` writes and `charonia simulate` reads."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from ..core.errors import InvalidArgument
+from .simulated_machine import SimulatedMachine
+from .simulation import EngineShape
+
+FORMAT = "charonia-machine-1"
+
+
+class MachineOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a formula is from. `how`: what was done. `checkpoint`: its name; `model`: its sizes, by config.json's
+    names. `precision`: dtype, quantization and the cache's dtype. `versions`: by package. `steps`: so many were
+    measured, in `seconds`; `error`: mean of what they differ by from the formula, as a share of it."""
+
+    how: str
+    processor: str = ""
+    cores: str = ""
+    kernels: str = ""
+    threads: int = 0
+    checkpoint: str = ""
+    model: dict[str, int] = {}
+    precision: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    steps: int = 0
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+class MachineFile(msgspec.Struct, frozen=True, kw_only=True):
+    """`engine`: as it was measured, or would be served there by default; `block_bytes`: of a block of its cache."""
+
+    format: str = FORMAT
+    origin: MachineOrigin
+    machine: SimulatedMachine
+    engine: EngineShape
+    block_bytes: int
+
+
+def write_machine_file(path: Path, content: MachineFile) -> None:
+    """Raises `InvalidArgument` if the file cannot be written."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise InvalidArgument(f"cannot write {path}: {error.strerror}", field="output") from None
+
+
+def read_machine_file(path: Path) -> MachineFile:
+    """Raises `InvalidArgument`: there is none, or it is none; the message names the field."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=MachineFile)
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror}", field="machine") from None
+    except msgspec.MsgspecError as error:
+        raise InvalidArgument(f"{path} is no file of charonia calibrate: {error}", field="machine") from None
+    if found.format != FORMAT:
+        raise InvalidArgument(
+            f"{path} has the format {found.format!r}, and this version reads {FORMAT}", field="machine"
+        )
+    return found
