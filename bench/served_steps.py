@@ -1,25 +1,26 @@
 """What a client sees of a server's steps: sequences that decode together, and prompts that are alone.
 
-The client is a process of its own on this machine, as in `charonia.bench.serve`.
+The client runs in this process, which has nothing else to do.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
 from ..core.errors import Unavailable
 from ..planning.requests import uniform_jobs
 from ..planning.served_fit import ServedDecode, ServedPrompt, ServedTimes
-from .load.driver import OK, LoadRecord, LoopMode, RequestOptions
+from .load.driver import OK, LoadDriver, LoadRecord, LoopMode, RequestOptions
 from .load.figures import inter_token_times, ttft
 from .load.plan import Prompts
-from .load.worker import LoadRun, LoadTarget
-from .load.worker import run as put_load
+from .load.worker import LoadTarget, make_sender
 from .server_process import ServerAddress
 
 _SHORT, _NEW = 16, 48
 """Tokens of the prompts of sequences that decode together, and new ones."""
 
-_CONTEXT, _CONTEXT_ROWS = 512, 4
+_CONTEXT, _CONTEXT_ROWS = 512, (4, 16)
+_MOST_ROWS = 32
 _PROMPTS = (16, 128, 512, 1500)
 _REPEATS = 3
 _REQUEST_SECONDS = 120.0
@@ -46,7 +47,7 @@ class ServedSteps:
             for rows, context in self._decode_cases():
                 tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
                 decodes.setdefault((rows, context), []).extend(self._decode(rows, context))
-            for tokens in self._prompt_cases():
+            for tokens in (each for each in _PROMPTS if each + 2 <= self._longest):
                 tell((perf_counter() - began) / seconds, f"over HTTP, a prompt of {tokens} tokens")
                 records = self._put(1, _REPEATS, tokens, 2)
                 prompts.setdefault(tokens, []).extend(map(ttft, records))
@@ -56,15 +57,13 @@ class ServedSteps:
         )
 
     def _decode_cases(self) -> Iterator[tuple[int, int]]:
+        """Rows, and tokens of their prompts."""
         rows = 1
-        while rows <= min(self._most, 32):
+        while rows <= min(self._most, _MOST_ROWS):
             yield rows, min(_SHORT, self._longest // 4)
             rows *= 4 if rows == 1 else 2
         if self._longest >= _CONTEXT + 2 * _NEW:
-            yield min(self._most, _CONTEXT_ROWS), _CONTEXT
-
-    def _prompt_cases(self) -> list[int]:
-        return [tokens for tokens in _PROMPTS if tokens + 2 <= self._longest]
+            yield from ((rows, _CONTEXT) for rows in sorted({min(self._most, each) for each in _CONTEXT_ROWS}))
 
     def _decode(self, rows: int, prompt: int) -> list[float]:
         """Gaps while all of them decode."""
@@ -78,14 +77,18 @@ class ServedSteps:
         ]
 
     def _put(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
-        self._seed += 1
-        load = LoadRun(
-            target=self._target,
-            jobs=uniform_jobs([0.0] * requests, prompt, new),
-            prompts=Prompts(form="ids", vocab=self._vocab, seed=self._seed),
-            pace=LoopMode(concurrency=concurrency, timeout=_REQUEST_SECONDS),
-        )
-        [outcome] = put_load(load)
-        if failed := next((each.status for each in outcome.records if each.status != OK), ""):
+        records = asyncio.run(self._put_at_once(concurrency, requests, prompt, new))
+        if failed := next((each.status for each in records if each.status != OK), ""):
             raise Unavailable(f"a request for {prompt} + {new} tokens failed: {failed}")
-        return outcome.records
+        return records
+
+    async def _put_at_once(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
+        self._seed += 1
+        sender, prompts = make_sender(self._target), Prompts(form="ids", vocab=self._vocab, seed=self._seed)
+        pace = LoopMode(concurrency=concurrency, timeout=_REQUEST_SECONDS)
+        try:
+            driver = LoadDriver(sender, prompts, pace, perf_counter())
+            await driver.run(uniform_jobs([0.0] * requests, prompt, new))
+        finally:
+            await sender.close()
+        return driver.records

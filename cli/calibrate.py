@@ -34,7 +34,6 @@ from ..planning.simulated_machine import StepLoad
 from ..planning.simulation import EngineShape
 from ..planning.step_fit import fit_machine
 from ..processes.host import processor_name, usable_cores
-from ..scheduler.prefill_budget import StepWork
 
 _SERVED_SHARE = 0.35
 """Of the budget, for what a server adds."""
@@ -139,6 +138,7 @@ def _measure_checkpoint(
     checkpoint: str, options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell
 ) -> MachineFile:
     began, config = perf_counter(), granted_config(checkpoint, engine.given())
+    model = {} if config.executor == "fake" else _sizes(checkpoint)
     served = 0.0 if options.engine_alone else _SERVED_SHARE
     found = measure_engine(config, (1 - served) * seconds, lambda share, text: tell((1 - served) * share, text))
     machine, error = fit_machine(found.samples)
@@ -156,8 +156,8 @@ def _measure_checkpoint(
         cores=str(usable_cores()),
         kernels=_kernels(),
         threads=config.threads_each(),
-        checkpoint=Path(checkpoint).name,
-        model=_sizes(checkpoint),
+        checkpoint=_name_of(checkpoint),
+        model=model,
         precision=_precision(config),
         versions=_versions(),
         steps=len(found.samples),
@@ -207,7 +207,7 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
     origin = MachineOrigin(
         how=f"an estimate from the roofline: {device.about}; {options.shares}",
         processor=options.roofline,
-        checkpoint=Path(checkpoint).name,
+        checkpoint=_name_of(checkpoint),
         model=_sizes(checkpoint),
         precision={"weights": precision},
         versions={"charonia": __version__},
@@ -238,6 +238,12 @@ def _flags_of(engine: EngineOptions) -> Iterator[str]:
             yield f"--{flag}" if value else f"--no-{flag}"
         else:
             yield f"--{flag}={value}"
+
+
+def _name_of(checkpoint: str) -> str:
+    """Without the directories above it, but for that of a model in a repository."""
+    path = Path(checkpoint)
+    return str(Path(path.parent.name, path.name)) if path.name.isdecimal() else path.name
 
 
 def _kernels() -> str:
@@ -275,10 +281,9 @@ def _print_machine(console: Console, path: Path, file: MachineFile) -> None:
     table.columns[1].justify = "right"
     for rows in (rows for rows in _ROWS if rows <= file.engine.scheduler.max_num_seqs):
         name = f"a step of {rows} sequence{'s' if rows > 1 else ''} with {_CONTEXT} tokens each"
-        table.add_row(name, _milliseconds(machine.seconds(StepLoad(StepWork(rows, rows * _CONTEXT), rows))))
+        table.add_row(name, _milliseconds(machine.seconds(StepLoad.of_decoding(rows, _CONTEXT))))
     tokens = min(_PROMPT, file.engine.scheduler.max_num_batched_tokens)
-    prompt = StepLoad(StepWork(0, 0, tokens, tokens * tokens // 2), 1, tokens)
-    table.add_row(f"a prompt of {tokens} tokens", _milliseconds(machine.seconds(prompt)))
+    table.add_row(f"a prompt of {tokens} tokens", _milliseconds(machine.seconds(StepLoad.of_prompt(tokens))))
     table.add_row(
         f"from a step to the next, with {_ROWS[-2]} sequences", _milliseconds(machine.seconds_between(_ROWS[-2]))
     )

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..scheduler.prefill_budget import StepWork
 from .simulated_machine import SimulatedMachine, StepLoad
 from .simulation import EngineShape, SimulatedRequest, Simulation
 from .step_fit import MachineFit, StepSample, fit_machine, solve_least_squares
@@ -24,7 +23,7 @@ class ServedDecode(NamedTuple):
 
     @property
     def load(self) -> StepLoad:
-        return StepLoad(StepWork(self.rows, self.rows * self.context), self.rows)
+        return StepLoad.of_decoding(self.rows, self.context)
 
 
 class ServedPrompt(NamedTuple):
@@ -48,12 +47,12 @@ def add_serving(machine: SimulatedMachine, shape: EngineShape, seen: ServedTimes
     rows = np.array([[1.0, each.rows] for each in seen.decodes])
     gaps = np.array([median(each.gaps) for each in seen.decodes])
     steps = np.array([usual * machine.seconds(each.load) for each in seen.decodes])
-    between, between_token = solve_least_squares(rows / gaps[:, None], (gaps - steps) / gaps).tolist()
+    between, between_token = solve_least_squares(rows / steps[:, None], gaps / steps - 1).tolist()
     served = msgspec.structs.replace(machine, between=between, between_token=between_token, spread=(usual,))
     alone = np.array([_ttft_alone(served, shape, each.tokens) for each in seen.prompts])
     ttft = np.array([median(each.ttft) for each in seen.prompts])
     prompts = np.array([[1.0, each.tokens] for each in seen.prompts])
-    arrival, arrival_token = solve_least_squares(prompts / ttft[:, None], (ttft - alone) / ttft).tolist()
+    arrival, arrival_token = solve_least_squares(prompts / alone[:, None], ttft / alone - 1).tolist()
     return msgspec.structs.replace(served, arrival=arrival, arrival_token=arrival_token, spread=machine.spread)
 
 
@@ -64,7 +63,9 @@ def fit_served_machine(seen: ServedTimes) -> MachineFit:
     Raises:
         InvalidArgument: too little was seen.
     """
-    found = fit_machine([StepSample(each.load, gap) for each in seen.decodes for gap in each.gaps], heads=False)
+    # Tokens that were read together have no time between them.
+    samples = [StepSample(each.load, gap) for each in seen.decodes for gap in each.gaps if gap > 0]
+    found = fit_machine(samples, heads=False)
     ttft = np.array([median(each.ttft) for each in seen.prompts])
     features = np.array([[1.0, each.tokens, each.tokens**2 / 2] for each in seen.prompts])
     constant, token, attended = solve_least_squares(features / ttft[:, None], np.ones(len(ttft))).tolist()

@@ -23,6 +23,16 @@ class StepLoad(NamedTuple):
     samples: int
     chunk_reads: int = 0
 
+    @classmethod
+    def of_decoding(cls, rows: int, context: int) -> "StepLoad":
+        """Of sequences that decode, with so many tokens of context each."""
+        return cls(StepWork(rows, rows * context), rows)
+
+    @classmethod
+    def of_prompt(cls, tokens: int) -> "StepLoad":
+        """Of one whole prompt."""
+        return cls(StepWork(0, 0, tokens, tokens * tokens // 2), 1, tokens)
+
     @property
     def rows(self) -> int:
         """Tokens of all rows, each a row of the step's matrix products."""

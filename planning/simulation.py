@@ -124,16 +124,21 @@ class SimulatedReplica:
         self._inbox: list[tuple[SequenceRequest, float]] = []
         self._flying = deque[_FlyingStep]()
         self._uncomputed: dict[int, int] = {}
-        self._uncomputed_tokens = 0
+        self._uncomputed_tokens = self._drawn = 0
         self._loads = StepLoadReader()
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Run steps as an engine does, from which the scheduler learns their cost."""
-        with suppress(InvalidArgument):  # an engine too small for it needs none
-            self.submit(-1, SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS), 0.0)
-        while self.next_at < inf:
-            self.step()
+        """Run the steps that an engine begins with, and learn what they cost from the later ones, as it does."""
+        for request in (
+            SimulatedRequest(0.0, 1, 1),
+            SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS),
+        ):
+            self._scheduler.reset_step_times()
+            with suppress(InvalidArgument):  # an engine too small for it needs none
+                self.submit(-1, request, 0.0)
+            while self.next_at < inf:
+                self.step()
         self._scheduler.reset_totals()
         self.busy = self.held = 0.0
         self.steps = self.most_held = 0
@@ -204,7 +209,7 @@ class SimulatedReplica:
     def _land(self, step: _FlyingStep) -> StepUpdates:
         plan, used = step.plan, self._cache.blocks - self._cache.free_blocks
         rows, ends = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
-        result = StepResult(plan.step, rows, ends, np.ones_like(rows), np.zeros_like(rows))
+        result = StepResult(plan.step, rows, ends, np.ones_like(rows), self._draw_tokens(len(rows)))
         updates = self._scheduler.apply(result, step.seconds)
         self.busy += step.seconds
         self.steps += 1
@@ -216,6 +221,11 @@ class SimulatedReplica:
         for key, _ in updates.finished:
             del self._uncomputed[key]
         return updates
+
+    def _draw_tokens(self, count: int) -> IntArray:
+        """Generated tokens, none of which is in another text: what is generated is never found in the cache."""
+        self._drawn += count
+        return -1 - np.arange(self._drawn - count, self._drawn, dtype=np.int64).astype(np.int32)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where the scheduler or its cache lost something."""

@@ -1,13 +1,21 @@
 """The simulation: real scheduler, cache, admission and routing, on a clock that nobody waits for."""
 
 from math import inf
+from random import Random
 
 import pytest
 from msgspec.structs import replace
 
+from charonia.engine.core.messages import AddRequest, FromCore, RequestUpdates, Shutdown
+from charonia.engine.core.step_loop import EngineCore
+from charonia.engine.worker.executor import StepFuture
+from charonia.engine.worker.fake_executor import FakeExecutor
+from charonia.kvcache.manager import KVCacheManager
 from charonia.planning.simulated_machine import SimulatedMachine
 from charonia.planning.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import MaskSource, StepPlan
+from charonia.scheduler.scheduler import Scheduler
 
 MACHINE = SimulatedMachine(weights=10e-3, token=0.2e-3, head=0.1e-3, rest=1e-3)
 ENGINE = EngineShape(scheduler=SchedulerConfig(max_num_seqs=8, max_model_len=1024), blocks=512)
@@ -103,3 +111,95 @@ def test_steps_vary_as_the_quantiles_say(spread: tuple[float, ...]) -> None:
     assert min(seconds) >= spread[0] * 11e-3
     assert max(seconds) <= spread[-1] * 11e-3 * 1.001
     assert sum(seconds) / len(seconds) == pytest.approx(11e-3, rel=0.01)
+
+
+def test_what_lies_between_steps_delays_each_and_what_lies_before_the_engine_the_first() -> None:
+    machine = replace(MACHINE, between=1e-3, between_token=2e-3, arrival=5e-3, arrival_token=1e-4)
+    [plain] = Simulation(MACHINE, ENGINE).run([SimulatedRequest(1.0, 50, 3)])
+    [served] = Simulation(machine, ENGINE).run([SimulatedRequest(1.0, 50, 3)])
+    assert served.ttft == pytest.approx(plain.ttft + 5e-3 + 50e-4)
+    for before, after in zip(plain.gaps(0, inf), served.gaps(0, inf), strict=True):
+        assert after == pytest.approx(before + 3e-3)
+
+
+def test_a_long_prompt_may_be_overtaken_on_its_way_into_the_engine() -> None:
+    machine = replace(MACHINE, arrival_token=1e-3)
+    long, short = Simulation(machine, ENGINE).run([SimulatedRequest(0.0, 500, 1), SimulatedRequest(0.1, 10, 1)])
+    assert short.tokens[0] < long.tokens[0]
+
+
+class NotingExecutor(FakeExecutor):
+    """One that keeps what it is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__(threaded=False)
+        self.asked: list[PlannedRows] = []
+
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
+        self.asked.append(rows_of(plan))
+        return super().execute(plan, masks)
+
+
+PlannedRows = list[tuple[int, int, int]]
+
+
+def rows_of(plan: StepPlan) -> PlannedRows:
+    return list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("blocks", [40, 512])
+def test_the_real_engine_core_computes_the_same_steps(ahead: int, blocks: int) -> None:
+    """With a pace that no time decides: shared beginnings, tenants, classes and preemptions among them."""
+    random = Random(blocks + ahead)
+    rule = replace(ENGINE.scheduler, target_itl_ms=0, ahead=ahead, max_num_batched_tokens=64)
+    engine = replace(ENGINE, scheduler=rule, blocks=blocks)
+    requests = [
+        SimulatedRequest(
+            0.0,
+            random.randrange(1, 150),
+            random.randrange(60, 150),
+            tenant=random.choice("ab"),
+            weight=2.0,
+            priority=random.randrange(2),
+            shared=random.choice((0, 64)),
+        )
+        for _ in range(16)
+    ]
+    requests = [each._replace(shared=min(each.shared, each.prompt - 1)) for each in requests]
+    simulated: list[PlannedRows] = []
+    simulation = Simulation(MACHINE, engine, watch=lambda plan, seconds: simulated.append(rows_of(plan)))
+    simulated.clear()  # the warm-up's
+    simulation.run(requests)
+    assert simulated == core_steps(engine, requests)
+    assert bool(simulation.replicas[0].totals.preemptions) == (blocks == 40)
+
+
+def core_steps(engine: EngineShape, requests: list[SimulatedRequest]) -> list[PlannedRows]:
+    cache, executor = KVCacheManager(engine.blocks, engine.block_size), NotingExecutor()
+    executor.allocate(engine.blocks)
+    core = EngineCore(Scheduler(engine.scheduler, cache), cache, executor)
+    core.warm_up()
+    executor.asked.clear()
+    left = len(requests)
+
+    def send(message: FromCore) -> None:
+        nonlocal left
+        assert isinstance(message, RequestUpdates)
+        left -= len(message.updates.finished)
+        if not left:
+            core.inbox.accept(Shutdown())
+
+    for key, each in enumerate(requests):
+        core.inbox.accept(
+            AddRequest(
+                key=key,
+                prompt=each.tokens(key).tolist(),
+                max_tokens=each.new,
+                priority=each.priority,
+                tenant=each.tenant,
+                weight=each.weight,
+            )
+        )
+    core.run(send)
+    return executor.asked
