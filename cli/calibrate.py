@@ -38,6 +38,9 @@ from ..processes.host import processor_name, usable_cores
 _SERVED_SHARE = 0.35
 """Of the budget, for what a server adds."""
 
+_NOISY = 0.15
+"""From this difference on the machine was not idle; steps on an idle one differ by a few percent."""
+
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZES = {
     "num_hidden_layers": "layers",
@@ -129,7 +132,8 @@ def parse_budget(text: str) -> float:
 @contextmanager
 def _progress() -> Iterator[Tell]:
     columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # Drawn seldom: what draws shares the interpreter with the steps that are measured.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=1) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda share, text: bar.update(task, completed=min(share, 1.0), description=text)
 
@@ -292,7 +296,9 @@ def _print_machine(console: Console, path: Path, file: MachineFile) -> None:
     if origin.steps:
         text = f"{origin.steps:,} steps in {origin.seconds:,.0f} s, which differ by {origin.error:.1%} from the formula"
         console.print(text, highlight=False)
-    console.print(f"written to {path}", highlight=False, markup=False)
+        if origin.error > _NOISY:
+            console.print("[yellow]something else ran here: measure again when nothing does, or believe less[/yellow]")
+    console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -28,7 +28,7 @@ from ..scheduler.prefill_budget import PrefillBudget, PrefillLane, StepDemand, S
 from ..scheduler.scheduler import Scheduler
 from .simulated_machine import StepLoad, StepLoadReader
 from .simulation import EngineShape
-from .step_fit import StepSample
+from .step_fit import LEAST_STEPS, StepSample
 
 LONGEST = 2048
 """Tokens of the longest sequence that is measured; what longer ones take follows."""
@@ -133,7 +133,7 @@ class _Episode(NamedTuple):
 
 
 def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int = 0) -> EngineMeasurement:
-    """Load an engine and measure its steps for so many seconds from then on.
+    """Load an engine and measure its steps for so many seconds from then on, or until there are enough of them.
 
     Raises:
         CharoniaError: it cannot be loaded.
@@ -187,13 +187,17 @@ class _EngineRun:
         # The largest loads first: a time that ends early has seen both ends.
         for number, rows in enumerate(cycle([*counts[::-2], *counts[-2::-2][::-1]])):
             spent = perf_counter() - began
-            if spent >= seconds:
+            if self._is_over(began + seconds):
                 return samples
             tell(spent / seconds, f"{rows} sequence{'s' if rows > 1 else ''} at a time, {len(samples)} steps so far")
             self._run(self._draw_episode(rows, tokens, number // len(counts) % 2 == 0), began + seconds)
             computed = sum(each.load.rows for each in samples)
             tokens = max(round(computed / (perf_counter() - began) * seconds / _EPISODES), _FIRST_TOKENS // 2)
         raise AssertionError("a cycle ended")
+
+    def _is_over(self, deadline: float) -> bool:
+        """Whether the time is; where steps are slow, it goes on until there are enough of them."""
+        return perf_counter() > deadline and len(self._scheduler.samples) >= 2 * LEAST_STEPS
 
     def _draw_episode(self, rows: int, tokens: int, gathering: bool) -> _Episode:
         """Prompts of about so many tokens in all, which the cache has room for."""
@@ -221,7 +225,7 @@ class _EngineRun:
                 raise InvalidArgument(message.message)
             if isinstance(message, RequestUpdates):
                 left -= len(message.updates.finished)
-            if not left or perf_counter() > deadline:
+            if not left or self._is_over(deadline):
                 core.inbox.accept(Shutdown())
 
         for prompt, new in episode.requests:

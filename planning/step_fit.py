@@ -58,6 +58,7 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
     sampled = [0, *_knots(each.load.samples for each in samples)] if heads else [0]
     seconds = np.array([each.seconds for each in samples])
     features = np.array([[1.0, *_features(each.load, rows, sampled)] for each in samples])
+    features[:, 1:] *= np.ptp(features[:, 1:], axis=0) > 0  # what is alike in all steps is part of the constant
     found = solve_robust(features, seconds)
     ratios = seconds / (features @ found)
     levels = np.clip(np.linspace(0, 1, _QUANTILES), _TAIL, 1 - _TAIL)

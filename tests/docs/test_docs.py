@@ -51,6 +51,7 @@ PAGES = (
     "life-of-a-request.md",
     "performance.md",
     "benchmarks.md",
+    "capacity.md",
 )
 OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 MANNERS = ("streaming", "exclude_input_from_output")

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from charonia.cli.app import app
+from charonia.planning.machine_file import read_machine_file
+
 
 def charonia(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "charonia", *arguments]
@@ -57,3 +60,19 @@ def test_a_load_is_simulated_with_what_was_measured(machine: Path) -> None:
     assert found["fleets"][0]["all"]["ttft"]["count"] == 100
     assert found["engine"]["scheduler"]["max_num_seqs"] == 4
     assert found["speed"] > 0
+
+
+def test_a_server_is_measured_as_its_client_sees_it(
+    server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "machine.json"
+    flags = ["--model", "slow", "--budget", "0.1s", "--max-num-seqs", "1", "--max-model-len", "60"]
+    assert app(["calibrate", "--url", server.url, *flags, "--output", str(output)], result_action="return_value") == 0
+    assert f"written to {output}" in capsys.readouterr().out
+    found = read_machine_file(output)
+    assert (found.origin.how, found.origin.checkpoint) == ("a server measured over HTTP", "slow")
+    assert found.engine.scheduler.max_num_seqs == 1
+    assert found.machine.products[0][1] >= 0.05
+    flags[1] = "none"
+    assert app(["calibrate", "--url", server.url, *flags, "--output", str(output)], result_action="return_value") == 1
+    assert "HTTP 404" in capsys.readouterr().err

@@ -78,6 +78,11 @@ def test_steps_that_sample_all_their_rows_tell_nothing_of_a_head() -> None:
     assert (machine.between, machine.between_token) == (0.0, 0.0)
 
 
+def test_what_never_varied_is_taken_for_no_cause() -> None:
+    machine, _ = fit_machine([StepSample(StepLoad.of_decoding(1, 40), 0.05)] * 30, heads=False)
+    assert machine.seconds(StepLoad.of_decoding(1, 4000)) == pytest.approx(0.05)
+
+
 def test_few_steps_say_too_little() -> None:
     with pytest.raises(InvalidArgument, match=f"23 steps were measured, and {LEAST_STEPS} are needed"):
         fit_machine(measured(LEAST_STEPS - 1))
