@@ -48,6 +48,7 @@ from .prometheus import NO_METRICS, MetricRegistries, metrics_response
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
 from .triton.explain import ExplainEndpoint
+from .triton.traffic import TrafficEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ _ENDPOINTS = {
     "anthropic": "/v1/messages, /v1/messages/count_tokens",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
     "batches": "/v1/files, /v1/batches",
+    "routes": "/v2/routes",
     "adapters": "/v1/load_lora_adapter, /v1/unload_lora_adapter",
     "tokens": "/tokenize, /detokenize",
     "metrics": "/metrics",
@@ -113,7 +115,7 @@ def build_app(
     return CORSMiddleware(
         app,
         allow_origins=rules.allowed_origins,
-        allow_methods=("GET", "POST", "DELETE"),
+        allow_methods=("GET", "POST", "PUT", "DELETE"),
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,
     )
@@ -129,6 +131,7 @@ def all_routes(
     """The routes of every protocol; they match to the very end of a path, a line break there included."""
     routes = [
         *ControlEndpoints(gateway, info.max_input_size).routes(),
+        *TrafficEndpoints(gateway).routes(),
         *V2Endpoints(gateway, info, rules.forwarding).routes(),
         *OpenAIRoutes(gateway, info).routes(),
         *ResponsesRoutes(gateway, info).routes(),

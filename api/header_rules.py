@@ -21,7 +21,7 @@ _PATHS = {
     "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models|{_ADAPTERS}).*|/tokenize|/detokenize",
     "shared-memory": r"/v2/(system|cuda)sharedmemory/.*",
     "model-config": rf"{_MODEL}/(config|graph)",
-    "model-repository": rf"/v2/repository/.*|/v1/{_ADAPTERS}",
+    "model-repository": rf"/v2/(repository|routes)/.*|/v2/routes|/v1/{_ADAPTERS}",
     "trace": r"/v2/trace/setting|/v2/models/[^/]+/trace/setting",
     "logging": r"/v2/logging",
 }

@@ -30,6 +30,8 @@ from ..repository.object_storage.bucket_repository import open_buckets
 from ..repository.object_storage.locations import is_bucket_url
 from ..repository.on_demand import OnDemandLimits, OnDemandLoader
 from ..repository.response_cache import parse_cache_config
+from ..repository.route_control import RouteControl
+from ..repository.state_directory import StateDirectory
 from ..repository.watcher import RepositoryWatcher
 from ..routing.route import Route
 from .options import OnDemandOptions, RepositoryOptions
@@ -111,13 +113,14 @@ _REPOSITORY_ALTERNATIVES = {
 @dataclass(frozen=True, slots=True)
 class ModelSelection:
     """The models to serve, and their builder. `is_single_checkpoint`: there is one, without which nothing is served.
-    `routes`: of the repositories' files, by name."""
+    `routes`: of the repositories' files, by name; `state`: where what requests make of them is kept, if they may."""
 
     catalog: RepositoryCatalog
     builder: ModelBuilder
     options: RepositoryOptions
     is_single_checkpoint: bool
     routes: Mapping[str, Route] = field(default_factory=dict)
+    state: StateDirectory | None = None
 
     def create_watcher(self, gateway: InProcessGateway) -> RepositoryWatcher:
         """The watcher that keeps the gateway's models as asked for; in mode explicit, requests may change them."""
@@ -132,8 +135,9 @@ class ModelSelection:
         if self.options.model_control_mode == "explicit":
             allowed = self.options.allow_uploaded_code, self.options.allow_pipelines
             gateway.model_control = ModelControl(self.catalog, gateway.registry, gateway.lifecycle, *allowed)
-        gateway.routes.replace(self.routes)
-        return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle, gateway.routes, gateway.on_demand)
+        gateway.route_control = routes = RouteControl(gateway.routes, gateway.lifecycle, self.catalog, self.state)
+        routes.restore(self.routes)
+        return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle, routes, gateway.on_demand)
 
     def keep_spare_cores(self) -> None:
         """Have engine cores wait for the models that requests will load."""
@@ -208,7 +212,8 @@ def select_models(
     limiter = _rate_limiter(options)
     builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python, limiter)
     is_single = single is not None and not repositories
-    return ModelSelection(catalog, builder, options, is_single, catalog.read_routes())
+    state = None if options.state_dir is None else StateDirectory(options.state_dir)
+    return ModelSelection(catalog, builder, options, is_single, catalog.read_routes(), state)
 
 
 def _on_demand_limits(options: OnDemandOptions) -> OnDemandLimits:

@@ -109,6 +109,8 @@ class RepositoryOptions:
     """Python file of a drafter that models' speculative_config may name; may be given several times."""
     repository_poll_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 15
     """Seconds between looks at the repository in mode poll."""
+    state_dir: Path | None = None
+    """Directory to keep what requests change of routes, this server's alone; without it, they may not."""
     configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()
     execution_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 0
     """Seconds after which an execution of a classic model is ended, if it can be; 0 is never."""

@@ -70,6 +70,12 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
             _LOADS,
         )
     repository = replace(options.repository, allow_pipelines=options.repository.allow_pipelines or not unprotected)
+    if unprotected_routes(options, endpoints):
+        log.warning(
+            "whoever reaches this server over HTTP may change its routes, which decide what models answer: set "
+            "--api-key-file, or restrict '%s' by --http-restricted-api",
+            _LOADS,
+        )
     if endpoints.http.lora_root is not None and not (endpoints.keys or _LOADS in endpoints.http.required_headers):
         log.warning(
             "whoever reaches this server over HTTP may load and unload adapters: set --api-key-file, or restrict '%s' "
@@ -145,6 +151,12 @@ def unprotected_control(options: ServeOptions, endpoints: EndpointSettings) -> l
     if is_true(options.grpc.allow_grpc) and "RepositoryModelLoad" not in endpoints.grpc_policy.required_headers:
         unprotected.append("gRPC")
     return unprotected
+
+
+def unprotected_routes(options: ServeOptions, endpoints: EndpointSettings) -> bool:
+    """Whether any client may change routes."""
+    protected = endpoints.keys or _LOADS in endpoints.http.required_headers
+    return options.repository.state_dir is not None and is_true(options.server.allow_http) and not protected
 
 
 def _shared_state(server: ServerOptions, logs: LogControl) -> SharedState:

@@ -30,7 +30,8 @@ _NAMED = re.compile(r"Object (?P<problem>missing required|contains unknown) fiel
 
 
 class ErrorCode(StrEnum):
-    """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue, UNAUTHENTICATED for a missing key."""
+    """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue, UNAUTHENTICATED for a missing key,
+    ABORTED for a change of what somebody else has changed meanwhile."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -42,6 +43,7 @@ class ErrorCode(StrEnum):
     CANCELLED = "CANCELLED"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
     UNAUTHENTICATED = "UNAUTHENTICATED"
+    ABORTED = "ABORTED"
 
 
 class CharoniaError(Exception):
@@ -74,6 +76,12 @@ class NotFound(CharoniaError):
 
 class AlreadyExists(CharoniaError):
     code = ErrorCode.ALREADY_EXISTS
+
+
+class Conflict(CharoniaError):
+    """What is to be changed is not what the client expected."""
+
+    code = ErrorCode.ABORTED
 
 
 class Unauthenticated(CharoniaError):

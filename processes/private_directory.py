@@ -1,10 +1,14 @@
-"""Directories that are kept from one run to the next, and that decide what is served."""
+"""Directories that are kept from one run to the next, and that decide what is served; and small files in such ones."""
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
+
+PART_SUFFIX = ".part"
+"""How the names of files end that are not whole."""
 
 
 def make_private_directory(directory: Path, field: str) -> None:
@@ -21,3 +25,28 @@ def make_private_directory(directory: Path, field: str) -> None:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         message = f"{field}: {directory} must belong to the server's user, and nobody else may write to it"
         raise InvalidArgument(message, field=field)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file so that there is either the old one or the new one, whatever happens. Raises `OSError`."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        aside.replace(path)
+        sync_directory(path.parent)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Let renames in a directory survive a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

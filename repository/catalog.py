@@ -14,7 +14,7 @@ from .backend_registry import OnProgress
 from .config_io import ConfigMessage
 from .model_source import ModelSource, file_stamps, read_model
 from .object_storage.bucket_repository import BucketRepository
-from .route_file import ROUTES_FILE, check_names, read_route_file
+from .route_file import ROUTES_FILE, check_route, read_route_file
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +100,15 @@ class RepositoryCatalog:
             if twice:
                 raise InvalidArgument(f"{file}: route '{twice[0]}' is in the {ROUTES_FILE} of another repository, too")
             found |= read
-        names = {*self.model_names(), *(self._single.aliases if self._single else ())}
-        if self.unknown:  # buckets that are away may have the models
-            names |= {arm.model for route in found.values() for arm in route.arms}
-        check_names(found, frozenset(names))
+        names = self.servable_names(*found.values())
+        for name, route in found.items():
+            check_route(name, route, found, names)
         return found
+
+    def servable_names(self, *routes: Route) -> frozenset[str]:
+        """The names of models that arms of `routes` may have: of a bucket that is away any, for it may have them."""
+        away = {arm.model for route in routes for arm in route.arms} if self.unknown else ()
+        return frozenset({*self.model_names(), *(self._single.aliases if self._single else ()), *away})
 
     def stamps(self, name: str) -> Hashable:
         """The stamps of all files in a model's directory: equal as long as nothing changes. None if there are none."""

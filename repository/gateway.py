@@ -20,11 +20,13 @@ from ..telemetry.request_trace import request_trace, trace_tensors
 from ..telemetry.shared_state import SharedState
 from .adapter_control import AdapterControl
 from .builder import ModelBuilder
+from .catalog import RepositoryCatalog
 from .lifecycle import ModelLifecycle
 from .model_control import ModelControl
 from .model_registry import InFlightCounter, LoadedModel, ModelRegistry, ModelVersion, NotResident
 from .on_demand import OnDemandLoader
 from .request_validation import validate_request
+from .route_control import RouteControl
 from .route_table import RouteTable, ServedRoute
 
 
@@ -197,7 +199,8 @@ class InProcessGateway:
 
     With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
     `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
-    mode explicit, `on_demand` where requests load models; `in_flight` counts the requests that are being answered.
+    mode explicit, `on_demand` where requests load models, `route_control` where there are repositories; `in_flight`
+    counts the requests that are being answered.
     """
 
     def __init__(
@@ -213,6 +216,7 @@ class InProcessGateway:
         self.registry = ModelRegistry()
         self.routes = RouteTable(self.registry)
         self.lifecycle = ModelLifecycle(self.registry, builder, self)
+        self.route_control = RouteControl(self.routes, self.lifecycle, RepositoryCatalog())
         self._adapters = AdapterControl(self.registry)
         self.model_control: ModelControl | None = None
         self.on_demand: OnDemandLoader | None = None

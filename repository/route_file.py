@@ -1,6 +1,6 @@
 """`routes.yaml` at the root of a model repository."""
 
-from collections.abc import Mapping
+from collections.abc import Container
 from pathlib import Path
 
 import msgspec
@@ -10,6 +10,9 @@ from ..routing.route import Route
 from .config_io import parse_yaml
 
 ROUTES_FILE = "routes.yaml"
+
+_MAX_NAME_LENGTH = 256
+"""Characters of a route's name, which stands in metrics and logs."""
 
 
 class _RouteFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,18 +31,18 @@ def read_route_file(file: Path) -> dict[str, Route]:
         routes = msgspec.convert(parse_yaml(text, str(file)), _RouteFile).routes
     except msgspec.ValidationError as error:
         raise InvalidArgument(f"{file}: {error}") from None
-    if "" in routes:
-        raise InvalidArgument(f"{file}: a route must have a name")
     return routes
 
 
-def check_names(routes: Mapping[str, Route], models: frozenset[str]) -> None:
-    """Raises `InvalidArgument` for a route that has a model's name, or names a model that there is not."""
-    for name, route in routes.items():
-        if name in models:
-            raise InvalidArgument(f"route '{name}': a model has that name")
-        for arm in route.arms:
-            if arm.model in routes:
-                raise InvalidArgument(f"route '{name}': its arm '{arm.label}' is a route")
-            if arm.model not in models:
-                raise InvalidArgument(f"route '{name}': no model repository has a model '{arm.model}'")
+def check_route(name: str, route: Route, routes: Container[str], models: Container[str]) -> None:
+    """Raises `InvalidArgument` for a name that a model has, or that is none, and for arms that are no models."""
+    if not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
+        message = f"a route's name must be 1 to {_MAX_NAME_LENGTH} printable characters, got {name[:64]!r}"
+        raise InvalidArgument(message, field="name")
+    if name in models:
+        raise InvalidArgument(f"route '{name}': a model has that name", field="name")
+    for arm in route.arms:
+        if arm.model == name or arm.model in routes:
+            raise InvalidArgument(f"route '{name}': its arm '{arm.label}' is a route", field="arms")
+        if arm.model not in models:
+            raise InvalidArgument(f"route '{name}': no model repository has a model '{arm.model}'", field="arms")

@@ -82,12 +82,15 @@ class ServedRoute:
 
     def _own_config(self, arm: ModelConfig) -> ModelConfig:
         """The config of an arm with the route's name. Raises `Unavailable`: see `find`."""
-        configs = self.configs()
-        for other in configs[1:]:
-            difference = describe_difference(configs[0], other)
-            if difference:
-                raise Unavailable(f"route '{self.name}' cannot be served: {difference}")
+        difference = self.difference()
+        if difference:
+            raise Unavailable(f"route '{self.name}' cannot be served: {difference}")
         return replace(arm, name=self.name, aliases=())
+
+    def difference(self) -> str:
+        """What keeps its arms from being those of one route, as far as they are served; empty for nothing."""
+        configs = self.configs()
+        return next(filter(None, (describe_difference(configs[0], each) for each in configs[1:])), "")
 
     def count(self, context: RequestContext) -> None:
         """Count a request that has ended."""
@@ -150,6 +153,10 @@ class RouteTable:
             self.served[name].follow(before[name])
         self._registry.route_names = frozenset(routes)
         return sorted((routes.keys() | before.keys()) - same)
+
+    def difference(self, name: str, route: Route) -> str:
+        """What keeps a route from being served by that name: see `ServedRoute.difference`."""
+        return ServedRoute(name, route, self._registry).difference()
 
     def find(self, name: str, version: str) -> ServedRoute | None:
         """The route of that name. Raises `NotFound` if there is one, and a version was asked for."""

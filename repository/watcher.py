@@ -8,14 +8,14 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from ..core.errors import AlreadyExists, CharoniaError, InvalidArgument
+from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument
 from .backend_registry import OnProgress
 from .catalog import RepositoryCatalog
 from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
 from .model_registry import ModelRegistry
 from .model_source import ModelSource, in_order_of_need
 from .on_demand import OnDemandLoader
-from .route_table import RouteTable
+from .route_control import RouteControl
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class RepositoryWatcher:
         catalog: RepositoryCatalog,
         registry: ModelRegistry,
         lifecycle: ModelLifecycle,
-        routes: RouteTable | None = None,
+        routes: RouteControl | None = None,
         on_demand: OnDemandLoader | None = None,
     ) -> None:
         self._catalog = catalog
@@ -135,15 +135,13 @@ class RepositoryWatcher:
         if self._routes is None:
             return
         try:
-            read = await self._lifecycle.run_blocking(self._catalog.read_routes)
-        except InvalidArgument as error:
+            await self._routes.follow_files(await self._lifecycle.run_blocking(self._catalog.read_routes))
+        except (InvalidArgument, Internal) as error:
             if error.message != self._route_error:
                 log.error("the routes stay as they are: %s", error.message)
             self._route_error = error.message
             return
         self._route_error = ""
-        for name in self._routes.replace(read):
-            log.info("route '%s' is %s", name, "as its file has it now" if name in read else "gone")
 
     async def _read(self, name: str, listener: LoadListener) -> ReadSource:
         def on_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:

@@ -4,6 +4,9 @@ import math
 
 import msgspec
 
+_MAX_ARMS, _MAX_RULES = 32, 64
+"""Each is looked at for a request, in the event loop."""
+
 
 class RouteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model and a version of it; version 0 is the latest at the time of a request."""
@@ -43,6 +46,9 @@ class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if bool(self.header) == self.tenant:
             raise ValueError("sticky needs either header or tenant: true")
 
+    def __str__(self) -> str:
+        return f"header {self.header}" if self.header else "tenant"
+
 
 class RouteRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Requests that go to one arm whatever the weights: those of a tenant, or with a header, of one value if `equals`
@@ -59,6 +65,10 @@ class RouteRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.equals is not None and not self.header:
             raise ValueError("equals is the value of a header, and the rule has none")
 
+    def __str__(self) -> str:
+        what = f"tenant {self.tenant}" if self.tenant else f"header {self.header}"
+        return f"{what}{'' if self.equals is None else f' {self.equals}'} to {self.to.label}"
+
 
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The requests for one name, divided among `arms`. The first of `rules` that holds decides; then `sticky`, for
@@ -69,6 +79,9 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: tuple[RouteRule, ...] = ()
 
     def __post_init__(self) -> None:
+        for what, given, most in (("arms", self.arms, _MAX_ARMS), ("rules", self.rules, _MAX_RULES)):
+            if len(given) > most:
+                raise ValueError(f"a route has at most {most} {what}, got {len(given)}")
         targets = [(arm.model, arm.version) for arm in self.arms]
         twice = next((arm for at, arm in enumerate(self.arms) if targets.index(targets[at]) < at), None)
         if twice is not None:
@@ -78,3 +91,9 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for rule in self.rules:
             if (rule.to.model, rule.to.version) not in targets:
                 raise ValueError(f"a rule names '{rule.to.label}', which is no arm: give it one of weight 0")
+
+    def __str__(self) -> str:
+        """The route in a line of a log."""
+        arms = ", ".join(f"{arm.label} {arm.weight:g}" for arm in self.arms)
+        sticky = "" if self.sticky is None else f"; sticky by {self.sticky}"
+        return arms + sticky + "".join(f"; {rule}" for rule in self.rules)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..core.gateway import Gateway
+from ..core.gateway import ChangeableRoutes, Gateway
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from .custom_metrics import CustomMetrics
 from .logging_setup import LogControl
@@ -26,3 +26,6 @@ class ServerGateway(Gateway, Protocol):
 
     @property
     def shared_state(self) -> SharedState: ...
+
+    @property
+    def route_control(self) -> ChangeableRoutes: ...

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from ...core.errors import InvalidArgument
+from ...processes.private_directory import PART_SUFFIX, replace_file
 from ..http.error_responses import ApiError
 from ..size_limits import FileLimits
 from .records import BatchRecord, StoredFile
@@ -34,7 +34,7 @@ FILE_CHARGE = 64 << 10
 """Bytes that the shortest file counts as: it takes an inode, and memory, as well."""
 
 _LOCK, _FILES, _BATCHES = ".lock", "files", "batches"
-_PART, _RECORD = ".part", ".json"
+_RECORD = ".json"
 
 _THREADS = 4
 
@@ -91,7 +91,7 @@ class FileStore:
 
     def part_path(self, file_id: str) -> Path:
         """Where the content lies until it is whole."""
-        return self.directory / _FILES / (file_id + _PART)
+        return self.directory / _FILES / (file_id + PART_SUFFIX)
 
     def now(self) -> int:
         return int(self.clock())
@@ -257,7 +257,7 @@ def _remove_leftovers(store: FileStore) -> None:
     for name in there:
         if name not in written and not name.endswith(_RECORD) and name + _RECORD not in there:
             (folder / name).unlink(missing_ok=True)
-    for path in (*folder.glob("*" + _PART), *(store.directory / _BATCHES).glob("*" + _PART)):
+    for path in (*folder.glob("*" + PART_SUFFIX), *(store.directory / _BATCHES).glob("*" + PART_SUFFIX)):
         path.unlink(missing_ok=True)
 
 
@@ -267,24 +267,7 @@ def write_aside(path: Path, content: bytes) -> None:
     Raises:
         StorageFull: the disk refuses it.
     """
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PART}")
     try:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        aside.replace(path)
-        sync_directory(path.parent)
+        replace_file(path, content)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise write_failed(error) from None
-
-
-def sync_directory(directory: Path) -> None:
-    """Let renames in a directory survive a loss of power."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

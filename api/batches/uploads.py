@@ -16,10 +16,11 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from ...core.errors import InvalidArgument
+from ...processes.private_directory import sync_directory
 from ..http.connection import ClientDisconnected
 from ..http.error_responses import ApiError
 from .records import FilePurpose, StoredFile, lifetime_of, new_id
-from .store import FILE_CHARGE, FileStore, charged, sync_directory, write_failed
+from .store import FILE_CHARGE, FileStore, charged, write_failed
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

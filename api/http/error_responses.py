@@ -21,6 +21,7 @@ _STATUS = {
     ErrorCode.CANCELLED: 400,
     ErrorCode.RESOURCE_EXHAUSTED: 429,
     ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.ABORTED: 409,
 }
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
 _OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}

@@ -13,10 +13,11 @@ from charonia.cli.options import (
     ServeOptions,
     ServerOptions,
 )
-from charonia.cli.plan import endpoint_settings, parse_lora_root, unprotected_control
+from charonia.cli.plan import endpoint_settings, parse_lora_root, unprotected_control, unprotected_routes
 from charonia.core.errors import InvalidArgument
 
 EXPLICIT = RepositoryOptions(model_control_mode="explicit")
+CHANGING = RepositoryOptions(state_dir=Path("state"))
 NO_HTTP = ServerOptions(allow_http="false")
 KEYS = KeyOptions(api_key=("k",))
 HTTP = HttpOptions(http_restricted_api=("model-repository,logging:k=v",))
@@ -53,6 +54,20 @@ def test_rules_that_mean_nothing_are_refused_before_anything_is_loaded(options: 
 )
 def test_an_endpoint_by_which_anybody_may_load_is_known(options: ServeOptions, open_to_all: list[str]) -> None:
     assert unprotected_control(options, endpoint_settings(options)) == open_to_all
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (ServeOptions(), False),
+        (ServeOptions(repository=CHANGING), True),
+        (ServeOptions(repository=CHANGING, http=HTTP), False),
+        (ServeOptions(repository=CHANGING, keys=KEYS), False),
+        (ServeOptions(repository=CHANGING, server=NO_HTTP), False),
+    ],
+)
+def test_whether_anybody_may_change_routes_is_known(options: ServeOptions, warned: bool) -> None:
+    assert unprotected_routes(options, endpoint_settings(options)) == warned
 
 
 def test_requests_load_adapters_from_a_directory_that_is_there(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
     file = repository / "routes.yaml"
     file.write_text(ROUTES.replace("WEIGHT", "3"))
     polled = "--model-control-mode", "poll", "--repository-poll-secs", "1"
-    with serve("--model-repository", str(repository), *polled) as server, httpx.Client(base_url=server.url) as client:
+    flags = "--model-repository", str(repository), *polled, "--state-dir", str(tmp_path / "state")
+    with serve(*flags) as server, httpx.Client(base_url=server.url) as client:
+        assert "whoever reaches this server over HTTP may change its routes" in server.said
 
         def infer(**headers: str) -> str:
             answer = client.post("/v2/models/numbers/infer", json=BODY, headers=headers)
@@ -82,6 +84,8 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
         assert counted % ("1", 6) in scraped
         assert counted % ("2", 4) in scraped
 
+        change_routes(client, infer)
+
         file.write_text(ROUTES.replace("WEIGHT", "-1"))
         server.until(lambda: "the routes stay as they are" in server.said)
         assert "weight must be a finite number" in server.said
@@ -89,3 +93,33 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
         deadline = time.monotonic() + 60
         while {infer() for _ in range(4)} != {"2"}:
             assert time.monotonic() < deadline
+
+
+def change_routes(client: httpx.Client, infer: Callable[[], str]) -> None:
+    """Leaves `numbers` to version 1."""
+    shown = client.get("/v2/routes").json()["routes"]
+    assert [(each["name"], each["version"], each["changed_by"]) for each in shown] == [
+        ("chat", 1, "routes.yaml"),
+        ("numbers", 1, "routes.yaml"),
+    ]
+    route = shown[1]["route"]
+    route["arms"][1]["weight"] = 0
+    changed = client.put("/v2/routes/numbers", params={"version": 1}, json={**route, "rules": []})
+    assert (changed.status_code, changed.json()["version"]) == (200, 2)
+    assert client.get("/v2/routes/numbers").json() == changed.json()
+    assert {infer() for _ in range(4)} == {"1"}
+    assert client.put("/v2/routes/new/name", json={"arms": [{"model": "a", "weight": 1}]}).json()["version"] == 1
+    for status, method, path, sent in (
+        (409, "PUT", "numbers?version=1", route),
+        (409, "DELETE", "numbers?version=1", None),
+        (400, "PUT", "numbers?version=x", route),
+        (400, "PUT", "numbers", {"arms": []}),
+        (400, "PUT", "numbers", [route]),
+        (400, "PUT", "a", route),
+        (404, "GET", "none", None),
+        (404, "DELETE", "none", None),
+        (200, "DELETE", "new/name?version=1", None),
+    ):
+        answer = client.request(method, f"/v2/routes/{path}", json=sent)
+        assert (answer.status_code, "error" in answer.json()) == (status, status != 200), answer.text
+    assert {infer() for _ in range(4)} == {"1"}

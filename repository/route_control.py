@@ -1,0 +1,214 @@
+"""The one place where routes change: their files, requests and rollouts, each change whole or not at all.
+
+What `routes.yaml` says is remembered beside what a request made of it, so that a route follows its file whenever that
+says something new about it, now or after a restart, and is otherwise as the last request left it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from ..core.errors import CharoniaError, Conflict, InvalidArgument, NotFound, Unsupported, describe_validation_error
+from ..core.gateway import RouteEntry
+from ..routing.route import Route
+from .catalog import RepositoryCatalog
+from .lifecycle import ModelLifecycle
+from .route_file import ROUTES_FILE, check_route
+from .route_table import RouteTable
+from .state_directory import StateDirectory
+
+log = logging.getLogger(__name__)
+
+_STATE = "routes"
+_MAX_ROUTES = 1000
+
+
+class RouteRecord(msgspec.Struct, frozen=True):
+    """The state of one name. `version` grows with each change; `file`: what the files said of it at the time; `route`:
+    what is served. None for no route. `changed_by`: who changed it last."""
+
+    version: int
+    file: Route | None
+    route: Route | None
+    changed_by: str
+
+
+class RouteRecords(msgspec.Struct, frozen=True):
+    """All that is kept of routes. `forgotten`: the highest version of those that are gone: a new one's is above it."""
+
+    routes: dict[str, RouteRecord] = {}
+    forgotten: int = 0
+
+
+class RouteControl:
+    """Lists and changes the routes that `table` serves. `state`: where changes by requests are kept; without it there
+    are none. Lives in one event loop."""
+
+    def __init__(
+        self,
+        table: RouteTable,
+        lifecycle: ModelLifecycle,
+        catalog: RepositoryCatalog,
+        state: StateDirectory | None = None,
+    ) -> None:
+        self._table, self._lifecycle, self._catalog, self._state = table, lifecycle, catalog, state
+        self._records = RouteRecords()
+        self._changing = asyncio.Lock()
+
+    def restore(self, files: Mapping[str, Route]) -> None:
+        """Serve what the files say, and what requests made of that before the server's start. Blocks.
+
+        Raises:
+            InvalidArgument: what was kept is damaged.
+            Internal: it cannot be written.
+        """
+        kept = None if self._state is None else self._state.read(_STATE, RouteRecords)
+        records = _followed(kept or RouteRecords(), files)
+        if self._state is not None and records != kept:
+            self._state.write(_STATE, records)
+        self._serve(records)
+        self._warn_of_strangers(files)
+
+    async def follow_files(self, files: Mapping[str, Route]) -> None:
+        """Serve what the files say now of routes of which they said something else before. Raises `Internal` if that
+        cannot be kept; the routes stay as they are."""
+        async with self._changing:
+            records = _followed(self._records, files)
+            before = self._records.routes
+            await self._keep_and_serve(records)
+            for name in sorted({*before, *records.routes}):
+                old, new = before.get(name), records.routes.get(name)
+                if (old and old.route) != (new and new.route):
+                    log.info("route '%s' is %s", name, f"as its file has it now: {_said(new)}" if new else "gone")
+
+    # For endpoints, and for rollouts
+
+    def entries(self) -> list[RouteEntry]:
+        """Every route, by name."""
+        return [self.entry(name) for name, record in sorted(self._records.routes.items()) if record.route is not None]
+
+    def entry(self, name: str) -> RouteEntry:
+        """Raises `NotFound`."""
+        record = self._find(name)
+        return RouteEntry(name, record.version, msgspec.to_builtins(record.route), record.changed_by)
+
+    def route(self, name: str) -> tuple[Route, int]:
+        """A route as it is served, and its version. Raises `NotFound`."""
+        record = self._find(name)
+        assert record.route is not None
+        return record.route, record.version
+
+    async def put_document(self, name: str, document: Any, who: str, expect: int | None = None) -> RouteEntry:
+        """As `put`, of a route as `routes.yaml` has it. Raises `InvalidArgument` if it is none."""
+        try:
+            route = msgspec.convert(document, Route)
+        except msgspec.ValidationError as error:
+            wrong = describe_validation_error(error)
+            place = f"{wrong.path} " if wrong.path else ""
+            raise InvalidArgument(f"route '{name}': {place}{wrong}", field=wrong.path or "route") from None
+        await self.put(name, route, who, expect)
+        return self.entry(name)
+
+    async def put(self, name: str, route: Route, who: str, expect: int | None = None) -> int:
+        """Serve a route by that name from now on, new or in place of the one of that name; its version.
+
+        `who` is told in the log. `expect`: the version that it has now, 0 for none. Once begun, it ends, whatever
+        becomes of the task that waits for it.
+
+        Raises:
+            Unsupported: the server has no `--state-dir`.
+            InvalidArgument: the route is refused, for what its file would be refused for; or there are too many.
+            Conflict: the route is at another version than was expected.
+            Internal: it cannot be kept.
+        """
+        return await self._lifecycle.run_to_completion(self._change(name, route, who, expect))
+
+    async def delete(self, name: str, who: str, expect: int | None = None) -> None:
+        """Serve no route by that name. Raises `NotFound` if there is none, and as `put` does."""
+        await self._lifecycle.run_to_completion(self._change(name, None, who, expect))
+
+    async def _change(self, name: str, route: Route | None, who: str, expect: int | None) -> int:
+        if self._state is None:
+            message = "requests may not change routes of this server: it would have to run with --state-dir DIRECTORY"
+            raise Unsupported(f"{message}, or read them of {ROUTES_FILE} in mode poll")
+        async with self._changing:
+            records, forgotten = self._records.routes, self._records.forgotten
+            before = records.get(name) or RouteRecord(forgotten, None, None, "")
+            version = 0 if before.route is None else before.version
+            if expect is not None and expect != version:
+                found = f"at version {version}" if version else "not there"
+                raise Conflict(f"route '{name}' is {found}, and version {expect} was expected", field="version")
+            if route is None:
+                self._find(name)
+            elif route == before.route:
+                return version
+            else:
+                await self._check(name, route)
+            record = RouteRecord(before.version + 1, before.file, route, who)
+            await self._keep_and_serve(_tidied({**records, name: record}, forgotten))
+            log.info("route '%s', version %d, by %s: %s -> %s", name, record.version, who, _said(before), _said(record))
+            return record.version
+
+    async def _check(self, name: str, route: Route) -> None:
+        served = self._table.served
+        if name not in served and len(served) >= _MAX_ROUTES:
+            raise InvalidArgument(f"there are {_MAX_ROUTES} routes: no more are taken from requests")
+        check_route(name, route, served, await asyncio.to_thread(self._catalog.servable_names, route))
+        difference = self._table.difference(name, route)
+        if difference:
+            raise InvalidArgument(f"route '{name}': {difference}", field="arms")
+
+    async def _keep_and_serve(self, records: RouteRecords) -> None:
+        if records != self._records:
+            if self._state is not None:
+                await asyncio.to_thread(self._state.write, _STATE, records)
+            self._serve(records)
+
+    def _serve(self, records: RouteRecords) -> None:
+        self._records = records
+        routes = {name: record.route for name, record in records.routes.items()}
+        self._table.replace({name: route for name, route in routes.items() if route is not None})
+
+    def _find(self, name: str) -> RouteRecord:
+        record = self._records.routes.get(name)
+        if record is None or record.route is None:
+            raise NotFound(f"there is no route '{name}'", field="name")
+        return record
+
+    def _warn_of_strangers(self, files: Collection[str]) -> None:
+        """Tell of routes that were kept and name what is not there any more; they are served, as far as they can be."""
+        for name, served in self._table.served.items():
+            try:
+                if self._records.routes[name].file != served.route:
+                    check_route(name, served.route, self._table.served, self._catalog.servable_names(served.route))
+            except CharoniaError as error:
+                log.warning("%s; it was kept in --state-dir, and is served as far as it can be", error.message)
+
+
+def _followed(records: RouteRecords, files: Mapping[str, Route]) -> RouteRecords:
+    """The records where files say something else than before of some names."""
+    followed = dict(records.routes)
+    for name in sorted({*files, *followed}):
+        file, record = files.get(name), followed.get(name)
+        if record is None:
+            followed[name] = RouteRecord(records.forgotten + 1, file, file, ROUTES_FILE)
+        elif record.file != file:
+            if record.route not in (record.file, file):
+                message = "route '%s': its file was changed, and takes the place of what %s had made of it: %s"
+                log.warning(message, name, record.changed_by, _said(record))
+            followed[name] = RouteRecord(record.version + (record.route != file), file, file, ROUTES_FILE)
+    return _tidied(followed, records.forgotten)
+
+
+def _tidied(records: dict[str, RouteRecord], forgotten: int) -> RouteRecords:
+    """Without those of which nothing says anything any more."""
+    gone = [record.version for record in records.values() if record.route is None and record.file is None]
+    kept = {name: record for name, record in records.items() if record.route is not None or record.file is not None}
+    return RouteRecords(kept, max([forgotten, *gone]))
+
+
+def _said(record: RouteRecord | None) -> str:
+    return "nothing" if record is None or record.route is None else str(record.route)
