@@ -4,11 +4,11 @@ Knows nothing of protocols and models. A request that is refused before any mode
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
 from .request import FinishReason, SamplingParams, Usage
@@ -132,6 +132,7 @@ class RequestContext:
     one was made for, one for another. `parent`: of a request that a model made; `children`: where traces are made, the
     first of those that ended before this one. `background`: no client waits for the answer, so all others come first.
     `warnings`: what the client is told beside the answer, of this request and of those that its model made.
+    `body`: the members of a body that was parsed before the model is looked up, until it was; routes may go by them.
     """
 
     endpoint: str
@@ -163,6 +164,7 @@ class RequestContext:
     closed: bool = False
     background: bool = False
     route: str = ""
+    body: Mapping[str, Any] | None = None
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 

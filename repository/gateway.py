@@ -4,7 +4,8 @@ Knows nothing of protocols, and of models only the contract.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Self, cast
 
 from ..core.adapter import Adapter
@@ -131,21 +132,21 @@ class LoadedModelHandle:
 
 
 class RoutedModelHandle(LoadedModelHandle):
-    """A handle of the arm of a route, which answers with the route's name.
+    """A handle of the arm of a route, which answers with the route's name. `arm`: None if the request tells.
 
-    `infer` learns whether the request is of a sequence, and takes the arm where that began: `config` is of the arm that
-    answers from then on.
+    `infer` learns that, and whether the request is of a sequence, and takes the arm where that began: `config` is of
+    the arm that answers from then on, or from the first response on if the arm has to be loaded.
     """
 
-    __slots__ = ("_route",)
+    __slots__ = ("_arm", "_route")
 
     def __init__(
-        self, gateway: "InProcessGateway", route: ServedRoute, arm: tuple[str, str], context: RequestContext
+        self, gateway: "InProcessGateway", route: ServedRoute, arm: tuple[str, str] | None, context: RequestContext
     ) -> None:
         context.route = route.name
-        loaded, config = route.find(*arm, context)
+        loaded, config = route.find_any(context) if arm is None else route.find(*arm, context)
         super().__init__(gateway, loaded, context, config)
-        self._route = route
+        self._route, self._arm = route, arm
 
     @property
     def name(self) -> str:
@@ -155,16 +156,57 @@ class RoutedModelHandle(LoadedModelHandle):
         served = self._loaded.config
         context.model, context.version, context.model_found = served.name, served.version, True
         context.adapter, context.route = self._adapter, self._route.name
+        if self._arm is None:
+            return RoutedModelHandle(self._gateway, self._route, None, context)
         return LoadedModelHandle(self._gateway, self._loaded, context, self.config)
 
+    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        return None if self._arm is None else super().infer_inline(request)
+
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        if self._arm is None or request.parameters.get("sequence_id"):
+            try:
+                self._take_arm(request)
+            except NotResident as missing:
+                return self._infer_when_loaded(request, missing)
+        return super().infer(request)
+
+    def _take_arm(self, request: InferRequest) -> None:
+        """Hold the arm that serves this request. Raises as `ServedRoute.find`; it may then be called again."""
+        context = self._context
+        if self._arm is None:
+            self._arm = self._route.choose_for(request, context)
         if correlation_id := request.parameters.get("sequence_id"):
             end = bool(request.parameters.get("sequence_end"))
-            loaded, self.config = self._route.choose_for_sequence(self._context, correlation_id, end)
-            loaded.in_flight.increment()
-            self._loaded.in_flight.decrement()
-            self._loaded = loaded
-        return super().infer(request)
+            loaded, config = self._route.find_for_sequence(correlation_id, end, self._arm, context)
+        else:
+            loaded, config = self._route.find(*self._arm, context)
+        loaded.in_flight.increment()
+        self._loaded.in_flight.decrement()
+        self._loaded, self.config = loaded, config
+
+    def _text_model(self) -> TextModel:
+        if self._arm is None:  # a model asks, which has no body
+            self._take_arm(InferRequest())
+        return super()._text_model()
+
+    async def _infer_when_loaded(
+        self, request: InferRequest, missing: NotResident
+    ) -> AsyncGenerator[InferResponse, None]:
+        while True:
+            self._loaded.in_flight.decrement()  # it may have to make room
+            try:
+                await self._gateway.provide(missing, self._context)
+            finally:
+                self._loaded.in_flight.increment()
+            try:
+                self._take_arm(request)
+                break
+            except NotResident as other:
+                missing = other
+        async with aclosing(super().infer(request)) as responses:
+            async for response in responses:
+                yield response
 
 
 class _AnsweredStream:
@@ -327,15 +369,21 @@ class InProcessGateway:
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> LoadedModelHandle:
         route = self.routes.find(name, version) if name in self.routes.served else None
         arm = None if route is None else route.choose(context)
+        context.body = None  # which a long request would hold to its end
         while True:
             try:
-                if route is not None and arm is not None:
+                if route is not None:
                     return RoutedModelHandle(self, route, arm, context)
                 return LoadedModelHandle(self, self.registry.find_loaded(name, version, context), context)
             except NotResident as missing:
-                if self.on_demand is None or self._exiting:
-                    raise
-                await self.on_demand.provide(missing.name, context.tenant)
+                await self.provide(missing, context)
+
+    async def provide(self, missing: NotResident, context: RequestContext) -> None:
+        """Load a model that a request is for and that is not in memory; raises `missing` if requests load none, and as
+        `OnDemandLoader.provide`."""
+        if self.on_demand is None or self._exiting:
+            raise missing
+        await self.on_demand.provide(missing.name, context.tenant)
 
     def _on_request_end(self, context: RequestContext) -> None:
         """Count a request that held no model, and call the listeners.

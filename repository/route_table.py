@@ -11,9 +11,11 @@ from dataclasses import replace
 from ..core.errors import NotFound, Unavailable
 from ..core.metrics import Measurement, Reading
 from ..core.model import ModelConfig
+from ..core.request import InferRequest
 from ..core.request_context import RequestContext, RequestEnd
 from ..core.tensor import TensorSpec
 from ..routing.arm_selector import ArmSelector
+from ..routing.request_fields import body_fields, infer_fields
 from ..routing.route import Route
 from .model_registry import LoadedModel, ModelRegistry, ModelVersion
 
@@ -41,17 +43,38 @@ class ServedRoute:
         """Go on with the open sequences and the counts of the route as it was before."""
         self._sequences, self._ended = before._sequences, before._ended
 
-    def choose(self, context: RequestContext) -> tuple[str, str]:
-        """The model and version of the arm that serves a request, which `find` finds."""
-        arm = self._selector.choose(context.headers, context.tenant)
+    def choose(self, context: RequestContext) -> tuple[str, str] | None:
+        """The model and version of the arm that serves a request, which `find` finds; None if that depends on what was
+        not read yet, and `choose_for` tells."""
+        if not self._selector.reads_fields:
+            arm = self._selector.choose(context.headers, context.tenant)
+        elif context.body is not None:
+            arm = self._selector.choose(context.headers, context.tenant, body_fields(context.body))
+        else:
+            return None
         return arm.model, str(arm.version or "")
 
-    def choose_for_sequence(self, context: RequestContext, id_: object, end: bool) -> tuple[LoadedModel, ModelConfig]:
-        """The arm where the sequence of a request began: that of `context`, if this is its first. Raises as `find`."""
+    def choose_for(self, request: InferRequest, context: RequestContext) -> tuple[str, str]:
+        """As `choose`, once the request was read."""
+        arm = self._selector.choose(context.headers, context.tenant, infer_fields(request))
+        return arm.model, str(arm.version or "")
+
+    def find_any(self, context: RequestContext) -> tuple[LoadedModel, ModelConfig]:
+        """An arm for as long as it is not known which one serves: one in memory, if there is. Raises as `find`."""
+        arms = [pair for pair in zip(self.route.arms, self.versions(), strict=True) if pair[0].weight]
+        in_memory = (arm for arm, version in arms if version is not None and version.loaded is not None)
+        arm = next(in_memory, arms[0][0])
+        return self.find(arm.model, str(arm.version or ""), context)
+
+    def find_for_sequence(
+        self, id_: object, end: bool, arm: tuple[str, str], context: RequestContext
+    ) -> tuple[LoadedModel, ModelConfig]:
+        """The arm where the sequence of a request began: `arm`, if this is its first. Raises as `find`."""
         now = time.monotonic()
         self._forget_idle(now)
-        model, version, _ = self._sequences.pop(id_, (context.model, context.version, 0.0))
+        model, version, _ = self._sequences.get(id_, (*arm, 0.0))
         loaded, config = self.find(model, version, context)
+        self._sequences.pop(id_, None)
         if not end:
             self._sequences[id_] = model, context.version, now + _idle_seconds(config)
         return loaded, config

@@ -3,14 +3,19 @@
 import math
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from math import log
 from typing import TypeAlias
 
 from ..core.request_context import Headers
+from .request_fields import FieldFinder, FieldPath, no_field
 from .route import Route, RouteArm, RouteRule
 
-_Matcher: TypeAlias = Callable[[Headers, str], bool]
+_Matcher: TypeAlias = Callable[[Headers, str, FieldFinder], bool]
 
 _HASHES = 2.0**64
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 over the golden ratio, odd."""
 
 
 class WeightedTurns:
@@ -44,24 +49,28 @@ class WeightedTurns:
 
 class StickyHash:
     """Gives each key an arm, by weights: weighted rendezvous hashing (Schindelhauer and Schomaker, SPAA 2005). If a
-    weight changes, keys move to that arm or away from it, and between others none does."""
+    weight changes, keys move to that arm or away from it, and between others none does.
+
+    A key is hashed once, evenly over 64 bits; each arm mixes that with its own hash by a product (Knuth, The Art of
+    Computer Programming 3, section 6.4).
+    """
 
     def __init__(self, arms: Sequence[RouteArm]) -> None:
-        self._arms = [
-            (index, arm.weight, blake2b(arm.label.encode(), digest_size=16).digest())
-            for index, arm in enumerate(arms)
-            if arm.weight
-        ]
+        weighted = [(index, arm) for index, arm in enumerate(arms) if arm.weight]
+        self._arms = [(index, -1 / arm.weight, _hash(arm.label.encode())) for index, arm in weighted]
 
     def choose(self, key: bytes) -> int:
         """The index of the arm that has the key."""
-        best, least = 0, math.inf
-        for index, weight, label in self._arms:
-            hashed = int.from_bytes(blake2b(key, digest_size=8, key=label).digest())
-            cost = -math.log((hashed + 1) / _HASHES) / weight
+        hashed, best, least = _hash(key), 0, math.inf
+        for index, scale, label in self._arms:
+            cost = scale * log(((((hashed ^ label) * _GOLDEN) & _MASK) + 1) / _HASHES)
             if cost < least:
                 best, least = index, cost
         return best
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(blake2b(text, digest_size=8).digest())
 
 
 def header_value(headers: Headers, names: tuple[bytes, str]) -> bytes | None:
@@ -78,7 +87,7 @@ def header_names(name: str) -> tuple[bytes, str]:
 
 
 class ArmSelector:
-    """Chooses the arms of one route, in the event loop."""
+    """Chooses the arms of one route, in the event loop. `reads_fields`: it asks for fields of the body."""
 
     def __init__(self, route: Route) -> None:
         self._arms = route.arms
@@ -86,27 +95,39 @@ class ArmSelector:
         self._hash = StickyHash(route.arms)
         self._sticky = route.sticky
         self._sticky_header = header_names(route.sticky.header) if route.sticky and route.sticky.header else None
+        self._sticky_field = FieldPath.parse(route.sticky.field) if route.sticky and route.sticky.field else None
+        self.reads_fields = self._sticky_field is not None or any(rule.field for rule in route.rules)
         targets = {(arm.model, arm.version): arm for arm in route.arms}
         self._rules = [(_matcher(rule), targets[rule.to.model, rule.to.version]) for rule in route.rules]
 
-    def choose(self, headers: Headers, tenant: str) -> RouteArm:
+    def choose(self, headers: Headers, tenant: str, fields: FieldFinder = no_field) -> RouteArm:
         for matches, arm in self._rules:
-            if matches(headers, tenant):
+            if matches(headers, tenant, fields):
                 return arm
-        key = None if self._sticky is None else self._key(headers, tenant)
+        key = None if self._sticky is None else self._key(headers, tenant, fields)
         return self._arms[self._hash.choose(key) if key else self._turns.choose()]
 
-    def _key(self, headers: Headers, tenant: str) -> bytes | None:
+    def _key(self, headers: Headers, tenant: str, fields: FieldFinder) -> bytes | None:
+        if self._sticky_field is not None:
+            return (fields(self._sticky_field) or "").encode(errors="surrogatepass")
         return header_value(headers, self._sticky_header) if self._sticky_header else tenant.encode()
 
 
 def _matcher(rule: RouteRule) -> _Matcher:
     if rule.tenant:
-        return lambda _, tenant: tenant == rule.tenant
+        return lambda _, tenant, __: tenant == rule.tenant
+    if rule.field:
+        path, text = FieldPath.parse(rule.field), rule.equals
+
+        def matches_field(_: Headers, __: str, fields: FieldFinder) -> bool:
+            value = fields(path)
+            return value is not None and text in (None, value)
+
+        return matches_field
     names, equals = header_names(rule.header), None if rule.equals is None else rule.equals.encode()
 
-    def matches(headers: Headers, _: str) -> bool:
+    def matches_header(headers: Headers, _: str, __: FieldFinder) -> bool:
         value = header_value(headers, names)
         return value is not None and equals in (None, value)
 
-    return matches
+    return matches_header

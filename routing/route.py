@@ -4,6 +4,8 @@ import math
 
 import msgspec
 
+from .request_fields import FieldPath
+
 _MAX_ARMS, _MAX_RULES = 32, 64
 """Each is looked at for a request, in the event loop."""
 
@@ -37,36 +39,44 @@ class RouteArm(RouteTarget, frozen=True, forbid_unknown_fields=True):
 
 
 class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients are told apart by: the value of a header, or the tenant of their API key."""
+    """What clients are told apart by: the value of a header, or of a field of the body (`FieldPath`), or the tenant of
+    their API key."""
 
     header: str = ""
     tenant: bool = False
+    field: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.header) == self.tenant:
-            raise ValueError("sticky needs either header or tenant: true")
+        if bool(self.header) + self.tenant + bool(self.field) != 1:
+            raise ValueError("sticky needs one of header, field, or tenant: true")
+        if self.field:
+            FieldPath.parse(self.field)
 
     def __str__(self) -> str:
-        return f"header {self.header}" if self.header else "tenant"
+        return "tenant" if self.tenant else f"field {self.field}" if self.field else f"header {self.header}"
 
 
 class RouteRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests that go to one arm whatever the weights: those of a tenant, or with a header, of one value if `equals`
-    is given."""
+    """Requests that go to one arm whatever the weights: those of a tenant, or with a header or a field of the body
+    (`FieldPath`), of one value if `equals` is given."""
 
     to: RouteTarget
     header: str = ""
+    field: str = ""
     equals: str | None = None
     tenant: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.header) == bool(self.tenant):
-            raise ValueError("a rule needs either header or tenant")
-        if self.equals is not None and not self.header:
-            raise ValueError("equals is the value of a header, and the rule has none")
+        if bool(self.header) + bool(self.tenant) + bool(self.field) != 1:
+            raise ValueError("a rule needs one of header, field, or tenant")
+        if self.equals is not None and self.tenant:
+            raise ValueError("equals is the value of a header or a field, and the rule has none")
+        if self.field:
+            FieldPath.parse(self.field)
 
     def __str__(self) -> str:
-        what = f"tenant {self.tenant}" if self.tenant else f"header {self.header}"
+        kinds = ("tenant", self.tenant), ("header", self.header), ("field", self.field)
+        what = next(f"{kind} {name}" for kind, name in kinds if name)
         return f"{what}{'' if self.equals is None else f' {self.equals}'} to {self.to.label}"
 
 

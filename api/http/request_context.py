@@ -5,7 +5,8 @@ carries it, and so does the request's record. Knows which paths are endpoints of
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -133,6 +134,12 @@ def record_error(scope: Scope, error: CharoniaError) -> None:
     """Note in the request's context, if it has one, that the answer is this error."""
     if _CONTEXT in scope:
         context_of(scope).fail(error)
+
+
+def record_body(scope: Scope, members: Mapping[str, Any]) -> None:
+    """Note what a request's body says, in its context, if it has one."""
+    if _CONTEXT in scope:
+        context_of(scope).body = members
 
 
 def record_tenant(scope: Scope, tenant: Tenant) -> None:

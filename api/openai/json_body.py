@@ -24,6 +24,7 @@ from ..chunked_json import (
     read_long_json,
 )
 from ..http.connection import read_json_body
+from ..http.request_context import record_body
 from ..json_tensors import Buffer
 
 NoOpValues: TypeAlias = Mapping[str, tuple[Any, ...]]
@@ -67,6 +68,7 @@ async def read_members(request: Request, limit: int) -> JsonBody:
         parsed = _parse(body, 0)
         if not isinstance(parsed, dict):
             raise InvalidArgument("the body must be a JSON object")
+        record_body(request.scope, parsed)
         return parsed
     found = await read_long_json(body, _parse)
     if not isinstance(found, UnparsedContainer) or not found.is_object:
@@ -80,6 +82,7 @@ async def read_members(request: Request, limit: int) -> JsonBody:
             members[key] = await parse_fully(value, budget)
         except TooManyValues as error:
             raise InvalidArgument(f"{key}: {error.message}", field=key) from None
+    record_body(request.scope, members)
     return members
 
 

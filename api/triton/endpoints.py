@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
-from ...core.model import ModelConfig, ModelStats
+from ...core.model import ModelStats
 from ...core.request import InferRequest, InferResponse
 from ...telemetry.shared_state import ServerGateway
 from ..header_rules import HeaderForwarding
@@ -94,9 +94,8 @@ class V2Endpoints:
 
     async def generate_stream(self, request: Request) -> ASGIApp:
         model, infer_request = await self._read(request, stream=True)
-        responses = model.infer(infer_request)  # by the model that `model.config` is of from then on
-        encoder = GenerateEventEncoder(model.config, infer_request.id)
-        return EventStreamResponse(responses, encoder, _load_header(request, model))
+        encoder = GenerateEventEncoder(model, infer_request.id)
+        return EventStreamResponse(model.infer(infer_request), encoder, _load_header(request, model))
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelHandle, InferRequest]:
         model = await self._gateway.acquire(context_of(request.scope), *model_and_version(request))
@@ -134,8 +133,8 @@ def model_and_version(request: Request) -> tuple[str, str]:
 class GenerateEventEncoder:
     """A model's responses as server-sent events."""
 
-    def __init__(self, config: ModelConfig, request_id: str) -> None:
-        self._config = config
+    def __init__(self, model: ModelHandle, request_id: str) -> None:
+        self._model = model  # whose config is that of the arm of a route once it answers
         self._id = request_id
 
     def encode_item(self, response: InferResponse) -> bytes | Awaitable[bytes]:
@@ -144,7 +143,7 @@ class GenerateEventEncoder:
         return b"" if is_empty_final(response) else self._encode(response)
 
     def _encode(self, response: InferResponse) -> bytes:
-        return sse_event(encode_generate_response(self._config, self._id, response))
+        return sse_event(encode_generate_response(self._model.config, self._id, response))
 
     def encode_end(self) -> bytes:
         return b""

@@ -92,8 +92,8 @@ _WORDS = {"stop", "bad_words"}
 """Those of them in which an empty string is left out."""
 _LLMAPI_PREFIX = "sampling_param_"
 
-_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
-"""Parameters of the protocol that reach a model and mean nothing to it; padding we never do."""
+_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "user"}
+"""Those of the protocol that reach a model and mean nothing to it: padding we never do, and `user` is for routes."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

@@ -23,10 +23,11 @@ ROUTES = """
 routes:
   numbers:
     arms: [{model: a, version: 1, weight: WEIGHT}, {model: a, version: 2, weight: 1}]
-    rules: [{header: x-beta, to: {model: a, version: 2}}]
+    rules: [{header: x-beta, to: {model: a, version: 2}}, {field: tier, equals: gold, to: {model: a, version: 2}}]
   chat:
     arms: [{model: one, weight: 1}, {model: two, weight: 1}]
     sticky: {header: x-user}
+    rules: [{field: metadata.tier, equals: gold, to: {model: two}}, {field: user, equals: beta, to: {model: two}}]
 """
 BODY = {"inputs": [{"name": "A", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}]}
 
@@ -76,13 +77,22 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
         with triton_grpc.InferenceServerClient(server.grpc_address) as grpc:
             asked = [given(triton_grpc, "A", np.arange(4, dtype=np.float32))]
             answer = grpc.infer("numbers", asked, headers={"x-beta": "1"}).get_response()
-        assert (answer.model_name, answer.model_version) == ("numbers", "2")
-        assert answer.parameters["charonia_arm"].string_param == "a:2"
+            assert (answer.model_name, answer.model_version) == ("numbers", "2")
+            assert answer.parameters["charonia_arm"].string_param == "a:2"
+            answer = grpc.infer("numbers", asked, parameters={"tier": "gold"}).get_response()
+            assert (answer.model_version, answer.parameters["charonia_arm"].string_param) == ("2", "a:2")
+        answer = client.post("/v2/models/numbers/infer", json={**BODY, "parameters": {"tier": "gold"}})
+        assert (answer.json()["model_version"], answer.headers["x-charonia-arm"]) == ("2", "a:2")
+        assert {chat("user-0", metadata={"tier": "gold"}).headers["x-charonia-arm"] for _ in range(4)} == {"two:1"}
+        for form in ("generate", "generate_stream"):
+            asked = {"text_input": "a", "max_tokens": 2, "user": "beta"}
+            generated = client.post(f"/v2/models/chat/{form}", json=asked)
+            assert (generated.status_code, generated.headers["x-charonia-arm"]) == (200, "two:1"), generated.text
 
         scraped = httpx.get(f"{server.metrics_url}").text
         counted = 'charonia_route_requests_total{model="a",outcome="done",route="numbers",version="%s"} %d\n'
         assert counted % ("1", 6) in scraped
-        assert counted % ("2", 4) in scraped
+        assert counted % ("2", 6) in scraped
 
         change_routes(client, infer)
 

@@ -10,7 +10,7 @@ from charonia.core.errors import CharoniaError, NotFound, NotReady, ServerExitin
 from charonia.core.gateway import ModelState
 from charonia.repository.model_registry import ON_DEMAND
 from charonia.repository.on_demand import OnDemandLoader
-from charonia.routing.route import Route, RouteArm
+from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
 
 from ..waiting import until
 from .conftest import CONFIG, Toy, World
@@ -275,4 +275,18 @@ async def test_arms_of_a_route_are_loaded_when_they_are_chosen_and_counted_once(
     assert world.gateway.model_config("r").name == "r"
     assert world.gateway.served_versions("r") == ("1",)
     assert sorted([await world.ask("r") for _ in range(4)]) == [0, 0, 1, 1]
+    await world.gateway.lifecycle.close()
+
+
+async def test_an_arm_that_a_field_chooses_is_loaded_for_it(world: World) -> None:
+    world.on_demand(50)
+    await world.start()
+    rules = (RouteRule(to=RouteTarget("b"), field="tier"),)
+    world.gateway.routes.replace({"r": Route((RouteArm("a", 0, 1), RouteArm("b")), rules=rules)})
+    assert [await world.ask("r"), await world.ask("r", tier="gold")] == [0, 1]
+    assert resident(world) == {"b"}
+    assert await world.ask("r", sequence_id=7, sequence_start=True) == 0
+    assert await world.ask("r", tier="gold", sequence_id=7, sequence_end=True) == 0
+    assert resident(world) == {"a"}
+    assert all(not each.in_flight.count for each in world.gateway.registry.entries["a"].loaded_versions.values())
     await world.gateway.lifecycle.close()

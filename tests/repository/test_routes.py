@@ -14,7 +14,7 @@ from charonia.core.tensor import TensorSpec
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_registry import LoadedModel
-from charonia.routing.route import Route, RouteArm
+from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
 
 from .test_gateway import A, Echo
 
@@ -74,6 +74,33 @@ async def test_a_sequence_stays_where_it_began_also_when_the_route_changes() -> 
     assert [loaded.in_flight.count for loaded in entry.loaded_versions.values()] == [0, 0]
 
 
+async def test_fields_of_a_request_choose_where_it_is_known() -> None:
+    gateway = gateway_with(Numbered("1"), Numbered("2"))
+    arms = shares(1, 0)["r"].arms
+    gateway.routes.replace({"r": Route(arms, rules=(RouteRule(to=RouteTarget("m", 2), field="tier", equals="gold"),))})
+    assert await version_that_answers(gateway, tier="gold") == "2"
+    assert await version_that_answers(gateway, tier="iron") == "1"
+    assert await version_that_answers(gateway, tier="gold", sequence_id=1, sequence_start=True) == "2"
+    assert await version_that_answers(gateway, tier="iron", sequence_id=1) == "2"
+    for body, version in (({"tier": "gold"}, "2"), ({"model": "r"}, "1")):
+        with gateway.open_request("test") as context:
+            context.body = body
+            assert (await gateway.acquire(context, "r")).config.version == version
+            assert context.body is None
+    with gateway.open_request("test") as outer:
+        held = await gateway.acquire(outer, "r")
+        for tier, version in (("gold", "2"), ("iron", "1")):
+            request = InferRequest(inputs={"A": A}, parameters={"tier": tier})
+            assert held.infer_inline(request) is None
+            with outer.child("step") as context:
+                model = held.for_request(context)
+                async with aclosing(model.infer(request)) as responses:
+                    assert [response async for response in responses]
+                assert (model.config.version, context.arm) == (version, f"m:{version}")
+    entry = gateway.registry.entries["m"]
+    assert [loaded.in_flight.count for loaded in entry.loaded_versions.values()] == [0, 0]
+
+
 async def test_arms_that_differ_are_refused_with_the_tensor() -> None:
     gateway = gateway_with(Numbered("1"), Numbered("2", TensorSpec("A", "FP32", (-1,))))
     gateway.routes.replace(shares(1, 1))
@@ -102,7 +129,7 @@ async def test_an_arm_that_is_not_loaded_is_no_ready_route() -> None:
         ("r: {arms: [{model: m, weight: -1}]}", "weight must be a finite number of at least 0, got -1"),
         ("r: {arms: [{model: m}]}", "no arm has a weight above 0"),
         ("r: {arms: [{model: m, weight: 1}, {model: m, weight: 2}]}", "arm 'm' is there twice"),
-        ("r: {arms: [{model: m, weight: 1}], sticky: {}}", "sticky needs either header or tenant"),
+        ("r: {arms: [{model: m, weight: 1}], sticky: {}}", "sticky needs one of header, field, or tenant: true"),
         (
             "r: {arms: [{model: m, weight: 1}], rules: [{tenant: a, to: {model: m, version: 3}}]}",
             "'m:3', which is no arm",

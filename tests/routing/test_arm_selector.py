@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from charonia.core.request import InferRequest
+from charonia.core.tensor import Tensor
 from charonia.routing.arm_selector import ArmSelector, StickyHash, WeightedTurns
+from charonia.routing.request_fields import FieldPath, body_fields, infer_fields
 from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget, StickyKey
 
 KEYS = [f"user-{number}".encode() for number in range(10_000)]
@@ -80,3 +83,55 @@ def test_a_key_stays_whichever_requests_come_between() -> None:
     assert len(Counter(selector.choose([], "").version for _ in range(4))) == 2  # those without a key take turns
     by_tenant = ArmSelector(Route(arms(50, 50), StickyKey(tenant=True)))
     assert len({by_tenant.choose([], "acme") for _ in range(9)}) == 1
+
+
+BODY = {"user": "a", "metadata": {"x": 3, "y": None, "z": {"deep": True}}, "stop": ["a"], "share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("user", "a"),
+        ("metadata.x", "3"),
+        ("metadata.z.deep", "true"),
+        ("share", "0.5"),
+        ("metadata.y", None),
+        ("metadata.z", None),
+        ("stop", None),
+        ("user.a", None),
+        ("metadata.x.y", None),
+        ("none", None),
+    ],
+)
+def test_a_field_of_a_body_is_found_by_its_path(path: str, value: str | None) -> None:
+    assert body_fields(BODY)(FieldPath.parse(path)) == value
+
+
+def test_a_field_of_v2_is_a_parameter_or_an_input_of_one_element() -> None:
+    inputs = {"text": Tensor.from_values("text", "BYTES", [b"hi"]), "many": Tensor.from_values("many", "INT32", [1, 2])}
+    fields = infer_fields(InferRequest(inputs=inputs, parameters={"user": "a", "b.c": False, "n": 7}))
+    expected = {"user": "a", "parameters.user": "a", "b.c": "false", "n": "7", "text": "hi", "many": None, "x": None}
+    assert {path: fields(FieldPath.parse(path)) for path in expected} == expected
+
+
+def test_rules_and_keys_go_by_fields() -> None:
+    to = RouteTarget("m", 2)
+    rules = RouteRule(to=to, field="tier", equals="gold"), RouteRule(to=to, field="beta")
+    selector = ArmSelector(Route(arms(1, 0), StickyKey(field="user"), rules))
+    for body, version in (({"tier": "gold"}, 2), ({"tier": "iron"}, 1), ({"beta": False}, 2), ({}, 1)):
+        assert selector.choose((), "", body_fields(body)).version == version
+    sticky = ArmSelector(Route(arms(1, 1), StickyKey(field="user")))
+    keys = StickyHash(arms(1, 1))
+    for user in ("a", "b", "c", "d"):
+        expected = 1 + keys.choose(user.encode())
+        assert {sticky.choose((), "", body_fields({"user": user})).version for _ in range(4)} == {expected}
+    assert [sticky.choose((), "", body_fields({"user": "\ud800"})).version for _ in range(2)]
+    assert {sticky.choose((), "", body_fields({})).version for _ in range(2)} == {1, 2}
+
+
+@pytest.mark.parametrize("field", [".", "a.", ".a", "a..b"])
+def test_a_path_with_an_empty_key_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match="field must be keys with dots between them"):
+        StickyKey(field=field)
+    with pytest.raises(ValueError, match="field must be keys with dots between them"):
+        RouteRule(to=RouteTarget("m", 2), field=field)
