@@ -30,7 +30,7 @@ class FetchedModel(NamedTuple):
 
 class RepositoryCatalog:
     """Reads the directories anew at each call, and `buckets` as they were last listed. `config_name`: of other config
-    files, in `configs/`.
+    files, in `configs/`. `routed_versions`: of a model, those that routes name.
 
     Raises:
         InvalidArgument: a repository is no directory.
@@ -56,6 +56,7 @@ class RepositoryCatalog:
         self._buckets = tuple({bucket.url: bucket for bucket in buckets}.values())
         self._single = single
         self._config_name = config_name
+        self.routed_versions: Callable[[str], frozenset[int]] = lambda model: frozenset()
 
     def refresh(self, since: float | None = None) -> bool:
         """Whether every repository can be read at this moment; lists the buckets, unless they were `since`."""
@@ -129,7 +130,7 @@ class RepositoryCatalog:
         if len(holders) != 1 or self._directories(name) or (self._single and name == self._single.name):
             return FetchedModel()
         [bucket] = holders
-        fetched = bucket.fetch(name, override, self._config_name, on_progress)
+        fetched = bucket.fetch(name, override, self._config_name, on_progress, self.routed_versions(name))
         return FetchedModel(fetched.path, fetched.drop, bucket.place(name))
 
     def measure(self) -> Iterator[Measurement]:
@@ -171,7 +172,7 @@ class RepositoryCatalog:
         if not found:
             raise NotFound(f"no model repository has a folder '{name}'")
         try:
-            return read_model(found[0], override, self._config_name, place)
+            return read_model(found[0], override, self._config_name, place, self.routed_versions(name))
         except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have
             raise InvalidArgument(f"cannot read model '{name}': {error}") from None
 

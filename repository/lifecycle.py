@@ -8,7 +8,7 @@ GPUs one loads at a time: the memory that a load has made unavailable there is w
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -188,6 +188,7 @@ class ModelLifecycle:
         except BaseException:
             await asyncio.gather(*[_unload(each) for number, each in new.items() if served.get(number) is not each])
             raise
+        entry.routed = source.routed
         for old in entry.publish(new):
             self._retire(entry, old)
         _log_ignored_fields(source, self._builder, [each.config.raw for each in new.values()])
@@ -267,7 +268,7 @@ class ModelLifecycle:
                     except CharoniaError as error:
                         entry.record_load_failure(error.message, [version.number])
                         raise LoadFailure(version.number, error) from error
-                entry.should_serve, entry.pinned = True, False
+                entry.should_serve, entry.pinned, entry.routed = True, False, source.routed
                 for old in entry.publish({}):
                     self._retire(entry, old)
                 entry.describe(configs)
@@ -287,6 +288,14 @@ class ModelLifecycle:
         async with entry.change_lock:
             entry.should_serve = False
             for old in entry.publish({}):
+                self._retire(entry, old)
+
+    async def unload_versions(self, name: str, choose: Callable[[], Collection[str]]) -> None:
+        """Stop serving those versions of a model that `choose` tells once nothing else changes it; return when they
+        take no new requests."""
+        entry = self._registry.entries[name]
+        async with entry.change_lock:
+            for old in entry.drop(choose()):
                 self._retire(entry, old)
 
     def _retire(self, entry: ModelEntry, old: LoadedModel) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -112,13 +112,15 @@ class ModelVersion:
 class ModelEntry:
     """A known model. `should_serve`: readiness waits for it, as it does not for one that a user unloaded. `reason`: why
     it has no versions. `failures`: failed loads by version. `change_lock`: held while versions load, or wait for that,
-    and while they are taken out of service. `pinned`: it stays in memory, whoever needs that."""
+    and while they are taken out of service. `pinned`: it stays in memory, whoever needs that. `routed`: the versions
+    that are served for routes alone, none of which is the latest."""
 
     name: str
     versions: dict[str, ModelVersion] = field(default_factory=dict)
     latest: ModelVersion | None = None
     should_serve: bool = True
     pinned: bool = False
+    routed: frozenset[str] = frozenset()
     reason: str = ""
     failures: Counter[str] = field(default_factory=Counter)
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -175,7 +177,7 @@ class ModelEntry:
             version.state = ModelState.READY if number in new else ModelState.UNAVAILABLE
             version.reason = "" if number in new else UNLOADED
         self.reason = ""
-        self.latest = self.versions[max(new, key=int)] if new else None
+        self.latest = self._latest_of(new)
         return [loaded for number, loaded in old.items() if loaded is not new.get(number)]
 
     def describe(self, configs: Mapping[str, ModelConfig]) -> None:
@@ -183,7 +185,20 @@ class ModelEntry:
         for number, config in configs.items():
             version = self.get_or_add_version(number)
             version.described, version.state, version.reason = config, ModelState.UNAVAILABLE, ON_DEMAND
-        self.latest = self.versions[max(configs, key=int)] if configs else None
+        self.latest = self._latest_of(configs)
+
+    def _latest_of(self, numbers: Collection[str]) -> ModelVersion | None:
+        own = [number for number in numbers if number not in self.routed] or numbers
+        return self.versions[max(own, key=int)] if own else None
+
+    def drop(self, numbers: Collection[str]) -> list[LoadedModel]:
+        """Serve these versions no longer; returns those of them that were loaded."""
+        loaded = {number: each for number, each in self.loaded_versions.items() if number not in numbers}
+        described = {number: each.described for number, each in self.versions.items() if number not in numbers}
+        old = self.publish(loaded)
+        if not loaded:
+            self.describe({number: config for number, config in described.items() if config is not None})
+        return old
 
     def evict(self) -> list[LoadedModel]:
         """Take what is loaded out of service, until the next request; returns it."""

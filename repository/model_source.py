@@ -6,7 +6,7 @@ zeros; see https://github.com/triton-inference-server/server/blob/main/docs/user
 
 import logging
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,7 +47,8 @@ class VersionSource:
 class ModelSource:
     """The source of one model. `config`: as written, with its backend filled in. `versions`: lowest first. A checkpoint
     on its own has no `directory` and no `config_file`, and maybe `aliases`, which are other names of its model.
-    `pinned`: the config keeps it in memory where others come and go on demand."""
+    `pinned`: the config keeps it in memory where others come and go on demand. `routed`: the versions that are there
+    because routes name them, and not by its version policy."""
 
     name: str
     config: ConfigMessage
@@ -56,6 +57,7 @@ class ModelSource:
     config_file: Path | None = None
     aliases: tuple[str, ...] = ()
     pinned: bool = False
+    routed: frozenset[str] = frozenset()
 
     @property
     def backend(self) -> str:
@@ -95,16 +97,25 @@ def with_config_position(error: CharoniaError, file: Path | None) -> CharoniaErr
     return type(error)(config_position(file, error.field) + error.message, field=error.field)
 
 
-def read_model(directory: Path, override: ConfigMessage = None, config_name: str = "", place: str = "") -> ModelSource:
-    """The source of a model directory; `override` replaces its config. `place`: where it was downloaded from. Raises
-    `InvalidArgument` if the directory is no model; the message names file, line and field."""
+def read_model(
+    directory: Path,
+    override: ConfigMessage = None,
+    config_name: str = "",
+    place: str = "",
+    routed: Collection[int] = (),
+) -> ModelSource:
+    """The source of a model directory; `override` replaces its config. `place`: where it was downloaded from; `routed`:
+    the versions that routes name. Raises `InvalidArgument` if the directory is no model; the message names file, line
+    and field."""
     config, file = _read_config(directory, override, config_name)
     try:
         if config.name and config.name != directory.name:
             message = f"unexpected directory name '{directory.name}' for model '{config.name}', "
             raise InvalidArgument(f"{message}directory name must equal model name", field="name")
         config.name = directory.name
-        served = _choose_versions(config, find_versions(directory), find_misnamed_versions(directory))
+        present = find_versions(directory)
+        chosen = _choose_versions(config, present, find_misnamed_versions(directory))
+        served = _with_routed(chosen, present, routed)
         fill_backend(config, directory / str(served[0]))
         pinned = _read_pin(config)
     except InvalidArgument as error:
@@ -117,7 +128,8 @@ def read_model(directory: Path, override: ConfigMessage = None, config_name: str
     for path in [directory / str(number) for number in served]:
         stamps = [stamp for entry in (path, *data) for stamp in file_stamps(entry, directory)]
         versions.append(VersionSource(path.name, str(path), (place or str(directory), text, *stamps, unique)))
-    return ModelSource(directory.name, config, tuple(versions), directory, file, pinned=pinned)
+    only_routed = frozenset(str(number) for number in served if number not in chosen)
+    return ModelSource(directory.name, config, tuple(versions), directory, file, pinned=pinned, routed=only_routed)
 
 
 def _read_pin(config: ConfigMessage) -> bool:
@@ -136,13 +148,13 @@ def _read_config(directory: Path, override: ConfigMessage, config_name: str) -> 
 
 
 def read_served_versions(
-    directory: Path, override: ConfigMessage, config_name: str, present: Sequence[int]
+    directory: Path, override: ConfigMessage, config_name: str, present: Sequence[int], routed: Collection[int] = ()
 ) -> list[int]:
     """Of these versions of a model those that are served, lowest first; `directory` has its config. Raises as
     `read_model` does."""
     config, file = _read_config(directory, override, config_name)
     try:
-        return _choose_versions(config, present, ())
+        return _with_routed(_choose_versions(config, present, ()), present, routed)
     except InvalidArgument as error:
         raise with_config_position(error, file) from None
 
@@ -171,6 +183,10 @@ def _choose_versions(config: ConfigMessage, present: Sequence[int], misnamed: Se
         hint = f"; '{misnamed[0]}' is none, for it begins with 0" if misnamed else ""
         raise InvalidArgument(message + hint, field="version_policy")
     return served
+
+
+def _with_routed(chosen: Collection[int], present: Collection[int], routed: Collection[int]) -> list[int]:
+    return sorted({*chosen, *(number for number in routed if number in present)})
 
 
 def find_versions(model: Path) -> list[int]:

@@ -18,6 +18,7 @@ from .catalog import RepositoryCatalog
 from .lifecycle import ModelLifecycle
 from .route_file import ROUTES_FILE, check_route
 from .route_table import RouteTable
+from .routed_versions import RoutedVersions
 from .state_directory import StateDirectory
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class RouteControl:
         state: StateDirectory | None = None,
     ) -> None:
         self._table, self._lifecycle, self._catalog, self._state = table, lifecycle, catalog, state
+        self.versions = RoutedVersions(table, lifecycle, catalog)
         self._records = RouteRecords()
         self._changing = asyncio.Lock()
 
@@ -73,11 +75,19 @@ class RouteControl:
         self._warn_of_strangers(files)
 
     async def follow_files(self, files: Mapping[str, Route]) -> None:
-        """Serve what the files say now of routes of which they said something else before. Raises `Internal` if that
-        cannot be kept; the routes stay as they are."""
+        """Serve what the files say now of routes of which they said something else before.
+
+        Raises:
+            InvalidArgument: they name versions that are not served, of models that are; the routes stay as they are.
+            Internal: it cannot be kept; the same.
+        """
         async with self._changing:
             records = _followed(self._records, files)
             before = self._records.routes
+            for name, record in records.routes.items():
+                if record.route is not None and record != before.get(name):
+                    for model, numbers in self.versions.missing(record.route).items():
+                        raise InvalidArgument(f"route '{name}': version {numbers[0]} of model '{model}' is not served")
             await self._keep_and_serve(records)
             for name in sorted({*before, *records.routes}):
                 old, new = before.get(name), records.routes.get(name)
@@ -115,51 +125,69 @@ class RouteControl:
     async def put(self, name: str, route: Route, who: str, expect: int | None = None) -> int:
         """Serve a route by that name from now on, new or in place of the one of that name; its version.
 
-        `who` is told in the log. `expect`: the version that it has now, 0 for none. Once begun, it ends, whatever
-        becomes of the task that waits for it.
+        Versions that it names are loaded before, where others of their models are. `who` is told in the log. `expect`:
+        the version that it has now, 0 for none. Once begun, it ends, whatever becomes of the task that waits for it.
 
         Raises:
             Unsupported: the server has no `--state-dir`.
-            InvalidArgument: the route is refused, for what its file would be refused for; or there are too many.
+            InvalidArgument: the route is refused, for what its file would be refused for; a version that it names is
+                not there, or does not load or fit in memory; or there are too many routes.
             Conflict: the route is at another version than was expected.
             Internal: it cannot be kept.
         """
-        return await self._lifecycle.run_to_completion(self._change(name, route, who, expect))
+        return await self._lifecycle.run_to_completion(self._put(name, route, who, expect))
 
     async def delete(self, name: str, who: str, expect: int | None = None) -> None:
         """Serve no route by that name. Raises `NotFound` if there is none, and as `put` does."""
+        self._check_changeable()
         await self._lifecycle.run_to_completion(self._change(name, None, who, expect))
 
-    async def _change(self, name: str, route: Route | None, who: str, expect: int | None) -> int:
+    async def _put(self, name: str, route: Route, who: str, expect: int | None) -> int:
+        self._check_changeable()
+        self._expected(name, expect)
+        if name not in self._table.served and len(self._table.served) >= _MAX_ROUTES:
+            raise InvalidArgument(f"there are {_MAX_ROUTES} routes: no more are taken from requests")
+        check_route(name, route, self._table.served, await asyncio.to_thread(self._catalog.servable_names, route))
+        try:
+            with self.versions.coming([route]):
+                await self.versions.provide(route)
+                return await self._change(name, route, who, expect)
+        except CharoniaError:
+            self.versions.release_later(route)
+            raise
+
+    def _check_changeable(self) -> None:
         if self._state is None:
             message = "requests may not change routes of this server: it would have to run with --state-dir DIRECTORY"
             raise Unsupported(f"{message}, or read them of {ROUTES_FILE} in mode poll")
+
+    async def _change(self, name: str, route: Route | None, who: str, expect: int | None) -> int:
         async with self._changing:
-            records, forgotten = self._records.routes, self._records.forgotten
-            before = records.get(name) or RouteRecord(forgotten, None, None, "")
-            version = 0 if before.route is None else before.version
-            if expect is not None and expect != version:
-                found = f"at version {version}" if version else "not there"
-                raise Conflict(f"route '{name}' is {found}, and version {expect} was expected", field="version")
+            before = self._expected(name, expect)
             if route is None:
                 self._find(name)
             elif route == before.route:
-                return version
+                return before.version
             else:
-                await self._check(name, route)
+                difference = self._table.difference(name, route)
+                if difference:
+                    raise InvalidArgument(f"route '{name}': {difference}", field="arms")
             record = RouteRecord(before.version + 1, before.file, route, who)
-            await self._keep_and_serve(_tidied({**records, name: record}, forgotten))
+            records = {**self._records.routes, name: record}
+            await self._keep_and_serve(_tidied(records, self._records.forgotten))
             log.info("route '%s', version %d, by %s: %s -> %s", name, record.version, who, _said(before), _said(record))
+            if before.route is not None:
+                self.versions.release_later(before.route)
             return record.version
 
-    async def _check(self, name: str, route: Route) -> None:
-        served = self._table.served
-        if name not in served and len(served) >= _MAX_ROUTES:
-            raise InvalidArgument(f"there are {_MAX_ROUTES} routes: no more are taken from requests")
-        check_route(name, route, served, await asyncio.to_thread(self._catalog.servable_names, route))
-        difference = self._table.difference(name, route)
-        if difference:
-            raise InvalidArgument(f"route '{name}': {difference}", field="arms")
+    def _expected(self, name: str, expect: int | None) -> RouteRecord:
+        """The record of a name, an empty one if there is none. Raises `Conflict` if it is at another version."""
+        record = self._records.routes.get(name) or RouteRecord(self._records.forgotten, None, None, "")
+        version = 0 if record.route is None else record.version
+        if expect is not None and expect != version:
+            found = f"at version {version}" if version else "not there"
+            raise Conflict(f"route '{name}' is {found}, and version {expect} was expected", field="version")
+        return record
 
     async def _keep_and_serve(self, records: RouteRecords) -> None:
         if records != self._records:

@@ -133,6 +133,11 @@ class ServedRoute:
             entry = self._registry.find(arm.model)
             yield None if entry is None else entry.find_version(str(arm.version or ""))
 
+    def open_versions(self, model: str, now: float) -> Iterator[str]:
+        """See `RouteTable.open_versions`."""
+        began = list(self._sequences.values())
+        return (version for name, version, until in began if name == model and until > now)
+
     def loaded(self) -> list[LoadedModel]:
         """The arms that are served."""
         return [version.loaded for version in self.versions() if version is not None and version.loaded is not None]
@@ -161,7 +166,7 @@ class RouteTable:
 
     def __init__(self, registry: ModelRegistry) -> None:
         self.served: dict[str, ServedRoute] = {}
-        self._registry = registry
+        self.registry = registry
 
     def replace(self, routes: Mapping[str, Route]) -> list[str]:
         """Serve these routes and no others from now on; one that is as before keeps its counts and sequences. Returns
@@ -169,17 +174,22 @@ class RouteTable:
         before = self.served
         same = {name for name in routes.keys() & before.keys() if before[name].route == routes[name]}
         self.served = {
-            name: before[name] if name in same else ServedRoute(name, route, self._registry)
+            name: before[name] if name in same else ServedRoute(name, route, self.registry)
             for name, route in routes.items()
         }
         for name in before.keys() & routes.keys() - same:
             self.served[name].follow(before[name])
-        self._registry.route_names = frozenset(routes)
+        self.registry.route_names = frozenset(routes)
         return sorted((routes.keys() | before.keys()) - same)
 
     def difference(self, name: str, route: Route) -> str:
         """What keeps a route from being served by that name: see `ServedRoute.difference`."""
-        return ServedRoute(name, route, self._registry).difference()
+        return ServedRoute(name, route, self.registry).difference()
+
+    def open_versions(self, model: str) -> frozenset[str]:
+        """The versions of a model where sequences of a route go on. Of any thread."""
+        now, served = time.monotonic(), self.served.values()
+        return frozenset(number for route in served for number in route.open_versions(model, now))
 
     def find(self, name: str, version: str) -> ServedRoute | None:
         """The route of that name. Raises `NotFound` if there is one, and a version was asked for."""

@@ -5,10 +5,11 @@ All sources are read first; then models load side by side, as `lifecycle.py` des
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument
+from ..routing.route import Route
 from .backend_registry import OnProgress
 from .catalog import RepositoryCatalog
 from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
@@ -93,8 +94,13 @@ class RepositoryWatcher:
         if not await self._lifecycle.refresh(self._catalog):
             return
         names = await self._lifecycle.run_blocking(self._catalog.model_names)
-        await self._load(names, listener)
-        await self._follow_routes()
+        routes = await self._read_routes()
+        if self._routes is None or routes is None:
+            await self._load(names, listener)
+        else:
+            with self._routes.versions.coming(routes.values()):  # what they name is loaded before they are served
+                await self._load(names, listener)
+                await self._follow_routes(self._routes, routes)
         for name in set(self._last_tried) - set(names):
             del self._last_tried[name]
             await self._lifecycle.unload(name)
@@ -130,18 +136,25 @@ class RepositoryWatcher:
                 loads[source.name] = group.create_task(load(sources[source.name], needed, listener))
         return readable and all(load.result() for load in loads.values())
 
-    async def _follow_routes(self) -> None:
-        """Serve what the files of routes say; what is served stays while one cannot be read."""
-        if self._routes is None:
-            return
+    async def _read_routes(self) -> dict[str, Route] | None:
+        """What the files of routes say; None if one cannot be read, or nobody asks."""
         try:
-            await self._routes.follow_files(await self._lifecycle.run_blocking(self._catalog.read_routes))
+            return None if self._routes is None else await self._lifecycle.run_blocking(self._catalog.read_routes)
+        except InvalidArgument as error:
+            self._keep_routes(error)
+            return None
+
+    async def _follow_routes(self, routes: RouteControl, files: Mapping[str, Route]) -> None:
+        try:
+            await routes.follow_files(files)
+            self._route_error = ""
         except (InvalidArgument, Internal) as error:
-            if error.message != self._route_error:
-                log.error("the routes stay as they are: %s", error.message)
-            self._route_error = error.message
-            return
-        self._route_error = ""
+            self._keep_routes(error)
+
+    def _keep_routes(self, error: CharoniaError) -> None:
+        if error.message != self._route_error:
+            log.error("the routes stay as they are: %s", error.message)
+        self._route_error = error.message
 
     async def _read(self, name: str, listener: LoadListener) -> ReadSource:
         def on_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:

@@ -51,11 +51,11 @@ Listing: TypeAlias = Mapping[str, BucketModel]
 
 
 class ModelDirectory:
-    """A directory with one state of a model, made of `model`. Whoever reads or serves from it holds it; the last one to
-    drop it removes it."""
+    """A directory with one state of a model, made of `model` and with the versions that `routed` asks for beside its
+    policy. Whoever reads or serves from it holds it; the last one to drop it removes it."""
 
-    def __init__(self, path: Path, model: BucketModel) -> None:
-        self.path, self.model = path, model
+    def __init__(self, path: Path, model: BucketModel, routed: frozenset[int]) -> None:
+        self.path, self.made_of = path, (model, routed)
         self._holders, self._lock = 1, threading.Lock()
 
     def hold(self) -> bool:
@@ -152,9 +152,16 @@ class BucketRepository:
         """What a model's objects are: equal as long as nothing changes."""
         return tuple(self._model(name).objects.values())
 
-    def fetch(self, name: str, override: ConfigMessage, config_name: str, on_progress: OnProgress) -> ModelDirectory:
-        """The directory of a model as it is now, with the versions that its config, or `override`, serves; held for the
-        caller. Blocks for as long as the download takes.
+    def fetch(
+        self,
+        name: str,
+        override: ConfigMessage,
+        config_name: str,
+        on_progress: OnProgress,
+        routed: frozenset[int] = frozenset(),
+    ) -> ModelDirectory:
+        """The directory of a model as it is now, with the versions that its config, or `override`, serves, and those
+        that are `routed`; held for the caller. Blocks for as long as the download takes.
 
         Raises:
             NotFound: there is no such model.
@@ -163,22 +170,24 @@ class BucketRepository:
         """
         for _ in range(_CHANGES):
             with suppress(ObjectChanged):
-                return self._fetch(name, override, config_name, on_progress)
+                return self._fetch(name, override, config_name, on_progress, routed)
             self.refresh(monotonic())
         raise Unavailable(f"model '{name}' of {self.url} changed {_CHANGES} times while it was read; try again")
 
-    def _fetch(self, name: str, override: ConfigMessage, config_name: str, on_progress: OnProgress) -> ModelDirectory:
+    def _fetch(
+        self, name: str, override: ConfigMessage, config_name: str, on_progress: OnProgress, routed: frozenset[int]
+    ) -> ModelDirectory:
         """Raises `ObjectChanged` if something changes meanwhile."""
         model, began, known = self._model(name), monotonic(), self._directories.get(name)
         if model.problem:
             raise InvalidArgument(f"model '{name}' of {self.url}: {model.problem}")
-        if override is None and known is not None and known.model == model and known.hold():
+        if override is None and known is not None and known.made_of == (model, routed) and known.hold():
             return known
-        directory = ModelDirectory(self.cache.new_tree() / name, model)
+        directory = ModelDirectory(self.cache.new_tree() / name, model, routed)
         progress = _Progress(on_progress, began)
         try:
             read = self._provide(directory.path, model, (), progress)
-            chosen = read_served_versions(directory.path, override, config_name, _versions(model))
+            chosen = read_served_versions(directory.path, override, config_name, _versions(model), routed)
             read += self._provide(directory.path, model, [*map(str, chosen)], progress)
             if read:
                 self._check_unchanged(name, model)
