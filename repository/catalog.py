@@ -93,13 +93,22 @@ class RepositoryCatalog:
         )
 
     def read_routes(self) -> dict[str, Route]:
-        """The routes of the repositories' `routes.yaml`. Raises `InvalidArgument`, with the file and what is wrong."""
+        """The routes of the repositories' `routes.yaml`, but for buckets that are `unknown`. May take long.
+
+        Raises:
+            InvalidArgument: a file is wrong; the message names it.
+            CharoniaError: see `BucketRepository.read_file`.
+        """
         found: dict[str, Route] = {}
-        for file in (repository / ROUTES_FILE for repository in self._repositories):
-            read = read_route_file(file)
+        files = [(repository / ROUTES_FILE, str(repository / ROUTES_FILE)) for repository in self._repositories]
+        fetched = [(bucket.read_file(ROUTES_FILE), bucket.place(ROUTES_FILE)) for bucket in self._buckets]
+        files += [(file, place) for file, place in fetched if file is not None]
+        for file, place in files:
+            read = read_route_file(file, place)
             twice = sorted(found.keys() & read.keys())
             if twice:
-                raise InvalidArgument(f"{file}: route '{twice[0]}' is in the {ROUTES_FILE} of another repository, too")
+                message = f"route '{twice[0]}' is in the {ROUTES_FILE} of another repository, too"
+                raise InvalidArgument(f"{place}: {message}")
             found |= read
         names = self.servable_names(*found.values())
         for name, route in found.items():

@@ -19,6 +19,7 @@ from ..core.model import Model, RawConfig
 from ..core.tasks import wait_for_first
 from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
+from ..routing.route import Route
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import FILLS_GRANTED_MEMORY, OnProgress
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
@@ -102,6 +103,10 @@ class ModelLifecycle:
     async def refresh(self, catalog: RepositoryCatalog) -> bool:
         """Whether every repository can be read at this moment."""
         return await (asyncio.to_thread if catalog.has_buckets else self.run_blocking)(catalog.refresh)
+
+    async def read_routes(self, catalog: RepositoryCatalog) -> dict[str, Route]:
+        """Raises as `RepositoryCatalog.read_routes` does."""
+        return await (asyncio.to_thread if catalog.has_buckets else self.run_blocking)(catalog.read_routes)
 
     async def read(
         self,

@@ -68,7 +68,7 @@ class RouteControl:
             Internal: it cannot be written.
         """
         kept = None if self._state is None else self._state.read(_STATE, RouteRecords)
-        records = _followed(kept or RouteRecords(), files)
+        records = _followed(kept or RouteRecords(), files, complete=not self._catalog.unknown)
         if self._state is not None and records != kept:
             self._state.write(_STATE, records)
         self._serve(records)
@@ -216,10 +216,11 @@ class RouteControl:
                 log.warning("%s; it was kept in --state-dir, and is served as far as it can be", error.message)
 
 
-def _followed(records: RouteRecords, files: Mapping[str, Route]) -> RouteRecords:
-    """The records where files say something else than before of some names."""
+def _followed(records: RouteRecords, files: Mapping[str, Route], complete: bool = True) -> RouteRecords:
+    """The records where files say something else than before of some names; unless all files are `complete`ly known,
+    what they do not name stays."""
     followed = dict(records.routes)
-    for name in sorted({*files, *followed}):
+    for name in sorted({*files, *followed} if complete else files):
         file, record = files.get(name), followed.get(name)
         if record is None:
             followed[name] = RouteRecord(records.forgotten + 1, file, file, ROUTES_FILE)

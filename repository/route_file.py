@@ -19,18 +19,19 @@ class _RouteFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routes: dict[str, Route]
 
 
-def read_route_file(file: Path) -> dict[str, Route]:
-    """The routes of a file by their names; none if there is no file. Raises `InvalidArgument`, with file and place."""
+def read_route_file(file: Path, place: str) -> dict[str, Route]:
+    """The routes of a file by their names; none if there is no file. `place`: what messages call it. Raises
+    `InvalidArgument`, with that and where in it."""
     try:
         text = file.read_text()
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise InvalidArgument(f"cannot read {file}: {error}") from None
+        raise InvalidArgument(f"cannot read {place}: {error}") from None
     try:
-        routes = msgspec.convert(parse_yaml(text, str(file)), _RouteFile).routes
+        routes = msgspec.convert(parse_yaml(text, place), _RouteFile).routes
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{file}: {error}") from None
+        raise InvalidArgument(f"{place}: {error}") from None
     return routes
 
 

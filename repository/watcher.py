@@ -139,8 +139,8 @@ class RepositoryWatcher:
     async def _read_routes(self) -> dict[str, Route] | None:
         """What the files of routes say; None if one cannot be read, or nobody asks."""
         try:
-            return None if self._routes is None else await self._lifecycle.run_blocking(self._catalog.read_routes)
-        except InvalidArgument as error:
+            return None if self._routes is None else await self._lifecycle.read_routes(self._catalog)
+        except CharoniaError as error:
             self._keep_routes(error)
             return None
 

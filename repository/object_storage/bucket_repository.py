@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 _CHANGES = 3
 """How often a model may change while it is read."""
 
+_MAX_FILE_BYTES = 1 << 20
+"""Of a file beside the models."""
+
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _MAX_PART_BYTES = 255
 
@@ -86,6 +89,8 @@ class BucketRepository:
         self.cache = cache
         self._saved = cache.directory / f"{sha256(repr(location[1:]).encode()).hexdigest()[:40]}.listing"
         self._models: Listing | None = None
+        self._beside: dict[str, StoredObject] = {}
+        self._read: dict[str, tuple[StoredObject, Path]] = {}
         self._listed_at = -1.0
         self._lock = threading.Lock()
         self._directories: dict[str, ModelDirectory] = {}
@@ -114,7 +119,7 @@ class BucketRepository:
                     raise
                 self.reachable = False
                 if self._models is None:
-                    self._models = self._read_saved()
+                    self._read_saved()
                 if before or self._listed_at < 0:
                     log.warning("model repository %s is away; what is in the cache is served: %s", self.url, error)
                 self._listed_at = began
@@ -122,15 +127,17 @@ class BucketRepository:
             if not before and self._listed_at >= 0:
                 log.info("model repository %s is back", self.url)
             self.reachable, self._listed_at, self.listings = True, began, self.listings + 1
-            self._models = models_of(objects)
+            self._take(objects)
             self._save(objects)
             return True
 
-    def _read_saved(self) -> Listing | None:
-        try:
-            return models_of(msgspec.json.decode(self._saved.read_bytes(), type=list[StoredObject]))
-        except (OSError, msgspec.MsgspecError):
-            return None
+    def _take(self, objects: Sequence[StoredObject]) -> None:
+        self._models = models_of(objects)
+        self._beside = {found.key: found for found in objects if "/" not in found.key}
+
+    def _read_saved(self) -> None:
+        with suppress(OSError, msgspec.MsgspecError):
+            self._take(msgspec.json.decode(self._saved.read_bytes(), type=list[StoredObject]))
 
     def _save(self, objects: Sequence[StoredObject]) -> None:
         written = msgspec.json.encode(objects)
@@ -151,6 +158,38 @@ class BucketRepository:
     def stamps(self, name: str) -> tuple[StoredObject, ...]:
         """What a model's objects are: equal as long as nothing changes."""
         return tuple(self._model(name).objects.values())
+
+    def read_file(self, name: str) -> Path | None:
+        """A small file beside the models, as the last listing has it; None if that has none. It stays there until the
+        next call. Blocks while it is read.
+
+        Raises:
+            InvalidArgument: it is not small.
+            CacheFull, StoreUnavailable, StoreRefused: see `ObjectCache.provide`.
+        """
+        for _ in range(_CHANGES):
+            with suppress(ObjectChanged):
+                return self._read_file(name)
+            self.refresh(monotonic())
+        raise Unavailable(f"{self.place(name)} changed {_CHANGES} times while it was read; try again")
+
+    def _read_file(self, name: str) -> Path | None:
+        found, known = self._beside.get(name), self._read.get(name)
+        if found is None:
+            return None
+        if known is not None and known[0] == found:
+            return known[1]
+        if found.size > _MAX_FILE_BYTES:
+            message = f"{self.place(name)} has {found.size} bytes, more than the {_MAX_FILE_BYTES} that it may have"
+            raise InvalidArgument(message)
+        if not self.reachable and not self._has(found):
+            raise StoreUnavailable(f"{self.url} is away, and {name} is not in the cache")
+        path = self.cache.new_tree() / name
+        self.cache.provide(self._store, [WantedObject(found, path)], lambda there, size: None)
+        self._read[name] = found, path
+        if known is not None:
+            shutil.rmtree(known[1].parent, ignore_errors=True)
+        return path
 
     def fetch(
         self,

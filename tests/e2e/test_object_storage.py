@@ -61,8 +61,8 @@ def flags(proxy: FaultProxy, tmp_path: Path) -> list[str]:
     return ["--model-repository", f"s3://{proxy.url}/{BUCKET}", "--model-cache-dir", str(tmp_path / "cache")]
 
 
-def ask(client: Any) -> tuple[float, str]:
-    answer = client.infer("doubler", [given(triton, "A", np.array([1, 2], np.float32))])
+def ask(client: Any, name: str = "doubler") -> tuple[float, str]:
+    answer = client.infer(name, [given(triton, "A", np.array([1, 2], np.float32))])
     return float(answer.as_numpy("B")[0]), answer.get_response()["model_version"]
 
 
@@ -85,12 +85,16 @@ def test_models_of_a_bucket_are_polled_without_a_gap(
         assert "downloading" in server.said
         put_version(bucket, 2, 3)
         server.until(lambda: ask(client) == (3.0, "2"))  # no answer on the way is an error
+        bucket.put("routes.yaml", "routes: {first: {arms: [{model: doubler, version: 1, weight: 1}]}}")
+        server.until(lambda: server.status("/v2/models/first/ready") == 200)
+        assert (ask(client, "first"), ask(client)) == ((2.0, "1"), (3.0, "2"))
         proxy.away = True
         server.until(lambda: metric(server, "charonia_repository_reachable") == 0)
-        assert ask(client) == (3.0, "2")
+        assert (ask(client, "first"), ask(client)) == ((2.0, "1"), (3.0, "2"))
         put_version(bucket, 3, 5)
         proxy.away = False
         server.until(lambda: ask(client) == (5.0, "3"))
+        assert ask(client, "first") == (2.0, "1")
         bucket.delete("doubler/")
         server.until(lambda: server.status("/v2/models/doubler/ready") != 200)
         assert server.status("/v2/models/fake/ready") == 200

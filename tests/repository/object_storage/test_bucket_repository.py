@@ -11,10 +11,12 @@ import pytest
 
 from charonia.bench.proofs.fault_proxy import Fault, FaultProxy, ProxiedRequest
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
+from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.model_source import read_model
 from charonia.repository.object_storage.bucket_repository import models_of
 from charonia.repository.object_storage.object_cache import CacheFull
 from charonia.repository.object_storage.stores import StoredObject, StoreRefused, StoreUnavailable
+from charonia.routing.route import Route, RouteArm
 
 from ...object_stores import Bucket
 
@@ -354,3 +356,53 @@ def test_many_versions_are_one_request(bucket: Bucket, opened: OpenServer, proxy
     proxy.requests.clear()
     opened().fetch()
     assert (proxy.listings, proxy.reads) == (1, 0)
+
+
+ROUTES = "routes: {r: {arms: [{model: m, version: %d, weight: 1}]}}"
+
+
+def test_routes_of_a_bucket_are_read_once_and_from_the_cache_while_it_is_away(
+    model: Bucket, opened: OpenServer, proxy: FaultProxy
+) -> None:
+    server = opened()
+    catalog = RepositoryCatalog(buckets=[server.repository])
+    assert catalog.read_routes() == {}
+    model.put("routes.yaml", ROUTES % 2)
+    assert catalog.read_routes() == {}, "as it was last listed"
+    catalog.refresh()
+    assert server.repository.model_names() == ["m"]
+    for _ in range(3):
+        assert catalog.read_routes() == {"r": Route((RouteArm("m", 2, 1),))}
+    assert len([request for request in proxy.requests if of("/routes.yaml")(request)]) == 1
+    model.put("routes.yaml", ROUTES % 1)
+    catalog.refresh()
+    assert catalog.read_routes()["r"].arms[0].version == 1
+    proxy.away = True
+    catalog.refresh()
+    assert catalog.read_routes()["r"].arms[0].version == 1
+    restarted = RepositoryCatalog(buckets=[opened().repository])
+    assert restarted.read_routes()["r"].arms[0].version == 1
+    proxy.away = False
+    model.put("routes.yaml", "routes: {r: {arms: []}}")
+    catalog.refresh()
+    with pytest.raises(InvalidArgument, match=r"/routes\.yaml: no arm has a weight above 0"):
+        catalog.read_routes()
+    model.put("routes.yaml", "#" * (2 << 20))
+    catalog.refresh()
+    with pytest.raises(InvalidArgument, match=r"routes\.yaml has 2097152 bytes, more than the 1048576"):
+        catalog.read_routes()
+    model.delete("routes.yaml")
+    catalog.refresh()
+    assert catalog.read_routes() == {}
+
+
+def test_versions_that_routes_name_are_read_beside_those_of_the_policy(model: Bucket, opened: OpenServer) -> None:
+    catalog = RepositoryCatalog(buckets=[opened().repository])
+    fetched = catalog.fetch("m", lambda *_: None)
+    assert fetched.directory is not None
+    assert [each.number for each in catalog.read("m", None, fetched.directory).versions] == ["2"]
+    catalog.routed_versions = lambda name: frozenset({1, 9})
+    fetched = catalog.fetch("m", lambda *_: None)
+    assert fetched.directory is not None
+    source = catalog.read("m", None, fetched.directory)
+    assert ([each.number for each in source.versions], source.routed) == (["1", "2"], {"1"})
