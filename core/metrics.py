@@ -216,11 +216,13 @@ class VersionStatistics:
 
 
 class ModelStatistics(NamedTuple):
-    """The statistics of one version of a model."""
+    """The statistics of one version of a model; or those of a route's requests that it served, by the route's name.
+    `arm`: then model and version, as in `llama:2`."""
 
     name: str
     version: str
     statistics: VersionStatistics
+    arm: str = ""
 
 
 class DrafterTotals(msgspec.Struct, array_like=True):

@@ -15,6 +15,7 @@ from ..core.metrics import Measurement, ModelStatistics
 from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ..core.request_context import ExecutionTimes, Headers, RequestContext, RequestEnd
+from ..routing.arm_selector import ArmName
 from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
 from ..telemetry.request_trace import request_trace, trace_tensors
@@ -141,7 +142,7 @@ class RoutedModelHandle(LoadedModelHandle):
     __slots__ = ("_arm", "_route")
 
     def __init__(
-        self, gateway: "InProcessGateway", route: ServedRoute, arm: tuple[str, str] | None, context: RequestContext
+        self, gateway: "InProcessGateway", route: ServedRoute, arm: ArmName | None, context: RequestContext
     ) -> None:
         context.route = route.name
         loaded, config = route.find_any(context) if arm is None else route.find(*arm, context)
@@ -320,8 +321,7 @@ class InProcessGateway:
         if not name:
             return [each for entry in self.registry.entries.values() for each in entry.statistics()]
         if route := self.routes.served.get(name):
-            labels = [(each.config.name, each.config.version) for each in route.loaded()]
-            return [each for label in dict.fromkeys(labels) for each in self.model_statistics(*label)]
+            return [each for each in route.statistics() if version in ("", each.version)]
         entry = self.registry.find(name)
         if entry is None or not entry.served_versions:
             raise InvalidArgument(f"requested model '{name}' is not available")
@@ -399,8 +399,9 @@ class InProcessGateway:
                 loaded.measured.count(context)
             elif context.end is not None:
                 self._ended_without_model[context.end] += 1
-        if context.route and context.route in self.routes.served:
-            self.routes.served[context.route].count(context)
+        route = self.routes.served.get(context.route) if context.route else None
+        if route is not None:
+            route.count(context)
         for listener in self._end_listeners:
             listener(context)
 

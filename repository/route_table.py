@@ -4,25 +4,28 @@ Arms of a route take and make the same tensors, and stream alike; it serves noth
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
-from ..core.errors import NotFound, Unavailable
-from ..core.metrics import Measurement, Reading
+from ..core.errors import CharoniaError, NotFound, Unavailable
+from ..core.metrics import Measurement, ModelStatistics
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
-from ..core.request_context import RequestContext, RequestEnd
+from ..core.request_context import RequestContext
 from ..core.tensor import TensorSpec
-from ..routing.arm_selector import ArmSelector
+from ..routing.arm_selector import ArmName, ArmSelector
 from ..routing.request_fields import body_fields, infer_fields
 from ..routing.route import Route
-from .model_registry import LoadedModel, ModelRegistry, ModelVersion
+from ..telemetry.route_metrics import ArmMetrics
+from .model_registry import LoadedModel, ModelRegistry, ModelVersion, NotResident
 
 _SEQUENCE_IDLE = 1.0
 """Seconds after which a model forgets a sequence, by default: Triton's `max_sequence_idle_microseconds`."""
 
 _MAX_CONFIGS = 64
+_MAX_COUNTED = 64
+"""Arms whose counts are kept, those of earlier routes of the name included."""
 
 
 class ServedRoute:
@@ -34,37 +37,38 @@ class ServedRoute:
         self._selector = ArmSelector(route)
         # By model and version: the config as it was loaded, and with the route's name.
         self._configs: dict[tuple[str, str], tuple[ModelConfig, ModelConfig]] = {}
-        # By model, version, and how they ended.
-        self._ended: Counter[tuple[str, str, RequestEnd]] = Counter()
+        # By model and version.
+        self._counted: dict[tuple[str, str], ArmMetrics] = {}
         # By correlation id: model and version where it began, and when it is forgotten. In the order of their last use.
         self._sequences: dict[object, tuple[str, str, float]] = {}
 
     def follow(self, before: "ServedRoute") -> None:
         """Go on with the open sequences and the counts of the route as it was before."""
-        self._sequences, self._ended = before._sequences, before._ended
+        self._sequences, self._counted = before._sequences, before._counted
 
-    def choose(self, context: RequestContext) -> tuple[str, str] | None:
-        """The model and version of the arm that serves a request, which `find` finds; None if that depends on what was
-        not read yet, and `choose_for` tells."""
+    def choose(self, context: RequestContext) -> ArmName | None:
+        """The arm that serves a request, which `find` finds; None if that depends on what was not read yet, and
+        `choose_for` tells."""
         if not self._selector.reads_fields:
-            arm = self._selector.choose(context.headers, context.tenant)
-        elif context.body is not None:
-            arm = self._selector.choose(context.headers, context.tenant, body_fields(context.body))
-        else:
-            return None
-        return arm.model, str(arm.version or "")
+            return self._selector.choose(context.headers, context.tenant)
+        if context.body is not None:
+            return self._selector.choose(context.headers, context.tenant, body_fields(context.body))
+        return None
 
-    def choose_for(self, request: InferRequest, context: RequestContext) -> tuple[str, str]:
+    def choose_for(self, request: InferRequest, context: RequestContext) -> ArmName:
         """As `choose`, once the request was read."""
-        arm = self._selector.choose(context.headers, context.tenant, infer_fields(request))
-        return arm.model, str(arm.version or "")
+        return self._selector.choose(context.headers, context.tenant, infer_fields(request))
 
     def find_any(self, context: RequestContext) -> tuple[LoadedModel, ModelConfig]:
         """An arm for as long as it is not known which one serves: one in memory, if there is. Raises as `find`."""
-        arms = [pair for pair in zip(self.route.arms, self.versions(), strict=True) if pair[0].weight]
-        in_memory = (arm for arm, version in arms if version is not None and version.loaded is not None)
-        arm = next(in_memory, arms[0][0])
-        return self.find(arm.model, str(arm.version or ""), context)
+        first, *others = self._selector.weighted
+        try:
+            return self.find(*first, context)
+        except NotResident as missing:
+            for model, version in others:
+                with suppress(CharoniaError):
+                    return self.find(model, version, context)
+            raise missing
 
     def find_for_sequence(
         self, id_: object, end: bool, arm: tuple[str, str], context: RequestContext
@@ -118,14 +122,30 @@ class ServedRoute:
     def count(self, context: RequestContext) -> None:
         """Count a request that has ended."""
         if context.end is not None and context.model_found:
-            self._ended[context.model, context.version, context.end] += 1
+            arm = self._counted.get((context.model, context.version))
+            if arm is None:
+                arm = self._add_counts(context.model, context.version)
+            arm.count(context.end, context)
+
+    def _add_counts(self, model: str, version: str) -> ArmMetrics:
+        if len(self._counted) >= _MAX_COUNTED:
+            arms = {(arm.model, arm.version and str(arm.version)) for arm in self.route.arms}
+            gone = (each for each in self._counted if each not in arms and (each[0], 0) not in arms)
+            del self._counted[next(gone, next(iter(self._counted)))]
+        return self._counted.setdefault((model, version), ArmMetrics())
 
     def measurements(self) -> Iterator[Measurement]:
-        for (model, version, end), count in self._ended.items():
-            labels = {"route": self.name, "outcome": end.outcome.value, "reason": end.reason}
-            yield Measurement(
-                {"model": model, "version": version}, (Reading("charonia_route_requests_total", count, labels),)
-            )
+        for (model, version), arm in self._counted.items():
+            yield Measurement({"model": model, "version": version}, tuple(arm.readings(self.name)))
+
+    def statistics(self) -> list[ModelStatistics]:
+        """Of the requests for the route, by the arms that are served, in their order."""
+        arms = dict.fromkeys((config.name, config.version) for config in self.configs())
+        counted = {arm: self._counted.get(arm) or ArmMetrics() for arm in arms}
+        return [
+            ModelStatistics(self.name, version, arm.statistics(), f"{model}:{version}")
+            for (model, version), arm in counted.items()
+        ]
 
     def versions(self) -> Iterator[ModelVersion | None]:
         """Those that the arms stand for now; None for one that is not known."""

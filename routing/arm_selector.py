@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import log
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..core.request_context import Headers
 from .request_fields import FieldFinder, FieldPath, no_field
-from .route import Route, RouteArm, RouteRule
+from .route import Route, RouteArm, RouteRule, RouteTarget
 
 _Matcher: TypeAlias = Callable[[Headers, str, FieldFinder], bool]
 
@@ -56,21 +56,20 @@ class StickyHash:
     """
 
     def __init__(self, arms: Sequence[RouteArm]) -> None:
-        weighted = [(index, arm) for index, arm in enumerate(arms) if arm.weight]
-        self._arms = [(index, -1 / arm.weight, _hash(arm.label.encode())) for index, arm in weighted]
+        self._arms = []
+        for index, arm in enumerate(arms):
+            if arm.weight:
+                label = blake2b(arm.label.encode(), digest_size=8).digest()
+                self._arms.append((index, -1 / arm.weight, int.from_bytes(label)))
 
     def choose(self, key: bytes) -> int:
         """The index of the arm that has the key."""
-        hashed, best, least = _hash(key), 0, math.inf
+        hashed, best, least = int.from_bytes(blake2b(key, digest_size=8).digest()), 0, math.inf
         for index, scale, label in self._arms:
             cost = scale * log(((((hashed ^ label) * _GOLDEN) & _MASK) + 1) / _HASHES)
             if cost < least:
                 best, least = index, cost
         return best
-
-
-def _hash(text: bytes) -> int:
-    return int.from_bytes(blake2b(text, digest_size=8).digest())
 
 
 def header_value(headers: Headers, names: tuple[bytes, str]) -> bytes | None:
@@ -86,21 +85,33 @@ def header_names(name: str) -> tuple[bytes, str]:
     return name.lower().encode(), name.lower()
 
 
+class ArmName(NamedTuple):
+    """A model, and a version of it as text, empty for the latest."""
+
+    model: str
+    version: str
+
+    @classmethod
+    def of(cls, target: RouteTarget) -> "ArmName":
+        return cls(target.model, str(target.version or ""))
+
+
 class ArmSelector:
-    """Chooses the arms of one route, in the event loop. `reads_fields`: it asks for fields of the body."""
+    """Chooses the arms of one route, in the event loop. `reads_fields`: it asks for fields of the body; `weighted`: the
+    arms that have a weight."""
 
     def __init__(self, route: Route) -> None:
-        self._arms = route.arms
+        self._arms = [ArmName.of(arm) for arm in route.arms]
+        self.weighted = [ArmName.of(arm) for arm in route.arms if arm.weight]
         self._turns = WeightedTurns([arm.weight for arm in route.arms])
         self._hash = StickyHash(route.arms)
         self._sticky = route.sticky
         self._sticky_header = header_names(route.sticky.header) if route.sticky and route.sticky.header else None
         self._sticky_field = FieldPath.parse(route.sticky.field) if route.sticky and route.sticky.field else None
         self.reads_fields = self._sticky_field is not None or any(rule.field for rule in route.rules)
-        targets = {(arm.model, arm.version): arm for arm in route.arms}
-        self._rules = [(_matcher(rule), targets[rule.to.model, rule.to.version]) for rule in route.rules]
+        self._rules = [(_matcher(rule), ArmName.of(rule.to)) for rule in route.rules]
 
-    def choose(self, headers: Headers, tenant: str, fields: FieldFinder = no_field) -> RouteArm:
+    def choose(self, headers: Headers, tenant: str, fields: FieldFinder = no_field) -> ArmName:
         for matches, arm in self._rules:
             if matches(headers, tenant, fields):
                 return arm

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from ..core.metrics import DrafterTotals, Histogram, Reading, TimeInState
 from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds."""
+
 _STEP_SIZES = tuple(2**power for power in range(15))
 FIRST_RESPONSE_BOUNDS = (100, 500, 2000, 5000)
 """Triton's bounds, milliseconds."""
@@ -125,14 +127,14 @@ class LlmMetrics:
         self.unread = TimeInState()
         self.durations = RequestDurations()
         self._histograms: dict[str, Histogram] = {}
-        self.first_token = self._histogram("charonia_time_to_first_token_seconds", _SECONDS)
+        self.first_token = self._histogram("charonia_time_to_first_token_seconds", LATENCY_BOUNDS)
         self.first_response = self._histogram("nv_inference_first_response_histogram_ms", FIRST_RESPONSE_BOUNDS)
-        self.inter_token = self._histogram("charonia_inter_token_latency_seconds", _SECONDS[:11])
-        self.request = self._histogram("charonia_request_seconds", _SECONDS)
-        self.queue = self._histogram("charonia_queue_seconds", _SECONDS)
-        self.prefill = self._histogram("charonia_prefill_seconds", _SECONDS)
-        self.decode = self._histogram("charonia_decode_seconds", _SECONDS)
-        self.step = self._histogram("charonia_step_seconds", (0.0005, *_SECONDS[:10]))
+        self.inter_token = self._histogram("charonia_inter_token_latency_seconds", LATENCY_BOUNDS[:11])
+        self.request = self._histogram("charonia_request_seconds", LATENCY_BOUNDS)
+        self.queue = self._histogram("charonia_queue_seconds", LATENCY_BOUNDS)
+        self.prefill = self._histogram("charonia_prefill_seconds", LATENCY_BOUNDS)
+        self.decode = self._histogram("charonia_decode_seconds", LATENCY_BOUNDS)
+        self.step = self._histogram("charonia_step_seconds", (0.0005, *LATENCY_BOUNDS[:10]))
         self.step_tokens = self._histogram("charonia_step_tokens", _STEP_SIZES)
         self.step_sequences = self._histogram("charonia_step_sequences", _STEP_SIZES)
         self.prompt_length = self._histogram("vllm:request_prompt_tokens", _LENGTHS)

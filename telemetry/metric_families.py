@@ -99,6 +99,10 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_on_demand_waiting_requests", "gauge", "Requests that wait for a model to be loaded"),
     MetricFamily("charonia_load_wait_seconds_total", "counter", "Time of requests that waited for the model's load"),
     MetricFamily("charonia_route_requests_total", "counter", "Requests for the route that the version served"),
+    MetricFamily("charonia_route_request_seconds", "histogram", "Whole requests for the route that were answered"),
+    MetricFamily(
+        "charonia_route_time_to_first_token_seconds", "histogram", "Those for text, from arrival to first token"
+    ),
     MetricFamily("charonia_resource_limit", "gauge", "What there is of a resource of the rate limiter"),
     MetricFamily("charonia_resource_used", "gauge", "What instances that execute hold of it"),
     MetricFamily("charonia_resource_waiting", "gauge", "Instances that wait for it"),

@@ -94,7 +94,8 @@ class ControlEndpoints:
         stats = []
         for each in found:
             explained = {"explain": dict(each.statistics.explain)} if each.statistics.explain else {}
-            stats.append(model_stats_json(each) | explained)
+            arm = {"arm": each.arm} if each.arm else {}
+            stats.append(model_stats_json(each) | explained | arm)
         return json_response({"model_stats": stats})
 
     async def graph(self, request: Request) -> Response:

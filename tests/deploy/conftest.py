@@ -19,6 +19,7 @@ def served(
     classic = checkpoint.parent / "models" / "square"
     (classic / "1").mkdir(parents=True)
     (classic / "config.pbtxt").write_text('backend: "square"')
+    (classic.parent / "routes.yaml").write_text("routes: {chat: {arms: [{model: fake, weight: 1}]}}")
     adapter = sibling("adapters.py").write_adapter(checkpoint.parent / "lora", {"model.layers.0.mlp.up_proj": (8, 8)})
     serving = sibling("e2e/serving.py").serving
     flags = ("--executor", "fake", "--fake-vocab-size", "384", "--model-repository", str(classic.parent))
@@ -26,6 +27,7 @@ def served(
     with serving(tmp_path_factory.mktemp("s") / "t", str(checkpoint), *flags) as server:
         asked = {"input_ids": [1], "max_tokens": 2, "lora_name": "sql"}
         httpx.post(f"{server.url}/v2/models/fake/generate", json=asked, timeout=60).raise_for_status()
+        httpx.post(f"{server.url}/v2/models/chat/generate", json=asked, timeout=60).raise_for_status()
         yield server
 
 

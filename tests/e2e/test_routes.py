@@ -94,6 +94,12 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
         assert counted % ("1", 6) in scraped
         assert counted % ("2", 6) in scraped
 
+        statistics = client.get("/v2/models/numbers/stats").json()["model_stats"]
+        told = [(each["name"], each["arm"], each["inference_stats"]["success"]["count"]) for each in statistics]
+        assert told == [("numbers", "a:1", 6), ("numbers", "a:2", 6)]
+        assert 'charonia_route_request_seconds_count{model="a",route="numbers",version="1"} 6' in scraped
+        assert 'charonia_route_time_to_first_token_seconds_count{model="two",route="chat"' in scraped
+
         change_routes(client, infer)
 
         file.write_text(ROUTES.replace("WEIGHT", "-1"))

@@ -55,10 +55,25 @@ async def test_requests_are_divided_and_answered_by_the_name_of_the_route() -> N
     assert gateway.is_model_ready("r")
     assert gateway.model_config("r").name == "r"
     assert gateway.served_versions("r") == ("1", "2")
-    assert [each.version for each in gateway.model_statistics("r")] == ["1", "2"]
+    counted = gateway.model_statistics("r")
+    assert [(each.name, each.version, each.arm) for each in counted] == [("r", "1", "m:1"), ("r", "2", "m:2")]
+    assert [each.statistics.inference.success.count for each in counted] == [6, 2]
+    assert gateway.model_statistics("r", "2") == counted[1:]
     assert [each.name for each in gateway.model_configs()] == ["m", "r"]
     with pytest.raises(NotFound, match="'r' is a route, which has no versions"), gateway.open_request("t") as context:
         await gateway.acquire(context, "r", "1")
+
+
+async def test_counts_are_kept_of_arms_that_there_are_and_of_some_that_were() -> None:
+    gateway = gateway_with(Numbered("1"))
+    entry = gateway.registry.entries["m"]
+    for number in map(str, range(2, 80)):
+        entry.publish({**entry.loaded_versions, number: LoadedModel(model := Numbered(number), model.config)})
+        gateway.routes.replace({"r": Route((RouteArm("m", 1, 1), RouteArm("m", int(number), 1)))})
+        assert {await version_that_answers(gateway) for _ in range(2)} == {"1", number}
+    [first, last] = gateway.model_statistics("r")
+    assert (first.statistics.inference_count, last.statistics.inference_count) == (78, 1)
+    assert len([*gateway.routes.served["r"].measurements()]) == 64
 
 
 async def test_a_sequence_stays_where_it_began_also_when_the_route_changes() -> None:

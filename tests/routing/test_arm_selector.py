@@ -66,11 +66,11 @@ def test_a_rule_decides_before_the_sticky_key_and_that_before_the_weights() -> N
         RouteRule(to=to, tenant="acme"),
     )
     selector = ArmSelector(Route(arms(1, 0), StickyKey(header="X-User"), rules))
-    assert selector.choose([(b"x-beta", b"yes")], "").version == 2
-    assert selector.choose([(b"x-beta", b"no"), (b"x-user", b"u")], "").version == 1
-    assert selector.choose([("x-any", "")], "").version == 2
-    assert selector.choose([], "acme").version == 2
-    assert selector.choose([], "other").version == 1
+    assert selector.choose([(b"x-beta", b"yes")], "").version == "2"
+    assert selector.choose([(b"x-beta", b"no"), (b"x-user", b"u")], "").version == "1"
+    assert selector.choose([("x-any", "")], "").version == "2"
+    assert selector.choose([], "acme").version == "2"
+    assert selector.choose([], "other").version == "1"
 
 
 def test_a_key_stays_whichever_requests_come_between() -> None:
@@ -118,15 +118,15 @@ def test_rules_and_keys_go_by_fields() -> None:
     to = RouteTarget("m", 2)
     rules = RouteRule(to=to, field="tier", equals="gold"), RouteRule(to=to, field="beta")
     selector = ArmSelector(Route(arms(1, 0), StickyKey(field="user"), rules))
-    for body, version in (({"tier": "gold"}, 2), ({"tier": "iron"}, 1), ({"beta": False}, 2), ({}, 1)):
+    for body, version in (({"tier": "gold"}, "2"), ({"tier": "iron"}, "1"), ({"beta": False}, "2"), ({}, "1")):
         assert selector.choose((), "", body_fields(body)).version == version
     sticky = ArmSelector(Route(arms(1, 1), StickyKey(field="user")))
     keys = StickyHash(arms(1, 1))
     for user in ("a", "b", "c", "d"):
-        expected = 1 + keys.choose(user.encode())
+        expected = str(1 + keys.choose(user.encode()))
         assert {sticky.choose((), "", body_fields({"user": user})).version for _ in range(4)} == {expected}
     assert [sticky.choose((), "", body_fields({"user": "\ud800"})).version for _ in range(2)]
-    assert {sticky.choose((), "", body_fields({})).version for _ in range(2)} == {1, 2}
+    assert {sticky.choose((), "", body_fields({})).version for _ in range(2)} == {"1", "2"}
 
 
 @pytest.mark.parametrize("field", [".", "a.", ".a", "a..b"])
