@@ -1,5 +1,6 @@
 """A route of a repository, through the endpoints of a real server, and its file changed while it runs."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,12 +11,14 @@ import httpx
 import numpy as np
 import tritonclient.grpc as triton_grpc
 
+from charonia.bench.proofs.route_switches import SwitchedRoute, SwitchResult, run_switches
+from charonia.bench.server_process import ServerAddress
+
 from .models import FAKE, write_config, write_model
 from .tensors import given
 
 IDENTITY = """
 backend: "identity"
-version_policy { all {} }
 input { name: "A" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "B" data_type: TYPE_FP32 dims: [ 4 ] }
 """
@@ -102,6 +105,9 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
 
         change_routes(client, infer)
 
+        switched = asyncio.run(switch_routes(server))
+        assert switched.holds, switched
+
         file.write_text(ROUTES.replace("WEIGHT", "-1"))
         server.until(lambda: "the routes stay as they are" in server.said)
         assert "weight must be a finite number" in server.said
@@ -109,6 +115,14 @@ def test_a_route_is_served_like_a_model(serve: Callable[..., Any], tokenizer_onl
         deadline = time.monotonic() + 60
         while {infer() for _ in range(4)} != {"2"}:
             assert time.monotonic() < deadline
+
+
+async def switch_routes(server: Any) -> SwitchResult:
+    """The long proof, shortened."""
+    numbers = SwitchedRoute("numbers", ({"model": "a", "version": 1}, {"model": "a", "version": 2}))
+    chat = SwitchedRoute("chat", ({"model": "one"}, {"model": "two"}))
+    place = ServerAddress(*server.address, 0)
+    return await run_switches(place, 9, 2, numbers, chat)
 
 
 def change_routes(client: httpx.Client, infer: Callable[[], str]) -> None:
