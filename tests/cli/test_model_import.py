@@ -299,8 +299,6 @@ def test_a_saved_model_becomes_onnx(
     session: Any = pytest.importorskip("onnxruntime").InferenceSession(made)
     [answered] = session.run(["y"], {"x": np.array([[2, 0]], np.float32)})
     assert answered.tolist() == [[2, 4, 6]]
-    with pytest.raises(
-        InvalidArgument, match=r"tf2onnx does not know the operators StringJoin; as NAME"
-    ):
+    with pytest.raises(InvalidArgument, match=r"tf2onnx does not know the operators StringJoin; as NAME"):
         import_model(str(tmp_path / "texts"), repository, "", copied=False)
     assert [each.name for each in repository.iterdir()] == ["scaler"]
