@@ -18,13 +18,24 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 _ACCURACY = 0.01
-_BASE = math.log((1 + _ACCURACY) / (1 - _ACCURACY))
+_BUCKET = math.log((1 + _ACCURACY) / (1 - _ACCURACY))
 _WINDOW = 60.0
 """Seconds that quantiles look back, give or take one slice."""
 
 _SLICES = 6
 _LEAST = 1e-3
 """Lesser values count as this."""
+
+
+def log_bucket(value: float) -> int:
+    """The bucket of a value by its logarithm, in which values differ by a fiftieth at most (Masson, Rim and Lee,
+    DDSketch, VLDB 2019)."""
+    return math.ceil(math.log(max(value, _LEAST)) / _BUCKET)
+
+
+def log_bucket_value(bucket: int) -> float:
+    """The middle of all values of a bucket, which is right to a hundredth for each."""
+    return 2 * math.exp(bucket * _BUCKET) / (math.exp(_BUCKET) + 1)
 
 
 class Histogram:
@@ -89,8 +100,8 @@ class _TimeSlice(NamedTuple):
 class QuantileSummary:
     """Quantiles of the last minute's values: Prometheus's summary, in memory that does not grow with the traffic.
 
-    Values are counted by their logarithm, so a quantile is right to a hundredth of its value (Masson, Rim and Lee,
-    DDSketch, VLDB 2019). `count` and `sum` are of everything since the start; `quantiles` are from 0 to 1.
+    Values are counted by `log_bucket`, so a quantile is right to a hundredth of its value. `count` and `sum` are of
+    everything since the start; `quantiles` are from 0 to 1.
     """
 
     __slots__ = ("_clock", "_slices", "count", "quantiles", "sum")
@@ -106,7 +117,7 @@ class QuantileSummary:
         self.count += 1
         self.sum += value
         self._turn()
-        self._slices[-1].counts[math.ceil(math.log(max(value, _LEAST)) / _BASE)] += 1
+        self._slices[-1].counts[log_bucket(value)] += 1
 
     def values(self) -> list[float]:
         """Each quantile; NaN if nothing was observed in the last minute."""
@@ -117,8 +128,7 @@ class QuantileSummary:
         keys = sorted(counts)
         ranks = list(accumulate(counts[key] for key in keys))
         found = [keys[bisect_right(ranks, quantile * (ranks[-1] - 1))] for quantile in self.quantiles]
-        # The middle of all values that have this key.
-        return [2 * math.exp(key * _BASE) / (math.exp(_BASE) + 1) for key in found]
+        return [log_bucket_value(key) for key in found]
 
     def _turn(self) -> None:
         """Begin the current slice, and drop those that are too old."""

@@ -1,0 +1,236 @@
+"""A rollout's steps and guards, on a clock that tests turn: when it goes on, and when it goes back."""
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.request import FinishReason, SamplingParams
+from charonia.core.request_context import CANCELLED, DONE, Outcome, RequestContext, RequestEnd
+from charonia.routing.arm_samples import ArmSamples, LatencyCounts
+from charonia.routing.arm_selector import StickyHash
+from charonia.routing.guard import Latency
+from charonia.routing.rollout import Decision, RolloutPlan, RolloutWatch, alone, with_share
+from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
+
+TO = RouteTarget("m", 2)
+GUARDS = "error_rate < 1 %, p99 < 1.2x, ttft_p95 < 1.2x"
+TIGHT = "error_rate < 1 %, p99 < 1x, ttft_p95 < 1x, p50 < 1x"
+"""Bounds that a version which is as good as the others is right at."""
+
+TRIALS = 100
+BUCKET = math.log(1.01 / 0.99)
+
+
+class Version(NamedTuple):
+    """`fails`: a share of its requests; latencies are `times` what they usually are."""
+
+    fails: float = 0.0
+    times: float = 1.0
+
+
+class Trial:
+    """One rollout with requests by chance, on a clock that goes a second at a time."""
+
+    def __init__(self, seed: int, guard: str, every: float = 6, **plan: Any) -> None:
+        self.random = np.random.default_rng(seed)
+        self.plan = RolloutPlan(to=TO, guard=guard, every=every, **plan)
+        self.now, self.decisions = 0.0, list[Decision]()
+
+    def run(self, new: Version, others: Version, steps: int = 99) -> Decision:
+        """The last decision of the first `steps` steps."""
+        decision = Decision.WAIT
+        for step, percent in enumerate(self.plan.steps[:steps]):
+            watch = RolloutWatch(self.plan, step, self.now)
+            decision = self.run_step(watch, new, others, percent)
+            if decision is not Decision.GO_ON:
+                break
+        return decision
+
+    def run_step(self, watch: RolloutWatch, new: Version, others: Version, percent: float) -> Decision:
+        of_new = 50
+        for _ in range(1000):
+            self.now += 1
+            self.add(watch.new, new, of_new)
+            self.add(watch.others, others, min(round(of_new * (100 - percent) / percent), 1000))
+            decision = watch.decide(self.now).decision
+            if decision is not Decision.WAIT:
+                break
+        return decision
+
+    def add(self, samples: ArmSamples, version: Version, requests: int) -> None:
+        failed = int(self.random.binomial(requests, version.fails))
+        samples.ended += requests
+        samples.failed += failed
+        for counts in samples.latencies.values():
+            values = version.times * 50 * self.random.lognormal(0, 0.8, requests - failed)
+            # log_bucket, for all at once
+            buckets, numbers = np.unique(np.ceil(np.log(values) / BUCKET).astype(int), return_counts=True)
+            counts.counts.update(dict(zip(buckets.tolist(), numbers.tolist(), strict=True)))
+
+
+def decisions(guard: str, new: Version, others: Version, steps: int = 99) -> Counter[Decision]:
+    return Counter(Trial(seed, guard).run(new, others, steps) for seed in range(TRIALS))
+
+
+@pytest.mark.parametrize("others", [Version(), Version(fails=0.001)])
+def test_a_version_that_fails_five_of_a_hundred_goes_back_in_the_first_interval(others: Version) -> None:
+    found = Counter[Decision]()
+    for seed in range(TRIALS):
+        trial = Trial(seed, GUARDS)
+        watch = RolloutWatch(trial.plan, 0, 0)
+        decision = trial.run_step(watch, Version(fails=0.05), others, 1)
+        found[decision] += watch.repeats == 0
+    assert found[Decision.GO_BACK] >= 99
+
+
+@pytest.mark.parametrize(
+    ("guard", "both"),
+    [(GUARDS, Version()), (GUARDS, Version(fails=0.003)), (TIGHT, Version(fails=0.01))],
+)
+def test_equal_versions_seldom_go_back_in_a_whole_rollout(guard: str, both: Version) -> None:
+    found = decisions(guard, both, both)
+    assert found[Decision.GO_BACK] <= 5
+    assert found[Decision.GO_ON] >= 90
+
+
+def test_what_all_arms_do_is_waited_for_and_not_the_new_ones_fault() -> None:
+    trial = Trial(1, "error_rate < 1 %")
+    watch = RolloutWatch(trial.plan, 0, 0)
+    trial.run_step(watch, Version(fails=0.3), Version(fails=0.3), 1)
+    assert watch.repeats > 3
+    assert watch.decide(trial.now).decision is Decision.WAIT
+    assert "again, for error_rate < 1 %: " in watch.progress(trial.now)
+    # It is over: the version that still fails is found, and one that does not goes on.
+    assert trial.run_step(watch, Version(fails=0.3), Version(), 1) is Decision.GO_BACK
+
+
+@pytest.mark.parametrize("guard", ["p50 < 1.2x", "ttft_p95 < 1.2x", "itl_p90 < 1.2x", "p99 < 400ms"])
+def test_a_slow_version_goes_back_and_a_fast_one_on(guard: str) -> None:
+    assert Trial(1, guard).run(Version(times=3), Version()) is Decision.GO_BACK
+    assert Trial(1, guard).run(Version(times=0.5), Version()) is Decision.GO_ON
+
+
+def test_a_version_that_fails_always_goes_back_long_before_the_interval_ends() -> None:
+    trial = Trial(1, "error_rate < 1 %", every=3600)
+    assert trial.run(Version(fails=1), Version()) is Decision.GO_BACK
+    assert trial.now == 1
+
+
+def test_at_a_hundred_per_cent_bounds_are_judged_alone_and_ratios_not() -> None:
+    trial = Trial(1, GUARDS, steps=(50, 100))
+    assert trial.run_step(RolloutWatch(trial.plan, 1, 0), Version(times=9), Version(), 100) is Decision.GO_ON
+    watch = RolloutWatch(trial.plan, 1, trial.now)
+    assert trial.run_step(watch, Version(fails=0.1), Version(), 100) is Decision.GO_BACK
+
+
+def test_an_error_rate_beside_that_of_the_others() -> None:
+    assert Trial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.02)) is Decision.GO_BACK
+    assert Trial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.2)) is Decision.GO_ON
+
+
+def test_an_interval_lasts_its_time_and_its_requests() -> None:
+    plan = RolloutPlan(to=TO, every=60, min_requests=10, guard="error_rate < 1 %, p99 < 1.2x")
+    watch = RolloutWatch(plan, 0, 100.0)
+    assert watch.decide(1000.0).reason == "0 of 10 requests, 60 of 60 s"
+    watch.new.ended = watch.others.ended = 10
+    watch.new.latencies[Latency.REQUEST].observe(30)
+    assert watch.decide(159.0) == (Decision.WAIT, "10 of 10 requests, 59 of 60 s")
+    verdict = watch.decide(160.0)
+    assert verdict.decision is Decision.GO_ON
+    assert verdict.reason.startswith("error_rate < 1 %: 0 % (0 of 10), of the other arms 0 % (0 of 10); p99 < 1.2x: ")
+
+
+class Record:
+    """One sequence of a request."""
+
+    choice, prompt, cached, begun, opened = 0, 3, 0, None, 100.0
+    sampling, finish_reason = SamplingParams(), FinishReason.STOP
+
+    def __init__(self, first: float, last: float, generated: int) -> None:
+        self.submitted, self.first, self.last, self.generated = 100.0, first, last, generated
+        self.end = RequestEnd(Outcome.STOP)
+
+
+def ended(end: RequestEnd, version: str = "2", *records: Record) -> RequestContext:
+    context = RequestContext("test", model="m", version=version, arrived_at=100.0)
+    for record in records:
+        context.add_sequence(record)
+    context.end, context.ended_at = end, 100.5
+    return context
+
+
+def test_requests_count_for_the_arm_that_served_them_and_faults_of_clients_for_none() -> None:
+    watch = RolloutWatch(RolloutPlan(to=TO, guard="p50 < 1s, ttft_p50 < 1s, itl_p50 < 1s"), 0, 0)
+    refused, shed = (
+        RequestEnd(Outcome.REJECTED, "invalid_argument"),
+        RequestEnd(Outcome.REJECTED, "queue_full_requests"),
+    )
+    away, broken = RequestEnd(Outcome.REJECTED, "unavailable"), RequestEnd(Outcome.ERROR, "internal")
+    for end in (DONE, CANCELLED, refused, shed, away, broken, RequestEnd(Outcome.TIMEOUT)):
+        watch.observe(ended(end))
+    watch.observe(ended(DONE, "1"))
+    assert (watch.new.ended, watch.new.failed, watch.others.ended, watch.others.failed) == (4, 3, 1, 0)
+    watch.observe(ended(RequestEnd(Outcome.STOP), "1", Record(100.1, 100.3, 5)))
+    medians = {latency: counts.quantile(0.5) for latency, counts in watch.others.latencies.items()}
+    assert medians[Latency.FIRST_TOKEN] == pytest.approx(100, rel=0.01)
+    assert medians[Latency.NEXT_TOKEN] == pytest.approx(50, rel=0.01)
+    assert medians[Latency.REQUEST] == pytest.approx(500, rel=0.01)
+
+
+@given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=50), st.floats(0.01, 1))
+def test_quantiles_of_counted_latencies_are_right_to_a_hundredth(values: list[float], quantile: float) -> None:
+    counts = LatencyCounts()
+    for value in values:
+        counts.observe(value)
+    exact = sorted(values)[max(int(np.ceil(quantile * len(values))), 1) - 1]
+    assert counts.quantile(quantile) == pytest.approx(exact, rel=0.0101)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"to": {"model": "m"}}, "needs the number of a version"),
+        ({"steps": [5, 50]}, "the last of the steps must be 100"),
+        ({"steps": [5, 5, 100]}, "steps must rise from above 0 to 100, got 5,5,100"),
+        ({"steps": [0, 100]}, "steps must rise"),
+        ({"every": 0}, "every must be more than 0 seconds"),
+        ({"min_requests": 0}, "min_requests must be at least 1"),
+        ({"steps": [100], "guard": "p99 < 1.2x"}, "guard 'p99 < 1.2x' compares arms: it needs a step below 100"),
+        ({"guard": "p99 < 1"}, "guard 'p99 < 1': a latency's bound"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_what_is_wrong(plan: dict[str, Any], says: str) -> None:
+    given = {"to": {"model": "m", "version": 2}, **plan}
+    with pytest.raises((msgspec.ValidationError, InvalidArgument), match=says):
+        msgspec.convert(given, RolloutPlan)
+
+
+RULES = (RouteRule(to=RouteTarget("m", 3), header="x-old"),)
+
+
+def test_shares_of_the_other_arms_stay_in_proportion() -> None:
+    route = Route((RouteArm("m", 1, 60), RouteArm("m", 3, 20)), rules=RULES)
+    grown = with_share(route, TO, 20)
+    assert [(arm.version, arm.weight) for arm in grown.arms] == [(1, 60), (3, 20), (2, 20)]
+    assert with_share(grown, TO, 60).arms == (RouteArm("m", 1, 30), RouteArm("m", 3, 10), RouteArm("m", 2, 60))
+    assert with_share(grown, TO, 100).arms == (RouteArm("m", 1, 0), RouteArm("m", 3, 0), RouteArm("m", 2, 100))
+    assert alone(grown, TO) == Route((RouteArm("m", 3, 0), RouteArm("m", 2, 100)), rules=RULES)
+
+
+def test_keys_move_to_the_new_arm_alone() -> None:
+    route = Route((RouteArm("m", 1, 60), RouteArm("m", 3, 20)))
+    keys = [f"user-{number}".encode() for number in range(3000)]
+    before = [route.arms[StickyHash(route.arms).choose(key)].version for key in keys]
+    for percent in (1, 5, 25, 100):
+        arms = with_share(route, TO, percent).arms
+        after = [arms[StickyHash(arms).choose(key)].version for key in keys]
+        assert all(new in (old, 2) for old, new in zip(before, after, strict=True))
+        assert abs(after.count(2) / 30 - percent) < 2
+        before = after
