@@ -102,7 +102,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                 sys.setswitchinterval(_TURN_SECONDS)
                 servers.start_batches()
                 servers.print_addresses()
-                async with plan.selection.polling(watcher):
+                async with plan.selection.polling(watcher), gateway.rollouts.running():
                     await wait_for_first(stop.stop_requested.wait(), servers.ended())
                     await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
             return 0

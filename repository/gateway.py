@@ -28,6 +28,7 @@ from .model_control import ModelControl
 from .model_registry import InFlightCounter, LoadedModel, ModelRegistry, ModelVersion, NotResident
 from .on_demand import OnDemandLoader
 from .request_validation import validate_request
+from .rollout_control import RolloutControl
 from .route_control import RouteControl
 from .route_table import RouteTable, ServedRoute
 
@@ -242,7 +243,8 @@ class InProcessGateway:
 
     With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
     `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
-    mode explicit, `on_demand` where requests load models, `route_control` where there are repositories; `in_flight`
+    mode explicit, `on_demand` where requests load models, `route_control` and `rollouts` where there are
+    repositories; `in_flight`
     counts the requests that are being answered.
     """
 
@@ -260,6 +262,7 @@ class InProcessGateway:
         self.routes = RouteTable(self.registry)
         self.lifecycle = ModelLifecycle(self.registry, builder, self)
         self.route_control = RouteControl(self.routes, self.lifecycle, RepositoryCatalog())
+        self.rollouts = RolloutControl(self.route_control, self.routes, self.lifecycle, self.registry)
         self._adapters = AdapterControl(self.registry)
         self.model_control: ModelControl | None = None
         self.on_demand: OnDemandLoader | None = None
@@ -418,6 +421,7 @@ class InProcessGateway:
             yield self.on_demand.measure()
         for route in self.routes.served.values():
             yield from route.measurements()
+        yield from self.rollouts.measurements()
         for held in self._budget.measurements():
             entry = self.registry.get_or_add(held.labels["model"])
             yield held._replace(labels=entry.labels(held.labels["version"]))

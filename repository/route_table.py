@@ -16,6 +16,7 @@ from ..core.request_context import RequestContext
 from ..core.tensor import TensorSpec
 from ..routing.arm_selector import ArmName, ArmSelector
 from ..routing.request_fields import body_fields, infer_fields
+from ..routing.rollout import RolloutWatch
 from ..routing.route import Route
 from ..telemetry.route_metrics import ArmMetrics
 from .model_registry import LoadedModel, ModelRegistry, ModelVersion, NotResident
@@ -29,10 +30,11 @@ _MAX_COUNTED = 64
 
 
 class ServedRoute:
-    """One route, its counts, and the arms of its open sequences."""
+    """One route, its counts, and the arms of its open sequences. `watch`: of the rollout that it has."""
 
     def __init__(self, name: str, route: Route, registry: ModelRegistry) -> None:
         self.name, self.route = name, route
+        self.watch: RolloutWatch | None = None
         self._registry = registry
         self._selector = ArmSelector(route)
         # By model and version: the config as it was loaded, and with the route's name.
@@ -44,7 +46,7 @@ class ServedRoute:
 
     def follow(self, before: "ServedRoute") -> None:
         """Go on with the open sequences and the counts of the route as it was before."""
-        self._sequences, self._counted = before._sequences, before._counted
+        self._sequences, self._counted, self.watch = before._sequences, before._counted, before.watch
 
     def choose(self, context: RequestContext) -> ArmName | None:
         """The arm that serves a request, which `find` finds; None if that depends on what was not read yet, and
@@ -126,6 +128,8 @@ class ServedRoute:
             if arm is None:
                 arm = self._add_counts(context.model, context.version)
             arm.count(context.end, context)
+            if self.watch is not None:
+                self.watch.observe(context)
 
     def _add_counts(self, model: str, version: str) -> ArmMetrics:
         if len(self._counted) >= _MAX_COUNTED:

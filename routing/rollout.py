@@ -38,7 +38,7 @@ class Decision(StrEnum):
     GO_BACK = "go back"
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """A decision, and why, as a sentence with numbers."""
 
     decision: Decision
@@ -107,7 +107,7 @@ class RolloutWatch:
         is_new = context.model == to.model and context.version == str(to.version)
         (self.new if is_new else self.others).observe(context)
 
-    def decide(self, now: float) -> Verdict:
+    def decide(self, now: float) -> Judgement:
         """What to do now; to be asked every now and then."""
         plan, ended = self.plan, self.new.ended
         if ended >= plan.min_requests and now >= self.began + plan.every:
@@ -118,7 +118,7 @@ class RolloutWatch:
             early = self._judge(self._level * _EARLY, self._level * _EARLY)
             if early.decision is Decision.GO_BACK:
                 return early
-        return Verdict(Decision.WAIT, self.progress(now))
+        return Judgement(Decision.WAIT, self.progress(now))
 
     def progress(self, now: float) -> str:
         """What the interval still waits for."""
@@ -127,13 +127,13 @@ class RolloutWatch:
         said = f"{self.new.ended:,} of {plan.min_requests:,} requests, {seconds:.0f} of {plan.every:g} s"
         return f"{said}; again, for {self.doubt}" if self.doubt else said
 
-    def _end_interval(self, now: float) -> Verdict:
-        verdict = self._judge(self._level, _DOUBT)
-        if verdict.decision is Decision.WAIT:
+    def _end_interval(self, now: float) -> Judgement:
+        judgement = self._judge(self._level, _DOUBT)
+        if judgement.decision is Decision.WAIT:
             self.repeats += 1
-            self.doubt = verdict.reason
+            self.doubt = judgement.reason
             self._begin(now)
-        return verdict
+        return judgement
 
     @property
     def _level(self) -> float:
@@ -143,15 +143,17 @@ class RolloutWatch:
         part = 0.2 / (self.repeats * (self.repeats + 1)) if self.repeats else 0.8
         return part * _LEVEL / tests
 
-    def _judge(self, level: float, doubt: float) -> Verdict:
-        verdicts = [self._judge_guard(guard, level, doubt) for guard in self.guards]
+    def _judge(self, level: float, doubt: float) -> Judgement:
+        judgements = [self._judge_guard(guard, level, doubt) for guard in self.guards]
         for decision in (Decision.GO_BACK, Decision.WAIT):
-            found = [verdict.reason for verdict in verdicts if verdict.decision is decision]
+            found = [judgement.reason for judgement in judgements if judgement.decision is decision]
             if found:
-                return Verdict(decision, "; ".join(found))
-        return Verdict(Decision.GO_ON, "; ".join(verdict.reason for verdict in verdicts) or "there are no guards")
+                return Judgement(decision, "; ".join(found))
+        return Judgement(
+            Decision.GO_ON, "; ".join(judgement.reason for judgement in judgements) or "there are no guards"
+        )
 
-    def _judge_guard(self, guard: Guard, level: float, doubt: float) -> Verdict:
+    def _judge_guard(self, guard: Guard, level: float, doubt: float) -> Judgement:
         """The bound is tested alone, and the new arm against the others: what all arms do is not the new one's fault.
 
         A quantile of the others has as many of theirs above it as it says, so that the test against them is that of
@@ -164,14 +166,14 @@ class RolloutWatch:
             if guard.latency is None:
                 odds = guard.bound * found.new_of
                 beside = binomial_tail(found.new, found.new + found.others, odds / ((odds + found.others_of) or 1))
-            return Verdict(Decision.GO_BACK if beside <= level else Decision.GO_ON, reason)
+            return Judgement(Decision.GO_BACK if beside <= level else Decision.GO_ON, reason)
         alone = binomial_tail(found.new, found.new_of, guard.allowed)
         if alone <= doubt and beside <= level:
-            return Verdict(Decision.GO_BACK, reason)
+            return Judgement(Decision.GO_BACK, reason)
         others_hold = found.others <= guard.allowed * found.others_of
         if alone <= level and others_hold:
-            return Verdict(Decision.GO_BACK, reason)
-        return Verdict(Decision.WAIT if alone <= doubt else Decision.GO_ON, reason)
+            return Judgement(Decision.GO_BACK, reason)
+        return Judgement(Decision.WAIT if alone <= doubt else Decision.GO_ON, reason)
 
     def _crossings(self, guard: Guard) -> _Crossings:
         new, others = self.new, self.others
@@ -204,18 +206,40 @@ def _described(guard: Guard, samples: ArmSamples) -> str:
     return f"{counts.quantile(guard.quantile):,.4g} ms of {of:,}" if of else "no such time"
 
 
+def share_of(route: Route, to: RouteTarget) -> float:
+    """The per cent of the requests that an arm has by its weight, 0 for one that is not there."""
+    total = math.fsum(arm.weight for arm in route.arms)
+    return 100 * math.fsum(arm.weight for arm in route.arms if _is_arm(arm, to)) / total
+
+
 def with_share(route: Route, to: RouteTarget, percent: float) -> Route:
     """The route in which that arm has so many per cent of the requests; the others share the rest as they did."""
-    others = [arm for arm in route.arms if (arm.model, arm.version) != (to.model, to.version)]
+    others = [arm for arm in route.arms if not _is_arm(arm, to)]
     total = math.fsum(arm.weight for arm in others)
     factor = (100 - percent) / total if total else 0
     arms = [RouteArm(arm.model, arm.version, arm.weight * factor) for arm in others]
     return msgspec.structs.replace(route, arms=(*arms, RouteArm(to.model, to.version, percent)))
 
 
-def alone(route: Route, to: RouteTarget) -> Route:
+def with_all(route: Route, to: RouteTarget) -> Route:
     """The route whose requests all go to that arm: of the others those stay that a rule names."""
     route = with_share(route, to, 100)
     named = {(rule.to.model, rule.to.version) for rule in route.rules}
     kept = tuple(arm for arm in route.arms if arm.weight or (arm.model, arm.version) in named)
     return msgspec.structs.replace(route, arms=kept)
+
+
+def pinned(route: Route, model: str, latest: int) -> Route:
+    """The route with that number in place of "the latest version" of that model. Raises `ValueError` if an arm has it
+    already."""
+
+    def number(target: RouteTarget) -> int:
+        return latest if target.model == model and not target.version else target.version
+
+    arms = tuple(RouteArm(arm.model, number(arm), arm.weight) for arm in route.arms)
+    rules = tuple(msgspec.structs.replace(rule, to=RouteTarget(rule.to.model, number(rule.to))) for rule in route.rules)
+    return msgspec.structs.replace(route, arms=arms, rules=rules)
+
+
+def _is_arm(arm: RouteArm, target: RouteTarget) -> bool:
+    return (arm.model, arm.version) == (target.model, target.version)

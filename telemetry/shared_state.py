@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..core.gateway import ChangeableRoutes, Gateway
+from ..core.gateway import ChangeableRoutes, Gateway, Rollouts
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from .custom_metrics import CustomMetrics
 from .logging_setup import LogControl
@@ -29,3 +29,6 @@ class ServerGateway(Gateway, Protocol):
 
     @property
     def route_control(self) -> ChangeableRoutes: ...
+
+    @property
+    def rollouts(self) -> Rollouts: ...

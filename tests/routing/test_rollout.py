@@ -16,7 +16,7 @@ from charonia.core.request_context import CANCELLED, DONE, Outcome, RequestConte
 from charonia.routing.arm_samples import ArmSamples, LatencyCounts
 from charonia.routing.arm_selector import StickyHash
 from charonia.routing.guard import Latency
-from charonia.routing.rollout import Decision, RolloutPlan, RolloutWatch, alone, with_share
+from charonia.routing.rollout import Decision, RolloutPlan, RolloutWatch, with_all, with_share
 from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
 
 TO = RouteTarget("m", 2)
@@ -142,9 +142,9 @@ def test_an_interval_lasts_its_time_and_its_requests() -> None:
     watch.new.ended = watch.others.ended = 10
     watch.new.latencies[Latency.REQUEST].observe(30)
     assert watch.decide(159.0) == (Decision.WAIT, "10 of 10 requests, 59 of 60 s")
-    verdict = watch.decide(160.0)
-    assert verdict.decision is Decision.GO_ON
-    assert verdict.reason.startswith("error_rate < 1 %: 0 % (0 of 10), of the other arms 0 % (0 of 10); p99 < 1.2x: ")
+    judgement = watch.decide(160.0)
+    assert judgement.decision is Decision.GO_ON
+    assert judgement.reason.startswith("error_rate < 1 %: 0 % (0 of 10), of the other arms 0 % (0 of 10); p99 < 1.2x: ")
 
 
 class Record:
@@ -221,7 +221,7 @@ def test_shares_of_the_other_arms_stay_in_proportion() -> None:
     assert [(arm.version, arm.weight) for arm in grown.arms] == [(1, 60), (3, 20), (2, 20)]
     assert with_share(grown, TO, 60).arms == (RouteArm("m", 1, 30), RouteArm("m", 3, 10), RouteArm("m", 2, 60))
     assert with_share(grown, TO, 100).arms == (RouteArm("m", 1, 0), RouteArm("m", 3, 0), RouteArm("m", 2, 100))
-    assert alone(grown, TO) == Route((RouteArm("m", 3, 0), RouteArm("m", 2, 100)), rules=RULES)
+    assert with_all(grown, TO) == Route((RouteArm("m", 3, 0), RouteArm("m", 2, 100)), rules=RULES)
 
 
 def test_keys_move_to_the_new_arm_alone() -> None:

@@ -1,0 +1,331 @@
+"""The rollouts of routes: each goes on, or back, by itself, and on from where it was when the server starts again.
+
+A rollout changes its route through `RouteControl`, as requests do; whoever changes that route meanwhile ends it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from ..core.errors import CharoniaError, Conflict, Internal, InvalidArgument, NotFound, describe_validation_error
+from ..core.gateway import RolloutEntry, RolloutEvent, RolloutState
+from ..core.metrics import Measurement, Reading
+from ..routing.rollout import Decision, RolloutPlan, RolloutWatch, pinned, share_of, with_all, with_share
+from ..routing.route import Route
+from .lifecycle import ModelLifecycle
+from .model_registry import ModelRegistry
+from .route_control import RouteControl
+from .route_table import RouteTable
+from .state_directory import StateDirectory
+
+log = logging.getLogger(__name__)
+
+_STATE = "rollouts"
+_LOOKS_EVERY = 1.0
+"""Seconds."""
+
+_MAX_EVENTS = 64
+
+
+class RolloutRecord(msgspec.Struct, frozen=True):
+    """What is kept of a route's last rollout. `before`: the route that it goes back to."""
+
+    plan: RolloutPlan
+    before: Route
+    started_by: str
+    began_at: float
+    state: RolloutState = RolloutState.RUNNING
+    step: int = 0
+    reason: str = ""
+    ended_at: float | None = None
+    events: tuple[RolloutEvent, ...] = ()
+
+    @property
+    def route(self) -> Route | None:
+        """As the rollout leaves it now; None for as it is."""
+        if self.state is RolloutState.SUPERSEDED:
+            return None
+        if self.state is RolloutState.RUNNING:
+            return with_share(self.before, self.plan.to, self.plan.steps[self.step])
+        return with_all(self.before, self.plan.to) if self.state is RolloutState.FORWARD else self.before
+
+    def is_own(self, route: Route) -> bool:
+        """Whether the rollout made the route what it is, or found it so."""
+        shares = (with_share(self.before, self.plan.to, percent) for percent in self.plan.steps)
+        return route in (self.before, with_all(self.before, self.plan.to), *shares)
+
+    def after(self, text: str, **changes: Any) -> "RolloutRecord":
+        """With an event more, and what it changed."""
+        events = (*self.events, RolloutEvent(time.time(), text))[-_MAX_EVENTS:]
+        return msgspec.structs.replace(self, events=events, **changes)
+
+
+class RolloutRecords(msgspec.Struct, frozen=True):
+    """By the names of their routes."""
+
+    rollouts: dict[str, RolloutRecord] = {}
+
+
+class _RunningRollout:
+    """A rollout's watch in its step, the version that it gave its route, and what was decided and is not kept yet."""
+
+    def __init__(self, watch: RolloutWatch, version: int) -> None:
+        self.watch, self.version = watch, version
+        self.repeats = 0
+        self.due: RolloutRecord | None = None
+
+
+class RolloutControl:
+    """Starts rollouts, and turns them while `running`; lives in one event loop.
+
+    `state`: where they are kept; without it no route can be changed, and so there are none.
+    """
+
+    def __init__(
+        self,
+        routes: RouteControl,
+        table: RouteTable,
+        lifecycle: ModelLifecycle,
+        registry: ModelRegistry,
+        state: StateDirectory | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._routes, self._table, self._lifecycle, self._registry = routes, table, lifecycle, registry
+        self._state, self._clock = state, clock
+        kept = None if state is None else state.read(_STATE, RolloutRecords)
+        self._records = dict((kept or RolloutRecords()).rollouts)
+        self._running: dict[str, _RunningRollout] = {}
+        self._decided: Counter[tuple[str, str]] = Counter()
+        self._changing = asyncio.Lock()
+        self._error = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Take up what was going on when the server ended, and go on with it during the block. Models are loaded by
+        then: what they answer counts from here on."""
+        task = asyncio.create_task(self._run(), name="rollouts")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        while True:
+            await self.advance()
+            await asyncio.sleep(_LOOKS_EVERY)
+
+    async def advance(self) -> None:
+        """Look at each rollout, and do what is due. What cannot be kept on disk is tried again the next time."""
+        async with self._changing:
+            for name, record in list(self._records.items()):
+                if record.state is not RolloutState.RUNNING:
+                    continue
+                try:
+                    await self._advance(name, record)
+                    self._error = ""
+                except CharoniaError as error:
+                    if error.message != self._error:
+                        log.error("the rollout of route '%s' cannot go on: %s", name, error.message)
+                    self._error = error.message
+                except Exception:
+                    log.exception("the rollout of route '%s' cannot go on", name)
+
+    async def _advance(self, name: str, record: RolloutRecord) -> None:
+        running = self._running.get(name)
+        stranger = self._stranger(name, record, running)
+        if stranger:
+            text = f"{stranger}, which ends the rollout"
+            await self._apply(name, record.after(text, state=RolloutState.SUPERSEDED, reason=text))
+        elif running is None:
+            await self._apply(name, record.after(f"the server has started again: {_step(record)}"))
+        else:
+            running.due = running.due or self._decide(name, record, running)
+            if running.due is not None:
+                await self._apply(name, running.due)
+            elif running.watch.repeats > running.repeats:
+                self._decided[name, "again"] += 1
+                running.repeats = running.watch.repeats
+                await self._keep(name, record.after(f"again {_step(record)}: {running.watch.doubt}"))
+
+    def _stranger(self, name: str, record: RolloutRecord, running: _RunningRollout | None) -> str:
+        """Who else has changed the route; empty for nobody."""
+        try:
+            route, version = self._routes.route(name)
+        except NotFound as error:
+            return error.message
+        own = record.is_own(route) if running is None else running.version == version
+        return "" if own else f"route '{name}' was changed by {self._routes.entry(name).changed_by}"
+
+    def _decide(self, name: str, record: RolloutRecord, running: _RunningRollout) -> RolloutRecord | None:
+        """The record as it is to be from now on; None for no change."""
+        judgement, to = running.watch.decide(self._clock()), record.plan.to.label
+        decision, reason = judgement.decision, judgement.reason
+        if decision is Decision.WAIT:
+            return None
+        self._decided[name, "on" if decision is Decision.GO_ON else "back"] += 1
+        if decision is Decision.GO_BACK:
+            return record.after(f"back after {_step(record)}: {reason}", state=RolloutState.BACK, reason=reason)
+        if record.step + 1 == len(record.plan.steps):
+            return record.after(f"{to} serves alone: {reason}", state=RolloutState.FORWARD, reason=reason)
+        on = msgspec.structs.replace(record, step=record.step + 1)
+        return on.after(f"on to {_step(on)}: {reason}")
+
+    async def _apply(self, name: str, record: RolloutRecord, expect: int | None = None) -> None:
+        """Make the route what a record says, and keep that. May be done again, if it raises."""
+        route, running, version = record.route, self._running.get(name), 0
+        if route is not None:
+            version = await self._routes.put(name, route, f"the rollout to {record.plan.to.label}", expect)
+            if running is not None:
+                running.version = version
+        runs, watch = record.state is RolloutState.RUNNING, None
+        await self._keep(name, record if runs else msgspec.structs.replace(record, ended_at=time.time()))
+        self._running.pop(name, None)
+        if runs:
+            watch = RolloutWatch(record.plan, record.step, self._clock())
+            self._running[name] = _RunningRollout(watch, version)
+        if name in self._table.served:
+            self._table.served[name].watch = watch
+
+    async def _keep(self, name: str, record: RolloutRecord) -> None:
+        """Keep a record, and log its last event. Raises `Internal`."""
+        served = self._table.served
+        kept = {
+            each: other
+            for each, other in self._records.items()
+            if each in served or other.state is RolloutState.RUNNING
+        }
+        kept[name] = record
+        if self._state is not None:
+            await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))
+        self._records = kept
+        level = logging.WARNING if record.state in (RolloutState.BACK, RolloutState.SUPERSEDED) else logging.INFO
+        log.log(level, "rollout of route '%s' to %s: %s", name, record.plan.to.label, record.events[-1].text)
+
+    # For endpoints
+
+    def rollout(self, name: str) -> RolloutEntry:
+        """The last rollout of a route. Raises `NotFound` if there was none."""
+        record = self._records.get(name)
+        if record is None:
+            self._routes.route(name)
+            raise NotFound(f"route '{name}' has had no rollout", field="name")
+        running, plan = self._running.get(name), record.plan
+        return RolloutEntry(
+            name,
+            plan.to.label,
+            record.state,
+            record.step,
+            plan.steps,
+            "" if running is None else running.watch.progress(self._clock()),
+            record.reason,
+            msgspec.to_builtins(plan),
+            record.started_by,
+            record.began_at,
+            record.ended_at,
+            record.events,
+        )
+
+    async def start(self, name: str, document: Any, who: str) -> RolloutEntry:
+        """Begin a rollout of a route; see `core.gateway.Rollouts`."""
+        if not isinstance(document, dict):
+            raise InvalidArgument("the rollout must be an object", field="to")
+        await self._lifecycle.run_to_completion(self._start(name, document, who))
+        return self.rollout(name)
+
+    async def _start(self, name: str, document: Mapping[str, Any], who: str) -> None:
+        async with self._changing:
+            route, version = self._routes.route(name)
+            last = self._records.get(name)
+            if last is not None and last.state is RolloutState.RUNNING:
+                raise Conflict(f"route '{name}' has a rollout to {last.plan.to.label} already: abort it first")
+            plan = _plan(document, route)
+            record = RolloutRecord(plan, self._checked(name, route, plan), who, time.time())
+            begun = f"begun by {who}: {_step(record)}, every {plan.every:g} s, guard {plan.guard or 'none'}"
+            try:
+                await self._apply(name, record.after(begun), version)
+            except Internal:
+                await self._routes.put(name, route, who)
+                raise
+
+    async def abort(self, name: str, who: str) -> RolloutEntry:
+        """End the rollout that a route has, and go back; see `core.gateway.Rollouts`."""
+        await self._lifecycle.run_to_completion(self._abort(name, who))
+        return self.rollout(name)
+
+    async def _abort(self, name: str, who: str) -> None:
+        async with self._changing:
+            record = self._records.get(name)
+            if record is None or record.state is not RolloutState.RUNNING:
+                self.rollout(name)
+                raise Conflict(f"route '{name}' has no rollout that runs")
+            if self._stranger(name, record, self._running.get(name)):
+                raise Conflict(f"route '{name}' was changed since, which ends its rollout")
+            text = f"aborted by {who}"
+            await self._apply(name, record.after(text, state=RolloutState.ABORTED, reason=text))
+            self._decided[name, "abort"] += 1
+
+    def _checked(self, name: str, route: Route, plan: RolloutPlan) -> Route:
+        """The route to go back to. An arm that is "the latest" has the number that it is now: else the rollout's
+        version might be it."""
+        to, first = plan.to, plan.steps[0]
+        entry = self._registry.find(to.model)
+        version = None if entry is None else entry.find_version(str(to.version))
+        if entry is None or version is None or version.config is None:
+            served = ", ".join(entry.served_versions) if entry is not None else ""
+            there = f"those that are served are {served}" if served else "none is served"
+            raise NotFound(f"model '{to.model}' has no version {to.version} to go to: {there}", field="to")
+        latest = 0 if entry.latest is None else int(entry.latest.number)
+        try:
+            before = pinned(route, to.model, latest)
+        except ValueError as error:
+            raise InvalidArgument(f"route '{name}': {error}") from None
+        share = share_of(before, to)
+        if share >= first:
+            has = f"'{to.label}' has {share:g} % of route '{name}' already"
+            more = "there is nothing to roll out" if share >= 100 else f"the first step must be more, not {first:g} %"
+            raise InvalidArgument(f"{has}: {more}", field="steps")
+        return before
+
+    def measurements(self) -> Iterator[Measurement]:
+        """The share of the new arm of each rollout that runs, and what was decided."""
+        for name, record in self._records.items():
+            if record.state is RolloutState.RUNNING:
+                labels = {"model": record.plan.to.model, "version": str(record.plan.to.version)}
+                percent = record.plan.steps[record.step]
+                yield Measurement(labels, (Reading("charonia_rollout_share_ratio", percent / 100, {"route": name}),))
+        for (name, decision), count in self._decided.items():
+            labels = {"route": name, "decision": decision}
+            yield Measurement(labels, (Reading("charonia_rollout_decisions_total", count),))
+
+
+def _plan(document: Mapping[str, Any], route: Route) -> RolloutPlan:
+    """The plan of a client, whose `to` is MODEL:VERSION, or the version of the model that the route stands for. Raises
+    `InvalidArgument`."""
+    to = document.get("to")
+    model, _, number = to.rpartition(":") if isinstance(to, str) else ("", "", "")
+    if not (number.isascii() and number.isdigit() and len(number) < 19):
+        raise InvalidArgument(f"to must be 'VERSION' or 'MODEL:VERSION', got {str(to)[:256]!r}", field="to")
+    models = {arm.model for arm in route.arms if arm.weight}
+    if not model and len(models) > 1:
+        several = ", ".join(sorted(models))
+        raise InvalidArgument(f"the route stands for several models, {several}: say MODEL:{number}", field="to")
+    target = {"model": model or models.pop(), "version": int(number)}
+    try:
+        return msgspec.convert({**document, "to": target}, RolloutPlan)
+    except msgspec.ValidationError as error:
+        wrong = describe_validation_error(error)
+        place = f"{wrong.path} " if wrong.path else ""
+        raise InvalidArgument(f"the rollout: {place}{wrong}", field=wrong.path or "rollout") from None
+
+
+def _step(record: RolloutRecord) -> str:
+    steps = record.plan.steps
+    return f"step {record.step + 1} of {len(steps)}, {steps[record.step]:g} %"
