@@ -1,6 +1,8 @@
 """What commands that look at a server ask it by: a header of the command line, and one request over HTTP."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -24,15 +26,29 @@ def check_url(url: str) -> None:
         raise InvalidArgument(f"--url must be http://HOST:PORT, got '{url}'")
 
 
-def fetch(url: str, headers: Mapping[str, str], body: bytes | None = None) -> bytes:
-    """The body of the response. Raises `Unavailable` if the server does not answer, or refuses; the message has what it
-    said."""
+class ServerRefused(Unavailable):
+    """The server answered with an error; `reason` is its own words."""
+
+    def __init__(self, url: str, status: int, text: str) -> None:
+        super().__init__(f"{url}: {status} {text}")
+        self.status, self.reason = status, text
+        with suppress(ValueError, KeyError, TypeError):
+            self.reason = str(json.loads(text)["error"])
+
+
+def fetch(url: str, headers: Mapping[str, str], body: bytes | None = None, method: str | None = None) -> bytes:
+    """The body of the response. `method`: else POST with a body, and GET without.
+
+    Raises:
+        ServerRefused: the response is an error.
+        Unavailable: there is none.
+    """
     try:
-        with urlopen(Request(url, body, dict(headers)), timeout=_SECONDS) as answer:
+        with urlopen(Request(url, body, dict(headers), method=method), timeout=_SECONDS) as answer:
             whole: bytes = answer.read()
             return whole
     except HTTPError as error:
         with error:
-            raise Unavailable(f"{url}: {error.code} {error.read(1000).decode(errors='replace')}") from None
+            raise ServerRefused(url, error.code, error.read(1000).decode(errors="replace")) from None
     except (URLError, OSError, ValueError) as error:
         raise Unavailable(f"{url}: {error}") from None
