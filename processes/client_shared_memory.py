@@ -118,6 +118,13 @@ class SharedMemoryRegistry:
             raise Unsupported(message)
 
 
+def is_lent(array: object) -> bool:
+    """Whether an array, or a view of one, has its memory from a client's region."""
+    while (base := getattr(array, "base", None)) is not None:
+        array = base
+    return isinstance(array, memoryview) and isinstance(array.obj, mmap.mmap)
+
+
 def _map_region(region: SharedMemoryRegion) -> mmap.mmap:
     try:
         # The library takes the process down with it when a name cannot be encoded, or has a null character.

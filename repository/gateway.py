@@ -6,7 +6,7 @@ Knows nothing of protocols, and of models only the contract.
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 
 from ..core.adapter import Adapter
 from ..core.errors import InvalidArgument, ServerExiting, Unavailable
@@ -31,6 +31,8 @@ from .request_validation import validate_request
 from .rollout_control import RolloutControl
 from .route_control import RouteControl
 from .route_table import RouteTable, ServedRoute
+
+_Item = TypeVar("_Item", InferResponse, GenerateChunk)
 
 
 class LoadedModelHandle:
@@ -171,7 +173,16 @@ class RoutedModelHandle(LoadedModelHandle):
                 self._take_arm(request)
             except NotResident as missing:
                 return self._infer_when_loaded(request, missing)
-        return super().infer(request)
+        return self._shadowed(request, super().infer(request))
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        return self._shadowed(request, super().generate(request))
+
+    def _shadowed(
+        self, request: InferRequest | GenerateRequest, responses: ResponseStream[_Item]
+    ) -> ResponseStream[_Item]:
+        shadow = self._route.shadow
+        return responses if shadow is None else shadow.follow(request, self._context, responses)
 
     def _take_arm(self, request: InferRequest) -> None:
         """Hold the arm that serves this request. Raises as `ServedRoute.find`; it may then be called again."""
@@ -422,6 +433,7 @@ class InProcessGateway:
         for route in self.routes.served.values():
             yield from route.measurements()
         yield from self.rollouts.measurements()
+        yield from self.routes.copies.measurements()
         for held in self._budget.measurements():
             entry = self.registry.get_or_add(held.labels["model"])
             yield held._replace(labels=entry.labels(held.labels["version"]))
@@ -430,3 +442,4 @@ class InProcessGateway:
         """Refuse new requests from here on, and cancel the loads and unloads that clients wait for."""
         self._exiting = True
         self.lifecycle.cancel_client_changes()
+        self.routes.copies.close()

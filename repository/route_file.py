@@ -36,14 +36,17 @@ def read_route_file(file: Path, place: str) -> dict[str, Route]:
 
 
 def check_route(name: str, route: Route, routes: Container[str], models: Container[str]) -> None:
-    """Raises `InvalidArgument` for a name that a model has, or that is none, and for arms that are no models."""
+    """Raises `InvalidArgument` for a name that a model has, or that is none, and for arms or a shadow that
+    are no models."""
     if not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
         message = f"a route's name must be 1 to {_MAX_NAME_LENGTH} printable characters, got {name[:64]!r}"
         raise InvalidArgument(message, field="name")
     if name in models:
         raise InvalidArgument(f"route '{name}': a model has that name", field="name")
-    for arm in route.arms:
-        if arm.model == name or arm.model in routes:
-            raise InvalidArgument(f"route '{name}': its arm '{arm.label}' is a route", field="arms")
-        if arm.model not in models:
-            raise InvalidArgument(f"route '{name}': no model repository has a model '{arm.model}'", field="arms")
+    shadow = [] if route.shadow is None else [("shadow", route.shadow)]
+    for kind, target in (*(("arms", arm) for arm in route.arms), *shadow):
+        what = f"its {kind.removesuffix('s')} '{target.label}'"
+        if target.model == name or target.model in routes:
+            raise InvalidArgument(f"route '{name}': {what} is a route", field=kind)
+        if target.model not in models:
+            raise InvalidArgument(f"route '{name}': no model repository has a model '{target.model}'", field=kind)

@@ -20,6 +20,7 @@ from ..routing.rollout import RolloutWatch
 from ..routing.route import Route
 from ..telemetry.route_metrics import ArmMetrics
 from .model_registry import LoadedModel, ModelRegistry, ModelVersion, NotResident
+from .shadow import Shadow, ShadowTraffic
 
 _SEQUENCE_IDLE = 1.0
 """Seconds after which a model forgets a sequence, by default: Triton's `max_sequence_idle_microseconds`."""
@@ -30,11 +31,15 @@ _MAX_COUNTED = 64
 
 
 class ServedRoute:
-    """One route, its counts, and the arms of its open sequences. `watch`: of the rollout that it has."""
+    """One route, its counts, and the arms of its open sequences. `watch`: of the rollout that it has; `shadow`: who
+    gets copies."""
 
-    def __init__(self, name: str, route: Route, registry: ModelRegistry) -> None:
+    def __init__(self, name: str, route: Route, registry: ModelRegistry, copies: ShadowTraffic | None = None) -> None:
         self.name, self.route = name, route
         self.watch: RolloutWatch | None = None
+        self.shadow: Shadow | None = None
+        if route.shadow is not None and copies is not None:
+            self.shadow = Shadow(name, route.shadow, registry, copies)
         self._registry = registry
         self._selector = ArmSelector(route)
         # By model and version: the config as it was loaded, and with the route's name.
@@ -186,11 +191,12 @@ class ServedRoute:
 
 
 class RouteTable:
-    """The routes by name."""
+    """The routes by name. `copies`: those that their shadows get."""
 
     def __init__(self, registry: ModelRegistry) -> None:
         self.served: dict[str, ServedRoute] = {}
         self.registry = registry
+        self.copies = ShadowTraffic()
 
     def replace(self, routes: Mapping[str, Route]) -> list[str]:
         """Serve these routes and no others from now on; one that is as before keeps its counts and sequences. Returns
@@ -198,7 +204,7 @@ class RouteTable:
         before = self.served
         same = {name for name in routes.keys() & before.keys() if before[name].route == routes[name]}
         self.served = {
-            name: before[name] if name in same else ServedRoute(name, route, self.registry)
+            name: before[name] if name in same else ServedRoute(name, route, self.registry, self.copies)
             for name, route in routes.items()
         }
         for name in before.keys() & routes.keys() - same:

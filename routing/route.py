@@ -1,6 +1,7 @@
 """What a route says: its arms with their weights, what keeps a client on one arm, and rules that name an arm."""
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -80,13 +81,36 @@ class RouteRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return f"{what}{'' if self.equals is None else f' {self.equals}'} to {self.to.label}"
 
 
+class RouteShadow(RouteTarget, frozen=True, forbid_unknown_fields=True):
+    """A model that gets copies of a share of the requests, above 0 and up to 1, and whose answers nobody gets.
+
+    `compare`: what must be as in the arm's answer, the tokens of a text or tensors, floating ones within `tolerance` of
+    their value or of 1; empty for nothing. `also`: what else is copied, or copied to.
+    """
+
+    share: float = 1.0
+    compare: Literal["", "tokens", "tensors"] = ""
+    tolerance: float = 0.0
+    also: frozenset[Literal["sequences", "shared_memory", "python", "pipelines"]] = frozenset()
+
+    def __post_init__(self) -> None:
+        RouteTarget.__post_init__(self)
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+        if not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"tolerance must be a finite number of at least 0, got {self.tolerance}")
+        if self.tolerance and self.compare != "tensors":
+            raise ValueError("tolerance is for compare: tensors")
+
+
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The requests for one name, divided among `arms`. The first of `rules` that holds decides; then `sticky`, for
-    requests that have such a key; then weights alone."""
+    requests that have such a key; then weights alone. `shadow` gets copies."""
 
     arms: tuple[RouteArm, ...]
     sticky: StickyKey | None = None
     rules: tuple[RouteRule, ...] = ()
+    shadow: RouteShadow | None = None
 
     def __post_init__(self) -> None:
         for what, given, most in (("arms", self.arms, _MAX_ARMS), ("rules", self.rules, _MAX_RULES)):
@@ -106,4 +130,5 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The route in a line of a log."""
         arms = ", ".join(f"{arm.label} {arm.weight:g}" for arm in self.arms)
         sticky = "" if self.sticky is None else f"; sticky by {self.sticky}"
-        return arms + sticky + "".join(f"; {rule}" for rule in self.rules)
+        shadow = "" if self.shadow is None else f"; shadow {self.shadow.label} {self.shadow.share:g}"
+        return arms + sticky + "".join(f"; {rule}" for rule in self.rules) + shadow
