@@ -6,7 +6,7 @@ A rollout changes its route through `RouteControl`, as requests do; whoever chan
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -102,7 +102,9 @@ class RolloutControl:
         self._records = dict((kept or RolloutRecords()).rollouts)
         self._running: dict[str, _RunningRollout] = {}
         self._decided: Counter[tuple[str, str]] = Counter()
-        self._changing = asyncio.Lock()
+        # A rollout that begins may have to load a model for minutes: it holds up no other.
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._keeping = asyncio.Lock()
         self._error = ""
 
     @asynccontextmanager
@@ -124,12 +126,12 @@ class RolloutControl:
 
     async def advance(self) -> None:
         """Look at each rollout, and do what is due. What cannot be kept on disk is tried again the next time."""
-        async with self._changing:
-            for name, record in list(self._records.items()):
-                if record.state is not RolloutState.RUNNING:
-                    continue
+        for name in [name for name, record in self._records.items() if record.state is RolloutState.RUNNING]:
+            if self._changing[name].locked():
+                continue
+            async with self._changing[name]:
                 try:
-                    await self._advance(name, record)
+                    await self._advance(name, self._records[name])
                     self._error = ""
                 except CharoniaError as error:
                     if error.message != self._error:
@@ -197,15 +199,16 @@ class RolloutControl:
     async def _keep(self, name: str, record: RolloutRecord) -> None:
         """Keep a record, and log its last event. Raises `Internal`."""
         served = self._table.served
-        kept = {
-            each: other
-            for each, other in self._records.items()
-            if each in served or other.state is RolloutState.RUNNING
-        }
-        kept[name] = record
-        if self._state is not None:
-            await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))
-        self._records = kept
+        async with self._keeping:
+            kept = {
+                each: other
+                for each, other in self._records.items()
+                if each in served or other.state is RolloutState.RUNNING
+            }
+            kept[name] = record
+            if self._state is not None:
+                await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))
+            self._records = kept
         level = logging.WARNING if record.state in (RolloutState.BACK, RolloutState.SUPERSEDED) else logging.INFO
         log.log(level, "rollout of route '%s' to %s: %s", name, record.plan.to.label, record.events[-1].text)
 
@@ -241,8 +244,8 @@ class RolloutControl:
         return self.rollout(name)
 
     async def _start(self, name: str, document: Mapping[str, Any], who: str) -> None:
-        async with self._changing:
-            route, version = self._routes.route(name)
+        route, version = self._routes.route(name)
+        async with self._changing[name]:
             last = self._records.get(name)
             if last is not None and last.state is RolloutState.RUNNING:
                 raise Conflict(f"route '{name}' has a rollout to {last.plan.to.label} already: abort it first")
@@ -261,10 +264,10 @@ class RolloutControl:
         return self.rollout(name)
 
     async def _abort(self, name: str, who: str) -> None:
-        async with self._changing:
-            record = self._records.get(name)
-            if record is None or record.state is not RolloutState.RUNNING:
-                self.rollout(name)
+        self.rollout(name)
+        async with self._changing[name]:
+            record = self._records[name]
+            if record.state is not RolloutState.RUNNING:
                 raise Conflict(f"route '{name}' has no rollout that runs")
             if self._stranger(name, record, self._running.get(name)):
                 raise Conflict(f"route '{name}' was changed since, which ends its rollout")
