@@ -117,7 +117,7 @@ class RepositoryCatalog:
 
     def servable_names(self, *routes: Route) -> frozenset[str]:
         """The names of models that arms of `routes` may have: of a bucket that is away any, for it may have them."""
-        away = {arm.model for route in routes for arm in route.arms} if self.unknown else ()
+        away = {target.model for route in routes for target in route.targets} if self.unknown else ()
         return frozenset({*self.model_names(), *(self._single.aliases if self._single else ()), *away})
 
     def stamps(self, name: str) -> Hashable:

@@ -280,11 +280,8 @@ class RolloutControl:
         version might be it."""
         to, first = plan.to, plan.steps[0]
         entry = self._registry.find(to.model)
-        version = None if entry is None else entry.find_version(str(to.version))
-        if entry is None or version is None or version.config is None:
-            served = ", ".join(entry.served_versions) if entry is not None else ""
-            there = f"those that are served are {served}" if served else "none is served"
-            raise NotFound(f"model '{to.model}' has no version {to.version} to go to: {there}", field="to")
+        if entry is None or not entry.served_versions:
+            raise NotFound(f"no version of model '{to.model}' is served, which '{to.label}' is to be of", field="to")
         latest = 0 if entry.latest is None else int(entry.latest.number)
         try:
             before = pinned(route, to.model, latest)

@@ -213,8 +213,15 @@ class RouteTable:
         return sorted((routes.keys() | before.keys()) - same)
 
     def difference(self, name: str, route: Route) -> str:
-        """What keeps a route from being served by that name: see `ServedRoute.difference`."""
-        return ServedRoute(name, route, self.registry).difference()
+        """What keeps a route from being served by that name: see `ServedRoute.difference`; or its shadow from being
+        asked what arms are."""
+        served = ServedRoute(name, route, self.registry)
+        configs, shadow = served.configs(), route.shadow
+        entry = None if shadow is None else self.registry.find(shadow.model)
+        version = None if entry is None or shadow is None else entry.find_version(str(shadow.version or ""))
+        if configs and version is not None and version.config is not None:
+            return served.difference() or describe_difference(configs[0], version.config)
+        return served.difference()
 
     def open_versions(self, model: str) -> frozenset[str]:
         """The versions of a model where sequences of a route go on. Of any thread."""

@@ -34,8 +34,8 @@ class RoutedVersions:
 
     def _named(self, model: str) -> frozenset[int]:
         routes = (*self._coming, *(served.route for served in self._table.served.values()))
-        arms = (arm for route in routes for arm in route.arms)
-        return frozenset(arm.version for arm in arms if arm.model == model and arm.version)
+        targets = (target for route in routes for target in route.targets)
+        return frozenset(target.version for target in targets if target.model == model and target.version)
 
     @contextmanager
     def coming(self, routes: Iterable[Route]) -> Iterator[None]:
@@ -52,13 +52,13 @@ class RoutedVersions:
 
     def missing(self, route: Route) -> dict[str, list[str]]:
         """The versions that a route names and that are not served, by models of which others are."""
-        found: dict[str, list[str]] = {}
-        for arm in route.arms:
-            entry = self._registry.find(arm.model)
+        found: dict[str, dict[str, None]] = {}
+        for target in route.targets:
+            entry = self._registry.find(target.model)
             served = [] if entry is None else entry.served_versions
-            if arm.version and served and str(arm.version) not in served:
-                found.setdefault(arm.model, []).append(str(arm.version))
-        return found
+            if target.version and served and str(target.version) not in served:
+                found.setdefault(target.model, {})[str(target.version)] = None
+        return {model: list(numbers) for model, numbers in found.items()}
 
     async def provide(self, route: Route) -> None:
         """Load the versions that a route names, of models that are served; the others of them stay as they are.
@@ -85,7 +85,7 @@ class RoutedVersions:
 
     def release_later(self, route: Route) -> None:
         """Unload what a route named that is served no more, and no other names, once its sequences have ended."""
-        for model in {arm.model for arm in route.arms if arm.version}:
+        for model in {target.model for target in route.targets if target.version}:
             task = asyncio.create_task(self._release(model))
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)

@@ -126,6 +126,11 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if (rule.to.model, rule.to.version) not in targets:
                 raise ValueError(f"a rule names '{rule.to.label}', which is no arm: give it one of weight 0")
 
+    @property
+    def targets(self) -> tuple[RouteTarget, ...]:
+        """All that it names."""
+        return self.arms if self.shadow is None else (*self.arms, self.shadow)
+
     def __str__(self) -> str:
         """The route in a line of a log."""
         arms = ", ".join(f"{arm.label} {arm.weight:g}" for arm in self.arms)

@@ -25,6 +25,12 @@ from ..waiting import until
 from .test_routes import Numbered, gateway_with, version_that_answers
 
 PLAN: dict[str, Any] = {"to": "2", "steps": [10, 50, 100], "every": 60, "min_requests": 5, "guard": "error_rate < 1 %"}
+CONFIG = """
+backend: "identity"
+version_policy { all {} }
+input { name: "A" data_type: TYPE_INT32 dims: -1 }
+output { name: "A" data_type: TYPE_INT32 dims: -1 }
+"""
 OLD = Route((RouteArm("m", 1, 1),))
 
 
@@ -45,7 +51,9 @@ class Server:
 
     def __init__(self, root: Path) -> None:
         self.root, self.now = root, 1000.0
-        (root / "models" / "m").mkdir(parents=True)
+        for version in "12":
+            (root / "models" / "m" / version).mkdir(parents=True)
+        (root / "models" / "m" / "config.pbtxt").write_text(CONFIG)
         self.state: StateDirectory | None = None
         self.restart()
 
@@ -217,8 +225,8 @@ async def test_an_arm_that_is_the_latest_version_gets_its_number(server: Server)
 @pytest.mark.parametrize(
     ("plan", "kind", "says"),
     [
-        ({"to": "3"}, NotFound, "model 'm' has no version 3 to go to: those that are served are 1, 2"),
-        ({"to": "x:1"}, NotFound, "model 'x' has no version 1 to go to: none is served"),
+        ({"to": "3"}, InvalidArgument, "model 'm' has no version 3"),
+        ({"to": "x:1"}, NotFound, "no version of model 'x' is served, which 'x:1' is to be of"),
         ({"to": 2}, InvalidArgument, "to must be 'VERSION' or 'MODEL:VERSION', got '2'"),
         ({"to": "m:"}, InvalidArgument, "to must be"),
         ({"to": "0"}, InvalidArgument, "needs the number of a version"),

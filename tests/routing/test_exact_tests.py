@@ -14,7 +14,7 @@ from charonia.routing.exact_tests import binomial_tail, hypergeometric_tail
 def test_the_binomial_tail_is_exact_above_the_mean(trials: int, data: st.DataObject, share: Fraction) -> None:
     successes = data.draw(st.integers(0, trials))
     chances = [comb(trials, n) * share**n * (1 - share) ** (trials - n) for n in range(successes, trials + 1)]
-    exact = 1.0 if successes <= trials * share else float(sum(chances))
+    exact = 1.0 if successes <= trials * float(share) else float(sum(chances))
     assert binomial_tail(successes, trials, float(share)) == pytest.approx(exact, rel=1e-9)
 
 
