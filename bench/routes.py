@@ -1,6 +1,6 @@
 """What a route costs: `python -m charonia.bench.routes`.
 
-A request is opened, its model is looked up and asked, and the request is closed, which lets it go, as endpoints do:
+A request is opened, its model is looked up and asked, and the request is closed, which counts it, as endpoints do:
 for a model, and for routes over two versions of it. What a route takes is the difference; the kinds take turns. Fields
 are known before the lookup, as of OpenAI's bodies, or with the request, as in v2.
 """
@@ -21,7 +21,8 @@ from ..core.request_context import RequestContext
 from ..core.tensor import Tensor, TensorSpec
 from ..repository.gateway import InProcessGateway
 from ..repository.model_registry import LoadedModel
-from ..routing.route import Route, RouteArm, RouteRule, RouteTarget, StickyKey
+from ..routing.rollout import RolloutPlan, RolloutWatch
+from ..routing.route import Route, RouteArm, RouteRule, RouteShadow, RouteTarget, StickyKey
 from .command import Count, run_command
 
 _TENSORS = (TensorSpec("A", "FP32", (-1,)),)
@@ -30,6 +31,10 @@ _PARAMETERS = {"user": "somebody", "metadata.tier": "gold"}
 _BODY = {"model": "m", "user": "somebody", "metadata": {"tier": "gold"}}
 _HEADERS = ((b"host", b"localhost"), (b"x-user", b"somebody"), (b"x-beta", b"yes"))
 _PLAIN = "m"
+_RARELY = 1e-9
+"""What is told is what a request costs that is not copied."""
+
+_ROLLOUT = "weights, in a rollout"
 
 app = App(name="python -m charonia.bench.routes", help=__doc__)
 
@@ -54,12 +59,16 @@ def routed_gateway() -> tuple[InProcessGateway, Mapping[str, str]]:
     to = RouteTarget(_PLAIN, 2)
     routes = {
         "weights": Route(arms),
+        _ROLLOUT: Route(arms),
+        "weights, and a shadow": Route(arms, shadow=RouteShadow(_PLAIN, 1, share=_RARELY)),
         "sticky by a header": Route(arms, StickyKey(header="x-user")),
         "a rule on a header": Route(arms, rules=(RouteRule(to=to, header="x-beta", equals="yes"),)),
         "sticky by a field": Route(arms, StickyKey(field="user")),
         "a rule on a field": Route(arms, rules=(RouteRule(to=to, field="metadata.tier", equals="gold"),)),
     }
     gateway.routes.replace(routes)
+    plan = RolloutPlan(to=to, guard="error_rate < 1 %, p99 < 1.2x")
+    gateway.routes.served[_ROLLOUT].watch = RolloutWatch(plan, 0, 0.0)
     return gateway, {_PLAIN: "a model", **{name: f"a route: {name}" for name in routes}}
 
 
@@ -70,6 +79,7 @@ async def request_microseconds(gateway: InProcessGateway, name: str, requests: i
         with gateway.open_request("bench", _HEADERS) as context:
             context.body = _BODY if body else None
             (await gateway.acquire(context, name)).infer(asked)
+            context.finish()
     return (process_time_ns() - began) / requests / 1e3
 
 

@@ -22,12 +22,19 @@ from numpy.typing import NDArray
 from ..core.errors import InvalidArgument, NotFound, QueueFull
 from ..core.gateway import ResponseStream
 from ..core.metrics import Histogram, Measurement, Reading
-from ..core.request import Conversation, GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt
-from ..core.request_context import Outcome, RequestContext
+from ..core.request import (
+    Conversation,
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    ParameterValue,
+    Prompt,
+)
+from ..core.request_context import RequestContext
 from ..core.tensor import Tensor
 from ..processes.client_shared_memory import is_lent
-from ..routing.arm_samples import is_failure
-from ..routing.arm_selector import WeightedTurns
+from ..routing.arm_samples import is_answer, is_failure
 from ..routing.route import RouteShadow
 from .backend_registry import COMPOSITIONS
 from .model_registry import LoadedModel, ModelRegistry, NotResident
@@ -188,7 +195,7 @@ class Shadow:
     def __init__(self, route: str, shadow: RouteShadow, registry: ModelRegistry, traffic: ShadowTraffic) -> None:
         self._shadow, self._registry, self._traffic = shadow, registry, traffic
         self._key = ShadowKey(route, shadow.model, str(shadow.version or ""))
-        self._turns = WeightedTurns([1 - shadow.share, shadow.share])
+        self._due = 0.0
 
     def follow(self, request: Call, context: RequestContext, responses: ResponseStream[Item]) -> ResponseStream[Item]:
         """The arm's responses as they are. If it is the request's turn, it is copied, and the copy asked when `context`
@@ -207,20 +214,26 @@ class Shadow:
         return cast("ResponseStream[Item]", _recorded(responses, copy)) if copy.compared else responses
 
     def _is_turn(self, request: Call) -> bool:
-        also, parameters = self._shadow.also, {}
-        if isinstance(request, GenerateRequest):
-            if request.choice or request.lora_task is not None:  # of several answers the first
-                return False
-        else:
-            parameters = dict(request.parameters)
-            if "shared_memory" not in also and any(is_lent(each.data) for each in request.inputs.values()):
-                return False
-        sequence = parameters.get("sequence_id")
-        if not sequence:
-            return self._turns.choose() == 1
-        if "sequences" not in also:
+        if isinstance(request, GenerateRequest):  # of several answers the first
+            return not request.choice and request.lora_task is None and self._takes_turn()
+        if sequence := request.parameters.get("sequence_id"):
+            return "sequences" in self._shadow.also and self._has_sequence(sequence)
+        return self._takes_turn(request)
+
+    def _takes_turn(self, request: InferRequest | None = None) -> bool:
+        """Counted, as the weights of arms. A turn that does not suit is the next request's."""
+        self._due += self._shadow.share
+        if self._due < 1 - 1e-9:
             return False
-        hashed = int.from_bytes(blake2b(str(sequence).encode(errors="surrogatepass"), digest_size=8).digest())
+        inputs = {} if request is None or "shared_memory" in self._shadow.also else request.inputs
+        if any(is_lent(each.data) for each in inputs.values()):
+            self._due = 1.0
+            return False
+        self._due -= 1
+        return True
+
+    def _has_sequence(self, id_: ParameterValue) -> bool:
+        hashed = int.from_bytes(blake2b(str(id_).encode(errors="surrogatepass"), digest_size=8).digest())
         return hashed < self._shadow.share * 2.0**64
 
     def _compares(self, request: Call) -> bool:
@@ -233,11 +246,11 @@ class Shadow:
     def _begin(self, copy: _Copy, ended: RequestContext) -> None:
         """Ask the shadow what the arm was asked, unless that was the client's fault, or the client did not wait."""
         end = ended.end
-        answered = end is not None and (end.outcome.answered or end.outcome is Outcome.DONE)
-        if end is None or not (answered or is_failure(end)):
+        assert end is not None
+        if is_answer(end) or is_failure(end):
+            self._traffic.start(copy, self._ask(copy, is_answer(end), ended.ended_at - ended.arrived_at))
+        else:
             copy.release()
-            return
-        self._traffic.start(copy, self._ask(copy, answered, ended.ended_at - ended.arrived_at))
 
     async def _ask(self, copy: _Copy, answered: bool, seconds: float) -> None:
         context = RequestContext("shadow", tenant=SHADOW_TENANT, background=True, counted=True, route=self._key.route)

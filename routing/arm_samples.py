@@ -2,19 +2,25 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ..core.metrics import log_bucket, log_bucket_value
 from ..core.request_context import Outcome, RequestContext, RequestEnd
 from .guard import Latency
 
-_UNAVAILABLE = "unavailable"
-"""The reason of the refusals that are the server's fault: 503."""
+_ANSWERED = Outcome.DONE, Outcome.STOP, Outcome.LENGTH
+_FAILED = Outcome.ERROR, Outcome.TIMEOUT
+_AWAY = RequestEnd(Outcome.REJECTED, "unavailable")
+"""The refusals that are the server's fault: 503."""
 
 
 def is_failure(end: RequestEnd) -> bool:
     """Whether a request ended with a 5xx or a broken stream."""
-    return end.outcome in (Outcome.ERROR, Outcome.TIMEOUT) or end == (Outcome.REJECTED, _UNAVAILABLE)
+    return end.outcome in _FAILED or end == _AWAY
+
+
+def is_answer(end: RequestEnd) -> bool:
+    return end.outcome in _ANSWERED
 
 
 class LatencyCounts:
@@ -50,35 +56,47 @@ class ArmSamples:
     Refusals that are the client's fault, and requests that clients left, do not count.
     """
 
-    __slots__ = ("ended", "failed", "latencies")
+    __slots__ = ("_measured", "ended", "failed", "latencies")
 
     def __init__(self, latencies: Iterable[Latency]) -> None:
         self.ended = self.failed = 0
         self.latencies = {each: LatencyCounts() for each in latencies}
+        self._measured = [(_SECONDS_OF[each], counts) for each, counts in self.latencies.items()]
 
     def observe(self, context: RequestContext) -> None:
         """Count a request that has ended."""
         end = context.end
-        if end is None:
-            return
-        if is_failure(end):
+        assert end is not None
+        if end.outcome in _ANSWERED:
             self.ended += 1
-            self.failed += 1
-        elif end.outcome.answered or end.outcome is Outcome.DONE:
-            self.ended += 1
-            for latency, counts in self.latencies.items():
-                seconds = _seconds(context, latency)
+            for seconds_of, counts in self._measured:
+                seconds = seconds_of(context)
                 if seconds is not None:
                     counts.observe(seconds * 1e3)
+        elif is_failure(end):
+            self.ended += 1
+            self.failed += 1
 
 
-def _seconds(context: RequestContext, latency: Latency) -> float | None:
-    if latency is Latency.REQUEST:
-        return context.ended_at - context.arrived_at
+def _request_seconds(context: RequestContext) -> float | None:
+    return context.ended_at - context.arrived_at
+
+
+def _first_token_seconds(context: RequestContext) -> float | None:
+    first = context.summary.first
+    return None if first is None else first - context.arrived_at
+
+
+def _next_token_seconds(context: RequestContext) -> float | None:
     summary = context.summary
-    if summary.first is None or summary.last is None:
+    gaps = summary.generated / (summary.choices or 1) - 1
+    if summary.first is None or summary.last is None or gaps <= 0:
         return None
-    if latency is Latency.FIRST_TOKEN:
-        return summary.first - context.arrived_at
-    gaps = summary.generated / summary.choices - 1
-    return (summary.last - summary.first) / gaps if gaps > 0 else None
+    return (summary.last - summary.first) / gaps
+
+
+_SECONDS_OF: Mapping[Latency, Callable[[RequestContext], float | None]] = {
+    Latency.REQUEST: _request_seconds,
+    Latency.FIRST_TOKEN: _first_token_seconds,
+    Latency.NEXT_TOKEN: _next_token_seconds,
+}

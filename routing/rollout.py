@@ -91,6 +91,7 @@ class RolloutWatch:
     def __init__(self, plan: RolloutPlan, step: int, began: float) -> None:
         self.plan, self.step = plan, step
         self.guards = parse_guards(plan.guard)
+        self._model, self._version = plan.to.model, str(plan.to.version)
         self.repeats = 0
         self.doubt = ""
         self._begin(began)
@@ -103,8 +104,7 @@ class RolloutWatch:
 
     def observe(self, context: RequestContext) -> None:
         """Count a request for the route that has ended."""
-        to = self.plan.to
-        is_new = context.model == to.model and context.version == str(to.version)
+        is_new = context.version == self._version and context.model == self._model
         (self.new if is_new else self.others).observe(context)
 
     def decide(self, now: float) -> Judgement:

@@ -14,6 +14,7 @@ from charonia.core.gateway import RolloutState
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import TensorSpec
+from charonia.repository import routed_versions
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.model_registry import LoadedModel
 from charonia.repository.rollout_control import RolloutControl
@@ -22,6 +23,8 @@ from charonia.repository.state_directory import StateDirectory
 from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget, StickyKey
 
 from ..waiting import until
+from . import test_routed_versions
+from .conftest import World
 from .test_routes import Numbered, gateway_with, version_that_answers
 
 PLAN: dict[str, Any] = {"to": "2", "steps": [10, 50, 100], "every": 60, "min_requests": 5, "guard": "error_rate < 1 %"}
@@ -312,3 +315,31 @@ async def test_the_share_of_the_new_version_is_measured_while_it_runs(server: Se
     assert [reading[-2:] for reading in rollout_readings(server)] == [("charonia_rollout_decisions_total", 1)]
     loaded = server.gateway.registry.entries["m"].loaded_versions.values()
     assert all(isinstance(each, LoadedModel) and each.in_flight.count == 0 for each in loaded)
+
+
+async def test_the_new_version_is_loaded_if_it_fits_and_goes_with_the_rollout(
+    world: World, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_versions, "_LOOK_SECONDS", 0.001)
+    routed = test_routed_versions.Routed(world, tmp_path_factory.mktemp("state") / "state")
+    routed.serve(budget=25 * test_routed_versions.MIB)
+    await world.start()
+    await routed.put(3)
+    gateway = world.gateway
+    given = routed.control, gateway.routes, gateway.lifecycle, gateway.registry, routed.state
+    rollouts = RolloutControl(*given)
+    plan = {**PLAN, "to": "2", "steps": [1, 100]}
+    await rollouts.start("r", plan, "x")
+    assert routed.loaded == ["2", "3"]
+    with pytest.raises(Conflict):
+        await rollouts.start("r", {**plan, "to": "1"}, "x")
+    await rollouts.abort("r", "x")
+    await until(lambda: routed.loaded == ["3"])
+    await routed.put(3, 1)
+    says = r"version 2 needs at least 10.0 MiB of memory and 5.0 MiB of 25.0 MiB is free"
+    with pytest.raises(InvalidArgument, match=says):
+        await rollouts.start("r", plan, "x")
+    assert routed.loaded == ["1", "3"]
+    assert rollouts.rollout("r").state == "aborted", "the one before"
+    await gateway.lifecycle.close()
+    routed.state.close()
