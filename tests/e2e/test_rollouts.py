@@ -1,4 +1,4 @@
-"""Rollouts of a real server: a version that fails goes back, one that does not goes on over a restart, none is lost."""
+"""Rollouts of a real server: a version that fails goes back, one that does not goes on over a restart; and a shadow."""
 
 import threading
 from collections import Counter
@@ -38,6 +38,9 @@ class TritonPythonModel:
 ROUTES = """
 routes:
   numbers: {arms: [{model: a, weight: 1, version: 1}]}
+  mirrored:
+    arms: [{model: a, weight: 1, version: 1}]
+    shadow: {model: a, version: 2, share: 0.5, compare: tensors, also: [python]}
 """
 BODY = {"inputs": [{"name": "A", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}]}
 
@@ -105,6 +108,10 @@ def test_a_rollout_goes_back_or_on(
         scraped = httpx.get(server.metrics_url).text
         assert 'charonia_rollout_share_ratio{model="a",route="numbers",version="2"} 0.6\n' in scraped
         assert 'charonia_rollout_decisions_total{decision="back",route="numbers"} 1\n' in scraped
+        for _ in range(10):
+            httpx.post(f"{server.url}/v2/models/mirrored/infer", json=BODY).raise_for_status()
+        copied = 'charonia_shadow_requests_total{model="a",outcome="same",route="mirrored",version="2"} 5\n'
+        server.until(lambda: copied in httpx.get(server.metrics_url).text)
         assert server.stop() == 0
     with serve(*started) as server:
         status, said = rollout(server.url, "--status")
