@@ -196,7 +196,8 @@ def test_commands_are_understood(page: Any) -> None:
 def commands_of(text: str) -> Iterator[list[str]]:
     """Our commands in a block, each a module and its arguments."""
     for line in re.sub(r"\\\n", " ", text).splitlines():
-        words = shlex.split(re.sub(r"\d?[<>|].*", "", line), comments=True) if OUR_COMMAND.match(line) else []
+        command = re.sub(r"('[^']*')|\d?[<>|].*", lambda found: found[1] or "", line)
+        words = shlex.split(command, comments=True) if OUR_COMMAND.match(line) else []
         if words:
             yield words[2:] if words[0] == "python" else words
 
