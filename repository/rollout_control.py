@@ -285,6 +285,7 @@ class RolloutControl:
         latest = 0 if entry.latest is None else int(entry.latest.number)
         try:
             before = pinned(route, to.model, latest)
+            with_share(before, to, first)
         except ValueError as error:
             raise InvalidArgument(f"route '{name}': {error}") from None
         share = share_of(before, to)

@@ -60,7 +60,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("a rollout needs the number of a version to go to")
         if not self.steps or self.steps[-1] != 100:
             raise ValueError("the last of the steps must be 100")
-        if self.steps[0] <= 0 or any(one >= next_ for one, next_ in pairwise(self.steps)):
+        if not all(one < next_ for one, next_ in pairwise((0.0, *self.steps))):
             given = ",".join(f"{step:g}" for step in self.steps)
             raise ValueError(f"steps must rise from above 0 to 100, got {given}")
         if not 0 < self.every < math.inf:
@@ -139,19 +139,17 @@ class RolloutWatch:
     def _level(self) -> float:
         """Of each of a guard's two tests in this interval. A step's first has four fifths of the step's share, and all
         that repeat it have the rest."""
-        tests = 2 * len(self.plan.steps) * len(self.guards)
+        tests = 2 * len(self.plan.steps) * max(len(self.guards), 1)
         part = 0.2 / (self.repeats * (self.repeats + 1)) if self.repeats else 0.8
         return part * _LEVEL / tests
 
     def _judge(self, level: float, doubt: float) -> Judgement:
-        judgements = [self._judge_guard(guard, level, doubt) for guard in self.guards]
-        for decision in (Decision.GO_BACK, Decision.WAIT):
-            found = [judgement.reason for judgement in judgements if judgement.decision is decision]
-            if found:
-                return Judgement(decision, "; ".join(found))
-        return Judgement(
-            Decision.GO_ON, "; ".join(judgement.reason for judgement in judgements) or "there are no guards"
-        )
+        judged = [self._judge_guard(guard, level, doubt) for guard in self.guards]
+        for decision in (Decision.GO_BACK, Decision.WAIT, Decision.GO_ON):
+            reasons = [each.reason for each in judged if each.decision is decision]
+            if reasons:
+                return Judgement(decision, "; ".join(reasons))
+        return Judgement(Decision.GO_ON, "there are no guards")
 
     def _judge_guard(self, guard: Guard, level: float, doubt: float) -> Judgement:
         """The bound is tested alone, and the new arm against the others: what all arms do is not the new one's fault.
@@ -170,7 +168,7 @@ class RolloutWatch:
         alone = binomial_tail(found.new, found.new_of, guard.allowed)
         if alone <= doubt and beside <= level:
             return Judgement(Decision.GO_BACK, reason)
-        others_hold = found.others <= guard.allowed * found.others_of
+        others_hold = found.others <= max(guard.allowed * found.others_of, 1)  # one of a few tells nothing
         if alone <= level and others_hold:
             return Judgement(Decision.GO_BACK, reason)
         return Judgement(Decision.WAIT if alone <= doubt else Decision.GO_ON, reason)

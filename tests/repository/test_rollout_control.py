@@ -264,6 +264,13 @@ async def test_a_rollout_is_refused_for_what_its_route_would_be(server: Server) 
     assert server.routes.route("r")[0] == OLD
 
 
+async def test_a_route_that_has_all_arms_that_it_may_takes_no_other(server: Server) -> None:
+    server.restart(True, *[Numbered(str(number)) for number in range(1, 34)])
+    await server.routes.put("r", Route(tuple(RouteArm("m", number, 1) for number in range(1, 33))), "x")
+    with pytest.raises(InvalidArgument, match="route 'r': a route has at most 32 arms, got 33"):
+        await server.rollouts.start("r", {**PLAN, "to": "33"}, "x")
+
+
 async def test_without_a_state_directory_there_are_no_rollouts(server: Server) -> None:
     server.restart(state=False)
     server.routes.restore({"r": OLD})

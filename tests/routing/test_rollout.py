@@ -130,6 +130,18 @@ def test_at_a_hundred_per_cent_bounds_are_judged_alone_and_ratios_not() -> None:
     assert trial.run_step(watch, Version(fails=0.1), Version(), 100) is Decision.GO_BACK
 
 
+def test_one_of_a_few_requests_to_the_others_does_not_excuse_the_new_arm() -> None:
+    watch = RolloutWatch(RolloutPlan(to=TO, guard="error_rate < 1 %"), 3, 0)
+    watch.new.ended, watch.new.failed = 300, 150
+    watch.others.ended, watch.others.failed = 3, 1
+    assert watch.decide(300).decision is Decision.GO_BACK
+
+
+def test_without_guards_it_goes_on() -> None:
+    trial = Trial(1, "")
+    assert trial.run(Version(fails=1), Version()) is Decision.GO_ON
+
+
 def test_an_error_rate_beside_that_of_the_others() -> None:
     assert Trial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.02)) is Decision.GO_BACK
     assert Trial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.2)) is Decision.GO_ON
@@ -200,6 +212,8 @@ def test_quantiles_of_counted_latencies_are_right_to_a_hundredth(values: list[fl
         ({"steps": [5, 50]}, "the last of the steps must be 100"),
         ({"steps": [5, 5, 100]}, "steps must rise from above 0 to 100, got 5,5,100"),
         ({"steps": [0, 100]}, "steps must rise"),
+        ({"steps": [math.nan, 100]}, "steps must rise"),
+        ({"steps": []}, "the last of the steps must be 100"),
         ({"every": 0}, "every must be more than 0 seconds"),
         ({"min_requests": 0}, "min_requests must be at least 1"),
         ({"steps": [100], "guard": "p99 < 1.2x"}, "guard 'p99 < 1.2x' compares arms: it needs a step below 100"),
