@@ -36,6 +36,7 @@ PAGES = (
     "deploying.md",
     "tensorrt-llm.md",
     "metrics.md",
+    "explain.md",
     "batches.md",
     "clients.md",
     "responses.md",
