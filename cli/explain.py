@@ -9,17 +9,10 @@ import msgspec
 
 from ..core.errors import InvalidArgument, NotFound
 from ..telemetry.bottlenecks import ModelReport, explain, is_language_model
-from ..telemetry.roofline import StepRoofline, parse_roofline
+from ..telemetry.roofline import StepRoofline
 from ..telemetry.scrape import Interval, ModelInterval, parse_scrape
+from .roofline_file import read_roofline
 from .server_client import check_url, fetch, parse_header
-
-
-def read_roofline(file: Path) -> StepRoofline:
-    """Of a file of `charonia calibrate`. Raises `InvalidArgument` if it cannot be read or is none."""
-    try:
-        return parse_roofline(file.read_bytes(), f"--machine: {file}")
-    except OSError as error:
-        raise InvalidArgument(f"--machine: {file}: {error.strerror}") from None
 
 
 def choose_rooflines(interval: Interval, model: str, machine: Path | None) -> Mapping[str, StepRoofline]:

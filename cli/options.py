@@ -173,6 +173,9 @@ class ServerOptions:
     """Measure the host's GPUs too."""
     metrics_names: Literal["charonia", "vllm"] = "charonia"
     """Names of what Triton has no name for; vllm: vLLM's names beside ours."""
+    machine: _Texts = ()
+    """What `charonia calibrate` wrote of a language model, as NAME=FILE, for its explanations; may be given several
+    times."""
     max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
     """Delay of the frontend's event loop from which on nothing is ready."""
     http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024

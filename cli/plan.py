@@ -24,6 +24,7 @@ from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
 from .model_selection import ModelSelection, parse_lora_modules, select_models
 from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
+from .roofline_file import read_rooflines
 
 log = logging.getLogger(__name__)
 
@@ -166,4 +167,5 @@ def _shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
         log.warning("--trace-config level=TENSORS has no effect: spans hold no tensors")
     if traces.spans is not None and not traces.enabled:
         log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
-    return SharedState(SharedMemoryRegistry(is_true(server.allow_client_shm)), logs, TraceControl(traces))
+    regions, rooflines = SharedMemoryRegistry(is_true(server.allow_client_shm)), read_rooflines(server.machine)
+    return SharedState(regions, logs, TraceControl(traces), rooflines=rooflines)

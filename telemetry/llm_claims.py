@@ -159,6 +159,14 @@ def _step_claims(
 ) -> Iterator[TimeClaim]:
     """The time in which sequences are computed, by what a step's time goes to."""
     took = seen.grown("charonia_step_seconds_sum")
+    if steps and (eager := seen.grown("charonia_eager_steps_total")):
+        cold = seconds * min(eager / steps, 1.0)
+        seconds -= cold
+        what, why = "decode steps find no CUDA graph yet", f"{eager:.0f} of {steps:.0f} steps were launched without one"
+        turn = (
+            "requests like yours before the server gets its traffic; a batch or context too large for a graph has none"
+        )
+        yield TimeClaim(Cause.COLD_START, cold, what, why, turn, {"eager_steps": eager, "steps": steps})
     if not steps or not took:
         turn = "a faster machine, or more of them"
         yield TimeClaim(Cause.COMPUTATION, seconds, "requests are computed", "the engine tells no steps", turn)

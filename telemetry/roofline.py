@@ -1,22 +1,17 @@
-"""A step's least time, out of what `charonia calibrate` wrote of a machine and a checkpoint. Of its file only the times
-that are needed here are read; planning, which writes it, is a floor above."""
+"""What of a step's time reading and arithmetic take, by the formula that `charonia calibrate` fitted to a machine and a
+checkpoint."""
 
 from bisect import bisect_left
 from typing import TypeAlias
 
 import msgspec
 
-from ..core.errors import InvalidArgument
-
-_FORMAT = "charonia-machine-"
-
-
 Seconds: TypeAlias = tuple[tuple[int, float], ...]
 """Measured seconds by a count, ascending."""
 
 
 class StepRoofline(msgspec.Struct, frozen=True):
-    """The seconds that a step of a language model takes on its machine, as the formula of the file has them: reading
+    """The seconds that a step of a language model takes on its machine, by names of `planning.simulated_machine`: reading
     the `weights`, and keys and values of each token of context that decoding rows attend to; the products of a `token`,
     and the `head` of a sampled place. `products` and `heads` are measured, by tokens and by sampled places, and take
     the place of `weights` and `token`, and of `head`."""
@@ -48,19 +43,3 @@ def _beyond_first(table: Seconds, count: float) -> float:
     (fewer, short), (more, long) = table[place - 1 : place + 1]
     whole = short + (long - short) * (count - fewer) / (more - fewer)
     return count * max(whole - table[0][1], 0.0) / (count - 1)
-
-
-class CalibrationFile(msgspec.Struct, frozen=True):
-    format: str
-    machine: StepRoofline
-
-
-def parse_roofline(content: bytes, source: str) -> StepRoofline:
-    """Raises `InvalidArgument` for content that is not calibrate's; `source` names it."""
-    try:
-        found = msgspec.json.decode(content, type=CalibrationFile)
-    except msgspec.MsgspecError as error:
-        raise InvalidArgument(f"{source} is no file of charonia calibrate: {error}") from None
-    if not found.format.startswith(_FORMAT):
-        raise InvalidArgument(f"{source} is no file of charonia calibrate: its format is '{found.format}'")
-    return found.machine

@@ -1,5 +1,6 @@
 """The state that a server's clients share beside its models, and the gateway that has it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -7,18 +8,20 @@ from ..core.gateway import ChangeableRoutes, Gateway, Rollouts
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from .custom_metrics import CustomMetrics
 from .logging_setup import LogControl
+from .roofline import StepRoofline
 from .trace_settings import TraceControl
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """Client shared memory, and the settings of logs and traces: v2's extensions, once for each server. `metrics`:
-    those that models make themselves."""
+    those that models make themselves. `rooflines`: of language models by name, for explanations."""
 
     shared_memory: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
     logs: LogControl = field(default_factory=LogControl)
     traces: TraceControl = field(default_factory=TraceControl)
     metrics: CustomMetrics = field(default_factory=CustomMetrics)
+    rooflines: Mapping[str, StepRoofline] = field(default_factory=dict)
 
 
 class ServerGateway(Gateway, Protocol):

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument, Unavailable
-from ...core.gateway import Gateway
 from ...telemetry.bottlenecks import explain
 from ...telemetry.scrape import Interval, Scrape, read_scrape
+from ...telemetry.shared_state import ServerGateway
 from ..http.error_responses import json_response
 from .endpoints import model_and_version
 
@@ -40,7 +40,7 @@ class ExplainEndpoint:
     taken in the event loop, as a scrape's are, and judged beside it."""
 
     def __init__(
-        self, gateway: Gateway, registry: CollectorRegistry | None, clock: Callable[[], float] = time.monotonic
+        self, gateway: ServerGateway, registry: CollectorRegistry | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._gateway, self._registry, self._clock = gateway, registry, clock
         self._last: MetricsReading | None = None
@@ -55,7 +55,7 @@ class ExplainEndpoint:
         name, version = model_and_version(request)
         self._gateway.model_config(name, version)
         interval = await self._watch(_read_seconds(request.query_params.get("seconds")))
-        reports = await asyncio.to_thread(explain, interval, model=name)
+        reports = await asyncio.to_thread(explain, interval, self._gateway.shared_state.rooflines, name)
         reports = [each for each in reports if version in ("", each.version)]
         if not reports:
             raise InvalidArgument(f"'{name}' has no metrics of its own: explain the models that serve for it")

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from cyclopts import App
 
 from ...telemetry.bottlenecks import Bottleneck, explain
-from ...telemetry.roofline import StepRoofline, parse_roofline
+from ...telemetry.roofline import StepRoofline
 from ...telemetry.scrape import Interval, Scrape, SeriesLabels, parse_scrape
 from ...telemetry.time_claims import Cause
 from ..load.fake_model import VOCAB, write_config, write_words
@@ -330,6 +330,7 @@ def explained_server(
 ) -> Iterator[ServerAddress]:
     """A server for these states, which are all of that kind."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
+        what: tuple[str, ...]
         if kind == "checkpoint":
             what = (str(checkpoint), "--served-model-name", "checkpoint")
         else:

@@ -27,13 +27,13 @@ def test_saved_scrapes_are_explained(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_calibrates_file_tells_reading_from_arithmetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scrapes = [str(RECORDED / f"computation.{when}.txt") for when in ("before", "after")]
-    file = tmp_path / "machine.json"
+    file, measured = tmp_path / "machine.json", json.loads((RECORDED / "machine.json").read_text())
     for machine, cause in (
         ({"weights": 0.019, "token": 1e-4}, "memory_bandwidth"),
         ({"products": [[1, 0.01], [4, 0.036]], "heads": [[0, 0.0], [1, 1e-4]]}, "arithmetic"),
         ({"weights": 0.002, "token": 1e-4}, "computation"),
     ):
-        file.write_text(json.dumps({"format": "charonia-machine-1", "machine": machine, "origin": {}}))
+        file.write_text(json.dumps({**measured, "machine": machine}))
         assert app(["explain", *scrapes, "--machine", str(file), "--json"]) == 0
         [report] = json.loads(capsys.readouterr().out)
         assert report["bottlenecks"][0]["cause"] == cause
@@ -52,7 +52,7 @@ def test_calibrates_file_tells_reading_from_arithmetic(tmp_path: Path, capsys: p
         (["{after}", "--machine", "{tmp}/other.txt"], "other.txt is no file of charonia calibrate: "),
         (
             ["{after}", "--machine", "{tmp}/other.json"],
-            "no file of charonia calibrate: its format is 'x'",
+            "other.json has the format 'x'",
         ),
         (["{classic}", "--machine", "{tmp}/other.json"], "--machine is of one language model, and there are none"),
         (["--url", "x:1"], "--url must be http://HOST:PORT, got 'x:1'"),
@@ -64,7 +64,8 @@ def test_what_cannot_be_explained_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     (tmp_path / "other.txt").write_text("up 1\n")
-    (tmp_path / "other.json").write_text('{"format": "x", "machine": {}}')
+    measured = json.loads((RECORDED / "machine.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps({**measured, "format": "x"}))
     places = {"after": RECORDED / "rows_taken.after.txt", "classic": RECORDED / "shapes.after.txt", "tmp": tmp_path}
     assert app(["explain", *(each.format(**places) for each in arguments)]) == 1
     assert error in capsys.readouterr().err

@@ -14,6 +14,7 @@ from charonia.cli.options import (
     ServerOptions,
 )
 from charonia.cli.plan import endpoint_settings, parse_lora_root, unprotected_control, unprotected_routes
+from charonia.cli.roofline_file import read_rooflines
 from charonia.core.errors import InvalidArgument
 
 EXPLICIT = RepositoryOptions(model_control_mode="explicit")
@@ -78,3 +79,15 @@ def test_requests_load_adapters_from_a_directory_that_is_there(tmp_path: Path) -
             parse_lora_root(options)
     with pytest.raises(InvalidArgument, match="--lora-root: there is no directory"):
         parse_lora_root(AdapterOptions(allow_runtime_lora=True, lora_root=tmp_path / "none"))
+
+
+def test_calibrates_files_are_read_before_anything_is_loaded(tmp_path: Path) -> None:
+    file = Path(__file__).parents[1] / "telemetry" / "recorded" / "machine.json"
+    assert read_rooflines([f"demo={file}"])["demo"].products[0][0] == 1
+    for words, error in (
+        ([str(file)], "--machine must be NAME=FILE, got"),
+        ([f"demo={file}", f"demo={file}"], "--machine is given twice for 'demo'"),
+        ([f"demo={tmp_path}"], "cannot read .*: Is a directory"),
+    ):
+        with pytest.raises(InvalidArgument, match=error):
+            read_rooflines(words)

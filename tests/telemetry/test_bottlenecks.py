@@ -125,6 +125,16 @@ def test_unread_tokens_are_the_loops_when_it_is_late() -> None:
     assert first_of(behind | late) is Cause.FRONTEND
 
 
+def test_steps_without_graphs_are_a_cold_start_as_long_as_there_are_more_of_them() -> None:
+    computed = {"charonia_step_seconds_count": 100, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 100}
+    running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **computed, **LANGUAGE}
+    [report] = reports_of(running | {"charonia_eager_steps_total": 80})
+    assert [(each.cause, each.share) for each in report.bottlenecks] == [
+        (Cause.COLD_START, pytest.approx(0.8)),
+        (Cause.COMPUTATION, pytest.approx(0.2)),
+    ]
+
+
 def test_an_engine_that_counts_no_states_is_judged_by_its_phases() -> None:
     phases = {"charonia_queue_seconds_sum": 8.0, "charonia_prefill_seconds_sum": 1.0, **LANGUAGE}
     assert first_of(phases) is Cause.QUEUE

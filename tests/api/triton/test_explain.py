@@ -14,21 +14,29 @@ from charonia.api.prometheus import MetricRegistries, build_registry
 from charonia.api.triton import explain as endpoint
 from charonia.cli.options import HttpOptions
 from charonia.cli.plan import parse_http_rules
-from charonia.core.metrics import Measurement, Reading
+from charonia.core.metrics import Histogram, Measurement, Reading
+from charonia.telemetry.roofline import StepRoofline
+from charonia.telemetry.shared_state import SharedState
 
 
 class Busy:
-    """A server whose metrics grow with each reading: a second passes, in which five requests wait."""
+    """A server whose metrics grow with each reading: a second passes, in which five sequences are in this state, and a
+    step was computed."""
 
-    def __init__(self) -> None:
-        self.readings = 0
+    def __init__(self, state: str = "no_row") -> None:
+        self.readings, self.state = 0, state
+        self.steps = {name: Histogram((1,)) for name in ("seconds", "tokens", "sequences")}
 
     def measure(self) -> Iterator[Measurement]:
         self.readings += 1
         yield Measurement({}, [Reading("charonia_uptime_seconds", float(self.readings))])
-        waiting = Reading("charonia_sequence_seconds_total", 5.0 * self.readings, {"state": "no_row"})
+        spent = Reading("charonia_sequence_seconds_total", 5.0 * self.readings, {"state": self.state})
         weight = Reading("charonia_tenant_weight", 1.0, {"tenant": "secret"})
-        yield Measurement({"model": "numbers", "version": "3"}, [Reading("charonia_model_ready", 1), waiting, weight])
+        for steps in self.steps.values():
+            steps.observe(1.0)
+        steps = [Reading(f"charonia_step_{name}", steps) for name, steps in self.steps.items()]
+        readings = [Reading("charonia_model_ready", 1), spent, weight, *steps]
+        yield Measurement({"model": "numbers", "version": "3"}, readings)
 
 
 @asynccontextmanager
@@ -55,6 +63,15 @@ async def test_two_readings_explain_and_the_next_request_goes_on_from_the_last(g
             assert (report["model"], report["version"], report["seconds"]) == ("numbers", "3", 1.0)
             assert report["bottlenecks"][0]["cause"] == "queue"
             assert busy.readings == readings
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_a_model_whose_machine_is_known_is_held_against_it(gateway: Any) -> None:
+    gateway.shared_state = SharedState(rooflines={"numbers": StepRoofline(weights=0.9)})
+    async with served(gateway, Busy("running")) as client:
+        [report] = (await client.get("/v2/models/numbers/explain")).json()["reports"]
+    told = [(each["cause"], each["share"]) for each in report["bottlenecks"]]
+    assert told == [("memory_bandwidth", pytest.approx(0.9)), ("computation", pytest.approx(0.1))]
 
 
 @pytest.mark.usefixtures("no_pause")
