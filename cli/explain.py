@@ -29,7 +29,7 @@ def choose_rooflines(interval: Interval, model: str, machine: Path | None) -> Ma
 
 def read_saved(files: Sequence[Path]) -> Interval:
     """The interval between saved scrapes, or since the start of the server if there is one file. Raises
-    `InvalidArgument` for a file that cannot be read or is no scrape, and for two in the wrong order."""
+    `InvalidArgument` for a file that cannot be read or is no scrape."""
     texts = []
     for file in files:
         try:

@@ -52,6 +52,7 @@ def classic_claims(seen: ModelInterval) -> Iterator[TimeClaim]:
     computed = sum(seen.grown(f"nv_inference_{part}_duration_us") for part in parts) / 1e6
     delayed = min(seen.grown("charonia_batch_delay_seconds_total"), queued)
     readers = seen.grown("charonia_reader_wait_seconds_total")
+    computed = max(computed - readers, 0.0)  # a response is computed until the next is asked for
     figures = _figures(seen, latency)
     if figures is None:
         yield TimeClaim(Cause.COMPUTATION, latency, "the models that it asks take their time", "", "explain those")
@@ -124,8 +125,13 @@ def _batching_claim(figures: BatchFigures, delayed: float, unformed: float) -> T
 def _queue_claim(seen: ModelInterval, figures: BatchFigures, seconds: float) -> TimeClaim:
     pending = seen.gauge("nv_inference_pending_request_count")
     why = f"{pending:.0f} wait, {figures}"
-    turn = "instance_group.count up" + (", or max_batch_size" if figures.reason is CloseReason.FULL else "")
     what = "requests wait for a free instance"
+    turn = "instance_group.count up" + (", or max_batch_size" if figures.reason is CloseReason.FULL else "")
+    if sequences := seen.gauge("charonia_sequences_waiting"):
+        what, why = "sequences wait for a slot", f"{sequences:.0f} of them, {why}"
+        turn = "max_candidate_sequences or max_batch_size up, or instance_group.count"
+    if limited := seen.whole.gauge("charonia_resource_waiting"):
+        turn += f"; --rate-limit-resource, for which {limited:.0f} instances wait"
     return TimeClaim(Cause.QUEUE, seconds, what, why, turn, _evidence(figures) | {"waiting": pending})
 
 

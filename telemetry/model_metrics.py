@@ -24,6 +24,7 @@ from ..core.metrics import (
     Reading,
     ResponseStatistics,
     StatisticDuration,
+    TimeInState,
     VersionStatistics,
 )
 from ..core.model import RawConfig
@@ -169,7 +170,7 @@ class ModelMetrics:
     executions: int = 0
     execution_ns: int = 0
     batch_delay_ns: int = 0
-    reader_wait_ns: int = 0
+    reader_wait: TimeInState = field(default_factory=TimeInState)
     last_inference_at: float = 0.0
 
     def record_execution(self, size: int, timing: ExecutionTiming, reason: CloseReason, requests: int) -> None:
@@ -237,7 +238,7 @@ class ModelMetrics:
             yield Reading("charonia_batches_total", self.batches[reason], {"reason": reason.value})
         yield Reading("charonia_batch_delay_seconds_total", self.batch_delay_ns / 1e9)
         yield Reading("charonia_execution_seconds_total", self.execution_ns / 1e9)
-        yield Reading("charonia_reader_wait_seconds_total", self.reader_wait_ns / 1e9)
+        yield Reading("charonia_reader_wait_seconds_total", self.reader_wait.seconds)
         yield Reading("nv_inference_request_success", self.success.count)
         for failure in FailureReason:
             yield Reading("nv_inference_request_failure", self.failures[failure], {"reason": failure.value})

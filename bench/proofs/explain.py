@@ -51,6 +51,7 @@ _CLASSIC = {
     + "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 50000 }",
     "pairs": _SLEEPING.format(delay=50, dims=1) + "max_batch_size: 8 dynamic_batching { preferred_batch_size: 2 }",
     "cold": _SLEEPING.format(delay=30, dims=1) + 'parameters { key: "creation_delay_sec" value { string_value: "1" } }',
+    "repeating": 'backend: "repeat"',
     "shaped": _SLEEPING.format(delay=30, dims=-1) + "max_batch_size: 8 dynamic_batching { }",
 }
 _LANGUAGE: Mapping[str, Mapping[str, object]] = {
@@ -150,21 +151,28 @@ def holds_loop(place: ServerAddress, stop: threading.Event) -> None:
     _asks("/v2/models/holding/generate", {"question": "?"}, "a")(place, stop)
 
 
-def reads_slowly(place: ServerAddress, stop: threading.Event) -> None:
+def reads_slowly(model: str, body: Mapping[str, object]) -> Client:
     """A client of a stream whose events are long, and which takes few of them."""
-    body = {"input_ids": [1], "max_tokens": 60000, "ignore_eos": True, "id": "x" * 4000}
-    text = json.dumps(body).encode()
-    head = f"POST /v2/models/fast/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect((place.host, place.http_port))
-        sock.sendall(f"{head}Authorization: {KEYS['a']['Authorization']}\r\n\r\n".encode() + text)
-        while not stop.is_set() and sock.recv(8192):
-            time.sleep(0.05)
+
+    def ask(place: ServerAddress, stop: threading.Event) -> None:
+        text = json.dumps({**body, "id": "x" * 4000}).encode()
+        head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((place.host, place.http_port))
+            sock.sendall(f"{head}Authorization: {KEYS['a']['Authorization']}\r\n\r\n".encode() + text)
+            while not stop.is_set() and sock.recv(8192):
+                time.sleep(0.05)
+
+    return ask
 
 
 def _has_merged(scrape: Scrape) -> bool:
     return sum(scrape["charonia_merged_tokens_total"]["fast"].values()) > _MERGED
+
+
+def _has_waited(scrape: Scrape) -> bool:
+    return any(scrape["charonia_reader_wait_seconds_total"]["repeating"].values())
 
 
 STATES: Mapping[str, ServerState] = {
@@ -202,7 +210,20 @@ STATES: Mapping[str, ServerState] = {
         "event loop",
         (holds_loop, holds_loop, generates("fast", 8, 40), generates("fast", 8, 40)),
     ),
-    "slow_client": ServerState("fast", Cause.SLOW_CLIENT, "more slowly", (reads_slowly,), until=_has_merged),
+    "slow_client": ServerState(
+        "fast",
+        Cause.SLOW_CLIENT,
+        "more slowly",
+        (reads_slowly("fast", {"input_ids": [1], "max_tokens": 60000, "ignore_eos": True}),),
+        until=_has_merged,
+    ),
+    "slow_reader": ServerState(
+        "repeating",
+        Cause.SLOW_CLIENT,
+        "waits for its readers",
+        (reads_slowly("repeating", {"IN": [1] * 20000, "DELAY": [0] * 20000, "WAIT": 0}),),
+        until=_has_waited,
+    ),
     "tenant": ServerState(
         "rows",
         Cause.TENANT,

@@ -194,9 +194,9 @@ class Dispatcher:
                 instance.execution_timer.stop()
                 slots = request.channel.unread_slots
                 if slots is not None and not slots.acquire(blocking=False):
-                    waits_since = time.monotonic_ns()
+                    self.call_in_loop(self.router.on_reader_wait, 1)
                     slots.acquire()
-                    self.call_in_loop(self.router.on_reader_wait, time.monotonic_ns() - waits_since)
+                    self.call_in_loop(self.router.on_reader_wait, -1)
                 if request.given_up:
                     break
                 self.call_in_loop(self.router.on_stream_response, BatchResult(batch, started_at, result))

@@ -342,9 +342,9 @@ class ResponseRouter:
             request.channel.end()
         self.on_finished([request])
 
-    def on_reader_wait(self, ns: int) -> None:
-        """An instance waited for so long until a response was read."""
-        self._metrics.reader_wait_ns += ns
+    def on_reader_wait(self, change: int) -> None:
+        """One instance more waits until a response is read, or fewer."""
+        self._metrics.reader_wait.add(change)
 
     def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
         """The request left the queue without being executed, or once more."""

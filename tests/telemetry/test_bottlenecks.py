@@ -135,6 +135,25 @@ def test_steps_without_graphs_are_a_cold_start_as_long_as_there_are_more_of_them
     ]
 
 
+def test_a_queue_for_slots_or_resources_is_told_as_such() -> None:
+    queue = {"nv_inference_request_duration_us": 9e6, "nv_inference_queue_duration_us": 8e6, "charonia_instances": 1}
+    [report] = reports_of(queue | {"charonia_sequences_waiting": 3})
+    first = report.bottlenecks[0]
+    assert (first.cause, first.text.partition(",")[0]) == (Cause.QUEUE, "sequences wait for a slot")
+    assert "max_candidate_sequences" in first.turn
+    text = "charonia_resource_waiting 2\n" + "".join(
+        f'{name}{{model="m",version="1"}} {queue[name]}\n' for name in queue
+    )
+    text += 'charonia_uptime_seconds 5\ncharonia_model_ready{model="m",version="1"} 1\n'
+    [report] = explain(Interval(None, parse_scrape(text, "made")))
+    assert report.bottlenecks[0].turn.endswith("--rate-limit-resource, for which 2 instances wait")
+
+
+def test_an_ensemble_is_told_to_look_at_its_models() -> None:
+    [report] = reports_of({"nv_inference_request_duration_us": 9e6})
+    assert [(each.cause, each.turn) for each in report.bottlenecks] == [(Cause.COMPUTATION, "explain those")]
+
+
 def test_an_engine_that_counts_no_states_is_judged_by_its_phases() -> None:
     phases = {"charonia_queue_seconds_sum": 8.0, "charonia_prefill_seconds_sum": 1.0, **LANGUAGE}
     assert first_of(phases) is Cause.QUEUE
