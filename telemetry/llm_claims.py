@@ -180,7 +180,7 @@ def _step_claims(
     evidence = {"step_seconds": each, "tokens_per_step": tokens, "sequences_per_step": rows, "busy": busy}
     faster = "--quantization int8, --speculative-config, --tensor-parallel-size, or more --data-parallel-size"
     if roofline is None:
-        turn = f"{faster}; charonia calibrate tells memory bandwidth from arithmetic"
+        turn = f"{faster}; with what charonia calibrate wrote, --machine tells memory bandwidth from arithmetic"
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, turn, evidence)
         return
     context = seen.gauge("charonia_kv_cache_usage_ratio") * seen.gauge("charonia_kv_cache_tokens")

@@ -11,7 +11,7 @@ Seconds: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class StepRoofline(msgspec.Struct, frozen=True):
-    """The seconds that a step of a language model takes on its machine, by names of `planning.simulated_machine`: reading
+    """The seconds that a step of a language model takes on its machine, by the names of `SimulatedMachine`: reading
     the `weights`, and keys and values of each token of context that decoding rows attend to; the products of a `token`,
     and the `head` of a sampled place. `products` and `heads` are measured, by tokens and by sampled places, and take
     the place of `weights` and `token`, and of `head`."""

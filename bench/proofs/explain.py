@@ -18,8 +18,10 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+import msgspec
 from cyclopts import App
 
+from ...planning.machine_file import read_machine_file
 from ...telemetry.bottlenecks import Bottleneck, explain
 from ...telemetry.roofline import StepRoofline
 from ...telemetry.scrape import Interval, Scrape, SeriesLabels, parse_scrape
@@ -304,10 +306,10 @@ def _scrape_when(place: ServerAddress, holds: Callable[[Scrape], bool]) -> str:
 
 def first_named(before: str, after: str, model: str, machine: Path | None = None) -> Bottleneck:
     """What is said to limit the model most. `machine`: calibrate's file."""
-    interval = Interval(parse_scrape(before, "before"), parse_scrape(after, "after"))
-    [report] = explain(
-        interval, {} if machine is None else {model: parse_roofline(machine.read_bytes(), str(machine))}, model
-    )
+    interval, rooflines = Interval(parse_scrape(before, "before"), parse_scrape(after, "after")), {}
+    if machine is not None:
+        rooflines[model] = msgspec.convert(read_machine_file(machine).machine, StepRoofline, from_attributes=True)
+    [report] = explain(interval, rooflines, model)
     return report.bottlenecks[0]
 
 
