@@ -15,7 +15,7 @@ from .time_claims import Cause, TimeClaim, percent
 _OUTPUT_WEIGHT = 2.0
 """A generated token counts as much as so many of a prompt, as in the engine's fair shares."""
 
-_MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or fewer --max-num-seqs"
+_MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or more --data-parallel-size"
 
 
 class TenantExcess(NamedTuple):
@@ -128,7 +128,7 @@ def _preemption_claims(seen: ModelInterval, seconds: float, again: float) -> Ite
     count = seen.grown("charonia_preemptions_total")
     if count or seconds:
         why = f"{count:.0f} preemptions, {again:,.0f} tokens were computed again"
-        turn = f"{_MORE_CACHE}, or --admission no_evict"
+        turn = f"{_MORE_CACHE}; fewer --max-num-seqs, or --admission no_evict"
         evidence = {"preemptions": count, "recomputed_tokens": again}
         what = "running sequences lose their cache and wait to go on"
         yield TimeClaim(Cause.PREEMPTIONS, seconds, what, why, turn, evidence)
