@@ -24,6 +24,7 @@ from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
+from ..repository.route_file import ROUTES_FILE
 from .options import ConfigOptions
 
 
@@ -69,7 +70,19 @@ def print_check_report(repository: Path, options: ConfigOptions) -> int:
             except CharoniaError as error:
                 print(f"{name}: WRONG: {error.message}")
                 status = 1
-    return status
+        return max(status, _check_routes(catalog))
+
+
+def _check_routes(catalog: RepositoryCatalog) -> int:
+    """Print what is to be said of `routes.yaml`; the status is 1 if a server would refuse it."""
+    try:
+        routes = catalog.read_routes()
+    except CharoniaError as error:
+        print(f"{ROUTES_FILE}: WRONG: {error.message}")
+        return 1
+    for name, route in routes.items():
+        print(f"{ROUTES_FILE}: route '{name}' is good: {route}")
+    return 0
 
 
 def is_language_model(path: Path) -> bool:

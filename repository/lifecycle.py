@@ -300,7 +300,8 @@ class ModelLifecycle:
         take no new requests."""
         entry = self._registry.entries[name]
         async with entry.change_lock:
-            for old in entry.drop(choose()):
+            numbers = choose()
+            for old in entry.drop(numbers) if numbers else ():
                 self._retire(entry, old)
 
     def _retire(self, entry: ModelEntry, old: LoadedModel) -> None:

@@ -5,7 +5,6 @@ Arms of a route take and make the same tensors, and stream alike; it serves noth
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from ..core.errors import CharoniaError, NotFound, Unavailable
@@ -67,15 +66,15 @@ class ServedRoute:
         return self._selector.choose(context.headers, context.tenant, infer_fields(request))
 
     def find_any(self, context: RequestContext) -> tuple[LoadedModel, ModelConfig]:
-        """An arm for as long as it is not known which one serves: one in memory, if there is. Raises as `find`."""
-        first, *others = self._selector.weighted
-        try:
-            return self.find(*first, context)
-        except NotResident as missing:
-            for model, version in others:
-                with suppress(CharoniaError):
-                    return self.find(model, version, context)
-            raise missing
+        """An arm for as long as it is not known which one serves: the first in memory that has a weight. Raises as
+        `find` if none is, of one that can be loaded, if there is."""
+        errors: list[CharoniaError] = []
+        for arm in self._selector.weighted:
+            try:
+                return self.find(*arm, context)
+            except CharoniaError as error:
+                errors.append(error)
+        raise next((error for error in errors if isinstance(error, NotResident)), errors[0])
 
     def find_for_sequence(
         self, id_: object, end: bool, arm: tuple[str, str], context: RequestContext

@@ -34,6 +34,21 @@ def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_routes_are_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", GOOD)
+    for routes, status, says in (
+        (
+            "{r: {arms: [{model: a, weight: 1}], sticky: {field: user}}}",
+            0,
+            "route 'r' is good: a 1; sticky by field user",
+        ),
+        ("{r: {arms: [{model: b, weight: 1}]}}", 1, "WRONG: route 'r': no model repository has a model 'b'"),
+    ):
+        (tmp_path / "routes.yaml").write_text(f"routes: {routes}")
+        assert print_check_report(tmp_path, ConfigOptions()) == status
+        assert capsys.readouterr().out.splitlines() == ["a: good: identity, version 1", f"routes.yaml: {says}"]
+
+
 def test_an_ensemble_and_a_python_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = '{ model_name: "b" model_version: -1 input_map { key: "A" value: "A" } output_map { key: "B" value: "%s" } }'
     tensors = GOOD.replace('backend: "identity"', "")

@@ -116,6 +116,16 @@ async def test_fields_of_a_request_choose_where_it_is_known() -> None:
     assert [loaded.in_flight.count for loaded in entry.loaded_versions.values()] == [0, 0]
 
 
+async def test_an_arm_that_is_not_there_hinders_none_that_a_field_chooses() -> None:
+    gateway = gateway_with(Numbered("2"))
+    gateway.routes.replace(
+        {"r": Route(shares(1, 1)["r"].arms, rules=(RouteRule(to=RouteTarget("m", 2), field="tier"),))}
+    )
+    assert {await version_that_answers(gateway, tier="gold") for _ in range(4)} == {"2"}
+    with pytest.raises(NotFound, match="version 1 is not found"):
+        await version_that_answers(gateway)
+
+
 async def test_arms_that_differ_are_refused_with_the_tensor() -> None:
     gateway = gateway_with(Numbered("1"), Numbered("2", TensorSpec("A", "FP32", (-1,))))
     gateway.routes.replace(shares(1, 1))
