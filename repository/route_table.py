@@ -118,7 +118,8 @@ class ServedRoute:
         difference = self.difference()
         if difference:
             raise Unavailable(f"route '{self.name}' cannot be served: {difference}")
-        return replace(arm, name=self.name, aliases=())
+        raw = {**arm.raw, "name": self.name} if "name" in arm.raw else arm.raw
+        return replace(arm, name=self.name, aliases=(), raw=raw)
 
     def difference(self) -> str:
         """What keeps its arms from being those of one route, as far as they are served; empty for nothing."""

@@ -11,7 +11,7 @@ _MAX_ARMS, _MAX_RULES = 32, 64
 """Each is looked at for a request, in the event loop."""
 
 
-class RouteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RouteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A model and a version of it; version 0 is the latest at the time of a request."""
 
     model: str
@@ -28,7 +28,7 @@ class RouteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.model}:{self.version}" if self.version else self.model
 
 
-class RouteArm(RouteTarget, frozen=True, forbid_unknown_fields=True):
+class RouteArm(RouteTarget, frozen=True, forbid_unknown_fields=True, omit_defaults=False):
     """A target with its share of the requests: its weight over the sum of all."""
 
     weight: float = 0.0
@@ -39,7 +39,7 @@ class RouteArm(RouteTarget, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"weight must be a finite number of at least 0, got {self.weight}")
 
 
-class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What clients are told apart by: the value of a header, or of a field of the body (`FieldPath`), or the tenant of
     their API key."""
 
@@ -57,7 +57,7 @@ class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "tenant" if self.tenant else f"field {self.field}" if self.field else f"header {self.header}"
 
 
-class RouteRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RouteRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """Requests that go to one arm whatever the weights: those of a tenant, or with a header or a field of the body
     (`FieldPath`), of one value if `equals` is given."""
 
@@ -103,7 +103,7 @@ class RouteShadow(RouteTarget, frozen=True, forbid_unknown_fields=True):
             raise ValueError("tolerance is for compare: tensors")
 
 
-class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The requests for one name, divided among `arms`. The first of `rules` that holds decides; then `sticky`, for
     requests that have such a key; then weights alone. `shadow` gets copies."""
 

@@ -4,15 +4,19 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, Conflict, Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.tensor import TensorSpec
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
-from charonia.repository.route_control import RouteControl
+from charonia.repository.route_control import RouteControl, RouteRecords
 from charonia.repository.state_directory import StateDirectory
 from charonia.routing.route import Route, RouteArm
 
@@ -238,3 +242,67 @@ async def test_a_damaged_file_is_told_at_the_start(server: Server) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(CharoniaError, match=f"{file} is damaged"):
         server.restart()
+
+
+class Memory:
+    """A state directory without a disk."""
+
+    def __init__(self) -> None:
+        self.kept: bytes | None = None
+
+    def read(self, name: str, kind: type[RouteRecords]) -> RouteRecords | None:
+        return None if self.kept is None else msgspec.json.decode(self.kept, type=kind)
+
+    def write(self, name: str, kept: msgspec.Struct) -> None:
+        self.kept = msgspec.json.encode(kept)
+
+
+WEIGHTS = st.sampled_from([None, 1, 2])
+"""Of a route: none for no route."""
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["request", "file"]), st.sampled_from("rs"), WEIGHTS) | st.just(("restart", "", None)),
+    max_size=20,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_what_is_served_is_what_was_said_last_by_a_request_or_a_file_that_changed(steps: list[Any]) -> None:
+    asyncio.run(follow(steps))
+
+
+async def follow(steps: list[tuple[str, str, int | None]]) -> None:
+    gateway, memory, files = gateway_with(Numbered("1"), Numbered("2")), Memory(), dict[str, Route]()
+    catalog = cast(RepositoryCatalog, SimpleNamespace(servable_names=lambda route: {"m"}, unknown=[]))
+
+    def start() -> RouteControl:
+        control = RouteControl(gateway.routes, gateway.lifecycle, catalog, cast(StateDirectory, memory))
+        control.restore(files)
+        return control
+
+    control, expected, versions = start(), dict[str, Route](), dict[str, int]()
+    for kind, name, weight in steps:
+        route = None if weight is None else share(weight, 1)
+        before = expected.get(name)
+        if kind == "restart":
+            control = start()
+        elif kind == "file" and route != files.get(name):
+            files = {**files, name: route} if route else {each: files[each] for each in files if each != name}
+            await control.follow_files(files)
+        elif kind == "request" and route is not None:
+            await control.put(name, route, "x")
+        elif kind == "request" and before is not None:
+            await control.delete(name, "x")
+        else:
+            continue
+        if kind != "restart":
+            expected = (
+                {**expected, name: route} if route else {each: expected[each] for each in expected if each != name}
+            )
+        assert {name: each.route for name, each in gateway.routes.served.items()} == expected
+        for entry in control.entries():
+            changed = entry.name == name and expected.get(name) != before
+            assert (entry.version > versions.get(entry.name, 0)) if changed else (entry.version == versions[entry.name])
+            versions[entry.name] = entry.version
+    await gateway.lifecycle.close()
