@@ -30,6 +30,9 @@ from ..planning.machine_file import MachineFile, MachineOrigin, read_machine_fil
 from ..planning.requests import FleetLoad, make_requests
 from ..planning.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
 
+_PLOTTED = 4.0
+"""Times of what is allowed: what fleets that are far too small come to would leave no room for the others."""
+
 _Positive = Annotated[int | None, Parameter(validator=Number(gt=0))]
 
 
@@ -302,18 +305,21 @@ def _write_plot(path: Path, report: SimulationReport, shown: SimulatedFleet) -> 
 
 
 def _slo_chart(report: SimulationReport) -> LineChart:
-    """What each fleet comes to, as a share of what is allowed; of refusals, where none is, their share itself."""
+    """What each fleet comes to, over what is allowed, up to `_PLOTTED`; of refusals, where none is, their share."""
     lines = [
         ChartLine(
             each.name,
-            [(figures.replicas, each.found_in(figures) / (each.limit or 1.0)) for figures in report.fleets],
+            [
+                (figures.replicas, min(each.found_in(figures) / (each.limit or 1.0), _PLOTTED))
+                for figures in report.fleets
+            ],
             dots=True,
         )
         for each in report.slo
     ]
     bound = [(figures.replicas, 1.0) for figures in report.fleets]
-    title = f"{_slo_text(report.slo)}"
-    return LineChart(title, "replicas", "over what is allowed", [*lines, ChartLine("allowed", bound, dashed=True)])
+    label = f"over what is allowed, up to {_PLOTTED:g}"
+    return LineChart(_slo_text(report.slo), "replicas", label, [*lines, ChartLine("allowed", bound, dashed=True)])
 
 
 def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:

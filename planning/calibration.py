@@ -103,25 +103,26 @@ class RecordedScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, rule: ChunkRule) -> None:
         super().__init__(config, cache, lambda config: DrawnChunks(config, rule))
         self.samples: list[StepSample] = []
-        self._loads, self._flying = StepLoadReader(), deque[tuple[StepLoad, float | None]]()
-        self._ended, self._brought = 0.0, 0
+        self._loads, self._flying = StepLoadReader(), deque[StepLoad]()
+        self._busy, self._brought = False, 0
 
     def schedule(self) -> StepPlan | None:
-        followed = bool(self._ended) and not self._flying
         if (plan := super().schedule()) is not None:
-            between = perf_counter() - self._ended if followed else None
-            self._flying.append((self._loads.read(plan), between))
+            self._flying.append(self._loads.read(plan))
         return plan
 
     def apply(
-        self, result: StepResult, seconds: float | None = None, guided: Mapping[int, Continuation] = {}
+        self,
+        result: StepResult,
+        seconds: float | None = None,
+        guided: Mapping[int, Continuation] = {},
+        host_seconds: float = 0.0,
     ) -> StepUpdates:
-        now = perf_counter()
-        load, between = self._flying.popleft()
+        load, between = self._flying.popleft(), host_seconds if self._busy else None
         if seconds:
             self.samples.append(StepSample(load, seconds, between, self._brought))
-        updates = super().apply(result, seconds, guided)
-        self._ended, self._brought = now if self.has_work else 0.0, len(updates.keys)
+        updates = super().apply(result, seconds, guided, host_seconds)
+        self._busy, self._brought = self.has_work, len(updates.keys)
         return updates
 
 

@@ -9,6 +9,7 @@ from charonia.planning.machine_file import MachineFile, MachineOrigin, read_mach
 from charonia.planning.simulated_machine import SimulatedMachine
 from charonia.planning.simulation import EngineShape
 from charonia.scheduler.config import SchedulerConfig
+from charonia.telemetry.roofline import parse_roofline
 
 FILE = MachineFile(
     origin=MachineOrigin(how="by hand", model={"hidden_size": 8}),
@@ -22,6 +23,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     write_machine_file(tmp_path / "machine.json", FILE)
     assert read_machine_file(tmp_path / "machine.json") == FILE
     assert [each.name for each in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_explain_reads_it_too(tmp_path: Path) -> None:
+    write_machine_file(tmp_path / "machine.json", FILE)
+    found = parse_roofline((tmp_path / "machine.json").read_bytes(), "machine.json")
+    assert (found.products, found.decode_context) == (FILE.machine.products, FILE.machine.decode_context)
 
 
 @pytest.mark.parametrize(
