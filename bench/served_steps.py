@@ -28,12 +28,11 @@ _REQUEST_SECONDS = 120.0
 
 class ServedSteps:
     """Requests to one model of a server, whose sequences have at most `longest` tokens and run at most `most` at a
-    time. `vocab`: token ids are below it."""
+    time."""
 
-    def __init__(self, place: ServerAddress, model: str, most: int, longest: int, vocab: int = 256) -> None:
-        manner = RequestOptions(model)
+    def __init__(self, place: ServerAddress, manner: RequestOptions, most: int, longest: int) -> None:
         self._target = LoadTarget(host=place.host, port=place.http_port, door="completions", manner=manner)
-        self._most, self._longest, self._vocab = most, longest, vocab
+        self._most, self._longest = most, longest
         self._seed = 0
 
     def measure(self, seconds: float, tell: Callable[[float, str], None]) -> ServedTimes:
@@ -84,7 +83,7 @@ class ServedSteps:
 
     async def _put_at_once(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
         self._seed += 1
-        sender, prompts = make_sender(self._target), Prompts(form="ids", vocab=self._vocab, seed=self._seed)
+        sender, prompts = make_sender(self._target), Prompts(form="ids", seed=self._seed)
         pace = LoopMode(concurrency=concurrency, timeout=_REQUEST_SECONDS)
         try:
             driver = LoadDriver(sender, prompts, pace, perf_counter())

@@ -377,8 +377,16 @@ def flags(
 
 
 # Imported when they are called: they bring the scheduler along.
-app.command(f"{__package__}.simulate:simulate", name="simulate")
-app.command(f"{__package__}.calibrate:calibrate", name="calibrate")
+app.command(
+    f"{__package__}.calibrate:calibrate",
+    name="calibrate",
+    help="Measure what the steps of an engine take on this machine, and what a server adds, for simulate.",
+)
+app.command(
+    f"{__package__}.simulate:simulate",
+    name="simulate",
+    help="Say what a load would get from replicas of an engine, or how many replicas keep an objective.",
+)
 
 
 def _failed(error: CharoniaError) -> int:

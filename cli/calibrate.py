@@ -18,6 +18,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..bench.device_roofline import DEVICES, DeviceShares, estimate_machine
+from ..bench.load.driver import RequestOptions
 from ..bench.roofline import Precision
 from ..bench.served_steps import ServedSteps
 from ..bench.server_process import first_model, own_server, parse_server_url, require_open
@@ -37,6 +38,9 @@ from ..processes.host import processor_name, usable_cores
 
 _SERVED_SHARE = 0.35
 """Of the budget, for what a server adds."""
+
+_ESTIMATED: dict[str, Precision] = {"none": "bf16", "int8": "int8", "fp8": "int8"}
+"""What is estimated of a quantization."""
 
 _NOISY = 0.15
 """From this difference on the machine was not idle; steps on an idle one differ by a few percent."""
@@ -71,6 +75,8 @@ class CalibrationOptions:
     """Measure a server instead, as its client, by http://HOST:PORT; it should have nothing else to do."""
     model: str = ""
     """With --url: the model to ask; by default the server's first."""
+    api_key: str = ""
+    """With --url: the key to show; the model must be named then."""
     allow_remote: Annotated[bool, Parameter(negative=())] = False
     """With --url: allow a server that is not this machine."""
     roofline: str = ""
@@ -151,7 +157,7 @@ def _measure_checkpoint(
         tell(1 - served, "starting a server")
         with own_server(checkpoint, *_flags_of(engine)) as place:
             limits = found.shape.scheduler.max_num_seqs, found.shape.scheduler.max_model_len
-            steps = ServedSteps(place, first_model(place), *limits)
+            steps = ServedSteps(place, RequestOptions(first_model(place)), *limits)
             seen = steps.measure(served * seconds, lambda share, text: tell(1 - served + served * share, text))
         machine, how = add_serving(machine, found.shape, seen), f"{how}, and a server over HTTP"
     origin = MachineOrigin(
@@ -176,7 +182,8 @@ def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds:
     require_open(place, place.http_port, "the server")
     shape, began = _default_shape(engine_config("", engine), LONGEST), perf_counter()
     model = options.model or first_model(place)
-    steps = ServedSteps(place, model, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
+    manner = RequestOptions(model, api_key=options.api_key)
+    steps = ServedSteps(place, manner, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
     seen = steps.measure(seconds, tell)
     machine, error = fit_served_machine(seen)
     origin = MachineOrigin(
@@ -187,7 +194,7 @@ def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds:
         seconds=round(perf_counter() - began, 1),
         error=error,
     )
-    return MachineFile(origin=origin, machine=machine, engine=shape, block_bytes=1)
+    return MachineFile(origin=origin, machine=machine, engine=shape, block_bytes=0)
 
 
 def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOptions) -> MachineFile:
@@ -196,7 +203,11 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
         known = ", ".join(DEVICES)
         raise InvalidArgument(f"--roofline knows {known}, and not {options.roofline!r}", field="roofline")
     config, spec = engine_config(checkpoint, engine), open_checkpoint(checkpoint).spec
-    precision: Precision = "int8" if config.quantization in ("int8", "fp8") else "bf16"
+    precision = _ESTIMATED.get(config.quantization)
+    if precision is None:
+        known = ", ".join(_ESTIMATED)
+        message = f"--roofline estimates the quantizations {known}, and not {config.quantization}"
+        raise InvalidArgument(message, field="quantization")
     estimate = estimate_machine(spec, precision, device, options.shares)
     length = min(config.max_model_len or spec.max_position, spec.max_position)
     shape = _default_shape(config, length)

@@ -188,6 +188,9 @@ def resolve_engine(file: MachineFile, options: SimulatedEngineOptions) -> Engine
         raise InvalidArgument("give one of --kv-cache-bytes and --kv-cache-blocks", field="kv_cache_blocks")
     blocks = given.pop("kv_cache_blocks", None) or file.engine.blocks
     if (size := given.pop("kv_cache_bytes", None)) is not None:
+        if not file.block_bytes:
+            message = "a block's size was not seen when the machine was measured: give --kv-cache-blocks"
+            raise InvalidArgument(message, field="kv_cache_bytes")
         blocks = size // file.block_bytes
         if not blocks:
             message = f"kv_cache_bytes {size} has no room for a block of {file.block_bytes} bytes"
@@ -306,18 +309,13 @@ def _write_plot(path: Path, report: SimulationReport, shown: SimulatedFleet) -> 
 
 def _slo_chart(report: SimulationReport) -> LineChart:
     """What each fleet comes to, over what is allowed, up to `_PLOTTED`; of refusals, where none is, their share."""
-    lines = [
-        ChartLine(
-            each.name,
-            [
-                (figures.replicas, min(each.found_in(figures) / (each.limit or 1.0), _PLOTTED))
-                for figures in report.fleets
-            ],
-            dots=True,
-        )
-        for each in report.slo
-    ]
+
+    def points(objective: Objective) -> list[tuple[float, float]]:
+        shares = (objective.found_in(figures) / (objective.limit or 1.0) for figures in report.fleets)
+        return [(replicas, min(share, _PLOTTED)) for (replicas, _), share in zip(bound, shares, strict=True)]
+
     bound = [(figures.replicas, 1.0) for figures in report.fleets]
+    lines = [ChartLine(each.name, points(each), dots=True) for each in report.slo]
     label = f"over what is allowed, up to {_PLOTTED:g}"
     return LineChart(_slo_text(report.slo), "replicas", label, [*lines, ChartLine("allowed", bound, dashed=True)])
 

@@ -72,10 +72,10 @@ class ChunkRule:
 class _ChunkPace(StepPace):
     """A lane of so many tokens, whatever they take."""
 
-    tokens: int
+    chunk: int
 
     def short_prompt_lane(self, tokens: int) -> PrefillLane:
-        return PrefillLane(self.model, min(tokens, self.tokens), inf)
+        return PrefillLane(self.model, min(tokens, self.chunk), inf)
 
 
 class DrawnChunks(PrefillBudget):
@@ -93,7 +93,7 @@ class DrawnChunks(PrefillBudget):
 
     def pace(self, demand: StepDemand) -> StepPace:
         pace = _ChunkPace(self.time_model, demand._replace(mixed=False))
-        pace.tokens = self._rule.tokens(self._most)
+        pace.chunk = self._rule.tokens(self._most)
         return pace
 
 
@@ -138,8 +138,12 @@ def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int =
 
     Raises:
         CharoniaError: it cannot be loaded.
-        InvalidArgument: it drafts: how many tokens a step brings then depends on the text.
+        InvalidArgument: there would be several replicas; or it drafts: how many tokens a step brings then depends on
+            the text.
     """
+    if config.data_parallel_size > 1:
+        message = "one replica is measured: leave this out, and give the threads that each will have"
+        raise InvalidArgument(f"data_parallel_size: {message}", field="data_parallel_size")
     if config.speculation is not None:
         message = "steps that verify drafts are not measured: what they bring depends on the text"
         raise InvalidArgument(message, field="speculative_config")

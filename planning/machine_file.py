@@ -32,7 +32,8 @@ class MachineOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True):
-    """`engine`: as it was measured, or would be served there by default; `block_bytes`: of a block of its cache."""
+    """`engine`: as it was measured, or would be served there by default; `block_bytes`: of a block of its cache, 0 if
+    that is not known."""
 
     format: str = FORMAT
     origin: MachineOrigin

@@ -10,6 +10,8 @@ from charonia.engine.options import EngineOptions
 from charonia.planning.machine_file import MachineFile, read_machine_file
 from charonia.planning.simulated_machine import StepLoad
 
+SHAPE = str(Path(__file__).parents[2] / "examples/shapes/llama-3.1-8b")
+
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("3m", 180), ("1.5h", 5400), ("20", 20)])
 def test_a_budget_is_read_with_its_unit(text: str, seconds: float) -> None:
@@ -27,6 +29,7 @@ def test_a_budget_is_read_with_its_unit(text: str, seconds: float) -> None:
         (("/no/where",), "/no/where"),
         (("/no/where", "--roofline", "tpu"), "--roofline knows h100, h200, and not 'tpu'"),
         (("x", "--budget", "soon"), "--budget must be a time"),
+        ((SHAPE, "--roofline", "h200", "--quantization", "int4"), "estimates the quantizations none, int8, fp8"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_in_a_line(

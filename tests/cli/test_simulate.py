@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from charonia.cli.app import app
 from charonia.cli.simulate import SimulatedEngineOptions, SimulationReport, resolve_engine
@@ -99,6 +100,8 @@ def test_engines_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(InvalidArgument, match=says):
             resolve_engine(FILE, wrong)
+    with pytest.raises(InvalidArgument, match="give --kv-cache-blocks"):
+        resolve_engine(replace(FILE, block_bytes=0), SimulatedEngineOptions(kv_cache_bytes=9000))
 
 
 @pytest.mark.parametrize(

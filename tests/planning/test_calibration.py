@@ -1,5 +1,7 @@
 """Calibration: the real step loop, over an executor that counts. No step's time is judged."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -58,7 +60,13 @@ def test_a_small_cache_is_measured_with_what_fits(blocks: int) -> None:
     assert found.samples
 
 
-def test_drafts_are_refused() -> None:
-    drafting = replace(FAKE, speculation=SpeculationConfig(method="ngram"))
-    with pytest.raises(InvalidArgument, match="verify drafts are not measured"):
-        measure_engine(drafting, 0.1, lambda share, text: None)
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"speculation": SpeculationConfig(method="ngram")}, "verify drafts are not measured"),
+        ({"data_parallel_size": 2}, "one replica is measured"),
+    ],
+)
+def test_what_is_not_measured_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        measure_engine(replace(FAKE, **changes), 0.1, lambda share, text: None)

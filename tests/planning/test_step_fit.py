@@ -38,7 +38,7 @@ def loads(count: int, seed: int = 0) -> list[StepLoad]:
     return found
 
 
-def measured(count: int = 600) -> list[StepSample]:
+def measured(count: int = 300) -> list[StepSample]:
     return [StepSample(load, KNOWN.seconds(load), KNOWN.seconds_between(7), 7) for load in loads(count)]
 
 
