@@ -18,6 +18,7 @@ from .server_client import ServerRefused, check_url, fetch, parse_header
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LOOKS_EVERY = 1.0
+_LOOK_SECONDS, _LOAD_SECONDS = 30.0, 3600.0
 _PATIENCE = 300.0
 """Seconds that a server may not answer, because it starts again, say."""
 
@@ -97,7 +98,9 @@ class RolloutWatcher:
 
     def _ask(self, body: bytes | None = None, method: str | None = None) -> Mapping[str, Any]:
         try:
-            found: Mapping[str, Any] = json.loads(fetch(self._url, self._headers, body, method))
+            # What changes the rollout may have to wait for a model to be loaded.
+            seconds = _LOAD_SECONDS if body or method else _LOOK_SECONDS
+            found: Mapping[str, Any] = json.loads(fetch(self._url, self._headers, body, method, seconds))
         except ServerRefused as error:
             if error.status >= 500 and error.status != 501:
                 raise

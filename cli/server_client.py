@@ -36,15 +36,22 @@ class ServerRefused(Unavailable):
             self.reason = str(json.loads(text)["error"])
 
 
-def fetch(url: str, headers: Mapping[str, str], body: bytes | None = None, method: str | None = None) -> bytes:
-    """The body of the response. `method`: else POST with a body, and GET without.
+def fetch(
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes | None = None,
+    method: str | None = None,
+    seconds: float = _SECONDS,
+) -> bytes:
+    """The body of the response. `method`: else POST with a body, and GET without. `seconds`: that the server may be
+    silent.
 
     Raises:
         ServerRefused: the response is an error.
         Unavailable: there is none.
     """
     try:
-        with urlopen(Request(url, body, dict(headers), method=method), timeout=_SECONDS) as answer:
+        with urlopen(Request(url, body, dict(headers), method=method), timeout=seconds) as answer:
             whole: bytes = answer.read()
             return whole
     except HTTPError as error:

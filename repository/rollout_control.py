@@ -209,6 +209,7 @@ class RolloutControl:
             if self._state is not None:
                 await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))
             self._records = kept
+            self._decided = Counter({key: count for key, count in self._decided.items() if key[0] in kept})
         level = logging.WARNING if record.state in (RolloutState.BACK, RolloutState.SUPERSEDED) else logging.INFO
         log.log(level, "rollout of route '%s' to %s: %s", name, record.plan.to.label, record.events[-1].text)
 

@@ -210,6 +210,7 @@ class RouteTable:
         for name in before.keys() & routes.keys() - same:
             self.served[name].follow(before[name])
         self.registry.route_names = frozenset(routes)
+        self.copies.forget_others(routes)
         return sorted((routes.keys() | before.keys()) - same)
 
     def difference(self, name: str, route: Route) -> str:

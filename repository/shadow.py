@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Coroutine, Iterator
 from contextlib import aclosing
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -119,6 +119,12 @@ class ShadowTraffic:
         ours, theirs = self._seconds.setdefault(key, (Histogram(_SECONDS), Histogram(_SECONDS)))
         ours.observe(shadow)
         theirs.observe(arm)
+
+    def forget_others(self, routes: Container[str]) -> None:
+        """Drop what was counted of routes that are none of these."""
+        self.outcomes = Counter({key: count for key, count in self.outcomes.items() if key[0].route in routes})
+        self._seconds = {key: each for key, each in self._seconds.items() if key.route in routes}
+        self._said = {key: at for key, at in self._said.items() if key.route in routes}
 
     def close(self) -> None:
         """End all copies: the server exits, and waits for none."""

@@ -142,6 +142,8 @@ async def test_a_share_of_the_requests_is_copied_and_counts_for_no_client() -> N
     assert (world.traffic.copies, world.traffic.bytes) == (0, 0)
     assert [each.in_flight.count for each in world.loaded.values()] == [0, 0]
     assert world.gateway.in_flight.count == 0
+    world.gateway.routes.replace({})
+    assert (world.outcomes, list(world.traffic.measurements())) == ({}, [])
 
 
 @pytest.mark.parametrize(
