@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.errors import CharoniaError, Conflict, Internal, InvalidArgument, NotFound, describe_validation_error
+from ..core.errors import CharoniaError, Conflict, InvalidArgument, NotFound, describe_validation_error
 from ..core.gateway import RolloutEntry, RolloutEvent, RolloutState
 from ..core.metrics import Measurement, Reading
 from ..routing.rollout import Decision, RolloutPlan, RolloutWatch, pinned, share_of, with_all, with_share
@@ -155,7 +155,9 @@ class RolloutControl:
             elif running.watch.repeats > running.repeats:
                 self._decided[name, "again"] += 1
                 running.repeats = running.watch.repeats
-                await self._keep(name, record.after(f"again {_step(record)}: {running.watch.doubt}"))
+                record = record.after(f"again {_step(record)}: {running.watch.doubt}")
+                await self._keep(name, record)
+                _tell(name, record)
 
     def _stranger(self, name: str, record: RolloutRecord, running: _RunningRollout | None) -> str:
         """Who else has changed the route; empty for nobody."""
@@ -189,6 +191,7 @@ class RolloutControl:
                 running.version = version
         runs, watch = record.state is RolloutState.RUNNING, None
         await self._keep(name, record if runs else msgspec.structs.replace(record, ended_at=time.time()))
+        _tell(name, record)
         self._running.pop(name, None)
         if runs:
             watch = RolloutWatch(record.plan, record.step, self._clock())
@@ -196,22 +199,19 @@ class RolloutControl:
         if name in self._table.served:
             self._table.served[name].watch = watch
 
-    async def _keep(self, name: str, record: RolloutRecord) -> None:
-        """Keep a record, and log its last event. Raises `Internal`."""
-        served = self._table.served
+    async def _keep(self, name: str, record: RolloutRecord | None) -> None:
+        """Keep a route's record, or None. Raises `Internal`."""
         async with self._keeping:
+            known = {**self._records, name: record}
             kept = {
                 each: other
-                for each, other in self._records.items()
-                if each in served or other.state is RolloutState.RUNNING
+                for each, other in known.items()
+                if other is not None and (other.state is RolloutState.RUNNING or each in {name, *self._table.served})
             }
-            kept[name] = record
             if self._state is not None:
                 await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))
             self._records = kept
             self._decided = Counter({key: count for key, count in self._decided.items() if key[0] in kept})
-        level = logging.WARNING if record.state in (RolloutState.BACK, RolloutState.SUPERSEDED) else logging.INFO
-        log.log(level, "rollout of route '%s' to %s: %s", name, record.plan.to.label, record.events[-1].text)
 
     # For endpoints
 
@@ -253,10 +253,14 @@ class RolloutControl:
             plan = _plan(document, route)
             record = RolloutRecord(plan, self._checked(name, route, plan), who, time.time())
             begun = f"begun by {who}: {_step(record)}, every {plan.every:g} s, guard {plan.guard or 'none'}"
+            record = record.after(begun)
+            await self._keep(name, record)  # before the route changes: a server that ends now goes on with it
             try:
-                await self._apply(name, record.after(begun), version)
-            except Internal:
-                await self._routes.put(name, route, who)
+                await self._apply(name, record, version)
+            except CharoniaError:
+                await self._keep(name, last)
+                if self._routes.route(name)[0] != route:
+                    await self._routes.put(name, route, who)
                 raise
 
     async def abort(self, name: str, who: str) -> RolloutEntry:
@@ -326,6 +330,12 @@ def _plan(document: Mapping[str, Any], route: Route) -> RolloutPlan:
         wrong = describe_validation_error(error)
         place = f"{wrong.path} " if wrong.path else ""
         raise InvalidArgument(f"the rollout: {place}{wrong}", field=wrong.path or "rollout") from None
+
+
+def _tell(name: str, record: RolloutRecord) -> None:
+    """Log what happened last."""
+    level = logging.WARNING if record.state in (RolloutState.BACK, RolloutState.SUPERSEDED) else logging.INFO
+    log.log(level, "rollout of route '%s' to %s: %s", name, record.plan.to.label, record.events[-1].text)
 
 
 def _step(record: RolloutRecord) -> str:

@@ -56,6 +56,8 @@ _MOST_IN_LOOP = 1 << 16
 _SAY_AGAIN = 60.0
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PYTHON = "python"
+_TEXT = "text_output"
+_SEEDS = "seed", "random_seed"
 
 Call: TypeAlias = InferRequest | GenerateRequest
 Item = TypeVar("Item", InferResponse, GenerateChunk)
@@ -146,14 +148,16 @@ class ShadowTraffic:
 class _Copy:
     """A copied request, with the arm's answer that its own is held to, as far as there was room for that.
 
-    `size`: bytes of `traffic` that it takes; `compared`: whether the whole answer is here.
+    `size`: bytes of `traffic` that it takes; `compared`: whether the whole answer is here; `as_text`: answers are
+    texts, cut into responses by chance.
     """
 
-    def __init__(self, traffic: ShadowTraffic, request: Call, size: int, compared: bool) -> None:
-        self.request, self.size, self.compared = request, size, compared
+    def __init__(self, traffic: ShadowTraffic, request: Call, size: int, compared: bool, as_text: bool) -> None:
+        self.request, self.size, self.compared, self.as_text = request, size, compared, as_text
         self._traffic = traffic
         self._same, self._checked = True, 0
         self._tokens: list[int] = []
+        self._text = bytearray()
         self._tensors: list[dict[str, Tensor]] = []
 
     def add(self, item: InferResponse | GenerateChunk) -> None:
@@ -167,6 +171,8 @@ class _Copy:
         self.size += size
         if isinstance(item, GenerateChunk):
             self._tokens += item.token_ids
+        elif self.as_text:
+            self._text += _text_of(item)
         elif item.outputs:
             # What a model gives out may be its own memory, for as long as the item is.
             self._tensors.append({each.name: _copied(each) for each in item.outputs})
@@ -182,6 +188,10 @@ class _Copy:
             end = self._checked + len(item.token_ids)
             self._same = self._same and self._tokens[self._checked : end] == [*item.token_ids]
             self._checked = end
+        elif self.as_text:
+            end = self._checked + len(piece := _text_of(item))
+            self._same = self._same and self._text[self._checked : end] == piece
+            self._checked = end
         elif item.outputs:
             expected = self._tensors[self._checked] if self._checked < len(self._tensors) else {}
             compare = functools.partial(_same_tensors, expected, item.outputs, tolerance)
@@ -192,7 +202,7 @@ class _Copy:
     @property
     def same(self) -> bool:
         """Whether the shadow's whole answer was the arm's."""
-        return self._same and self._checked == len(self._tokens or self._tensors)
+        return self._same and self._checked == len(self._tokens or self._text or self._tensors)
 
 
 class Shadow:
@@ -215,7 +225,8 @@ class Shadow:
         if isinstance(request, InferRequest):  # a client may write anew what it lends
             lent = {name: _copied(each) for name, each in request.inputs.items() if is_lent(each.data)}
             request = msgspec.structs.replace(request, inputs={**request.inputs, **lent}) if lent else request
-        copy = _Copy(self._traffic, request, size, self._compares(request))
+        as_text = self._shadow.compare == "tokens" and isinstance(request, InferRequest)
+        copy = _Copy(self._traffic, request, size, self._compares(request), as_text)
         context.on_end(lambda ended: self._begin(copy, ended))
         return cast("ResponseStream[Item]", _recorded(responses, copy)) if copy.compared else responses
 
@@ -244,10 +255,13 @@ class Shadow:
 
     def _compares(self, request: Call) -> bool:
         """Whether the answers can be the same: where tokens are drawn, they are of one seed."""
+        if self._shadow.compare != "tokens":
+            return self._shadow.compare == "tensors" and isinstance(request, InferRequest)
         if isinstance(request, InferRequest):
-            return self._shadow.compare == "tensors"
-        sampling = request.sampling
-        return self._shadow.compare == "tokens" and (sampling.temperature == 0 or sampling.seed is not None)
+            given = {name: each.data.flat[0] for name, each in request.inputs.items() if each.data.size == 1}
+            given.update(request.parameters)
+            return given.get("temperature") == 0 or not given.keys().isdisjoint(_SEEDS)
+        return request.sampling.temperature == 0 or request.sampling.seed is not None
 
     def _begin(self, copy: _Copy, ended: RequestContext) -> None:
         """Ask the shadow what the arm was asked, unless that was the client's fault, or the client did not wait."""
@@ -293,7 +307,7 @@ class Shadow:
             request = msgspec.structs.replace(request, id=f"shadow-{id(context):x}-{request.id}", **targets)
             responses = loaded.text.generate(request, context)
         else:
-            copy.compared = copy.compared and loaded.text is None  # how a text is cut is chance
+            copy.compared = copy.compared and copy.as_text is (loaded.text is not None)
             validate_request(loaded.config, request)
             responses = loaded.model.infer(request, context)
         async with aclosing(cast("ResponseStream[InferResponse | GenerateChunk]", responses)) as stream:
@@ -335,6 +349,10 @@ async def _recorded(responses: ResponseStream[Any], copy: _Copy) -> AsyncGenerat
 
 def _copied(tensor: Tensor) -> Tensor:
     return msgspec.structs.replace(tensor, data=tensor.data.copy())
+
+
+def _text_of(response: InferResponse) -> bytes:
+    return b"".join(text for each in response.outputs if each.name == _TEXT for text in each.data.flat)
 
 
 def _array_bytes(data: NDArray[Any]) -> int:

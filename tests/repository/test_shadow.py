@@ -60,7 +60,14 @@ class Shadowed(Echo):
 
 
 class Text(Shadowed):
-    """Writes the same `tokens` whatever it is asked."""
+    """Writes the same whatever it is asked: `tokens`, or `pieces` of a text."""
+
+    pieces: tuple[bytes, ...] | list[bytes] = (b"one, ", b"two")
+
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+        for piece in self.pieces:
+            yield InferResponse((Tensor.from_values("text_output", "BYTES", [piece]),))
+        context.finish()
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         return []
@@ -177,6 +184,23 @@ async def test_tokens_are_compared_where_they_are_no_chance() -> None:
     await world.generate(temperature=0)
     assert world.outcomes == {"same": 2, "answered": 1, "different": 2}
     assert len({context.tenant for context in world.shadow.asked}) == 1
+
+
+async def test_texts_through_v2_are_compared_however_they_are_cut() -> None:
+    world = World(kind=Text, compare="tokens")
+    for parameters in ({"temperature": 0}, {"random_seed": 7}, {}, {"temperature": 0.5}):
+        await world.infer(**parameters)
+    assert world.outcomes == {"same": 2, "answered": 2}
+    world.shadow.pieces = [b"on", b"e, tw", b"o"]
+    await world.infer(seed=1)
+    world.shadow.pieces = [b"one, tw"]
+    await world.infer(seed=1)
+    world.shadow.pieces = [b"one, ", b"four"]
+    await world.infer(seed=1)
+    assert world.outcomes == {"same": 3, "answered": 2, "different": 2}
+    world.serve(compare="tensors")
+    await world.infer(seed=1)
+    assert world.outcomes["answered"] == 3
 
 
 async def test_failures_are_told_apart_by_whose_they_are(caplog: pytest.LogCaptureFixture) -> None:

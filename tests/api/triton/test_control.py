@@ -360,6 +360,7 @@ BELONGS = {
         LOAD,
         "/v2/routes",
         "/v2/routes/r",
+        "/v2/routes/r/rollout",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     ],
