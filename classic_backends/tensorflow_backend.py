@@ -87,7 +87,7 @@ def read_signature(directory: Path, parameters: Parameters) -> Signature:
     if not file.is_file():
         raise NotFound(f"unable to find '{file}' for model '{directory.parent.parent.name}'")
     tensorflow = import_tensorflow()
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
 
     model = SavedModel()

@@ -18,10 +18,10 @@ class HostCache:
     def __init__(self, device_blocks: Sequence[Tensor], slots: int) -> None:
         self._device_blocks = device_blocks
         device = device_blocks[0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        pinned = self._stream is not None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._host_blocks = [
-            torch.empty((slots, *each.shape[1:]), dtype=each.dtype, pin_memory=pinned) for each in device_blocks
+            torch.empty((slots, *each.shape[1:]), dtype=each.dtype, pin_memory=on_gpu) for each in device_blocks
         ]
 
     def move(self, moves: IntArray) -> None:

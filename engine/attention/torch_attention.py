@@ -58,7 +58,8 @@ class ReferenceAttention(AttentionBackend):
     @property
     def device_blocks(self) -> Sequence[Tensor]:
         spec = self._spec
-        return (self._cache.unflatten(2, (-1, spec.block_size)).movedim(2, 0),)
+        by_block = spec.layers, 2, -1, spec.block_size, spec.kv_heads, spec.head_dim
+        return (self._cache.view(by_block).movedim(2, 0),)
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
