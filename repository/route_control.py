@@ -6,7 +6,7 @@ says something new about it, now or after a restart, and is otherwise as the las
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -72,7 +72,7 @@ class RouteControl:
         if self._state is not None and records != kept:
             self._state.write(_STATE, records)
         self._serve(records)
-        self._warn_of_strangers(files)
+        self._warn_of_strangers()
 
     async def follow_files(self, files: Mapping[str, Route]) -> None:
         """Serve what the files say now of routes of which they said something else before.
@@ -206,7 +206,7 @@ class RouteControl:
             raise NotFound(f"there is no route '{name}'", field="name")
         return record
 
-    def _warn_of_strangers(self, files: Collection[str]) -> None:
+    def _warn_of_strangers(self) -> None:
         """Tell of routes that were kept and name what is not there any more; they are served, as far as they can be."""
         for name, served in self._table.served.items():
             try:
