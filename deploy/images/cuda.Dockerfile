@@ -25,7 +25,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
     && rm -rf /var/lib/apt/lists/* && useradd --uid 10001 --user-group --create-home charonia \
     && echo 'PATH=/opt/charonia/bin:$PATH' > /etc/profile.d/charonia.sh
 COPY --from=build /opt/charonia /opt/charonia
-ENV PATH=/opt/charonia/bin:$PATH NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV PATH=/opt/charonia/bin:$PATH
 USER 10001:10001
 WORKDIR /home/charonia
 EXPOSE 8000 8001 8002

@@ -21,7 +21,7 @@ Describe = Callable[[Mapping[str, Any]], ModelConfig]
 Open = Callable[..., tuple[dict[str, Any], Runtime]]
 
 installed = pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
-LOWEST = {"name": "model", "max_batch_size": 0}
+BARE = {"name": "model", "max_batch_size": 0}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def opened(version: Path, described: Describe) -> Iterator[Open]:
     """Completes and loads what lies in the version; it is closed in the end."""
     runtimes = []
 
-    def open_it(raw: Mapping[str, Any] = LOWEST, **parameters: str) -> tuple[dict[str, Any], Runtime]:
+    def open_it(raw: Mapping[str, Any] = BARE, **parameters: str) -> tuple[dict[str, Any], Runtime]:
         completed = dict(TENSORFLOW.complete(version, raw, parameters))
         config = described({**completed, "backend": "tensorflow"})
         runtimes.append(TENSORFLOW.load(version, config, InstancePlacement(), parameters))
@@ -58,19 +58,19 @@ def test_without_the_package_it_says_what_to_install(version: Path) -> None:
     (version / "model.savedmodel").mkdir()
     (version / "model.savedmodel" / "saved_model.pb").write_bytes(b"")
     with pytest.raises(Unsupported, match=r"need the package tensorflow, .* pip install 'charonia\[tensorflow\]'"):
-        TENSORFLOW.complete(version, LOWEST, {})
+        TENSORFLOW.complete(version, BARE, {})
 
 
 def test_no_thread_of_the_server_runs_one(version: Path) -> None:
     with pytest.raises(InvalidArgument, match="parameter 'EXECUTION' must be one of 'isolated', got 'thread'"):
-        TENSORFLOW.complete(version, LOWEST, {"EXECUTION": "thread"})
+        TENSORFLOW.complete(version, BARE, {"EXECUTION": "thread"})
 
 
 def test_what_is_not_there_is_named(version: Path) -> None:
     with pytest.raises(NotFound, match=r"unable to find '.*model\.savedmodel/saved_model\.pb' for model 'model'"):
-        TENSORFLOW.complete(version, LOWEST, {})
+        TENSORFLOW.complete(version, BARE, {})
     with pytest.raises(Unsupported, match="is a graph without signatures"):
-        TENSORFLOW.complete(version, LOWEST | {"default_model_filename": "model.graphdef"}, {})
+        TENSORFLOW.complete(version, BARE | {"default_model_filename": "model.graphdef"}, {})
 
 
 @installed

@@ -17,8 +17,8 @@ from charonia.cli.app import app
 
 IMAGES = ("cpu", "cuda")
 USER = "10001:10001"
-OF_OTHERS = ("PIP_", "NVIDIA_", "PATH", "VENV")
-"""Environment variables that pip, NVIDIA's container runtime and the shell read."""
+OF_OTHERS = ("PIP_", "PATH", "VENV")
+"""Environment variables that pip and the shell read."""
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ OVERLAYS = ("single", "gpu", "claim", "bucket", "autoscaling", "ray", "kserve")
 CUSTOM = {"ServiceMonitor": "service_monitor", "ServingRuntime": "serving_runtime", "RayCluster": "ray_cluster"}
 WRITTEN_TO = {"/tmp", "/home/charonia", "/dev/shm"}
 RAYS_OWN = "RAY_"
-IN_EVERY_VERSION = ("1.30", "1.37")
+VERSIONS = ("1.30", "1.37")
 """The oldest Kubernetes that the manifests are for, and a new one."""
 
 
@@ -99,11 +99,11 @@ def test_resources_are_as_their_schemas_say(overlay: str, rendered: Callable[[st
             schema = root / "tests" / "deploy" / "schemas" / f"{CUSTOM[each['kind']]}.yaml"
             jsonschema.Draft202012Validator(yaml.safe_load(schema.read_text())).validate(each)
         else:
-            for version in IN_EVERY_VERSION:
+            for version in VERSIONS:
                 validator.validate(each, version, strict=True)
     for pod in (pod for pod in pods(resources) if pod.owner in CUSTOM):
         whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "labels": pod.labels}, "spec": pod.spec}
-        for version in IN_EVERY_VERSION:
+        for version in VERSIONS:
             validator.validate(whole, version, strict=True)
 
 
@@ -112,7 +112,7 @@ def test_a_wrong_resource_is_found(rendered: Callable[[str], list[Any]], root: P
     deployment = of_kind(rendered("single"), "Deployment")
     wrong = deployment | {"spec": deployment["spec"] | {"replcas": 2}}
     with pytest.raises(validator.ValidationError, match="replcas"):
-        validator.validate(wrong, IN_EVERY_VERSION[0], strict=True)
+        validator.validate(wrong, VERSIONS[0], strict=True)
     monitor = of_kind(rendered("gpu"), "ServiceMonitor")
     schema = yaml.safe_load((root / "tests" / "deploy" / "schemas" / "service_monitor.yaml").read_text())
     with pytest.raises(jsonschema.ValidationError, match="targets"):
