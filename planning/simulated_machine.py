@@ -43,13 +43,16 @@ class StepLoadReader:
     """Reads the plans of one scheduler, in their order: rows that sampled before decode, from there on."""
 
     def __init__(self) -> None:
-        self._decoding: set[int] = set()
+        self._decoding = np.zeros(64, np.bool_)  # by row
 
     def read(self, plan: StepPlan) -> StepLoad:
-        self._decoding -= {*plan.closed.tolist(), *(new.row for new in plan.new)}
-        decoding = np.isin(plan.rows, list(self._decoding))
+        if (highest := int(plan.rows.max())) >= len(self._decoding):
+            self._decoding = np.concatenate([self._decoding, np.zeros(highest, np.bool_)])
+        left = [*(row for row in plan.closed.tolist() if row < len(self._decoding)), *(new.row for new in plan.new)]
+        self._decoding[left] = False
+        decoding = self._decoding[plan.rows]
         context = plan.counts * (plan.starts + plan.counts // 2)
-        self._decoding |= set(plan.rows[plan.samples].tolist())
+        self._decoding[plan.rows[plan.samples]] = True
         own, other = plan.counts[decoding], plan.counts[~decoding]
         work = int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum())
         reads = int((plan.starts + plan.counts)[~decoding].sum())

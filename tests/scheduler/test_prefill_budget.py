@@ -40,8 +40,9 @@ def test_a_long_prompt_does_not_freeze_running_streams(machine: SimulatedMachine
 
 
 def test_noise_does_not_freeze_them_either() -> None:
+    """The slowest steps take 1.2 / 1.1 times as long as usual ones, whatever they compute."""
     noisy = stall(replace(BF16, spread=(1.0, 1.2)), PACED, 4)
-    assert noisy.beside <= 2.5 * noisy.alone
+    assert noisy.beside <= 2.5 * 1.2 / 1.1 * noisy.alone
 
 
 @MACHINES
