@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from .. import __version__
+from ..analyzer.options import LevelOptions, SearchOptions
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.checkpoint.packing_cache import PackingCache, is_whole
 from .foreign_flags import TritonFlags, format_usage_error, vllm_flag_table
@@ -335,6 +336,30 @@ def rollout(
             return watcher.abort() if abort else watcher.print_status()
         watcher.start(rollout_plan(to, steps, every, min_requests, guard))
         return 0 if detach else watcher.watch()
+    except CharoniaError as error:
+        return _failed(error)
+
+
+@app.command
+def analyze(
+    model: str | None = None,
+    /,
+    *,
+    search_for: Annotated[SearchOptions, Parameter("*")] = SearchOptions(),  # noqa: B008
+    load: Annotated[LevelOptions, Parameter("*")] = LevelOptions(),  # noqa: B008
+) -> int:
+    """Find the best configuration of a model: start servers, put them under load, and write a report and the
+    config.pbtxt, or the flags, of the best. The status is 1 if nothing keeps the constraints.
+
+    Parameters
+    ----------
+    model
+        A model repository, a checkpoint directory, a file in GGUF, or a hub id.
+    """
+    from .analyze import print_analysis
+
+    try:
+        return print_analysis(model, search_for, load)
     except CharoniaError as error:
         return _failed(error)
 

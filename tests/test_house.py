@@ -25,7 +25,19 @@ MAY_IMPORT = {
     "api": {"core", "telemetry", "processes"},
     "planning": {"core", "kvcache", "scheduler", "engine"},
     "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing", "planning"},
-    "cli": {"bench", "planning", "api", "core", "telemetry", "processes", "engine", "repository", "routing"},
+    "analyzer": {"core", "processes", "engine", "repository", "planning", "bench"},
+    "cli": {
+        "analyzer",
+        "bench",
+        "planning",
+        "api",
+        "core",
+        "telemetry",
+        "processes",
+        "engine",
+        "repository",
+        "routing",
+    },
 }
 FOREIGN_BANS = {
     "core": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "zmq"},
@@ -36,6 +48,7 @@ FOREIGN_BANS = {
     "routing": {"torch", "transformers"},
     "repository": {"torch", "transformers"},
     "planning": {"torch", "transformers"},
+    "analyzer": {"torch", "transformers"},
     "cli": {"torch", "transformers"},
 }
 INNER_FLOORS = {

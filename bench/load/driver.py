@@ -18,14 +18,16 @@ from .http_client import HttpClient, HttpResponseReader, SseEvent
 from .plan import Prompt, Prompts
 
 EndpointName: TypeAlias = Literal["completions", "chat", "generate", "grpc"]
+"""Endpoints that stream text."""
 OK = "ok"
 
 
 class RequestResult(msgspec.Struct, kw_only=True):
-    """The result of one request. `status`: "ok" or the error; `times`: of its tokens, in seconds of `perf_counter`;
-    `frames`: events or messages, `size` their bytes; a count of -1 is unknown."""
+    """The result of one request. `status`: "ok" or the error, `detail` what the server said of that; `times`: of its
+    tokens, in seconds of `perf_counter`; `frames`: events or messages, `size` their bytes; a count of -1 is unknown."""
 
     status: str
+    detail: str = ""
     times: list[float] = []
     tokens: int = -1
     prompt_tokens: int = -1
@@ -142,7 +144,7 @@ def read_answer(answer: HttpResponseReader, door: StreamingEndpoint) -> RequestR
     """The result of a whole answer; a malformed event makes it an error, not an exception."""
     heard = RequestResult(status=OK, frames=len(answer.events), size=answer.size)
     if answer.status != 200:
-        heard.status = f"HTTP {answer.status}"
+        heard.status, heard.detail = f"HTTP {answer.status}", read_error(answer.body)
         return heard
     try:
         heard.times = list(_token_times(answer.events, door, heard))
@@ -151,6 +153,14 @@ def read_answer(answer: HttpResponseReader, door: StreamingEndpoint) -> RequestR
     if heard.status == OK and not heard.times:
         heard.status = "no token"
     return heard
+
+
+def read_error(body: bytes) -> str:
+    """The message of an error's body."""
+    try:
+        return _message(orjson.loads(body)["error"])[:500]
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace")[:500]
 
 
 def _token_times(events: Iterable[SseEvent], door: StreamingEndpoint, heard: RequestResult) -> Iterable[float]:

@@ -144,11 +144,11 @@ class HttpClient:
         self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._idle: list[HttpConnection] = []
 
-    async def post(self, path: str, body: bytes) -> HttpResponseReader:
-        """Raises `OSError` when the server is not there, or hangs up."""
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n{self._key}"
-        )
+    async def post(
+        self, path: str, body: bytes, headers: str = "Content-Type: application/json\r\n"
+    ) -> HttpResponseReader:
+        """`headers`: each with its line's end. Raises `OSError` when the server is not there, or hangs up."""
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{headers}{self._key}"
         connection = await self._connection()
         try:
             answer = await connection.exchange(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

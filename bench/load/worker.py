@@ -27,6 +27,7 @@ from .driver import (
     SseSender,
 )
 from .http_client import HttpClient
+from .infer_sender import InferPayload, InferSender
 from .plan import Prompts
 
 _PROGRESS_SECONDS = 0.25
@@ -37,12 +38,14 @@ _WARM_UP = 1 << 40
 
 
 class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The server, the endpoint and the options of requests. `address` is the endpoint's own."""
+    """The server, the endpoint and the options of requests. `address` is the endpoint's own. `payload`: what is sent to
+    v2's infer endpoint, in place of prompts to `door`."""
 
     host: str
     port: int
     door: EndpointName
     manner: RequestOptions
+    payload: InferPayload | None = None
 
 
 class LoadRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +128,21 @@ def run(
         return _follow(pipes, watch)
 
 
+def run_here(load: LoadRun, watch: Watch = lambda progress: None) -> WorkerOutcome:
+    """Run a load in this thread: at once, where starting a process would take longer than the load. What else this
+    process does should be little.
+
+    Raises:
+        Unavailable: it could not even warm up.
+    """
+    import uvloop
+
+    try:
+        return uvloop.run(_drive(load, perf_counter, watch))
+    except OSError as error:
+        raise Unavailable(str(error)) from None
+
+
 def _follow(pipes: Sequence[Connection], watch: Watch) -> list[WorkerOutcome]:
     progress = {pipe.fileno(): RequestProgress() for pipe in pipes}
     outcomes: dict[int, WorkerOutcome] = {}
@@ -188,15 +206,24 @@ def _main(share: bytes, pipe: Connection) -> None:
 
 
 async def _work(load: LoadRun, pipe: Connection) -> None:
+    def start() -> float:
+        _send(pipe, WorkerReady())
+        # Nothing else runs in this loop yet: waiting here keeps nobody waiting.
+        begin: float = pipe.recv()
+        return begin
+
+    _send(pipe, await _drive(load, start, lambda progress: _send(pipe, progress)))
+
+
+async def _drive(load: LoadRun, start: Callable[[], float], watch: Watch) -> WorkerOutcome:
+    """`start` is called when the server is warm; the moment that everything counts from."""
     caller = make_sender(load.target)
     try:
         await _warm_up(load, caller)
-        _send(pipe, WorkerReady())
-        # Nothing else runs in this loop yet: waiting here keeps nobody waiting.
-        driver = LoadDriver(caller, load.prompts, load.pace, pipe.recv())
+        driver = LoadDriver(caller, load.prompts, load.pace, start())
         cpu, begun = process_time(), perf_counter()
-        await _reporting(driver, load.jobs, pipe)
-        _send(pipe, WorkerOutcome(driver.records, process_time() - cpu, perf_counter() - begun))
+        await _reporting(driver, load.jobs, watch)
+        return WorkerOutcome(driver.records, process_time() - cpu, perf_counter() - begun)
     finally:
         await caller.close()
 
@@ -206,15 +233,15 @@ async def _warm_up(load: LoadRun, caller: RequestSender) -> None:
         again = msgspec.structs.replace(job, index=_WARM_UP + job.index)
         heard = await caller.send(load.prompts.write(again), job.new)
         if heard.status != OK:
-            raise Unavailable(f"the first request failed: {heard.status}")
+            raise Unavailable(f"the first request failed: {heard.status}{heard.detail and f': {heard.detail}'}")
 
 
-async def _reporting(driver: LoadDriver, jobs: Sequence[PlannedRequest], pipe: Connection) -> None:
+async def _reporting(driver: LoadDriver, jobs: Sequence[PlannedRequest], watch: Watch) -> None:
     running = asyncio.create_task(driver.run(jobs))
     while not running.done():
         await asyncio.wait({running}, timeout=_PROGRESS_SECONDS)
         tally = driver.tally
-        _send(pipe, RequestProgress(tally.sent, tally.done, tally.failed, tally.tokens))
+        watch(RequestProgress(tally.sent, tally.done, tally.failed, tally.tokens))
     running.result()
 
 
@@ -229,4 +256,6 @@ def make_sender(target: LoadTarget) -> RequestSender:
 
         return GrpcSender(f"{target.host}:{target.port}", target.manner)
     client = HttpClient(target.host, target.port, target.manner.api_key)
+    if target.payload is not None:
+        return InferSender(client, target.manner.model, target.payload)
     return SseSender(client, ENDPOINTS[target.door], target.manner)

@@ -1,0 +1,321 @@
+"""An analysis from beginning to end: models are opened, a space is searched through a server of ours, the best is told.
+
+`analyze_models` searches; `measure_url` measures a server that somebody runs, and leaves it as it is.
+"""
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+from urllib.parse import quote
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..bench.load.worker import Watch, WorkerOutcome, run_here
+from ..bench.server_process import GRPC_PORT, parse_server_url
+from ..core.errors import InvalidArgument, Unavailable
+from ..planning.search import BudgetSpent, SearchEffort, rank, require_optuna, search
+from ..planning.search_goal import Configuration, KnobValue, LevelFigures, SearchGoal, Trial, parse_goal
+from ..planning.search_space import Knob, SearchSpace
+from ..processes.host import usable_cores
+from ..repository.config_io import ConfigMessage, config_from_json
+from .conclusion import Conclusion, conclude, conclude_levels, describe_settings, describe_trial, describe_value
+from .knobs import ClosedLoop, configured, default_knobs, equivalence, parse_sweeps
+from .load_levels import LoadLevel, LoadSubject, level_figures, plan_levels, plan_load
+from .measured_server import MeasuredServer, ask_server
+from .options import LevelOptions, SearchOptions
+from .report import write_report
+from .results_file import AnalysisSubject, ResultsFile
+from .tuned_models import TunedModels, is_composed, is_language_model, open_models, streams_text
+
+
+class LoadPlan(msgspec.Struct, frozen=True):
+    """What configurations are measured under, and by."""
+
+    subject: LoadSubject
+    levels: list[LoadLevel]
+    options: LevelOptions
+    goal: SearchGoal
+
+    @property
+    def loop(self) -> ClosedLoop:
+        most = max(level.concurrency for level in self.levels)
+        return ClosedLoop(most or None, self.options.batch)
+
+
+Put: TypeAlias = Callable[[LoadLevel, float], tuple[WorkerOutcome, float | None]]
+"""Puts so many seconds of a level's load to a server; what came of it, and the memory it took if that is known."""
+
+
+def measure_levels(plan: LoadPlan, put: Put, seconds: float) -> Iterator[LevelFigures]:
+    """The figures of each level, up to the first beyond which the bounds cannot be kept."""
+    for level in plan.levels:
+        outcome, memory = put(level, seconds)
+        figures = level_figures(level, plan.subject, plan.options, outcome, seconds, memory)
+        yield figures
+        if plan.goal.ends_levels(figures):
+            return
+
+
+class ConfigurationMeter:
+    """Measures the configurations of a space through a server, within a budget, as long as the results of an earlier
+    run do not tell. `spent`: seconds of all trials, those of earlier runs included, and of what came before them."""
+
+    def __init__(self, models: TunedModels, server: MeasuredServer, plan: LoadPlan, budget: float) -> None:
+        self._models, self._server, self._plan = models, server, plan
+        self._budget = budget
+        self.spent = 0.0
+        self._trials: list[Trial] = []
+        self.watch: Watch = lambda progress: None
+        self.on_begin: Callable[[Mapping[str, KnobValue]], None] = lambda settings: None
+
+    def meter(self, space: SearchSpace, results: ResultsFile) -> Callable[[Configuration, float], Trial]:
+        """The function that a search calls."""
+
+        def measure(configuration: Configuration, seconds: float) -> Trial:
+            settings = space.settings(configuration)
+            known = results.take(settings, seconds)
+            if known is not None:
+                trial = msgspec.structs.replace(known, configuration=configuration)
+            elif self.spent + self._estimate(seconds) > self._budget:
+                raise BudgetSpent
+            else:
+                self.on_begin(settings)
+                trial = self._measure(configuration, settings, seconds)
+                results.add(settings, trial)
+            self.spent += trial.wall
+            self._trials.append(trial)
+            return trial
+
+        return measure
+
+    def _estimate(self, seconds: float) -> float:
+        if not self._trials:
+            return seconds * len(self._plan.levels)
+        return median(each.setup for each in self._trials) + seconds
+
+    def _measure(self, configuration: Configuration, settings: Mapping[str, KnobValue], seconds: float) -> Trial:
+        began = loaded = time.perf_counter()
+        levels: list[LevelFigures] = []
+        failure = ""
+        try:
+            config = self._server.load(configured(self._models, settings))
+            loaded = time.perf_counter()
+
+            def put(level: LoadLevel, seconds: float) -> tuple[WorkerOutcome, float | None]:
+                plan = self._plan
+                load = plan_load(plan.subject, self._server.place, level, plan.options, seconds, config)
+                return self._server.put(load, self.watch)
+
+            levels += measure_levels(self._plan, put, seconds)
+        except Unavailable as error:
+            failure = error.message.strip()
+            loaded = loaded if loaded > began else time.perf_counter()
+        return Trial(
+            configuration=configuration,
+            seconds=seconds,
+            setup=loaded - began,
+            loading=time.perf_counter() - loaded,
+            levels=tuple(levels),
+            failure=failure,
+        )
+
+
+def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, console: Console) -> int:
+    """Search, print what was found, and write the report; the exit status, 1 if nothing keeps the constraints.
+
+    Raises:
+        CharoniaError: there is nothing to analyze, or the options mean nothing.
+    """
+    began = time.perf_counter()
+    budget, seconds, levels = search_for.budget_seconds(), search_for.full_seconds(), plan_levels(load)
+    effort = SearchEffort(seconds, budget=budget)
+    least = (effort.seconds if search_for.search == "exhaustive" else effort.short) * len(levels)
+    if least > budget:
+        message = f"the budget of {budget:g} s is too small for one measurement, which takes {least:g} s and the load"
+        raise InvalidArgument(f"{message} of the models: give more --budget, or less --seconds", field="budget")
+    if search_for.search == "optuna":
+        require_optuna()
+    with ExitStack() as stack:
+        models = stack.enter_context(open_models(source, search_for.model))
+        goal = parse_goal(search_for.objective, search_for.constraint, streams=streams_text(models.loaded.config))
+        plan = LoadPlan(_load_subject(models.loaded.name, models.loaded.config), levels, load, goal)
+        parse_sweeps(search_for.sweep, models)  # what is wrong is told before anything is started
+        server = MeasuredServer(models.repository, models.models, _server_flags(search_for, goal))
+        stack.callback(server.close)
+        results = ResultsFile(search_for.report.with_suffix(".jsonl"), _results_subject(source, models, plan))
+        stack.callback(results.close)
+        models = _completed(models, server)
+        knobs = parse_sweeps(search_for.sweep, models) or default_knobs(models, plan.loop, usable_cores().threads)
+        space = SearchSpace(knobs, equivalence(knobs, models, plan.loop))
+        meter = ConfigurationMeter(models, server, plan, budget)
+        meter.spent = time.perf_counter() - began
+        console.print(_beginning(models, space, plan, results), highlight=False, soft_wrap=True)
+        trials, ended = _run_search(search_for, space, plan, effort, meter, results, console)
+        conclusion = conclude(models, space, goal, trials, ended)
+    return _tell(conclusion, plan, search_for.report, console)
+
+
+def _tell(conclusion: Conclusion, plan: LoadPlan, report: Path, console: Console) -> int:
+    for each in conclusion.console_parts():
+        console.print(each, highlight=False, markup=False, soft_wrap=True)
+    write_report(report, conclusion, [str(level) for level in plan.levels])
+    console.print(f"report: {report}", highlight=False, soft_wrap=True)
+    return 0 if conclusion.best is not None and conclusion.best.feasible else 1
+
+
+def _load_subject(model: str, config: ConfigMessage) -> LoadSubject:
+    """The endpoint that a model's load goes to."""
+    if is_language_model(config):
+        return LoadSubject(model=model, door="completions")
+    if streams_text(config):
+        return LoadSubject(model=model, door="generate", counts_tokens=False)
+    return LoadSubject(model=model)
+
+
+def _server_flags(search_for: SearchOptions, goal: SearchGoal) -> list[str]:
+    """What is given, and the bound on memory: models that cannot keep it are not even loaded."""
+    limits = [f"--memory-limit={bound.limit:.0f}" for bound in goal.bounds if bound.metric == "memory"]
+    return [*limits[:1], *shlex.split(search_for.server_args)]
+
+
+def _results_subject(source: str, models: TunedModels, plan: LoadPlan) -> AnalysisSubject:
+    described = {**msgspec.to_builtins(plan.options, enc_hook=str), "levels": [str(level) for level in plan.levels]}
+    return AnalysisSubject(
+        source=str(Path(source).resolve()) if Path(source).exists() else source,
+        model=models.loaded.name,
+        digest=models.digest(),
+        # As it is read back from JSON.
+        load=msgspec.json.decode(msgspec.json.encode(described)),
+        machine=str(usable_cores()),
+    )
+
+
+def _completed(models: TunedModels, server: MeasuredServer) -> TunedModels:
+    """The models with the largest batch and the batcher that the server finds where their configs are silent: by them
+    the knobs are chosen. A model that does not load as it is may do so in another configuration."""
+    silent = [each for each in models.models if not (is_language_model(each.config) or is_composed(each.config))]
+    if not silent:
+        return models
+    try:
+        server.load({each.name: each.config for each in models.models})
+        for source in silent:
+            found = config_from_json(ask_server(server.place, f"/v2/models/{quote(source.name, safe='')}/config"))
+            source.config.max_batch_size = found.max_batch_size
+            if found.HasField("dynamic_batching") and not source.config.HasField("dynamic_batching"):
+                source.config.dynamic_batching.SetInParent()
+    except Unavailable:
+        server.close()
+    return models
+
+
+def _beginning(models: TunedModels, space: SearchSpace, plan: LoadPlan, results: ResultsFile) -> str:
+    knobs = ", ".join(f"{knob.name} ({', '.join(map(str, knob.values))})" for knob in space.knobs)
+    levels = ", ".join(map(str, plan.levels))
+    again = f"; {results.count} results are there already" if results.count else ""
+    count = (
+        f"{space.size} configurations"
+        if space.size == space.combinations
+        else (f"{space.size} configurations that can differ, of {space.combinations}")
+    )
+    return f"{models.loaded.name}: {count} of {knobs}\nunder {levels}{again}"
+
+
+def _run_search(
+    search_for: SearchOptions,
+    space: SearchSpace,
+    plan: LoadPlan,
+    effort: SearchEffort,
+    meter: ConfigurationMeter,
+    results: ResultsFile,
+    console: Console,
+) -> tuple[list[Trial], str]:
+    """The trials, and how the search ended, in words."""
+    trials: list[Trial] = []
+    try:
+        with _progress(console, effort.budget, meter, plan.goal, trials) as tell:
+            for trial in search(search_for.search, space, plan.goal, meter.meter(space, results), effort):
+                trials.append(trial)
+                tell(space, trial)
+    except BudgetSpent:
+        if not trials:
+            message = f"the budget was spent before a first measurement: after {meter.spent:.1f} s the models were"
+            raise Unavailable(f"{message} loaded once, and one takes {effort.short:g} s: give more --budget") from None
+        return trials, f"the budget of {effort.budget:g} s ended it: with more, the same command goes on"
+    except KeyboardInterrupt:
+        console.print(f"broken off; the same command goes on from {results.path}", highlight=False, soft_wrap=True)
+        raise
+    return trials, ""
+
+
+@contextmanager
+def _progress(
+    console: Console, budget: float, meter: ConfigurationMeter, goal: SearchGoal, trials: list[Trial]
+) -> Iterator[Callable[[SearchSpace, Trial], None]]:
+    """A bar of the budget on a terminal, elsewhere a line for each trial."""
+    columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting a server", total=budget)
+        state = {"now": "", "best": ""}
+
+        def show(done: float) -> None:
+            bar.update(task, completed=done, description=f"{len(trials)} measurements{state['best']}; {state['now']}")
+
+        def begin(settings: Mapping[str, KnobValue]) -> None:
+            state["now"], state["began"] = describe_settings(settings), str(time.perf_counter())
+            show(meter.spent)
+
+        def tell(space: SearchSpace, trial: Trial) -> None:
+            best = rank(trials, goal)[0]
+            if best.scores:
+                state["best"] = f", best {describe_value(goal, best.value)}"
+            if not console.is_terminal:
+                text = f"{len(trials):3} {trial.seconds:g} s  {describe_settings(space.settings(trial.configuration))}"
+                console.print(f"{text}: {describe_trial(goal, trial)}", highlight=False, markup=False, soft_wrap=True)
+            show(meter.spent)
+
+        meter.on_begin = begin
+        meter.watch = lambda progress: show(meter.spent + time.perf_counter() - float(state.get("began", "0")))
+        yield tell
+
+
+def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console) -> int:
+    """Measure a server that somebody runs at every level, print the figures, and write the report; the exit status, 1
+    if it keeps the constraints at no level.
+
+    Raises:
+        InvalidArgument: something is to be searched, or the options mean nothing.
+        Unavailable: there is no such server or model, or requests fail.
+    """
+    if search_for.sweep:
+        raise InvalidArgument(
+            "--url measures a server that is in use, and changes nothing of it: --sweep is for others"
+        )
+    if not search_for.model:
+        raise InvalidArgument("--url needs the name of the model that takes the load: --model", field="model")
+    seconds, levels = search_for.full_seconds(), plan_levels(load)
+    place = parse_server_url(search_for.url, GRPC_PORT, search_for.allow_remote)
+    try:
+        raw = ask_server(place, f"/v2/models/{quote(search_for.model, safe='')}/config")
+    except OSError as error:
+        raise Unavailable(f"{search_for.url} does not answer: {error}") from None
+    config = config_from_json(raw)
+    subject = _load_subject(search_for.model, config)
+    goal = parse_goal(search_for.objective, search_for.constraint, streams=subject.door is not None)
+    plan = LoadPlan(subject, levels, load, goal)
+    space = SearchSpace([Knob(name="server", values=(search_for.url,))])
+
+    def put(level: LoadLevel, seconds: float) -> tuple[WorkerOutcome, float | None]:
+        return run_here(plan_load(subject, place, level, load, seconds, raw)), None
+
+    began = time.perf_counter()
+    figures = tuple(measure_levels(plan, put, seconds))
+    trial = Trial(
+        configuration=space.start, seconds=seconds, setup=0.0, loading=time.perf_counter() - began, levels=figures
+    )
+    return _tell(conclude_levels(search_for.model, space, goal, trial), plan, search_for.report, console)

@@ -1,0 +1,213 @@
+"""What an analysis came to, in words and tables: for the terminal, and for the report.
+
+Knows trials and goals; measures nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..planning.search import RankedConfiguration, are_told_apart, rank
+from ..planning.search_goal import Configuration, KnobValue, SearchGoal, Trial, format_metric
+from ..planning.search_space import SearchSpace
+from ..repository.config_io import config_to_text
+from .knobs import configured, engine_flags
+from .tuned_models import TunedModels, is_composed
+
+_ROWS = 10
+"""Configurations that the terminal shows."""
+_BUSY = 0.85
+"""From this share of a core on, the load generator may be what was measured."""
+_SHOWN = ("throughput", "e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "memory", "failed")
+
+
+class ConclusionText(msgspec.Struct, frozen=True):
+    """Something to paste, and where to."""
+
+    title: str
+    text: str
+
+
+class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
+    """`ranked`: all that was measured, the best first. `start`: what holds without a search, or is nearest to that.
+    `sentences`: what is to be said; `texts`: what to paste."""
+
+    title: str
+    goal: SearchGoal
+    space: SearchSpace
+    ranked: list[RankedConfiguration]
+    start: Configuration
+    sentences: list[str]
+    texts: list[ConclusionText]
+
+    @property
+    def best(self) -> RankedConfiguration | None:
+        """The best that has figures."""
+        return next((each for each in self.ranked if each.scores), None)
+
+    @property
+    def columns(self) -> list[str]:
+        """The metrics that there are figures of, the objective first."""
+        levels = [each.middle.level for each in self.ranked if each.middle is not None]
+        names = dict.fromkeys([self.goal.objective, *(each.metric for each in self.goal.bounds), *_SHOWN])
+        there = [name for name in names if any(level.metric(name) is not None for level in levels)]
+        return [name for name in there if name != "failed" or any(level.failed for level in levels)]
+
+    def cells(self, ranked: RankedConfiguration) -> list[str]:
+        """The text of each of `columns`."""
+        middle = ranked.middle
+        if middle is None:
+            return ["-" for _ in self.columns]
+        values = [(name, middle.level.metric(name)) for name in self.columns]
+        return ["-" if value is None else format_metric(name, value) for name, value in values]
+
+    def remark(self, ranked: RankedConfiguration) -> str:
+        """What a row says at its end."""
+        middle = ranked.middle
+        if middle is None:
+            return next((each.failure.splitlines()[0][:120] for each in ranked.trials if each.failure), "no figures")
+        missed = ", ".join(f"misses {bound}" for bound in self.goal.missed(middle.level))
+        now = "now, or nearest" if ranked.configuration == self.start else ""
+        return "; ".join(filter(None, (now, missed)))
+
+    def console_parts(self) -> Iterator[RenderableType]:
+        if any(each.scores for each in self.ranked):
+            table = Table(*(knob.name for knob in self.space.knobs), *self.columns, "turns", "")
+            for each in self.ranked[:_ROWS]:
+                values = map(str, each.configuration)
+                table.add_row(*values, *self.cells(each), str(len(each.scores)), self.remark(each))
+            yield table
+        yield from self.sentences
+        for text in self.texts:
+            yield f"\n{text.title}\n{text.text}"
+
+
+def conclude(
+    models: TunedModels, space: SearchSpace, goal: SearchGoal, trials: Sequence[Trial], ended: str
+) -> Conclusion:
+    """`ended`: why the search stopped before it was through, if it did."""
+    ranked = rank(trials, goal)
+    best = next((each for each in ranked if each.scores), None)
+    sentences = [*_verdict(space, goal, ranked), *_cautions(space, goal, ranked, trials)]
+    if ended:
+        sentences.append(ended)
+    return Conclusion(
+        title=models.loaded.name,
+        goal=goal,
+        space=space,
+        ranked=ranked,
+        start=space.start,
+        sentences=sentences,
+        texts=[] if best is None or not best.feasible else list(_texts(models, space.settings(best.configuration))),
+    )
+
+
+def conclude_levels(model: str, space: SearchSpace, goal: SearchGoal, trial: Trial) -> Conclusion:
+    """Of a server that was measured once and not searched; a row for each level of load."""
+    sentences = [
+        f"{level.level}: "
+        + ", ".join(
+            f"{name} {format_metric(name, value)}" for name in _SHOWN if (value := level.metric(name)) is not None
+        )
+        + "".join(f"; misses {bound}" for bound in goal.missed(level))
+        for level in trial.levels
+    ]
+    sentences += _busy([trial])
+    ranked = rank([trial], goal)
+    return Conclusion(
+        title=model, goal=goal, space=space, ranked=ranked, start=space.start, sentences=sentences, texts=[]
+    )
+
+
+def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfiguration]) -> Iterator[str]:
+    known = [each for each in ranked if each.scores]
+    if not known:
+        yield "no configuration could be measured: the rows, or the results, say why"
+        return
+    best = known[0]
+    settings = describe_settings(space.settings(best.configuration))
+    level = best.scores[0].level.level
+    if not best.feasible:
+        bounds = ", ".join(str(bound) for bound in goal.bounds)
+        yield f"no configuration that was measured keeps the constraints ({bounds})"
+        yield f"the nearest: {settings}, with {goal.objective} {describe_spread(goal, best)} under {level}"
+        return
+    yield f"best: {settings}: {goal.objective} {describe_spread(goal, best)} under {level}"
+    start = next((each for each in known if each.configuration == space.start), None)
+    if start is best:
+        yield "it is what holds now, or what was tried nearest to that"
+    elif start is not None:
+        factor = best.value / start.value if goal.maximises else start.value / best.value
+        other = describe_settings(space.settings(start.configuration))
+        misses = "" if start.feasible else "; that one misses the constraints"
+        yield f"{factor:.2f} times as good as {other}, which holds now or was tried nearest to that{misses}"
+    finalists = [each for each in known[1:] if each.feasible and len(each.scores) == len(best.scores) > 1]
+    for each in finalists[:3]:
+        other = describe_settings(space.settings(each.configuration))
+        if are_told_apart(best, each):
+            yield f"told apart from {other}, with {describe_spread(goal, each)}: the ranges of turns do not meet"
+        else:
+            yield f"not told apart from {other}, with {describe_spread(goal, each)}: the ranges of turns overlap"
+
+
+def _cautions(
+    space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfiguration], trials: Sequence[Trial]
+) -> Iterator[str]:
+    failed = [each for each in ranked if not each.scores]
+    if failed:
+        reason = next((trial.failure.splitlines()[0] for each in failed for trial in each.trials if trial.failure), "")
+        yield f"{len(failed)} of the configurations failed{f', the first with: {reason[:300]}' if reason else ''}"
+    seconds, loads = sum(each.wall for each in trials), [each for each in trials if each.loading]
+    if loads:
+        full = max(each.seconds for each in trials)
+        setup = median(each.setup for each in loads)
+        whole = space.size * (setup + full * median(each.loading / each.seconds for each in loads))
+        yield (
+            f"{len(ranked)} of {space.size} configurations were measured, in {seconds:.0f} s; each once for {full:g} s"
+            f" would be about {whole:.0f} s"
+        )
+    yield from _busy(trials)
+
+
+def _busy(trials: Sequence[Trial]) -> Iterator[str]:
+    if any(level.generator > _BUSY for each in trials for level in each.levels):
+        yield "the load generator was busy itself: believe differences, less the rates"
+
+
+def _texts(models: TunedModels, settings: Mapping[str, KnobValue]) -> Iterator[ConclusionText]:
+    if models.is_checkpoint:
+        yield ConclusionText("flags of charonia serve:", engine_flags(settings))
+        return
+    configs = configured(models, settings)
+    for source in models.models:
+        if not is_composed(source.config):
+            title = f"{source.name}/config.pbtxt:"
+            yield ConclusionText(title, config_to_text(configs[source.name]).strip())
+
+
+def describe_settings(settings: Mapping[str, KnobValue]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def describe_value(goal: SearchGoal, value: float) -> str:
+    return format_metric(goal.objective, value)
+
+
+def describe_spread(goal: SearchGoal, ranked: RankedConfiguration) -> str:
+    """The median of the objective, and of several measurements the range."""
+    text = describe_value(goal, ranked.value)
+    if len(ranked.scores) < 2:
+        return text
+    low, high = (describe_value(goal, value) for value in ranked.spread)
+    return f"{text} ({low} to {high})"
+
+
+def describe_trial(goal: SearchGoal, trial: Trial) -> str:
+    score = goal.score(trial)
+    if score is None:
+        return trial.failure.splitlines()[0] if trial.failure else "no figures: every request failed"
+    missed = "".join(f", misses {bound}" for bound in goal.missed(score.level))
+    return f"{goal.objective} {describe_value(goal, score.value)} under {score.level.level}{missed}"

@@ -1,0 +1,352 @@
+"""Searches for the best configuration of a space: quick, exhaustive, or by optuna's sampler.
+
+Pure logic over a function that measures. Every search yields its trials as they come, so that what is found so far
+can be told at any time; the same trials lead to the same search, which is how one that was broken off goes on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..core.errors import Unsupported
+from .search_goal import Configuration, LevelScore, SearchGoal, Trial
+from .search_space import SearchSpace
+from .surrogate import Surrogate
+
+Measure: TypeAlias = Callable[[Configuration, float], Trial]
+"""Measures a configuration under so many seconds of load at each level. Raises `BudgetSpent`."""
+
+_NOISE = 0.04
+"""What short measurements of one configuration differ by, as a share: a standard deviation."""
+_NEGLIGIBLE = 0.001
+"""An expected improvement, as a share, that is not worth a measurement."""
+_WRONG_HINT = 0.03
+"""By so much a smaller value must be better for the search to believe no more that a larger one is."""
+_SEMIFINALISTS, _FINALISTS = 3, 2
+_FLOOR = 3.0
+"""How far below the best, in logarithms, what does not work at all is taken to be."""
+
+
+class BudgetSpent(Exception):
+    """There is no time for another measurement."""
+
+
+class SearchEffort(NamedTuple):
+    """`seconds`: of load in a full measurement. A quick search takes a `share` of an exhaustive one's time, measures a
+    quarter as long until it has finalists, then half as long, in turns of which each has `rounds`. `budget`: seconds of
+    all of it together, which an exhaustive search does not look at."""
+
+    seconds: float = 8.0
+    share: float = 0.2
+    rounds: int = 2
+    budget: float = float("inf")
+
+    @property
+    def short(self) -> float:
+        return self.seconds / 4
+
+    @property
+    def turn(self) -> float:
+        return self.seconds / 2
+
+
+class RankedConfiguration(NamedTuple):
+    """What is known of a configuration. `scores`: of its longest measurements, from the least `utility` to the most,
+    the `middle` among them; empty where all failed. `trials`: all that it had."""
+
+    configuration: Configuration
+    trials: tuple[Trial, ...]
+    scores: tuple[LevelScore, ...] = ()
+
+    @property
+    def middle(self) -> LevelScore | None:
+        """The score of the median; the lower of the middle two."""
+        return self.scores[(len(self.scores) - 1) // 2] if self.scores else None
+
+    @property
+    def value(self) -> float:
+        """The median of the objective."""
+        return median(each.value for each in self.scores)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        values = [each.value for each in self.scores]
+        return min(values), max(values)
+
+    @property
+    def feasible(self) -> bool:
+        return self.middle is not None and self.middle.feasible
+
+
+def rank(trials: Sequence[Trial], goal: SearchGoal) -> list[RankedConfiguration]:
+    """All configurations that were measured, the best first: those that keep the bounds before those that do not, and
+    of these those that were measured most before what a short measurement may flatter."""
+    found: dict[Configuration, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(trial.configuration, []).append(trial)
+    ranked = [_rank_one(configuration, tuple(its), goal) for configuration, its in found.items()]
+    longest = max((max(each.seconds for each in its) for its in found.values()), default=0.0)
+    turns = {each.configuration: sum(trial.seconds == longest for trial in each.trials) for each in ranked}
+    most = max(turns.values(), default=0)
+
+    def key(each: RankedConfiguration) -> tuple[bool, bool, bool, float]:
+        middle = each.middle
+        utility = -float("inf") if middle is None else goal.utility(middle)
+        return middle is not None, each.feasible, turns[each.configuration] >= max(1, most - 1), utility
+
+    return sorted(ranked, key=key, reverse=True)
+
+
+def _rank_one(configuration: Configuration, trials: tuple[Trial, ...], goal: SearchGoal) -> RankedConfiguration:
+    scored = [(trial.seconds, score) for trial in trials if (score := goal.score(trial)) is not None]
+    longest = max((seconds for seconds, _ in scored), default=0.0)
+    scores = sorted((score for seconds, score in scored if seconds == longest), key=goal.utility)
+    return RankedConfiguration(configuration, trials, tuple(scores))
+
+
+def are_told_apart(one: RankedConfiguration, other: RankedConfiguration) -> bool:
+    """Whether each was measured as long more than once, and all of one's values are better than all of the other's."""
+    if min(len(one.scores), len(other.scores)) < 2:
+        return False
+    (low, high), (others_low, others_high) = one.spread, other.spread
+    return low > others_high or high < others_low
+
+
+class SearchRun:
+    """A search while it goes on: what was measured, and what it may still take."""
+
+    def __init__(self, space: SearchSpace, goal: SearchGoal, measure: Measure, effort: SearchEffort) -> None:
+        self.space, self.goal, self.effort = space, goal, effort
+        self._measure = measure
+        self.trials: list[Trial] = []
+        self.measured: set[Configuration] = set()
+        self.broken: list[Configuration] = []
+        """Those that did not load, or took more memory than they may."""
+
+    def measure(self, configuration: Configuration, seconds: float) -> Trial:
+        trial = self._measure(configuration, seconds)
+        self.trials.append(trial)
+        self.measured.add(configuration)
+        if trial.failure or any(bound.metric == "memory" for each in trial.levels for bound in self.goal.missed(each)):
+            self.broken.append(configuration)
+        return trial
+
+    @property
+    def short(self) -> float:
+        """Seconds of load of a short measurement: not so few that most of the time goes into loading models."""
+        setup = self.trials[0].setup if self.trials else 0.0
+        return min(self.effort.seconds, max(self.effort.short, setup / 2))
+
+    @property
+    def turn(self) -> float:
+        """Seconds of load of a finalist's turn in a quick search."""
+        return max(self.effort.turn, self.short)
+
+    def cost(self, seconds: float) -> float:
+        """What a measurement under so many seconds of load takes, by those there were."""
+        setup = median(trial.setup for trial in self.trials)
+        loads = [trial.loading / trial.seconds for trial in self.trials if trial.loading]
+        return setup + seconds * (median(loads) if loads else 1.0)
+
+    def may_explore(self) -> bool:
+        """Whether the time has room for one more short measurement before the finals: that of a share of the exhaustive
+        sweep, of a small space that of a few measurements, and the budget in any case."""
+        if not self.trials:
+            return True
+        turns = _SEMIFINALISTS + _FINALISTS * self.effort.rounds
+        next_one, finals = self.cost(self.short), turns * self.cost(self.turn)
+        few = min(self.space.size, 2 + 2 * len(self.space.knobs)) * next_one + finals
+        allowed = max(few, self.effort.share * self.space.size * self.cost(self.effort.seconds))
+        limit, spent = min(allowed, self.effort.budget), sum(trial.wall for trial in self.trials)
+        return spent + next_one + min(finals, limit / 2) <= limit
+
+    def fit(self) -> Surrogate | None:
+        """A surrogate of the utility; None while nothing has any."""
+        scores = [self.goal.score(trial) for trial in self.trials]
+        known = [self.goal.utility(score) for score in scores if score is not None]
+        if not known:
+            return None
+        floor = max(known) - _FLOOR
+        values = [floor if score is None else max(floor, self.goal.utility(score)) for score in scores]
+        noise = [_NOISE * (self.effort.short / trial.seconds) ** 0.5 for trial in self.trials]
+        return Surrogate(self.space.points([trial.configuration for trial in self.trials]), values, noise)
+
+    def contenders(self) -> list[Configuration]:
+        """What was measured and keeps the bounds, or if nothing does, comes close; the most promising first."""
+        surrogate = self.fit()
+        ranked = [each for each in rank(self.trials, self.goal) if each.scores]
+        feasible = [each for each in ranked if each.feasible] or ranked
+        if surrogate is None or not feasible:
+            return []
+        configurations = [each.configuration for each in feasible]
+        means, _ = surrogate.predict(self.space.points(configurations))
+        return [configurations[index] for index in np.argsort(-means, kind="stable").tolist()]
+
+
+def search(
+    strategy: str, space: SearchSpace, goal: SearchGoal, measure: Measure, effort: SearchEffort
+) -> Iterator[Trial]:
+    """Explore the space, then repeat the best, in turns. `strategy`: quick, exhaustive or optuna.
+
+    Raises:
+        BudgetSpent: as `measure` does; what was yielded until then stands.
+        Unsupported: optuna is asked for and not installed.
+    """
+    run = SearchRun(space, goal, measure, effort)
+    yield from _EXPLORERS[strategy](run)
+    seconds = effort.seconds if strategy == "exhaustive" else run.turn
+    yield from _play_finals(run, seconds)
+
+
+def _play_finals(run: SearchRun, seconds: float) -> Iterator[Trial]:
+    """One turn of each semifinalist, then of two finalists A B A B: their machine is not equally fast all the time."""
+    semifinalists = run.contenders()[:_SEMIFINALISTS]
+    for configuration in semifinalists:
+        yield run.measure(configuration, seconds)
+    played = set(semifinalists)
+    finalists = [each.configuration for each in rank(run.trials, run.goal) if each.configuration in played]
+    for _ in range(run.effort.rounds):
+        for configuration in finalists[:_FINALISTS]:
+            yield run.measure(configuration, seconds)
+
+
+def _sweep(run: SearchRun) -> Iterator[Trial]:
+    for configuration in run.space.configurations:
+        yield run.measure(configuration, run.effort.seconds)
+
+
+def _explore_by_surrogate(run: SearchRun) -> Iterator[Trial]:
+    """What is there now, a few configurations far apart, and then always the one that promises most."""
+    pruning = Pruning(run)
+    for configuration in pruning.spread_out(3 + len(run.space.knobs)):
+        if run.may_explore() and not pruning.is_pruned(configuration):  # by what was learnt meanwhile
+            yield run.measure(configuration, run.short)
+    checked = False
+    while run.may_explore():
+        chosen = [] if not checked else pruning.most_promising()
+        if not chosen:
+            checked, chosen = True, pruning.unchecked_hints()
+            if not chosen and pruning.most_promising() == []:
+                return
+        for configuration in chosen:
+            yield run.measure(configuration, run.short)
+        pruning.check_hints()
+
+
+class Pruning:
+    """What of a space is not worth a measurement, given what was measured."""
+
+    def __init__(self, run: SearchRun) -> None:
+        self._run = run
+        self._trusts_hints = True
+        self._random = np.random.default_rng(0)
+
+    def is_pruned(self, configuration: Configuration) -> bool:
+        """Whether it was measured, asks for as much memory as one that had too little, or is dominated: a larger value
+        of a knob that only ever raises the objective is there to be had."""
+        run = self._run
+        return configuration in run.measured or self._is_broken(configuration) or self._is_dominated(configuration)
+
+    def _is_broken(self, configuration: Configuration) -> bool:
+        return any(self._run.space.asks_as_much(configuration, each) for each in self._run.broken)
+
+    def _hints(self) -> list[int]:
+        objective = self._run.goal.objective
+        raised = [index for index, knob in enumerate(self._run.space.knobs) if objective in knob.raises]
+        return raised if self._trusts_hints and self._run.goal.maximises else []
+
+    def _is_dominated(self, configuration: Configuration) -> bool:
+        larger = [self._run.space.stepped(configuration, index, 1) for index in self._hints()]
+        return any(
+            each is not None and each != configuration and not self._is_broken(each) and not self._misses(each)
+            for each in larger
+        )
+
+    def _misses(self, configuration: Configuration) -> bool:
+        scores = [self._run.goal.score(each) for each in self._run.trials if each.configuration == configuration]
+        return bool(scores) and not any(score is not None and score.feasible for score in scores)
+
+    def spread_out(self, count: int) -> list[Configuration]:
+        """The start, and further configurations, each as far from all before it as can be."""
+        space = self._run.space
+        free = [each for each in space.configurations if each == space.start or not self.is_pruned(each)]
+        chosen, points = [space.start], space.points(free)
+        order = self._random.permutation(len(free))  # of those equally far, not always the first
+        while len(chosen) < min(count, len(free)):
+            taken = space.points(chosen)
+            distances = ((points[:, None] - taken[None]) ** 2).sum(axis=2).min(axis=1)
+            chosen.append(free[order[int(np.argmax(distances[order]))]])
+        return chosen
+
+    def most_promising(self) -> list[Configuration]:
+        """The one with the largest expected improvement; none where none is worth it."""
+        run, surrogate = self._run, self._run.fit()
+        beside = [each for best in run.contenders()[:3] for each in run.space.neighbours(best)]
+        free = [each for each in dict.fromkeys([*run.space.configurations, *beside]) if not self.is_pruned(each)]
+        if not free:
+            return []
+        if surrogate is None:
+            return [free[int(self._random.integers(len(free)))]]
+        best = float(surrogate.predict(run.space.points(sorted(run.measured, key=repr)))[0].max())
+        gains = surrogate.expected_improvement(run.space.points(free), best)
+        chosen = int(np.argmax(gains))
+        return [free[chosen]] if gains[chosen] >= _NEGLIGIBLE else []
+
+    def unchecked_hints(self) -> list[Configuration]:
+        """What would have to be worse than the best if its knobs raise what they are said to, and was not measured."""
+        best = self._run.contenders()[:1]
+        below = [self._run.space.stepped(each, index, -1) for each in best for index in self._hints()]
+        return [each for each in below if each is not None and each not in self._run.measured]
+
+    def check_hints(self) -> None:
+        """Believe in no hint any more if one is wrong."""
+        run = self._run
+        utilities = {each.configuration: each.middle for each in rank(run.trials, run.goal)}
+        for configuration, middle in utilities.items():
+            for index in self._hints():
+                lower = run.space.stepped(configuration, index, -1)
+                beside = utilities.get(lower) if lower is not None and lower != configuration else None
+                if middle is not None and beside is not None:
+                    gain = run.goal.utility(beside) - run.goal.utility(middle)
+                    self._trusts_hints &= gain < _WRONG_HINT
+
+
+def require_optuna() -> Any:
+    """The module. Raises `Unsupported` where it is not installed."""
+    try:
+        return import_module("optuna")
+    except ModuleNotFoundError:
+        message = "--search optuna needs the package optuna, which is not installed: pip install 'charonia[analyze]'"
+        raise Unsupported(message) from None
+
+
+def _explore_by_optuna(run: SearchRun) -> Iterator[Trial]:
+    """Short measurements of what optuna's sampler of trees of Parzen estimators asks for, the start first."""
+    optuna = require_optuna()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = run.space
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=6))
+    study.enqueue_trial(space.settings(space.start))
+    choices = {knob.name: optuna.distributions.CategoricalDistribution(knob.values) for knob in space.knobs}
+    known: dict[Configuration, float] = {}
+    asked = 0
+    while run.may_explore() and len(known) < space.size and asked < 20 * space.size:
+        asked += 1
+        suggestion = study.ask(choices)
+        chosen = space.canonical(tuple(suggestion.params[knob.name] for knob in space.knobs))
+        if chosen not in known:
+            trial = run.measure(chosen, run.short)
+            score = run.goal.score(trial)
+            known[chosen] = min(known.values(), default=0.0) - 1 if score is None else run.goal.utility(score)
+            yield trial
+        study.tell(suggestion, known[chosen])
+
+
+_EXPLORERS: dict[str, Callable[[SearchRun], Iterator[Trial]]] = {
+    "quick": _explore_by_surrogate,
+    "exhaustive": _sweep,
+    "optuna": _explore_by_optuna,
+}
