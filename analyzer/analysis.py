@@ -20,7 +20,7 @@ from ..bench.load.worker import Watch, WorkerOutcome, run_here
 from ..bench.server_process import GRPC_PORT, parse_server_url
 from ..core.errors import InvalidArgument, Unavailable
 from ..planning.search import BudgetSpent, SearchEffort, rank, require_optuna, search
-from ..planning.search_goal import Configuration, KnobValue, LevelFigures, SearchGoal, Trial, parse_goal
+from ..planning.search_goal import Configuration, ConfigurationTrial, KnobValue, LevelFigures, SearchGoal, parse_goal
 from ..planning.search_space import Knob, SearchSpace
 from ..processes.host import usable_cores
 from ..repository.config_io import ConfigMessage, config_from_json
@@ -70,14 +70,14 @@ class ConfigurationMeter:
         self._models, self._server, self._plan = models, server, plan
         self._budget = budget
         self.spent = 0.0
-        self._trials: list[Trial] = []
+        self._trials: list[ConfigurationTrial] = []
         self.watch: Watch = lambda progress: None
         self.on_begin: Callable[[Mapping[str, KnobValue]], None] = lambda settings: None
 
-    def meter(self, space: SearchSpace, results: ResultsFile) -> Callable[[Configuration, float], Trial]:
+    def meter(self, space: SearchSpace, results: ResultsFile) -> Callable[[Configuration, float], ConfigurationTrial]:
         """The function that a search calls."""
 
-        def measure(configuration: Configuration, seconds: float) -> Trial:
+        def measure(configuration: Configuration, seconds: float) -> ConfigurationTrial:
             settings = space.settings(configuration)
             known = results.take(settings, seconds)
             if known is not None:
@@ -99,7 +99,9 @@ class ConfigurationMeter:
             return seconds * len(self._plan.levels)
         return median(each.setup for each in self._trials) + seconds
 
-    def _measure(self, configuration: Configuration, settings: Mapping[str, KnobValue], seconds: float) -> Trial:
+    def _measure(
+        self, configuration: Configuration, settings: Mapping[str, KnobValue], seconds: float
+    ) -> ConfigurationTrial:
         began = loaded = time.perf_counter()
         levels: list[LevelFigures] = []
         failure = ""
@@ -116,7 +118,7 @@ class ConfigurationMeter:
         except Unavailable as error:
             failure = error.message.strip()
             loaded = loaded if loaded > began else time.perf_counter()
-        return Trial(
+        return ConfigurationTrial(
             configuration=configuration,
             seconds=seconds,
             setup=loaded - began,
@@ -210,7 +212,7 @@ def _completed(models: TunedModels, server: MeasuredServer) -> TunedModels:
             if found.HasField("dynamic_batching") and not source.config.HasField("dynamic_batching"):
                 source.config.dynamic_batching.SetInParent()
     except Unavailable:
-        server.close()
+        pass  # the search tells of what does not load
     return models
 
 
@@ -234,9 +236,9 @@ def _run_search(
     meter: ConfigurationMeter,
     results: ResultsFile,
     console: Console,
-) -> tuple[list[Trial], str]:
+) -> tuple[list[ConfigurationTrial], str]:
     """The trials, and how the search ended, in words."""
-    trials: list[Trial] = []
+    trials: list[ConfigurationTrial] = []
     try:
         with _progress(console, effort.budget, meter, plan.goal, trials) as tell:
             for trial in search(search_for.search, space, plan.goal, meter.meter(space, results), effort):
@@ -247,7 +249,7 @@ def _run_search(
             message = f"the budget was spent before a first measurement: after {meter.spent:.1f} s the models were"
             raise Unavailable(f"{message} loaded once, and one takes {effort.short:g} s: give more --budget") from None
         return trials, f"the budget of {effort.budget:g} s ended it: with more, the same command goes on"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         console.print(f"broken off; the same command goes on from {results.path}", highlight=False, soft_wrap=True)
         raise
     return trials, ""
@@ -255,8 +257,8 @@ def _run_search(
 
 @contextmanager
 def _progress(
-    console: Console, budget: float, meter: ConfigurationMeter, goal: SearchGoal, trials: list[Trial]
-) -> Iterator[Callable[[SearchSpace, Trial], None]]:
+    console: Console, budget: float, meter: ConfigurationMeter, goal: SearchGoal, trials: list[ConfigurationTrial]
+) -> Iterator[Callable[[SearchSpace, ConfigurationTrial], None]]:
     """A bar of the budget on a terminal, elsewhere a line for each trial."""
     columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -270,7 +272,7 @@ def _progress(
             state["now"], state["began"] = describe_settings(settings), str(time.perf_counter())
             show(meter.spent)
 
-        def tell(space: SearchSpace, trial: Trial) -> None:
+        def tell(space: SearchSpace, trial: ConfigurationTrial) -> None:
             best = rank(trials, goal)[0]
             if best.scores:
                 state["best"] = f", best {describe_value(goal, best.value)}"
@@ -315,7 +317,7 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
 
     began = time.perf_counter()
     figures = tuple(measure_levels(plan, put, seconds))
-    trial = Trial(
+    trial = ConfigurationTrial(
         configuration=space.start, seconds=seconds, setup=0.0, loading=time.perf_counter() - began, levels=figures
     )
     return _tell(conclude_levels(search_for.model, space, goal, trial), plan, search_for.report, console)

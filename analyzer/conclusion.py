@@ -11,14 +11,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..planning.search import RankedConfiguration, are_told_apart, rank
-from ..planning.search_goal import Configuration, KnobValue, SearchGoal, Trial, format_metric
+from ..planning.search_goal import Configuration, ConfigurationTrial, KnobValue, SearchGoal, format_metric
 from ..planning.search_space import SearchSpace
 from ..repository.config_io import config_to_text
 from .knobs import configured, engine_flags
 from .tuned_models import TunedModels, is_composed
 
-_ROWS = 10
-"""Configurations that the terminal shows."""
+_ROWS, _SEPARATE = 10, 5
+"""Configurations that the terminal shows, and knobs that have a column of their own there."""
 _BUSY = 0.85
 """From this share of a core on, the load generator may be what was measured."""
 _SHOWN = ("throughput", "e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "memory", "failed")
@@ -74,10 +74,14 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(filter(None, (now, missed)))
 
     def console_parts(self) -> Iterator[RenderableType]:
-        if any(each.scores for each in self.ranked):
-            table = Table(*(knob.name for knob in self.space.knobs), *self.columns, "turns", "")
-            for each in self.ranked[:_ROWS]:
-                values = map(str, each.configuration)
+        if known := [each for each in self.ranked if each.scores]:
+            names = [knob.name for knob in self.space.knobs]
+            together = len(names) > _SEPARATE
+            table = Table(*(["configuration"] if together else names), *self.columns, "turns", "")
+            for each in known[:_ROWS]:
+                values = list(map(str, each.configuration))
+                if together:
+                    values = [describe_settings(self.space.settings(each.configuration))]
                 table.add_row(*values, *self.cells(each), str(len(each.scores)), self.remark(each))
             yield table
         yield from self.sentences
@@ -86,7 +90,7 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def conclude(
-    models: TunedModels, space: SearchSpace, goal: SearchGoal, trials: Sequence[Trial], ended: str
+    models: TunedModels, space: SearchSpace, goal: SearchGoal, trials: Sequence[ConfigurationTrial], ended: str
 ) -> Conclusion:
     """`ended`: why the search stopped before it was through, if it did."""
     ranked = rank(trials, goal)
@@ -105,7 +109,7 @@ def conclude(
     )
 
 
-def conclude_levels(model: str, space: SearchSpace, goal: SearchGoal, trial: Trial) -> Conclusion:
+def conclude_levels(model: str, space: SearchSpace, goal: SearchGoal, trial: ConfigurationTrial) -> Conclusion:
     """Of a server that was measured once and not searched; a row for each level of load."""
     sentences = [
         f"{level.level}: "
@@ -129,7 +133,7 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
         return
     best = known[0]
     settings = describe_settings(space.settings(best.configuration))
-    level = best.scores[0].level.level
+    level = best.middle.level.level if best.middle is not None else ""
     if not best.feasible:
         bounds = ", ".join(str(bound) for bound in goal.bounds)
         yield f"no configuration that was measured keeps the constraints ({bounds})"
@@ -154,7 +158,7 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
 
 
 def _cautions(
-    space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfiguration], trials: Sequence[Trial]
+    space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfiguration], trials: Sequence[ConfigurationTrial]
 ) -> Iterator[str]:
     failed = [each for each in ranked if not each.scores]
     if failed:
@@ -172,7 +176,7 @@ def _cautions(
     yield from _busy(trials)
 
 
-def _busy(trials: Sequence[Trial]) -> Iterator[str]:
+def _busy(trials: Sequence[ConfigurationTrial]) -> Iterator[str]:
     if any(level.generator > _BUSY for each in trials for level in each.levels):
         yield "the load generator was busy itself: believe differences, less the rates"
 
@@ -205,7 +209,7 @@ def describe_spread(goal: SearchGoal, ranked: RankedConfiguration) -> str:
     return f"{text} ({low} to {high})"
 
 
-def describe_trial(goal: SearchGoal, trial: Trial) -> str:
+def describe_trial(goal: SearchGoal, trial: ConfigurationTrial) -> str:
     score = goal.score(trial)
     if score is None:
         return trial.failure.splitlines()[0] if trial.failure else "no figures: every request failed"

@@ -205,8 +205,10 @@ def value_now(source: ModelSource, name: str) -> KnobValue | None:
 def default_knobs(models: TunedModels, loop: ClosedLoop, threads: int) -> list[Knob]:
     """What is turned where nothing is said: what changes no answer. `threads`: of this machine, to compute with."""
     found = []
+    # What a step is asked is up to the graph; a batch of that is what it must take at least.
+    bound = loop if not models.is_graph else ClosedLoop(None, max(1, models.loaded.config.max_batch_size))
     for source in models.models:
-        for own, values in _default_values(source, loop, threads):
+        for own, values in _default_values(source, bound, threads):
             now = value_now(source, own)
             # What holds now is always among what is tried.
             known = values if now is None or now in values or now == 0 else (*values, now)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..core.errors import InvalidArgument
-from ..planning.search_goal import KnobValue, Trial
+from ..planning.search_goal import ConfigurationTrial, KnobValue
 
 _FORMAT = 1
 
@@ -31,7 +31,7 @@ class TrialRecord(msgspec.Struct, frozen=True):
     """A trial with its settings by their names: knobs may come and go between two runs."""
 
     settings: dict[str, KnobValue]
-    trial: Trial
+    trial: ConfigurationTrial
 
 
 class ResultsFile:
@@ -44,7 +44,7 @@ class ResultsFile:
 
     def __init__(self, path: Path, subject: AnalysisSubject) -> None:
         self.path = path
-        self._left: dict[tuple[frozenset[tuple[str, KnobValue]], float], list[Trial]] = {}
+        self._left: dict[tuple[frozenset[tuple[str, KnobValue]], float], list[ConfigurationTrial]] = {}
         self.count = 0
         kept = self._read(subject) if path.exists() else 0
         try:
@@ -81,12 +81,12 @@ class ResultsFile:
         self.count = len(records)
         return sum(map(len, lines))
 
-    def take(self, settings: Mapping[str, KnobValue], seconds: float) -> Trial | None:
+    def take(self, settings: Mapping[str, KnobValue], seconds: float) -> ConfigurationTrial | None:
         """A result that was there when the file was opened, and was not taken yet."""
         left = self._left.get(_key(settings, seconds))
         return left.pop(0) if left else None
 
-    def add(self, settings: Mapping[str, KnobValue], trial: Trial) -> None:
+    def add(self, settings: Mapping[str, KnobValue], trial: ConfigurationTrial) -> None:
         self._write(TrialRecord(dict(settings), trial))
 
     def _write(self, line: AnalysisSubject | TrialRecord) -> None:

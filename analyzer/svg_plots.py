@@ -1,4 +1,4 @@
-"""Plots as SVG that stands for itself: no script, no font, nothing from elsewhere. A point tells itself on hovering."""
+"""Plots as SVG within HTML: no script, no font, nothing from elsewhere. A point tells what it is on hovering."""
 
 import math
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def draw_points(
         across = _LEFT + x / x_top * (_WIDTH - _LEFT - _RIGHT)
         return across, _HEIGHT - _BOTTOM - y / y_top * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img">']
+    parts = [f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img">']
     (left, bottom), (right, top) = place(0, 0), place(x_top, y_top)
     parts.append(f'<path class="axis" d="M{left:.1f} {top:.1f}V{bottom:.1f}H{right:.1f}"/>')
     for value, text in x_axis.ticks(x_top):

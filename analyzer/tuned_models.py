@@ -90,7 +90,7 @@ def _models_of(repository: Path, model: str) -> TunedModels:
         if name not in found:
             found[name] = catalog.read(name)
             wanted += [step for step in found[name].steps if step in names or step not in found[name].optional_steps]
-    ordered = in_order_of_need(found.values())
+    ordered = in_order_of_need(found[name] for name in sorted(found))
     last = [each for each in ordered if each.name == model]
     return TunedModels(repository, (*(each for each in ordered if each.name != model), *last))
 

@@ -21,8 +21,11 @@ def print_analysis(model: str | None, search_for: SearchOptions, load: LevelOpti
     """
     if (model is None) == (not search_for.url):
         raise InvalidArgument("nothing to analyze: name a repository or a checkpoint, or a server by --url")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    if model is None:
-        return measure_url(search_for, load, console)
-    return analyze_models(model, search_for, load, console)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        if model is None:
+            return measure_url(search_for, load, console)
+        return analyze_models(model, search_for, load, console)
+    finally:
+        signal.signal(signal.SIGTERM, before)

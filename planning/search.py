@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core.errors import Unsupported
-from .search_goal import Configuration, LevelScore, SearchGoal, Trial
+from .search_goal import Configuration, ConfigurationTrial, LevelScore, SearchGoal
 from .search_space import SearchSpace
 from .surrogate import Surrogate
 
-Measure: TypeAlias = Callable[[Configuration, float], Trial]
+Measure: TypeAlias = Callable[[Configuration, float], ConfigurationTrial]
 """Measures a configuration under so many seconds of load at each level. Raises `BudgetSpent`."""
 
 _NOISE = 0.04
@@ -26,6 +26,8 @@ _NEGLIGIBLE = 0.001
 _WRONG_HINT = 0.03
 """By so much a smaller value must be better for the search to believe no more that a larger one is."""
 _SEMIFINALISTS, _FINALISTS = 3, 2
+_SMALL = 40
+"""Configurations of a space, of fewer of which a quick search takes more than its share."""
 _FLOOR = 3.0
 """How far below the best, in logarithms, what does not work at all is taken to be."""
 
@@ -58,7 +60,7 @@ class RankedConfiguration(NamedTuple):
     the `middle` among them; empty where all failed. `trials`: all that it had."""
 
     configuration: Configuration
-    trials: tuple[Trial, ...]
+    trials: tuple[ConfigurationTrial, ...]
     scores: tuple[LevelScore, ...] = ()
 
     @property
@@ -81,10 +83,10 @@ class RankedConfiguration(NamedTuple):
         return self.middle is not None and self.middle.feasible
 
 
-def rank(trials: Sequence[Trial], goal: SearchGoal) -> list[RankedConfiguration]:
+def rank(trials: Sequence[ConfigurationTrial], goal: SearchGoal) -> list[RankedConfiguration]:
     """All configurations that were measured, the best first: those that keep the bounds before those that do not, and
     of these those that were measured most before what a short measurement may flatter."""
-    found: dict[Configuration, list[Trial]] = {}
+    found: dict[Configuration, list[ConfigurationTrial]] = {}
     for trial in trials:
         found.setdefault(trial.configuration, []).append(trial)
     ranked = [_rank_one(configuration, tuple(its), goal) for configuration, its in found.items()]
@@ -100,7 +102,9 @@ def rank(trials: Sequence[Trial], goal: SearchGoal) -> list[RankedConfiguration]
     return sorted(ranked, key=key, reverse=True)
 
 
-def _rank_one(configuration: Configuration, trials: tuple[Trial, ...], goal: SearchGoal) -> RankedConfiguration:
+def _rank_one(
+    configuration: Configuration, trials: tuple[ConfigurationTrial, ...], goal: SearchGoal
+) -> RankedConfiguration:
     scored = [(trial.seconds, score) for trial in trials if (score := goal.score(trial)) is not None]
     longest = max((seconds for seconds, _ in scored), default=0.0)
     scores = sorted((score for seconds, score in scored if seconds == longest), key=goal.utility)
@@ -121,12 +125,12 @@ class SearchRun:
     def __init__(self, space: SearchSpace, goal: SearchGoal, measure: Measure, effort: SearchEffort) -> None:
         self.space, self.goal, self.effort = space, goal, effort
         self._measure = measure
-        self.trials: list[Trial] = []
+        self.trials: list[ConfigurationTrial] = []
         self.measured: set[Configuration] = set()
         self.broken: list[Configuration] = []
         """Those that did not load, or took more memory than they may."""
 
-    def measure(self, configuration: Configuration, seconds: float) -> Trial:
+    def measure(self, configuration: Configuration, seconds: float) -> ConfigurationTrial:
         trial = self._measure(configuration, seconds)
         self.trials.append(trial)
         self.measured.add(configuration)
@@ -138,7 +142,7 @@ class SearchRun:
     def short(self) -> float:
         """Seconds of load of a short measurement: not so few that most of the time goes into loading models."""
         setup = self.trials[0].setup if self.trials else 0.0
-        return min(self.effort.seconds, max(self.effort.short, setup / 2))
+        return min(self.effort.seconds, max(self.effort.short, setup / 4))
 
     @property
     def turn(self) -> float:
@@ -151,17 +155,24 @@ class SearchRun:
         loads = [trial.loading / trial.seconds for trial in self.trials if trial.loading]
         return setup + seconds * (median(loads) if loads else 1.0)
 
+    @property
+    def limit(self) -> float:
+        """Seconds that a quick search may take: a share of the exhaustive sweep's, and no more than the budget. A small
+        space gets what a larger one would: a share of it would be nothing."""
+        sweep = max(self.space.size, _SMALL) * self.cost(self.effort.seconds)
+        return min(self.effort.share * sweep, self.effort.budget)
+
+    def has_room(self, seconds: float) -> bool:
+        """Whether a quick search may still take so many seconds."""
+        return sum(trial.wall for trial in self.trials) + seconds <= self.limit
+
     def may_explore(self) -> bool:
-        """Whether the time has room for one more short measurement before the finals: that of a share of the exhaustive
-        sweep, of a small space that of a few measurements, and the budget in any case."""
+        """Whether there is room for one more short measurement beside the finals, which get a third of the time if they
+        need as much."""
         if not self.trials:
             return True
-        turns = _SEMIFINALISTS + _FINALISTS * self.effort.rounds
-        next_one, finals = self.cost(self.short), turns * self.cost(self.turn)
-        few = min(self.space.size, 2 + 2 * len(self.space.knobs)) * next_one + finals
-        allowed = max(few, self.effort.share * self.space.size * self.cost(self.effort.seconds))
-        limit, spent = min(allowed, self.effort.budget), sum(trial.wall for trial in self.trials)
-        return spent + next_one + min(finals, limit / 2) <= limit
+        finals = (_SEMIFINALISTS + _FINALISTS * self.effort.rounds) * self.cost(self.turn)
+        return self.has_room(self.cost(self.short) + min(finals, self.limit / 3))
 
     def fit(self) -> Surrogate | None:
         """A surrogate of the utility; None while nothing has any."""
@@ -188,7 +199,7 @@ class SearchRun:
 
 def search(
     strategy: str, space: SearchSpace, goal: SearchGoal, measure: Measure, effort: SearchEffort
-) -> Iterator[Trial]:
+) -> Iterator[ConfigurationTrial]:
     """Explore the space, then repeat the best, in turns. `strategy`: quick, exhaustive or optuna.
 
     Raises:
@@ -197,31 +208,36 @@ def search(
     """
     run = SearchRun(space, goal, measure, effort)
     yield from _EXPLORERS[strategy](run)
-    seconds = effort.seconds if strategy == "exhaustive" else run.turn
-    yield from _play_finals(run, seconds)
+    yield from _play_finals(run, is_quick=strategy != "exhaustive")
 
 
-def _play_finals(run: SearchRun, seconds: float) -> Iterator[Trial]:
+def _play_finals(run: SearchRun, is_quick: bool) -> Iterator[ConfigurationTrial]:
     """One turn of each semifinalist, then of two finalists A B A B: their machine is not equally fast all the time."""
-    semifinalists = run.contenders()[:_SEMIFINALISTS]
-    for configuration in semifinalists:
-        yield run.measure(configuration, seconds)
-    played = set(semifinalists)
-    finalists = [each.configuration for each in rank(run.trials, run.goal) if each.configuration in played]
+    seconds = run.turn if is_quick else run.effort.seconds
+
+    def take_turns(players: Sequence[Configuration]) -> Iterator[ConfigurationTrial]:
+        for configuration in players:
+            if not is_quick or run.has_room(run.cost(seconds)):
+                yield run.measure(configuration, seconds)
+
+    all_turns = (_SEMIFINALISTS + _FINALISTS * run.effort.rounds) * run.cost(seconds) if run.trials else 0.0
+    fits = not is_quick or run.has_room(all_turns)
+    semifinalists = run.contenders()[: _SEMIFINALISTS if fits else _FINALISTS]
+    yield from take_turns(semifinalists)
+    finalists = [each.configuration for each in rank(run.trials, run.goal) if each.configuration in semifinalists]
     for _ in range(run.effort.rounds):
-        for configuration in finalists[:_FINALISTS]:
-            yield run.measure(configuration, seconds)
+        yield from take_turns(finalists[:_FINALISTS])
 
 
-def _sweep(run: SearchRun) -> Iterator[Trial]:
+def _sweep(run: SearchRun) -> Iterator[ConfigurationTrial]:
     for configuration in run.space.configurations:
         yield run.measure(configuration, run.effort.seconds)
 
 
-def _explore_by_surrogate(run: SearchRun) -> Iterator[Trial]:
+def _explore_by_surrogate(run: SearchRun) -> Iterator[ConfigurationTrial]:
     """What is there now, a few configurations far apart, and then always the one that promises most."""
     pruning = Pruning(run)
-    for configuration in pruning.spread_out(3 + len(run.space.knobs)):
+    for configuration in pruning.spread_out(2 + len(run.space.knobs)):
         if run.may_explore() and not pruning.is_pruned(configuration):  # by what was learnt meanwhile
             yield run.measure(configuration, run.short)
     checked = False
@@ -323,7 +339,7 @@ def require_optuna() -> Any:
         raise Unsupported(message) from None
 
 
-def _explore_by_optuna(run: SearchRun) -> Iterator[Trial]:
+def _explore_by_optuna(run: SearchRun) -> Iterator[ConfigurationTrial]:
     """Short measurements of what optuna's sampler of trees of Parzen estimators asks for, the start first."""
     optuna = require_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -345,7 +361,7 @@ def _explore_by_optuna(run: SearchRun) -> Iterator[Trial]:
         study.tell(suggestion, known[chosen])
 
 
-_EXPLORERS: dict[str, Callable[[SearchRun], Iterator[Trial]]] = {
+_EXPLORERS: dict[str, Callable[[SearchRun], Iterator[ConfigurationTrial]]] = {
     "quick": _explore_by_surrogate,
     "exhaustive": _sweep,
     "optuna": _explore_by_optuna,

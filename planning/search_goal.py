@@ -57,7 +57,7 @@ class LevelFigures(msgspec.Struct, frozen=True, kw_only=True):
         return None if spread is None else float(getattr(spread, statistic))
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigurationTrial(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement of a configuration, under one level of load after the other. `seconds`: of load at each level, as
     asked for; `setup`, `loading`: seconds that it took until the models were loaded, and under load. `failure`: why
     there are no figures."""
@@ -119,7 +119,7 @@ class SearchGoal(msgspec.Struct, frozen=True):
     def maximises(self) -> bool:
         return self.objective == "throughput"
 
-    def score(self, trial: Trial) -> LevelScore | None:
+    def score(self, trial: ConfigurationTrial) -> LevelScore | None:
         """By the level at which the configuration does best within the bounds, or misses them by the least; None where
         there is no figure."""
         scores = [each for level in trial.levels if (each := self._score_level(level)) is not None]

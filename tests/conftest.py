@@ -58,8 +58,9 @@ LONG_ONES = (
 SERVERS = {
     "scraped": "deploy/test_images deploy/test_kubernetes deploy/test_monitoring",
     "demo": "docs/test_examples e2e/test_ask e2e/test_demo e2e/test_structured_outputs",
-    "server": "e2e/test_access e2e/test_adapters e2e/test_anthropic e2e/test_batches e2e/test_chat_tools"
-    " e2e/test_capacity e2e/test_generate e2e/test_grpc e2e/test_life e2e/test_metrics e2e/test_openai e2e/test_proofs",
+    "server": "e2e/test_access e2e/test_adapters e2e/test_analyze e2e/test_anthropic e2e/test_batches"
+    " e2e/test_capacity e2e/test_chat_tools e2e/test_generate e2e/test_grpc e2e/test_life e2e/test_metrics"
+    " e2e/test_openai e2e/test_proofs",
 }
 """Files whose tests share a session's fixture are run by one worker, which alone starts what it yields."""
 

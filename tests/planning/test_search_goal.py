@@ -4,15 +4,15 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.planning.figures import Spread
-from charonia.planning.search_goal import Bound, LevelFigures, SearchGoal, Trial, format_metric, parse_goal
+from charonia.planning.search_goal import Bound, ConfigurationTrial, LevelFigures, SearchGoal, format_metric, parse_goal
 
 
 def level(name: str, throughput: float, seconds: float, **more: float) -> LevelFigures:
     return LevelFigures(level=name, requests=9, throughput=throughput, e2e=Spread.of([seconds]), **more)
 
 
-def trial(*levels: LevelFigures) -> Trial:
-    return Trial(configuration=(1,), seconds=1.0, setup=0.0, loading=1.0, levels=levels)
+def trial(*levels: LevelFigures) -> ConfigurationTrial:
+    return ConfigurationTrial(configuration=(1,), seconds=1.0, setup=0.0, loading=1.0, levels=levels)
 
 
 def test_bounds_are_read_with_their_units() -> None:
