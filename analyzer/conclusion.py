@@ -14,8 +14,8 @@ from ..planning.search import RankedConfiguration, are_told_apart, rank
 from ..planning.search_goal import Configuration, ConfigurationTrial, KnobValue, SearchGoal, format_metric
 from ..planning.search_space import SearchSpace
 from ..repository.config_io import config_to_text
-from .knobs import configured, engine_flags
-from .tuned_models import TunedModels, is_composed
+from .knobs import configured, engine_flags, owner
+from .tuned_models import TunedModels
 
 _ROWS, _SEPARATE = 10, 5
 """Configurations that the terminal shows, and knobs that have a column of their own there."""
@@ -148,7 +148,7 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
         other = describe_settings(space.settings(start.configuration))
         misses = "" if start.feasible else "; that one misses the constraints"
         yield f"{factor:.2f} times as good as {other}, which holds now or was tried nearest to that{misses}"
-    finalists = [each for each in known[1:] if each.feasible and len(each.scores) == len(best.scores) > 1]
+    finalists = [each for each in known[1:] if each.feasible and min(len(each.scores), len(best.scores)) > 1]
     for each in finalists[:3]:
         other = describe_settings(space.settings(each.configuration))
         if are_told_apart(best, each):
@@ -185,9 +185,9 @@ def _texts(models: TunedModels, settings: Mapping[str, KnobValue]) -> Iterator[C
     if models.is_checkpoint:
         yield ConclusionText("flags of charonia serve:", engine_flags(settings))
         return
-    configs = configured(models, settings)
+    configs, turned = configured(models, settings), {owner(name, models)[0].name for name in settings}
     for source in models.models:
-        if not is_composed(source.config):
+        if source.name in turned:
             title = f"{source.name}/config.pbtxt:"
             yield ConclusionText(title, config_to_text(configs[source.name]).strip())
 

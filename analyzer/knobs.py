@@ -92,7 +92,7 @@ def _parse_sweep(text: str, models: TunedModels) -> Knob:
         raise InvalidArgument(f"sweep: '{text}' is not of the form KNOB=VALUE,VALUE", field="sweep")
     if len(set(values)) < len(values):
         raise InvalidArgument(f"sweep: '{text}' has a value twice", field="sweep")
-    source, own = _owner(name, models)
+    source, own = owner(name, models)
     check_knob(source, own, values)
     return make_knob(name, own, values, value_now(source, own))
 
@@ -106,8 +106,8 @@ def _parse_value(text: str) -> KnobValue:
     return text
 
 
-def _owner(name: str, models: TunedModels) -> tuple[ModelSource, str]:
-    """The model that a knob is of, and its name there."""
+def owner(name: str, models: TunedModels) -> tuple[ModelSource, str]:
+    """The model that a knob is of, and its name there. Raises `InvalidArgument` where it names none of a graph's."""
     for source in sorted(models.models, key=lambda each: -len(each.name)):
         if models.is_graph and name.startswith(f"{source.name}."):
             return source, name.removeprefix(f"{source.name}.")
@@ -276,7 +276,7 @@ def configured(models: TunedModels, settings: Mapping[str, KnobValue]) -> dict[s
     """Every model's config with these settings, by its name."""
     configs = {source.name: copy_config(source.config) for source in models.models}
     for name, value in settings.items():
-        source, own = _owner(name, models)
+        source, own = owner(name, models)
         _apply(configs[source.name], is_language_model(source.config), own, value)
     for config in configs.values():
         _mend_preferred(config)

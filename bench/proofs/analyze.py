@@ -7,7 +7,7 @@ configuration is more than 5 % below the other's.
 
     python -m charonia.bench.proofs.analyze --scratch DIR
     python -m charonia.bench.proofs.analyze --models mlp --seconds 2
-    python -m charonia.bench.proofs.analyze --models llm --shape granite-tiny --seconds 2
+    python -m charonia.bench.proofs.analyze --models llm --checkpoint examples/model_repository/demo/1 --seconds 2
 """
 
 import subprocess
@@ -26,7 +26,7 @@ from rich.console import Console
 from ...core.errors import Unavailable
 from ...planning.requests import uniform_jobs
 from ...planning.search_goal import ConfigurationTrial
-from ..checkpoint import ShapeName, write_shape
+from ..checkpoint import write_shape
 from ..command import Count, Log, Positive, exit_on_error, log_to, run_command
 from ..load.driver import LoopMode, RequestOptions
 from ..load.infer_generators import run_load
@@ -159,23 +159,29 @@ def measure_config(repository: Path, grid: AnalysisGrid, config: str, seconds: f
             return grid.concurrency * fmean(record.tokens for record in outcome.records) / whole
 
 
-def write_model(repository: Path, kind: ModelKind, shape: ShapeName) -> None:
-    """Write the model into the repository; nothing where it is already."""
+def write_model(repository: Path, kind: ModelKind, checkpoint: Path | None) -> None:
+    """Write the model into the repository; nothing where it is already. Without a `checkpoint` a language model has
+    random weights."""
     folder = repository / kind
-    if not (folder / "config.pbtxt").exists():
-        if kind == "mlp":
-            write_mlp(folder / "1" / "model.onnx", _MLP_SIZES)
-            config = _MLP_CONFIG
+    if (folder / "config.pbtxt").exists():
+        return
+    folder.mkdir(parents=True)
+    if kind == "mlp":
+        write_mlp(folder / "1" / "model.onnx", _MLP_SIZES)
+        config = _MLP_CONFIG
+    else:
+        if checkpoint is None:
+            write_shape(folder / "1")
         else:
-            write_shape(folder / "1", shape=shape)
-            config = _LLM_CONFIG.format(cache=repository.parent / "packed")
-        (folder / "config.pbtxt").write_text(config)
+            (folder / "1").symlink_to(checkpoint.resolve())
+        config = _LLM_CONFIG.format(cache=repository.parent / "packed")
+    (folder / "config.pbtxt").write_text(config)
 
 
-def prove(scratch: Path, kind: ModelKind, shape: ShapeName, seconds: float, repeats: int, log: Log) -> bool:
+def prove(scratch: Path, kind: ModelKind, checkpoint: Path | None, seconds: float, repeats: int, log: Log) -> bool:
     """Whether the quick analysis of a model keeps both bounds."""
-    grid, repository = GRIDS[kind], scratch / f"models-{shape if kind == 'llm' else kind}"
-    write_model(repository, kind, shape)
+    grid, repository = GRIDS[kind], scratch / f"{kind if checkpoint is None else checkpoint.name}-models"
+    write_model(repository, kind, checkpoint)
     runs = {}
     for search in ("exhaustive", "quick"):
         log(f"{kind}: {search} ...")
@@ -203,7 +209,7 @@ def prove(scratch: Path, kind: ModelKind, shape: ShapeName, seconds: float, repe
 def main(
     *,
     models: Annotated[tuple[ModelKind, ...], Parameter(consume_multiple=True, negative=())] = ("mlp", "llm"),
-    shape: ShapeName = "qwen2.5-0.5b",
+    checkpoint: Path | None = None,
     seconds: Annotated[float, Positive] = 6.0,
     repeats: Count = 3,
     scratch: Path | None = None,
@@ -214,8 +220,8 @@ def main(
     ----------
     models
         Which.
-    shape
-        Whose shape the language model's random weights have.
+    checkpoint
+        Directory of a language model, instead of random weights of Qwen2.5-0.5B's shape.
     seconds
         Of load of a full measurement, and of a turn of what was found.
     repeats
@@ -226,7 +232,7 @@ def main(
     log = log_to(Console())
     with exit_on_error(), ExitStack() as stack:
         folder = scratch or Path(stack.enter_context(TemporaryDirectory(prefix="charonia-proof-")))
-        kept = [prove(folder.resolve(), kind, shape, seconds, repeats, log) for kind in models]
+        kept = [prove(folder.resolve(), kind, checkpoint, seconds, repeats, log) for kind in models]
     return 0 if all(kept) else 1
 
 

@@ -34,6 +34,7 @@ PAGES = (
     "README.md",
     "operating.md",
     "deploying.md",
+    "analyze.md",
     "tensorrt-llm.md",
     "metrics.md",
     "explain.md",
@@ -163,6 +164,12 @@ def test_every_choice_stands_there(page: Any, codes: Any) -> None:
         codes(cells[1]) for cells in page("operating.md").rows("variable") if library.LEVEL_VARIABLE in cells[0]
     ]
     assert {"portable"}.union(*library.LEVELS_OF.values()) <= {*kernels}
+
+
+def test_every_flag_of_an_analysis_stands_there(page: Any, codes: Any) -> None:
+    found = app["analyze"].assemble_argument_collection()
+    told = set(re.findall(r"--[a-z-]+", page("analyze.md").text))
+    assert [name for each in found for name in each.names[:1] if name.startswith("--") and name not in told] == []
 
 
 def names(hint: Any) -> Iterator[str]:
