@@ -6,10 +6,11 @@
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias
+from typing import Self, TypeAlias
 from urllib.parse import quote
 
 import msgspec
@@ -95,9 +96,10 @@ class ConfigurationMeter:
         return measure
 
     def _estimate(self, seconds: float) -> float:
-        if not self._trials:
-            return seconds * len(self._plan.levels)
-        return median(each.setup for each in self._trials) + seconds
+        """What a measurement takes, by those there were."""
+        loads = [each.loading / each.seconds for each in self._trials if each.loading]
+        setup = median(each.setup for each in self._trials) if self._trials else 0.0
+        return setup + seconds * (median(loads) if loads else len(self._plan.levels))
 
     def _measure(
         self, configuration: Configuration, settings: Mapping[str, KnobValue], seconds: float
@@ -152,14 +154,24 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
         stack.callback(server.close)
         results = ResultsFile(search_for.report.with_suffix(".jsonl"), _results_subject(source, models, plan))
         stack.callback(results.close)
+        _ = server.place  # one that does not start is no fault of a configuration
         models = _completed(models, server)
         knobs = parse_sweeps(search_for.sweep, models) or default_knobs(models, plan.loop, usable_cores().threads)
         space = SearchSpace(knobs, equivalence(knobs, models, plan.loop))
         meter = ConfigurationMeter(models, server, plan, budget)
         meter.spent = time.perf_counter() - began
         console.print(_beginning(models, space, plan, results), highlight=False, soft_wrap=True)
-        trials, ended = _run_search(search_for, space, plan, effort, meter, results, console)
-        conclusion = conclude(models, space, goal, trials, ended)
+        progress = AnalysisProgress(console, budget, meter, goal)
+        try:
+            found = search(search_for.search, space, goal, meter.meter(space, results), effort)
+            ended = _run_search(found, space, progress)
+        except (KeyboardInterrupt, SystemExit):
+            console.print(f"broken off; the same command goes on from {results.path}", highlight=False, soft_wrap=True)
+            raise
+        if not progress.trials:
+            message = f"the budget was spent before a first measurement: after {meter.spent:.1f} s the models were"
+            raise Unavailable(f"{message} loaded once, and one takes {least:g} s: give more --budget")
+        conclusion = conclude(models, space, goal, progress.trials, ended)
     return _tell(conclusion, plan, search_for.report, console)
 
 
@@ -228,62 +240,53 @@ def _beginning(models: TunedModels, space: SearchSpace, plan: LoadPlan, results:
     return f"{models.loaded.name}: {count} of {knobs}\nunder {levels}{again}"
 
 
-def _run_search(
-    search_for: SearchOptions,
-    space: SearchSpace,
-    plan: LoadPlan,
-    effort: SearchEffort,
-    meter: ConfigurationMeter,
-    results: ResultsFile,
-    console: Console,
-) -> tuple[list[ConfigurationTrial], str]:
-    """The trials, and how the search ended, in words."""
-    trials: list[ConfigurationTrial] = []
-    try:
-        with _progress(console, effort.budget, meter, plan.goal, trials) as tell:
-            for trial in search(search_for.search, space, plan.goal, meter.meter(space, results), effort):
-                trials.append(trial)
-                tell(space, trial)
-    except BudgetSpent:
-        if not trials:
-            message = f"the budget was spent before a first measurement: after {meter.spent:.1f} s the models were"
-            raise Unavailable(f"{message} loaded once, and one takes {effort.short:g} s: give more --budget") from None
-        return trials, f"the budget of {effort.budget:g} s ended it: with more, the same command goes on"
-    except (KeyboardInterrupt, SystemExit):
-        console.print(f"broken off; the same command goes on from {results.path}", highlight=False, soft_wrap=True)
-        raise
-    return trials, ""
-
-
-@contextmanager
-def _progress(
-    console: Console, budget: float, meter: ConfigurationMeter, goal: SearchGoal, trials: list[ConfigurationTrial]
-) -> Iterator[Callable[[SearchSpace, ConfigurationTrial], None]]:
+class AnalysisProgress:
     """A bar of the budget on a terminal, elsewhere a line for each trial."""
-    columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting a server", total=budget)
-        state = {"now": "", "best": ""}
 
-        def show(done: float) -> None:
-            bar.update(task, completed=done, description=f"{len(trials)} measurements{state['best']}; {state['now']}")
+    def __init__(self, console: Console, budget: float, meter: ConfigurationMeter, goal: SearchGoal) -> None:
+        self._console, self._meter, self._goal = console, meter, goal
+        columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=budget)
+        self._now, self._began = "", time.perf_counter()
+        self.trials: list[ConfigurationTrial] = []
+        meter.on_begin, meter.watch = self._begin, lambda progress: self._show()
 
-        def begin(settings: Mapping[str, KnobValue]) -> None:
-            state["now"], state["began"] = describe_settings(settings), str(time.perf_counter())
-            show(meter.spent)
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
 
-        def tell(space: SearchSpace, trial: ConfigurationTrial) -> None:
-            best = rank(trials, goal)[0]
-            if best.scores:
-                state["best"] = f", best {describe_value(goal, best.value)}"
-            if not console.is_terminal:
-                text = f"{len(trials):3} {trial.seconds:g} s  {describe_settings(space.settings(trial.configuration))}"
-                console.print(f"{text}: {describe_trial(goal, trial)}", highlight=False, markup=False, soft_wrap=True)
-            show(meter.spent)
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
-        meter.on_begin = begin
-        meter.watch = lambda progress: show(meter.spent + time.perf_counter() - float(state.get("began", "0")))
-        yield tell
+    def _begin(self, settings: Mapping[str, KnobValue]) -> None:
+        self._now, self._began = describe_settings(settings), time.perf_counter()
+        self._show()
+
+    def _show(self) -> None:
+        best = rank(self.trials, self._goal)[:1]
+        told = f", best {describe_value(self._goal, best[0].value)}" if best and best[0].scores else ""
+        description = f"{len(self.trials)} measurements{told}; {self._now}"
+        spent = self._meter.spent + time.perf_counter() - self._began
+        self._bar.update(self._task, completed=spent, description=description)
+
+    def add(self, settings: Mapping[str, KnobValue], trial: ConfigurationTrial) -> None:
+        self.trials.append(trial)
+        if not self._console.is_terminal:
+            text = f"{len(self.trials):3} {trial.seconds:.3g} s  {describe_settings(settings)}"
+            text += f": {describe_trial(self._goal, trial)}"
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _run_search(trials: Iterator[ConfigurationTrial], space: SearchSpace, progress: AnalysisProgress) -> str:
+    """Take the trials of a search as they come; how it ended, in words, if not by itself."""
+    try:
+        with progress:
+            for trial in trials:
+                progress.add(space.settings(trial.configuration), trial)
+    except BudgetSpent:
+        return "the budget ended it: with more, the same command goes on"
+    return ""
 
 
 def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console) -> int:
@@ -304,7 +307,7 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
     place = parse_server_url(search_for.url, GRPC_PORT, search_for.allow_remote)
     try:
         raw = ask_server(place, f"/v2/models/{quote(search_for.model, safe='')}/config")
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise Unavailable(f"{search_for.url} does not answer: {error}") from None
     config = config_from_json(raw)
     subject = _load_subject(search_for.model, config)

@@ -154,7 +154,8 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
         if are_told_apart(best, each):
             yield f"told apart from {other}, with {describe_spread(goal, each)}: the ranges of turns do not meet"
         else:
-            yield f"not told apart from {other}, with {describe_spread(goal, each)}: the ranges of turns overlap"
+            why = "the ranges of turns overlap, or there were fewer than three"
+            yield f"not told apart from {other}, with {describe_spread(goal, each)}: {why}"
 
 
 def _cautions(

@@ -4,6 +4,7 @@ A knob of a classic model is a field of its config or a parameter of its backend
 its engine, all by their own names. In a graph the name of the model stands before it: `step.instances`.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -98,12 +99,9 @@ def _parse_sweep(text: str, models: TunedModels) -> Knob:
 
 
 def _parse_value(text: str) -> KnobValue:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?\d*\.\d+", text) else text
 
 
 def owner(name: str, models: TunedModels) -> tuple[ModelSource, str]:
@@ -275,7 +273,8 @@ def equivalence(
 def configured(models: TunedModels, settings: Mapping[str, KnobValue]) -> dict[str, ConfigMessage]:
     """Every model's config with these settings, by its name."""
     configs = {source.name: copy_config(source.config) for source in models.models}
-    for name, value in settings.items():
+    # The delay last: without a batcher nothing else of it is said.
+    for name, value in sorted(settings.items(), key=lambda setting: setting[0].endswith(DELAY)):
         source, own = owner(name, models)
         _apply(configs[source.name], is_language_model(source.config), own, value)
     for config in configs.values():

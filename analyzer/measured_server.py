@@ -130,7 +130,10 @@ def ask_server(place: ServerAddress, path: str, body: Any = None) -> Any:
         connection.close()
     if answer.status != 200:
         raise Unavailable(_error_text(content) or f"{path}: status {answer.status}")
-    return json.loads(content) if content else None
+    try:
+        return json.loads(content) if content else None
+    except ValueError:
+        raise Unavailable(f"{path}: the answer is no JSON") from None
 
 
 def _error_text(content: bytes) -> str:

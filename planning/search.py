@@ -28,6 +28,7 @@ _WRONG_HINT = 0.03
 _SEMIFINALISTS, _FINALISTS = 3, 2
 _SMALL = 40
 """Configurations of a space, of fewer of which a quick search takes more than its share."""
+_TURNS_TO_TELL = 3
 _FLOOR = 3.0
 """How far below the best, in logarithms, what does not work at all is taken to be."""
 
@@ -112,8 +113,9 @@ def _rank_one(
 
 
 def are_told_apart(one: RankedConfiguration, other: RankedConfiguration) -> bool:
-    """Whether each was measured as long more than once, and all of one's values are better than all of the other's."""
-    if min(len(one.scores), len(other.scores)) < 2:
+    """Whether each was measured as long three times or more, and all of one's values are better than all of the
+    other's: of two times each that happens by chance once in three."""
+    if min(len(one.scores), len(other.scores)) < _TURNS_TO_TELL:
         return False
     (low, high), (others_low, others_high) = one.spread, other.spread
     return low > others_high or high < others_low
@@ -225,8 +227,15 @@ def _play_finals(run: SearchRun, is_quick: bool) -> Iterator[ConfigurationTrial]
     semifinalists = run.contenders()[: _SEMIFINALISTS if fits else _FINALISTS]
     yield from take_turns(semifinalists)
     finalists = [each.configuration for each in rank(run.trials, run.goal) if each.configuration in semifinalists]
-    for _ in range(run.effort.rounds):
-        yield from take_turns(finalists[:_FINALISTS])
+    for number in range(2 * run.effort.rounds):
+        if number < run.effort.rounds or (is_quick and not _are_ranked(run, finalists[:_FINALISTS])):
+            yield from take_turns(finalists[:_FINALISTS])
+
+
+def _are_ranked(run: SearchRun, finalists: Sequence[Configuration]) -> bool:
+    """Whether more turns would tell nothing new: the two are told apart, or there is only one."""
+    found = [each for each in rank(run.trials, run.goal) if each.configuration in finalists]
+    return len(found) < 2 or are_told_apart(*found[:2])
 
 
 def _sweep(run: SearchRun) -> Iterator[ConfigurationTrial]:

@@ -79,6 +79,8 @@ def test_settings_become_a_config(opened: Opened) -> None:
         "mine": "x",
     }
     assert not configured(opened("onnx"), {"max_queue_delay_microseconds": "off"})["onnx"].HasField("dynamic_batching")
+    both = {"max_queue_delay_microseconds": "off", "preferred_batch_size": 8}
+    assert not configured(opened("onnx"), both)["onnx"].HasField("dynamic_batching")
     assert opened("onnx").loaded.config.max_batch_size == 8, "the config as it was written stays"
 
 
