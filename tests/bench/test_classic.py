@@ -9,10 +9,16 @@ from charonia.bench import classic_models
 from charonia.bench.classic import InferComparison, InferRun, InferTrial
 from charonia.bench.classic_models import BatchingComparison, BatchingRun
 from charonia.bench.load.bare_server import bare_server
+from charonia.bench.load.driver import OK, LoopMode, RequestOptions
 from charonia.bench.load.infer_generators import Generator, find_generator, run_load
 from charonia.bench.load.infer_load import Door, InferLoad, http_request
+from charonia.bench.load.infer_sender import InferPayload, encode_infer_payload
+from charonia.bench.load.plan import Prompts
+from charonia.bench.load.worker import LoadRun, LoadTarget, RequestProgress, run_here
 from charonia.bench.server_process import ServerAddress
 from charonia.core.errors import Unavailable
+from charonia.core.tensor import Tensor
+from charonia.planning.requests import uniform_jobs
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +53,28 @@ def test_tools_do_what_our_generator_does(bare: ServerAddress, door: Door) -> No
     assert report.rate == pytest.approx(report.answers, rel=0.2)
     assert 0 < report.p50 <= report.p99
     assert report.cpu > 0
+
+
+def load_here(bare: ServerAddress, payload: InferPayload) -> LoadRun:
+    target = LoadTarget(
+        host=bare.host, port=bare.http_port, door="completions", manner=RequestOptions("identity"), payload=payload
+    )
+    jobs, pace = uniform_jobs([0.0] * 40, 1, 1), LoopMode(concurrency=4)
+    return LoadRun(target=target, jobs=jobs, prompts=Prompts(), pace=pace)
+
+
+def test_a_load_of_infer_requests_runs_in_this_thread(bare: ServerAddress) -> None:
+    tensor = Tensor.from_values("INPUT0", "FP32", [[1.0] * 16])
+    seen: list[RequestProgress] = []
+    outcome = run_here(load_here(bare, encode_infer_payload([tensor])), seen.append)
+    assert [record.status for record in outcome.records] == [OK] * 40
+    assert all(record.sent < record.times[0] <= record.ended for record in outcome.records)
+    assert seen[-1].done == 40
+
+
+def test_the_message_of_a_first_request_that_is_refused_is_told(bare: ServerAddress) -> None:
+    with pytest.raises(Unavailable, match=r"the first request failed: HTTP [45]"):
+        run_here(load_here(bare, InferPayload(b"no request", 10)))
 
 
 def test_a_server_that_does_not_answer_is_told(bare: ServerAddress) -> None:
