@@ -48,7 +48,7 @@ def test_the_best_configuration_is_found_and_not_measured_again(
     analyze: Callable[..., tuple[int, str]], models: Path, tmp_path: Path
 ) -> None:
     command = [str(models), "--sweep", "parameters.execute_delay_ms=60,5", "--concurrency", "2"]
-    command += ["--budget", "10m", "--seconds", "0.4", "--constraint", "e2e_p99=5s,memory=4GiB"]
+    command += ["--budget", "10m", "--seconds", "0.2", "--constraint", "e2e_p99=5s,memory=4GiB"]
     status, said = analyze(*command)
     assert status == 0, said
     assert "best: parameters.execute_delay_ms=5: throughput " in said
