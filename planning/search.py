@@ -307,7 +307,8 @@ class Pruning:
         return chosen
 
     def most_promising(self) -> list[Configuration]:
-        """The one with the largest expected improvement; none where none is worth it."""
+        """The one with the largest expected improvement; none where none is worth it, once the surrogate has seen enough
+        to say so."""
         run, surrogate = self._run, self._run.fit()
         beside = [each for best in run.contenders()[:3] for each in run.space.neighbours(best)]
         free = [each for each in dict.fromkeys([*run.space.configurations, *beside]) if not self.is_pruned(each)]
@@ -318,7 +319,8 @@ class Pruning:
         best = float(surrogate.predict(run.space.points(sorted(run.measured, key=repr)))[0].max())
         gains = surrogate.expected_improvement(run.space.points(free), best)
         chosen = int(np.argmax(gains))
-        return [free[chosen]] if gains[chosen] >= _NEGLIGIBLE else []
+        is_young = len(run.measured) < 4 + 3 * len(run.space.knobs)
+        return [free[chosen]] if is_young or gains[chosen] >= _NEGLIGIBLE else []
 
     def unchecked_hints(self) -> list[Configuration]:
         """What would have to be worse than the best if its knobs raise what they are said to, and was not measured."""
