@@ -307,8 +307,8 @@ class Pruning:
         return chosen
 
     def most_promising(self) -> list[Configuration]:
-        """The one with the largest expected improvement; none where none is worth it, once the surrogate has seen enough
-        to say so."""
+        """The one with the largest expected improvement; none where none is worth it, as soon as enough was measured to
+        say so."""
         run, surrogate = self._run, self._run.fit()
         beside = [each for best in run.contenders()[:3] for each in run.space.neighbours(best)]
         free = [each for each in dict.fromkeys([*run.space.configurations, *beside]) if not self.is_pruned(each)]
