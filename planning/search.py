@@ -239,8 +239,10 @@ def _are_ranked(run: SearchRun, finalists: Sequence[Configuration]) -> bool:
 
 
 def _sweep(run: SearchRun) -> Iterator[ConfigurationTrial]:
-    for configuration in run.space.configurations:
-        yield run.measure(configuration, run.effort.seconds)
+    """In no order, so that no value of a knob has the slow hours of the machine."""
+    order = np.random.default_rng(0).permutation(len(run.space.configurations))
+    for index in order.tolist():
+        yield run.measure(run.space.configurations[index], run.effort.seconds)
 
 
 def _explore_by_surrogate(run: SearchRun) -> Iterator[ConfigurationTrial]:
