@@ -172,7 +172,7 @@ class RoutedModelHandle(LoadedModelHandle):
             try:
                 self._take_arm(request)
             except NotResident as missing:
-                return self._infer_when_loaded(request, missing)
+                return self._shadowed(request, self._infer_when_loaded(request, missing))
         return self._shadowed(request, super().infer(request))
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
