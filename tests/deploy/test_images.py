@@ -54,6 +54,12 @@ def test_an_image_asks_for_its_base_and_index(name: str, image: Callable[[str], 
     )
 
 
+def test_a_build_is_given_every_package(images: ModuleType, root: Path) -> None:
+    packages = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    names = [name.partition(".")[2].replace(".", "/") + "/__init__.py" for name in packages if "." in name]
+    assert set(names) - set(images.build_context(root, names)) == set(), "let their folders through in .dockerignore"
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_has_known_extras(name: str, image: Callable[[str], Any], images: ModuleType, root: Path) -> None:
     known = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
