@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from charonia.cli.roofline_file import read_roofline
 from charonia.core.errors import InvalidArgument
 from charonia.planning.machine_file import MachineFile, MachineOrigin, read_machine_file, write_machine_file
 from charonia.planning.simulated_machine import SimulatedMachine
 from charonia.planning.simulation import EngineShape
 from charonia.scheduler.config import SchedulerConfig
-from charonia.telemetry.roofline import parse_roofline
 
 FILE = MachineFile(
     origin=MachineOrigin(how="by hand", model={"hidden_size": 8}),
@@ -27,7 +27,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 def test_explain_reads_it_too(tmp_path: Path) -> None:
     write_machine_file(tmp_path / "machine.json", FILE)
-    found = parse_roofline((tmp_path / "machine.json").read_bytes(), "machine.json")
+    found = read_roofline(tmp_path / "machine.json")
     assert (found.products, found.decode_context) == (FILE.machine.products, FILE.machine.decode_context)
 
 
