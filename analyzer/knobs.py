@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from ..core.errors import InvalidArgument, did_you_mean
-from ..engine.options import EngineOptions, parse_settings, read_speculation_config
+from ..engine.options import EngineOptions, engine_config, parse_settings, read_speculation_config
 from ..planning.search_goal import KnobValue
 from ..planning.search_space import Knob
+from ..processes.host import usable_cores
 from ..repository.config_io import ConfigMessage
 from ..repository.model_source import ModelSource
 from .tuned_models import TunedModels, copy_config, is_composed, is_language_model
@@ -177,13 +178,13 @@ def _nearest(values: Sequence[KnobValue], now: KnobValue | None) -> int:
 
 
 def value_now(source: ModelSource, name: str) -> KnobValue | None:
-    """What a model's config says of a knob; None where it says nothing."""
+    """What a model's config says of a knob, or what holds where it says nothing; None where that is not known."""
     config = source.config
     if is_language_model(source.config):
         if name == SPECULATION:
             return None if "speculative_config" in config.parameters else OFF
         given = config.parameters[name].string_value if name in config.parameters else ""
-        return _parse_value(given) if given else None
+        return _parse_value(given) if given else _engine_default(name)
     match name:
         case "instances":
             return int(config.instance_group[0].count) or 1 if config.instance_group else 1
@@ -196,8 +197,18 @@ def value_now(source: ModelSource, name: str) -> KnobValue | None:
             sizes = config.dynamic_batching.preferred_batch_size
             return int(sizes[0]) if len(sizes) == 1 else OFF
     own = name.removeprefix(_PARAMETER)
-    given = config.parameters[own].string_value if own in config.parameters else ""
-    return _parse_value(given) if given else None
+    if given := config.parameters[own].string_value if own in config.parameters else "":
+        return _parse_value(given)
+    return usable_cores().threads if own in RUNTIME_PARAMETERS.get(source.backend, ())[:1] else None
+
+
+def _engine_default(name: str) -> KnobValue | None:
+    config = engine_config("", EngineOptions())
+    parts = (config, config.scheduler, config.cache, config.parallel)
+    found = next((value for part in parts if (value := getattr(part, name, None)) is not None), None)
+    if isinstance(found, bool):
+        return str(found).lower()
+    return found if isinstance(found, (int, float, str)) else None
 
 
 def default_knobs(models: TunedModels, loop: ClosedLoop, threads: int) -> list[Knob]:

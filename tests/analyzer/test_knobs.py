@@ -9,6 +9,8 @@ from charonia.analyzer.knobs import ClosedLoop, configured, default_knobs, engin
 from charonia.analyzer.tuned_models import TunedModels, open_models
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
 from charonia.planning.search_space import SearchSpace
+from charonia.processes.host import usable_cores
+from charonia.scheduler.config import SchedulerConfig
 
 Opened = Callable[[str], TunedModels]
 
@@ -28,6 +30,12 @@ def test_what_holds_now_or_is_nearest_is_known(opened: Opened) -> None:
     assert sequences.values[sequences.now] == 12
     [batch] = parse_sweeps(["max_batch_size=1,8,32"], opened("onnx"))
     assert batch.values[batch.now] == 8
+    cores = usable_cores().threads
+    [threads] = parse_sweeps([f"intra_op_thread_count={cores + 7},{cores},{cores + 9}"], opened("onnx"))
+    assert threads.values[threads.now] == cores, "where the config says nothing, the backend takes every core"
+    default = SchedulerConfig().max_num_batched_tokens
+    [tokens] = parse_sweeps([f"max_num_batched_tokens=1,{default},{2 * default}"], opened("llm"))
+    assert tokens.values[tokens.now] == default
 
 
 @pytest.mark.parametrize(
