@@ -23,7 +23,7 @@ _CONTEXT, _CONTEXT_ROWS = 512, (4, 16)
 _MOST_ROWS = 32
 _PROMPTS = (16, 128, 512, 1500)
 _REPEATS = 3
-_REQUEST_SECONDS = 120.0
+_REQUEST_SECONDS = 600.0
 
 
 class ServedSteps:
@@ -35,15 +35,16 @@ class ServedSteps:
         self._most, self._longest = most, longest
         self._seed = 0
 
-    def measure(self, seconds: float, tell: Callable[[float, str], None]) -> ServedTimes:
-        """Measure everything once, and again while there is time.
+    def measure(self, seconds: float, tell: Callable[[float, str], None], contexts: bool) -> ServedTimes:
+        """Measure everything once, and again while there is time. `contexts`: sequences with long prompts, too, which
+        tell what attention takes.
 
         Raises:
             Unavailable: a request failed.
         """
         began, decodes, prompts = perf_counter(), dict[tuple[int, int], list[float]](), dict[int, list[float]]()
         while not prompts or perf_counter() - began < seconds:
-            for rows, context in self._decode_cases():
+            for rows, context in self._decode_cases(contexts):
                 tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
                 decodes.setdefault((rows, context), []).extend(self._decode(rows, context))
             for tokens in (each for each in _PROMPTS if each + 2 <= self._longest):
@@ -55,13 +56,13 @@ class ServedSteps:
             [ServedPrompt(tokens, found) for tokens, found in prompts.items()],
         )
 
-    def _decode_cases(self) -> Iterator[tuple[int, int]]:
+    def _decode_cases(self, contexts: bool) -> Iterator[tuple[int, int]]:
         """Rows, and tokens of their prompts."""
         rows = 1
         while rows <= min(self._most, _MOST_ROWS):
             yield rows, min(_SHORT, self._longest // 4)
             rows *= 4 if rows == 1 else 2
-        if self._longest >= _CONTEXT + 2 * _NEW:
+        if contexts and self._longest >= _CONTEXT + 2 * _NEW:
             yield from ((rows, _CONTEXT) for rows in sorted({min(self._most, each) for each in _CONTEXT_ROWS}))
 
     def _decode(self, rows: int, prompt: int) -> list[float]:

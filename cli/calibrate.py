@@ -158,7 +158,10 @@ def _measure_checkpoint(
         with own_server(checkpoint, *_flags_of(engine)) as place:
             limits = found.shape.scheduler.max_num_seqs, found.shape.scheduler.max_model_len
             steps = ServedSteps(place, RequestOptions(first_model(place)), *limits)
-            seen = steps.measure(served * seconds, lambda share, text: tell(1 - served + served * share, text))
+            rest = 1 - served
+            seen = steps.measure(
+                served * seconds, lambda share, text: tell(rest + served * share, text), contexts=False
+            )
         machine, how = add_serving(machine, found.shape, seen), f"{how}, and a server over HTTP"
     origin = MachineOrigin(
         how=how,
@@ -184,7 +187,7 @@ def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds:
     model = options.model or first_model(place)
     manner = RequestOptions(model, api_key=options.api_key)
     steps = ServedSteps(place, manner, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
-    seen = steps.measure(seconds, tell)
+    seen = steps.measure(seconds, tell, contexts=True)
     machine, error = fit_served_machine(seen)
     origin = MachineOrigin(
         how="a server measured over HTTP",
