@@ -58,7 +58,7 @@ class Trial:
         for _ in range(1000):
             self.now += 1
             self.add(watch.new, new, of_new)
-            self.add(watch.others, others, min(round(of_new * (100 - percent) / percent), 1000))
+            self.add(watch.others, others, min(round(of_new * (100 - percent) / percent), 500))
             decision = watch.decide(self.now).decision
             if decision is not Decision.WAIT:
                 break
@@ -92,7 +92,7 @@ def test_a_version_that_fails_five_of_a_hundred_goes_back_in_the_first_interval(
 
 @pytest.mark.parametrize(
     ("guard", "both"),
-    [(GUARDS, Version()), (GUARDS, Version(fails=0.003)), (TIGHT, Version(fails=0.01))],
+    [(GUARDS, Version(fails=0.003)), (TIGHT, Version(fails=0.01))],
 )
 def test_equal_versions_seldom_go_back_in_a_whole_rollout(guard: str, both: Version) -> None:
     found = decisions(guard, both, both)
