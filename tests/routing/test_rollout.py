@@ -1,8 +1,7 @@
 """A rollout's steps and guards, on a clock that tests turn: when it goes on, and when it goes back."""
 
 import math
-from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,98 +9,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from charonia.bench.proofs.rollout_guards import (
+    GUARDS,
+    TIGHT,
+    TO,
+    RolloutTrial,
+    Version,
+    count_false_alarms,
+    count_found,
+)
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import FinishReason, SamplingParams
 from charonia.core.request_context import CANCELLED, DONE, Outcome, RequestContext, RequestEnd
-from charonia.routing.arm_samples import ArmSamples, LatencyCounts
+from charonia.routing.arm_samples import LatencyCounts
 from charonia.routing.arm_selector import StickyHash
 from charonia.routing.guard import Latency
 from charonia.routing.rollout import Decision, RolloutPlan, RolloutWatch, with_all, with_share
 from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
 
-TO = RouteTarget("m", 2)
-GUARDS = "error_rate < 1 %, p99 < 1.2x, ttft_p95 < 1.2x"
-TIGHT = "error_rate < 1 %, p99 < 1x, ttft_p95 < 1x, p50 < 1x"
-"""Bounds that a version which is as good as the others is right at."""
-
 TRIALS = 100
-BUCKET = math.log(1.01 / 0.99)
-
-
-class Version(NamedTuple):
-    """`fails`: a share of its requests; latencies are `times` what they usually are."""
-
-    fails: float = 0.0
-    times: float = 1.0
-
-
-class Trial:
-    """One rollout with requests by chance, on a clock that goes a second at a time."""
-
-    def __init__(self, seed: int, guard: str, every: float = 6, **plan: Any) -> None:
-        self.random = np.random.default_rng(seed)
-        self.plan = RolloutPlan(to=TO, guard=guard, every=every, **plan)
-        self.now, self.decisions = 0.0, list[Decision]()
-
-    def run(self, new: Version, others: Version, steps: int = 99) -> Decision:
-        """The last decision of the first `steps` steps."""
-        decision = Decision.WAIT
-        for step, percent in enumerate(self.plan.steps[:steps]):
-            watch = RolloutWatch(self.plan, step, self.now)
-            decision = self.run_step(watch, new, others, percent)
-            if decision is not Decision.GO_ON:
-                break
-        return decision
-
-    def run_step(self, watch: RolloutWatch, new: Version, others: Version, percent: float) -> Decision:
-        of_new = 50
-        for _ in range(1000):
-            self.now += 1
-            self.add(watch.new, new, of_new)
-            self.add(watch.others, others, min(round(of_new * (100 - percent) / percent), 500))
-            decision = watch.decide(self.now).decision
-            if decision is not Decision.WAIT:
-                break
-        return decision
-
-    def add(self, samples: ArmSamples, version: Version, requests: int) -> None:
-        failed = int(self.random.binomial(requests, version.fails))
-        samples.ended += requests
-        samples.failed += failed
-        for counts in samples.latencies.values():
-            values = version.times * 50 * self.random.lognormal(0, 0.8, requests - failed)
-            # log_bucket, for all at once
-            buckets, numbers = np.unique(np.ceil(np.log(values) / BUCKET).astype(int), return_counts=True)
-            counts.counts.update(dict(zip(buckets.tolist(), numbers.tolist(), strict=True)))
-
-
-def decisions(guard: str, new: Version, others: Version, steps: int = 99) -> Counter[Decision]:
-    return Counter(Trial(seed, guard).run(new, others, steps) for seed in range(TRIALS))
 
 
 @pytest.mark.parametrize("others", [Version(), Version(fails=0.001)])
 def test_a_version_that_fails_five_of_a_hundred_goes_back_in_the_first_interval(others: Version) -> None:
-    found = Counter[Decision]()
-    for seed in range(TRIALS):
-        trial = Trial(seed, GUARDS)
-        watch = RolloutWatch(trial.plan, 0, 0)
-        decision = trial.run_step(watch, Version(fails=0.05), others, 1)
-        found[decision] += watch.repeats == 0
-    assert found[Decision.GO_BACK] >= 99
+    assert count_found(TRIALS, others).back >= 99
 
 
-@pytest.mark.parametrize(
-    ("guard", "both"),
-    [(GUARDS, Version(fails=0.003)), (TIGHT, Version(fails=0.01))],
-)
+@pytest.mark.parametrize(("guard", "both"), [(GUARDS, Version(fails=0.003)), (TIGHT, Version(fails=0.01))])
 def test_equal_versions_seldom_go_back_in_a_whole_rollout(guard: str, both: Version) -> None:
-    found = decisions(guard, both, both)
-    assert found[Decision.GO_BACK] <= 5
-    assert found[Decision.GO_ON] >= 90
+    assert count_false_alarms(TRIALS, guard, both).back <= 5
 
 
 def test_what_all_arms_do_is_waited_for_and_not_the_new_ones_fault() -> None:
-    trial = Trial(1, "error_rate < 1 %")
+    trial = RolloutTrial(1, "error_rate < 1 %")
     watch = RolloutWatch(trial.plan, 0, 0)
     trial.run_step(watch, Version(fails=0.3), Version(fails=0.3), 1)
     assert watch.repeats > 3
@@ -113,18 +53,18 @@ def test_what_all_arms_do_is_waited_for_and_not_the_new_ones_fault() -> None:
 
 @pytest.mark.parametrize("guard", ["p50 < 1.2x", "ttft_p95 < 1.2x", "itl_p90 < 1.2x", "p99 < 400ms"])
 def test_a_slow_version_goes_back_and_a_fast_one_on(guard: str) -> None:
-    assert Trial(1, guard).run(Version(times=3), Version()) is Decision.GO_BACK
-    assert Trial(1, guard).run(Version(times=0.5), Version()) is Decision.GO_ON
+    assert RolloutTrial(1, guard).run(Version(times=3), Version()) is Decision.GO_BACK
+    assert RolloutTrial(1, guard).run(Version(times=0.5), Version()) is Decision.GO_ON
 
 
 def test_a_version_that_fails_always_goes_back_long_before_the_interval_ends() -> None:
-    trial = Trial(1, "error_rate < 1 %", every=3600)
+    trial = RolloutTrial(1, "error_rate < 1 %", every=3600)
     assert trial.run(Version(fails=1), Version()) is Decision.GO_BACK
     assert trial.now == 1
 
 
 def test_at_a_hundred_per_cent_bounds_are_judged_alone_and_ratios_not() -> None:
-    trial = Trial(1, GUARDS, steps=(50, 100))
+    trial = RolloutTrial(1, GUARDS, steps=(50, 100))
     assert trial.run_step(RolloutWatch(trial.plan, 1, 0), Version(times=9), Version(), 100) is Decision.GO_ON
     watch = RolloutWatch(trial.plan, 1, trial.now)
     assert trial.run_step(watch, Version(fails=0.1), Version(), 100) is Decision.GO_BACK
@@ -138,13 +78,13 @@ def test_one_of_a_few_requests_to_the_others_does_not_excuse_the_new_arm() -> No
 
 
 def test_without_guards_it_goes_on() -> None:
-    trial = Trial(1, "")
+    trial = RolloutTrial(1, "")
     assert trial.run(Version(fails=1), Version()) is Decision.GO_ON
 
 
 def test_an_error_rate_beside_that_of_the_others() -> None:
-    assert Trial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.02)) is Decision.GO_BACK
-    assert Trial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.2)) is Decision.GO_ON
+    assert RolloutTrial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.02)) is Decision.GO_BACK
+    assert RolloutTrial(1, "error_rate < 2x").run(Version(fails=0.2), Version(fails=0.2)) is Decision.GO_ON
 
 
 def test_an_interval_lasts_its_time_and_its_requests() -> None:
