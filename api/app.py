@@ -28,6 +28,7 @@ from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
 from .batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
 from .batches.runner import BatchRunner
+from .console.routes import ConsoleRoutes
 from .http.access import AccessMiddleware, HttpRules
 from .http.connection import ClientDisconnected, EventStreamResponse
 from .http.error_responses import (
@@ -139,6 +140,7 @@ def all_routes(
         *EncoderRoutes(gateway, info.max_input_size).routes(),
         *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
         *BatchRoutes(gateway, batches).routes(),
+        *(ConsoleRoutes(rules.console_hosts).routes() if rules.console_hosts is not None else ()),
         *ExplainEndpoint(gateway, metrics.whole).routes(),
         *_server_routes(gateway, info, metrics.shown),
     ]

@@ -77,7 +77,7 @@ _CHARACTER, _LINE, _PADDING, _GAP, _TITLE = 6.6, 16.0, 12.0, 28.0, 24.0
 _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#222}.name{font-weight:600}.edge{fill:none;stroke:#667}"
     ".label{paint-order:stroke;stroke:#fff;stroke-width:4px;fill:#446}.cluster{fill:#f6f7fb;stroke:#99a}"
-    ".node{stroke:#556}"
+    ".node{fill:#fff;stroke:#556}.heat{fill:hsl(30 90% 60%)}"
 )
 _ARROW = (
     '<marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
@@ -206,8 +206,9 @@ def _draw_box(box: _Box, drawn: list[str]) -> None:
         for each in box.inner:
             _draw_box(each, drawn)
         return
-    heat = f"hsl(30 90% {100 - 40 * box.share:.0f}%)" if box.share else "#fff"
-    drawn.append(f'<rect class="node" {place} fill="{heat}"/>')
+    drawn.append(f'<rect class="node" {place}/>')
+    if box.share:
+        drawn.append(f'<rect class="heat" {place} fill-opacity="{box.share:.2f}"/>')
     for number, line in enumerate(box.lines):
         y = box.y + _LINE * (number + 1)
         drawn.append(_text(box.x + _PADDING, y, line, "name" if number == 0 else ""))

@@ -17,7 +17,7 @@ _ADAPTERS = "(un)?load_lora_adapter"
 _PATHS = {
     "health": rf"/health|/ping|/v2/health/(live|ready)|{_MODEL}/ready",
     "statistics": rf"/metrics|/v2/models/stats|{_MODEL}/(stats|explain)",
-    "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?",
+    "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?|/console(/.*)?",
     "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models|{_ADAPTERS}).*|/tokenize|/detokenize",
     "shared-memory": r"/v2/(system|cuda)sharedmemory/.*",
     "model-config": rf"{_MODEL}/(config|graph)",

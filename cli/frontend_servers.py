@@ -113,7 +113,9 @@ class FrontendServers:
         if ports.http is None:
             lines.append("Serving without HTTP")
         else:
-            lines += [f"Serving on {self._url(ports.http)}", *self._example(self._url(ports.http))]
+            url = self._url(ports.http)
+            lines += [f"Serving on {url}", *self._example(url)]
+            lines += [f"Console on {url}/console"] if settings.http.console_hosts is not None else []
         say(*lines)
 
     def _example(self, url: str) -> Iterator[str]:

@@ -235,6 +235,11 @@ class HttpOptions:
     """Regular expression; headers whose name has a part that matches become parameters of `infer`."""
     allowed_origins: _Texts = ()
     """Origin of web pages that may ask, or * for all; may be given several times, or as a JSON list."""
+    console: Annotated[bool, Parameter(negative=())] = False
+    """Serve the console, a page for browsers, on /console."""
+    console_host: _Texts = ()
+    """Name of this server that browsers may show /console under, beside localhost and its address; may be given several
+    times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

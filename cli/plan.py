@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..api.api_keys import Keyring, load_keyring
 from ..api.batches.store import FileStore, open_store
+from ..api.console.routes import parse_console_hosts
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
 from ..api.header_rules import HeaderForwarding, read_restrictions
 from ..api.http.access import HttpRules, parse_allowed_origins
@@ -100,7 +101,8 @@ def endpoint_settings(options: ServeOptions) -> EndpointSettings:
     keys = load_keyring(options.keys.api_key, options.keys.api_key_file)
     policy = build_call_policy(options.grpc.grpc_restricted_protocol, options.grpc.grpc_header_forward_pattern, keys)
     clouds = parse_clouds(options.cloud, os.environ)
-    http = replace(parse_http_rules(options.http), lora_root=parse_lora_root(options.adapters))
+    console = parse_console(options.http, options.server)
+    http = replace(parse_http_rules(options.http), lora_root=parse_lora_root(options.adapters), console_hosts=console)
     return EndpointSettings(keys, http, grpc, policy, tls, clouds)
 
 
@@ -121,6 +123,18 @@ def parse_lora_root(options: AdapterOptions) -> Path | None:
     if options.lora_root is not None and not options.lora_root.is_dir():
         raise InvalidArgument(f"--lora-root: there is no directory '{options.lora_root}'")
     return options.lora_root
+
+
+def parse_console(http: HttpOptions, server: ServerOptions) -> frozenset[str] | None:
+    """The names that the console is served under; None if it is not wanted. Raises `InvalidArgument` for a flag that
+    has no effect without another, and as `parse_console_hosts`."""
+    if not http.console:
+        if http.console_host:
+            raise InvalidArgument("--console-host has no effect without --console")
+        return None
+    if not is_true(server.allow_http):
+        raise InvalidArgument("--console is served over HTTP, which --allow-http false turns off")
+    return parse_console_hosts(http.console_host, server.http_address)
 
 
 def parse_grpc_settings(options: GrpcOptions) -> GrpcSettings:

@@ -68,7 +68,7 @@ INNER_FLOORS = {
         ".build",
         "vllm trtllm_layouts",
     ),
-    "api": ("http", "triton openai grpc", "anthropic batches", ".app"),
+    "api": ("http", "triton openai grpc console", "anthropic batches", ".app"),
     "classic_backends": (
         "python_stub",
         "batching",

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from ..size_limits import BODY_TIMEOUT
 from .error_responses import anthropic_error_body, error_response, is_anthropic_path, json_response, v2_error_body
 from .request_context import record_error, record_tenant
 
-_OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
+_OPEN = re.compile(
+    r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready|/console(/.*)?", re.DOTALL
+)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 
 
@@ -23,13 +25,15 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 class HttpRules:
     """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
     pages that may ask; `body_timeout`: seconds to wait for the next piece of a body; `lora_root`: the directory that
-    requests may load adapters from, None where they may not."""
+    requests may load adapters from, None where they may not; `console_hosts`: names that the console is served under,
+    None where it is not."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
     body_timeout: float = BODY_TIMEOUT
     lora_root: Path | None = None
+    console_hosts: Collection[str] | None = None
 
 
 def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
@@ -53,7 +57,8 @@ class AccessMiddleware:
     """Refuses requests before anything of a body is read: 401 without a key, 403 without the header that a restricted
     API requires (`required`, by the name of the API).
 
-    The key's tenant is noted in the request's context. Health needs no key.
+    The key's tenant is noted in the request's context. Health needs no key, nor do the console's files, which tell
+    nothing.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring, required: Mapping[str, RequiredHeader]) -> None:

@@ -132,7 +132,7 @@ def test_time_is_shared_between_steps_and_not_with_those_that_ask_them() -> None
     text = to_mermaid(drawn)
     assert "100 % of the time · 3 requests<br/>queue 25 % · compute 75 %" in text
     assert "sequence<br/>1 request" in text
-    assert "hsl(30 90% 60%)" in to_svg(drawn)
+    assert 'fill-opacity="1.00"' in to_svg(drawn)
 
 
 @pytest.mark.parametrize("form", GRAPH_FORMATS)

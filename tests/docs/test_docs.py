@@ -33,6 +33,7 @@ from charonia.engine.trtllm.options import TrtllmOptions
 PAGES = (
     "README.md",
     "operating.md",
+    "console.md",
     "deploying.md",
     "analyze.md",
     "tensorrt-llm.md",

@@ -1,0 +1,218 @@
+"""The console's files over HTTP: under which names, with which headers, and what they may not do."""
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from charonia.api.api_keys import Keyring, Tenant
+from charonia.api.app import build_app
+from charonia.api.console.routes import parse_console_hosts
+from charonia.api.header_rules import RequiredHeader
+from charonia.api.http.access import HttpRules
+from charonia.api.http.server import HttpServer
+from charonia.api.metadata import ServerInfo
+from charonia.core.errors import InvalidArgument
+
+KEYS = Keyring([("secret", Tenant("alpha"))])
+RULES = HttpRules(console_hosts=parse_console_hosts(("Console.Example",), "server.internal"))
+PAGE = Path(__file__).parents[3] / "api" / "console" / "page"
+MOST_LINES, MOST_BYTES = 2500, 100_000
+
+
+@asynccontextmanager
+async def serving(gateway: Any, rules: HttpRules, keys: Keyring | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    app = build_app(gateway, ServerInfo("triton", "9.9"), keys, rules)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = HttpServer(app, sock, access_log=False)
+        await server.start()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+            yield client
+        await server.stop()
+
+
+@pytest.fixture
+async def client(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(gateway, RULES) as served:
+        yield served
+
+
+async def test_there_is_none_unless_it_is_wanted(gateway: Any) -> None:
+    async with serving(gateway, HttpRules(), KEYS) as client:
+        assert [(await client.get(path)).status_code for path in ("/console", "/console/main.js")] == [404, 404]
+
+
+async def test_the_page_needs_no_key_and_what_it_asks_does(gateway: Any) -> None:
+    async with serving(gateway, RULES, KEYS) as client:
+        assert [(await client.get(path)).status_code for path in ("/console", "/console/main.js")] == [200, 200]
+        assert [(await client.get(path)).status_code for path in ("/v2", "/v1/models")] == [401, 401]
+
+
+async def test_every_file_that_is_named_is_there(client: httpx.AsyncClient) -> None:
+    page = await client.get("/console")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    named = set(re.findall(r'(?:src|href)="(console/[^"]+)"', page.text))
+    for script in PAGE.glob("*.js"):
+        named |= {f"console/{name}" for name in re.findall(r'from "\./([^"]+)"', script.read_text())}
+    assert {name.rpartition("/")[2] for name in named} == {file.name for file in PAGE.iterdir()} - {"index.html"}
+    kinds = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
+    for name in named:
+        answer = await client.get(f"/{name}")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, kinds[Path(name).suffix])
+        assert answer.content == (PAGE / Path(name).name).read_bytes()
+
+
+@pytest.mark.parametrize("path", ["/console", "/console/main.js"])
+async def test_headers(client: httpx.AsyncClient, path: str) -> None:
+    shown = (await client.get(path)).headers
+    assert shown["content-security-policy"] == "default-src 'self'; frame-ancestors 'none'"
+    assert (shown["x-content-type-options"], shown["referrer-policy"]) == ("nosniff", "no-referrer")
+    assert "access-control-allow-origin" not in shown
+
+
+async def test_a_slash_at_the_end_is_taken_away(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/console/")
+    assert (answer.status_code, answer.headers["location"]) == (308, "../console")
+
+
+CONTROL = ("/console/main.js%00", "/console/main.js%0a")
+LEADING_OUT = (
+    "/console/index.html",
+    "/console/none.js",
+    "/console/../app.py",
+    "/console/..%2froutes.py",
+    "/console/%2e%2e/routes.py",
+    "/console/..",
+    "/console/page/main.js",
+    "/console//etc/passwd",
+    *CONTROL,
+    "/console/main.js/",
+    "/console/MAIN.JS",
+)
+
+
+async def raw_get(client: httpx.AsyncClient, path: str, *hosts: str) -> tuple[int, str]:
+    """Status and text of an answer to what clients would tidy up before they send it."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    lines = [f"GET {path} HTTP/1.1", *(f"host: {host}" for host in hosts), "connection: close", "", ""]
+    writer.write("\r\n".join(lines).encode("latin-1"))
+    answer = (await reader.read()).decode()
+    writer.close()
+    await writer.wait_closed()
+    return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
+
+
+async def test_no_path_leads_elsewhere(client: httpx.AsyncClient) -> None:
+    assert (await raw_get(client, "/console/main.js", "localhost"))[0] == 200
+    statuses = {path: (await raw_get(client, path, "localhost"))[0] for path in LEADING_OUT}
+    assert statuses == dict.fromkeys(LEADING_OUT, 404) | {"/console/main.js/": 200, **dict.fromkeys(CONTROL, 400)}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8000",
+        "console.localhost:1",
+        "127.0.0.1:8000",
+        "127.9.9.9",
+        "[::1]:8000",
+        "[::ffff:127.0.0.1]",
+        "server.internal:80",
+        "console.example",
+        "console.example.:443",
+    ],
+)
+async def test_names_of_its_own(client: httpx.AsyncClient, host: str) -> None:
+    for path in ("/console", "/console/main.js"):
+        assert (await raw_get(client, path, host))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example:8000",
+        "evil.example:80:80",
+        "console.example@evil.example",
+        "notlocalhost",
+        "10.1.2.3",
+        "[2001:db8::1]:8000",
+        "[localhost]",
+        "",
+    ],
+)
+async def test_names_of_others(client: httpx.AsyncClient, host: str) -> None:
+    for path in ("/console", "/console/", "/console/main.js", "/console/none.js"):
+        status, text = await raw_get(client, path, host)
+        assert (status, text[:9]) == (403, '{"error":')
+    words = "the console is not served under the host name 'evil.example'; --console-host NAME adds one"
+    assert json.loads((await raw_get(client, "/console", "evil.example"))[1]) == {"error": words}
+
+
+@pytest.mark.parametrize("hosts", [(), ("localhost", "evil.example"), ("evil.example", "localhost")])
+async def test_no_name_and_several_are_none(client: httpx.AsyncClient, hosts: tuple[str, ...]) -> None:
+    status, text = await raw_get(client, "/console", *hosts)
+    assert status in (400, 403)
+    assert "console.css" not in text
+
+
+async def test_the_address_that_a_client_reached_is_a_name(gateway: Any) -> None:
+    """A server that listens on every address: the end of the connection tells which one it was."""
+    app = build_app(gateway, ServerInfo(), rules=HttpRules(console_hosts=frozenset({"0.0.0.0"})))
+
+    async def status(host: str) -> int:
+        async def onto_a_network(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, "server": ("10.1.2.3", 8000)}, receive, send)
+
+        transport = httpx.ASGITransport(onto_a_network)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+            return (await client.get("/console")).status_code
+
+    assert [await status(host) for host in ("10.1.2.3:8000", "10.1.2.4:8000")] == [200, 403]
+
+
+async def test_it_belongs_to_the_metadata(gateway: Any) -> None:
+    rules = HttpRules(required_headers={"metadata": RequiredHeader("key", "value")}, console_hosts=RULES.console_hosts)
+    async with serving(gateway, rules) as client:
+        for path in ("/console", "/console/", "/console/main.js", "/console/none"):
+            assert (await client.get(path)).status_code == 403
+            assert (await client.get(path, headers={"key": "value"})).status_code != 403
+
+
+@pytest.mark.parametrize(
+    "name", ["http://console.example", "console.example:8000", "a:1", "[::1]", "*", "", "a b", "a/b"]
+)
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="--console-host: "):
+        parse_console_hosts([name], "0.0.0.0")
+
+
+FORBIDDEN = (
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|srcdoc|setHTML|\beval\("
+    r"|new Function|localStorage|sessionStorage|indexedDB|document\.cookie|importScripts|WebSocket|sendBeacon"
+)
+
+
+def test_addresses_are_names_too() -> None:
+    assert parse_console_hosts(["10.0.0.7", "2001:DB8:0::1"], "::") == {"10.0.0.7", "2001:db8::1", "::"}
+
+
+def test_what_the_page_is_made_of() -> None:
+    files = sorted(PAGE.iterdir())
+    texts = {file.name: file.read_text() for file in files}
+    assert sum(text.count("\n") for text in texts.values()) <= MOST_LINES
+    assert sum(file.stat().st_size for file in files) <= MOST_BYTES
+    for name, text in texts.items():
+        assert not re.findall(FORBIDDEN, text), name
+        assert set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text)) <= {"http://www.w3.org"}, name
+    page = texts["index.html"]
+    assert not re.findall(r"\s(?:style|on\w+)=|<style|<script(?! type=\"module\" src=\")", page)
