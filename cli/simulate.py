@@ -308,10 +308,11 @@ def _write_plot(path: Path, report: SimulationReport, shown: SimulatedFleet) -> 
 
 
 def _slo_chart(report: SimulationReport) -> LineChart:
-    """What each fleet comes to, over what is allowed, up to `_PLOTTED`; of refusals, where none is, their share."""
+    """What each fleet comes to, over what is allowed, up to `_PLOTTED`; where nothing is, anything is that much."""
 
     def points(objective: Objective) -> list[tuple[float, float]]:
-        shares = (objective.found_in(figures) / (objective.limit or 1.0) for figures in report.fleets)
+        found = (objective.found_in(figures) for figures in report.fleets)
+        shares = (each / objective.limit if objective.limit else _PLOTTED * (each > 0) for each in found)
         return [(replicas, min(share, _PLOTTED)) for (replicas, _), share in zip(bound, shares, strict=True)]
 
     bound = [(figures.replicas, 1.0) for figures in report.fleets]
