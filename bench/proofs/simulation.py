@@ -290,7 +290,7 @@ def main(
     budget
         Time for the calibration.
     """
-    console = Console(width=140, highlight=False)
+    console = Console(width=170, highlight=False)
     log = log_to(console)
     scratch.mkdir(parents=True, exist_ok=True)
     with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _):
