@@ -40,7 +40,7 @@ class ServedSteps:
         tell what attention takes.
 
         Raises:
-            Unavailable: a request failed.
+            Unavailable: a request failed, or no two tokens came apart.
         """
         began, decodes, prompts = perf_counter(), dict[tuple[int, int], list[float]](), dict[int, list[float]]()
         while not prompts or perf_counter() - began < seconds:
@@ -51,6 +51,8 @@ class ServedSteps:
                 tell((perf_counter() - began) / seconds, f"over HTTP, a prompt of {tokens} tokens")
                 records = self._put(1, _REPEATS, tokens, 2)
                 prompts.setdefault(tokens, []).extend(map(ttft, records))
+        if not any(decodes.values()):
+            raise Unavailable("the tokens of each answer came together: the server's steps cannot be told apart")
         return ServedTimes(
             [ServedDecode(rows, context + _NEW // 2, gaps) for (rows, context), gaps in decodes.items() if gaps],
             [ServedPrompt(tokens, found) for tokens, found in prompts.items()],
