@@ -38,9 +38,10 @@ class BudgetSpent(Exception):
 
 
 class SearchEffort(NamedTuple):
-    """`seconds`: of load in a full measurement. A quick search takes a `share` of an exhaustive one's time, a fifth less
-    what an estimate of that may be wrong by. It measures a quarter as long until it has finalists, then half as long, in
-    turns of which each has `rounds`. `budget`: seconds of all of it together, at which an exhaustive one does not look."""
+    """`seconds`: of load in a full measurement. A quick search takes a `share` of an exhaustive one's time: a fifth,
+    less what an estimate of that may be wrong by. It measures a quarter as long until it has finalists, then half as
+    long, in turns of which each has `rounds`. `budget`: seconds of all of it together, at which an exhaustive search
+    does not look."""
 
     seconds: float = 8.0
     share: float = 0.18
