@@ -27,7 +27,7 @@ _ENOUGH_MEMORY = 2 << 30
 _ENOUGH_SHARED = 256 << 20
 _ENOUGH_FILES = 65536
 _EXTRA_REQUIREMENT = re.compile(r'([\w.-]+).*;.*extra == "([\w-]+)"')
-_NOT_FOR_SERVING = {"dev", "bench", "clients"}
+_NOT_FOR_SERVING = {"analyze", "dev", "bench", "clients"}
 _CLOCK_UNSYNCHRONISED = 5
 """TIME_ERROR of adjtimex(2)."""
 
