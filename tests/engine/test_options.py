@@ -41,6 +41,7 @@ ALL = {
     "kv_cache_memory_fraction": "0.25",
     "kv_cache_bytes": "1000000",
     "kv_cache_blocks": "77",
+    "kv_cache_host_bytes": "5000000",
     "prefix_caching": "false",
     "tokenizer": "elsewhere",
     "chat_template": "{{ messages }}",
@@ -87,7 +88,13 @@ def test_every_name_arrives() -> None:
         default_request_timeout=2.5,
         target_tenants=("alpha", "beta"),
         cache=CacheConfig(
-            block_size=8, dtype="int8", memory_fraction=0.25, bytes=1_000_000, blocks=77, prefix_caching=False
+            block_size=8,
+            dtype="int8",
+            memory_fraction=0.25,
+            bytes=1_000_000,
+            blocks=77,
+            prefix_caching=False,
+            host_bytes=5_000_000,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=3,

@@ -45,6 +45,10 @@ class DeviceAttention(AttentionBackend):
         size = (spec.layers, 2, (blocks + 1) * spec.block_size, spec.kv_heads, spec.head_dim)
         self._cache = torch.full(size, torch.nan)
 
+    @property
+    def device_blocks(self) -> list[Tensor]:
+        return []
+
     def begin_step(self, batch: StepBatch) -> TorchStepAttention:
         there, size = batch.on_device, self._spec.block_size
         places, ends = torch.arange(there.size), there.first_places + there.counts
