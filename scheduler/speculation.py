@@ -196,8 +196,16 @@ class Speculation:
 
     def reset_totals(self) -> None:
         self.totals = {name: DrafterTotals() for name in (*self._drafters, GRAMMAR)}
+        self._told: dict[str, DrafterTotals] | None = None
         self._chance = FIRST_CHANCE
         self._credit: float | None = None  # seconds that drafts may cost, once a step was timed
+
+    def copied_totals(self) -> dict[str, DrafterTotals]:
+        """The totals of drafters that did anything, as they are now: the same object as long as none did more."""
+        if self._told is None:
+            active = ((name, each) for name, each in self.totals.items() if each.seconds or each.draft_tokens)
+            self._told = {name: each.copied() for name, each in active}
+        return self._told
 
     def reset_step_times(self) -> None:
         self._costs = DecodeCosts()
@@ -220,7 +228,7 @@ class Speculation:
         self._learn()
         if self._probes(decoding):
             return [[] for _ in asked]
-        self._asked, began = True, perf_counter()
+        self._asked, self._told, began = True, None, perf_counter()
         verified = self._draft(asked, decoding, step)
         seconds, known = perf_counter() - began, self._drafting_seconds
         self._drafting_seconds += COST_WEIGHT * (min(seconds / len(asked), 2 * known or seconds) - known)
@@ -306,6 +314,7 @@ class Speculation:
 
     def finished(self, sequence: Sequence) -> None:
         """A sequence has ended: a drafter that learns is told."""
+        self._told = None
         for name, drafter in self._drafters.items():
             if isinstance(drafter, LearningDrafter):
                 began = perf_counter()
@@ -337,6 +346,7 @@ class Speculation:
 
     def take_proposals(self, proposals: Proposals) -> None:
         """Learn what it took to propose."""
+        self._told = None
         rows = len(proposals.rows)
         self.totals[[*self._drafters][-1]].seconds += proposals.seconds
         if self._in_trial:
@@ -459,7 +469,7 @@ class Speculation:
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens of the sequence the first `accepted` were right."""
-        guess = sequence.draft_guess
+        guess, self._told = sequence.draft_guess, None
         own = min(guess.own, drafted)
         if own:
             self.totals[guess.drafter].count(0, own, accepted)

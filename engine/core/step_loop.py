@@ -238,7 +238,5 @@ class EngineCore:
         spent = totals.sequence_seconds.copy()
         if (speculation := self._scheduler.speculation) is None:
             return CoreTotals(*counted, *compiled, *guided, 0, {}, eager, again, spent)
-        active = ((name, each) for name, each in speculation.totals.items() if each.seconds or each.draft_tokens)
-        drafters = {name: each.copied() for name, each in active}
-        drafted = speculation.drafters_off, drafters
+        drafted = speculation.drafters_off, speculation.copied_totals()
         return CoreTotals(*counted, *compiled, *guided, *drafted, eager, again, spent)
