@@ -38,7 +38,14 @@ from .http.error_responses import (
     is_openai_path,
     json_response,
 )
-from .http.request_context import ARM_HEADER, WARNING_HEADER, RequestContextMiddleware, answer_headers, record_error
+from .http.request_context import (
+    ARM_HEADER,
+    WARNING_HEADER,
+    RequestContextMiddleware,
+    answer_headers,
+    asks_model,
+    record_error,
+)
 from .http.request_cycle import add_response_header, response_started
 from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
@@ -94,18 +101,18 @@ def build_app(
     rules: HttpRules | None = None,
     metrics: MetricRegistries = NO_METRICS,
     batches: BatchRunner | None = None,
+    forward: Endpoint | None = None,
 ) -> ASGIApp:
     """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics;
-    `batches`: runs those of /v1/batches, which asks the endpoints of this application."""
+    `batches`: runs those of /v1/batches, which asks the endpoints of this application; `forward`: answers in place of
+    the endpoints of what is no model's."""
     rules = rules or HttpRules()
     routes = all_routes(gateway, info, rules, metrics, batches)
     if batches is not None:
         batches.endpoints = {each.path: each.endpoint for each in routes if each.path in BATCH_ENDPOINTS}
-    fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
-    fastapi.router.routes.extend(routes)
-    fastapi.add_exception_handler(CharoniaError, _charonia_error)
-    fastapi.add_exception_handler(HTTPException, _no_route)
-    app: ASGIApp = PostRouter(routes, fastapi)
+    if forward is not None:
+        routes = [_forwarded(each, forward) for each in routes]
+    app = routed_app(routes)
     if keys or rules.required_headers:
         app = AccessMiddleware(app, keys or Keyring(), rules.required_headers)
     app = RequestContextMiddleware(app, gateway)
@@ -120,6 +127,28 @@ def build_app(
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,
     )
+
+
+def routed_app(routes: Sequence[Route]) -> ASGIApp:
+    """The endpoints alone: what stands around them in `build_app` has done its part before."""
+    fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
+    fastapi.router.routes.extend(routes)
+    fastapi.add_exception_handler(CharoniaError, _charonia_error)
+    fastapi.add_exception_handler(HTTPException, _no_route)
+    return PostRouter(routes, fastapi)
+
+
+_STATIC_PATHS = ("/", "/version", "/v2", "/v2/health/live")
+"""What depends on no model, and on no state."""
+
+
+def _forwarded(route: Route, forward: Endpoint) -> Route:
+    """The route, or one that `forward` answers."""
+    if asks_model(route.path) or route.path in _STATIC_PATHS:
+        return route
+    replaced = Route(route.path, forward, methods=sorted(route.methods or ()))
+    replaced.path_regex = route.path_regex
+    return replaced
 
 
 def all_routes(

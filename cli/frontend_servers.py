@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..api.app import build_app
@@ -22,6 +23,9 @@ from ..telemetry.host_metrics import Gpus, HostMetrics
 from .options import ServerOptions, is_true
 from .plan import ServePlan
 from .ports import ReservedPorts
+
+if TYPE_CHECKING:
+    from ..frontends.supervisor import FrontendPool
 
 _NO_GPUS = "TRITON_SERVER_CPU_ONLY"
 """The environment variable that, set to anything, turns the gauges of GPUs off, as in tritonserver."""
@@ -40,6 +44,7 @@ class FrontendServers:
         self, plan: ServePlan, gateway: InProcessGateway, ports: ReservedPorts, sources: Iterable[MetricsSource]
     ) -> None:
         self._plan, self._gateway, self._ports = plan, gateway, ports
+        self._pool: FrontendPool | None = None
         server, settings = plan.options.server, plan.endpoints
         self._batches: BatchRunner | None = None
         if plan.store is not None:
@@ -53,9 +58,15 @@ class FrontendServers:
             self._metrics = HttpServer(metrics_app(shown), ports.metrics, access_log=False)
         metrics = MetricRegistries(shown, build_registry(sources))
         info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
+        self._servers: list[HttpServer | GrpcServer | FrontendPool] = []
+        if server.frontends > 1:
+            from .several_frontends import frontend_pool
+
+            self._pool = frontend_pool(plan, gateway, ports, info, metrics)
+            self._servers.append(self._pool)
+            return
         app = build_app(gateway, info, settings.keys, settings.http, metrics, self._batches)
         timeout = settings.http.body_timeout
-        self._servers: list[HttpServer | GrpcServer] = []
         if ports.http is not None:
             self._servers.append(HttpServer(app, ports.http, access_log=True, tls=settings.tls, body_timeout=timeout))
         for cloud, sock in zip(settings.clouds, ports.clouds, strict=True):
@@ -87,6 +98,11 @@ class FrontendServers:
     async def ended(self) -> None:
         """Return, or raise, when one of the servers for requests ends."""
         await wait_for_first(*(server.ended() for server in self._servers))
+
+    async def settle(self) -> None:
+        """Return when requests for all that is loaded can be answered."""
+        if self._pool is not None:
+            await self._pool.settle()
 
     def start_batches(self) -> None:
         """Go on with the batches that earlier servers left, and take new ones, now that models are loaded."""

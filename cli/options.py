@@ -176,6 +176,8 @@ class ServerOptions:
     machine: _Texts = ()
     """What `charonia calibrate` wrote of a language model, as NAME=FILE, for its explanations; may be given several
     times."""
+    frontends: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = 1
+    """Processes that read requests and write answers, over one that has the models; 1: that one does both."""
     max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
     """Delay of the frontend's event loop from which on nothing is ready."""
     http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024

@@ -40,10 +40,15 @@ def reserve_ports(
         def reserve(flag: str, address: str, port: int, shared: bool = False) -> None:
             ports[flag] = stack.enter_context(bind_port(address, port, flag, shared))
 
+        def reserve_shared(flag: str, address: str, port: int, reused: bool) -> None:
+            if server.frontends > 1 and not reused:
+                bind_port(address, port, flag).close()  # our own frontends alone may share it
+            reserve(flag, address, port, reused or server.frontends > 1)
+
         if is_true(server.allow_http):
-            reserve("--http-port", server.http_address, server.http_port, is_true(server.reuse_http_port))
+            reserve_shared("--http-port", server.http_address, server.http_port, is_true(server.reuse_http_port))
         if is_true(grpc.allow_grpc):
-            reserve("--grpc-port", grpc.grpc_address, grpc.grpc_port, is_true(grpc.reuse_grpc_port))
+            reserve_shared("--grpc-port", grpc.grpc_address, grpc.grpc_port, is_true(grpc.reuse_grpc_port))
         if is_true(server.allow_metrics):
             reserve("--metrics-port", server.metrics_address or server.http_address, server.metrics_port)
         for cloud in clouds:

@@ -100,6 +100,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                 plan.selection.keep_spare_cores()
                 gc_tuning.collect_and_freeze(frozen_too=False)
                 sys.setswitchinterval(_TURN_SECONDS)
+                await servers.settle()
                 servers.start_batches()
                 servers.print_addresses()
                 async with plan.selection.polling(watcher), gateway.rollouts.running():

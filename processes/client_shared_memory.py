@@ -73,6 +73,10 @@ class SharedMemoryRegistry:
             raise NotFound(f"Unable to find system shared memory region: '{name}'", field="name")
         return [known[name]] if name else list(known.values())
 
+    def registered(self) -> list[SharedMemoryRegion]:
+        """Those that were not taken back."""
+        return [region for region, _ in self._mapped.values()]
+
     def view(self, span: SharedMemorySlice) -> memoryview:
         """The slice's bytes, to read and to write; to be held no longer than the request. Raises `NotFound` if there is
         no such region, and `InvalidArgument` if it has no such bytes, or its object was made shorter since."""

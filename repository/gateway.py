@@ -64,6 +64,11 @@ class LoadedModelHandle:
     def name(self) -> str:
         return self._adapter or self.config.name
 
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model that answers."""
+        return self._loaded
+
     def for_request(self, context: RequestContext) -> "LoadedModelHandle":
         context.model, context.version, context.model_found = self.config.name, self.config.version, True
         context.adapter = self._adapter
@@ -89,7 +94,7 @@ class LoadedModelHandle:
         loaded, context = self._loaded, self._context
         if request.id:
             context.id = request.id
-        self._start()
+        self.start()
         validate_request(self.config, request)
         responses = loaded.model.infer(request, context)
         trace = request_trace(context, self._gateway.shared_state.traces)
@@ -114,12 +119,13 @@ class LoadedModelHandle:
         return text
 
     def _text_model(self) -> TextModel:
-        self._start()
+        self.start()
         if self._loaded.text is None:
             raise InvalidArgument(f"model '{self.config.name}' does not generate text", field="model")
         return self._loaded.text
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Count the request among those that are being answered. Raises `ServerExiting`."""
         if self._gateway.exiting():
             raise ServerExiting
         if not self._started:

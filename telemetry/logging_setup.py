@@ -65,13 +65,7 @@ class LogWriter(logging.Handler):
         except Exception:
             self.handleError(record)
             return True
-        with self._guard:
-            # Where one was lost the next ones are, too, until there is much room: the gap is reported once.
-            if self._lost or self._size + len(line) > self._most:
-                self._lost += 1
-            else:
-                self._lines.append(line)
-                self._size += len(line)
+        self._keep(line)
         if type(record) is not RequestLogRecord and not self._hurrying:
             self._waking = self._hurrying = True
             self._wakes.put(Event())
@@ -79,6 +73,22 @@ class LogWriter(logging.Handler):
             self._waking = True
             self._wakes.put(None)
         return True
+
+    def write_lines(self, text: str) -> None:
+        """Write lines that another process has formatted."""
+        self._keep(text)
+        if not self._waking:
+            self._waking = True
+            self._wakes.put(None)
+
+    def _keep(self, text: str) -> None:
+        with self._guard:
+            # Where one was lost the next ones are, too, until there is much room: the gap is reported once.
+            if self._lost or self._size + len(text) > self._most:
+                self._lost += 1
+            else:
+                self._lines.append(text)
+                self._size += len(text)
 
     def flush(self) -> None:
         """Return when everything is written, or writing stands still."""
@@ -230,19 +240,25 @@ def configured_logging(settings: LogSettings) -> Iterator[LogControl]:
     Raises:
         InvalidArgument: the file cannot be written.
     """
-    with _open_log(settings.log_file) as stream:
-        writer = LogWriter(stream, file=settings.log_file)
-        logging.basicConfig(level=logging.WARNING, handlers=[writer])
-        apply_log_settings(settings)
-        try:
-            yield LogControl(settings, apply_log_settings)
-        finally:
-            # Records that come later go to stderr, unless writing there would wait for ever.
-            after: logging.Handler = logging.StreamHandler(sys.stderr) if writer.stop() else logging.NullHandler()
-            after.setFormatter(writer.formatter)
-            after.filters = writer.filters
-            root = logging.getLogger()
-            root.handlers = [after if handler is writer else handler for handler in root.handlers]
+    with _open_log(settings.log_file) as stream, logging_to(stream, settings, settings.log_file) as control:
+        yield control
+
+
+@contextmanager
+def logging_to(stream: TextIO, settings: LogSettings, file: str = "") -> Iterator[LogControl]:
+    """As `configured_logging`, to a stream: that of `file`, if it is one's."""
+    writer = LogWriter(stream, file=file)
+    logging.basicConfig(level=logging.WARNING, handlers=[writer])
+    apply_log_settings(settings)
+    try:
+        yield LogControl(settings, apply_log_settings)
+    finally:
+        # Records that come later go to stderr, unless writing there would wait for ever.
+        after: logging.Handler = logging.StreamHandler(sys.stderr) if writer.stop() else logging.NullHandler()
+        after.setFormatter(writer.formatter)
+        after.filters = writer.filters
+        root = logging.getLogger()
+        root.handlers = [after if handler is writer else handler for handler in root.handlers]
 
 
 def _open_log(file: str) -> AbstractContextManager[TextIO]:
@@ -265,6 +281,13 @@ def apply_log_settings(settings: LogSettings) -> None:
     logging.getLogger("charonia.requests").setLevel(logging.NOTSET if settings.log_info else logging.WARNING)
     # It logs every connection, and its own start and stop, which are logged elsewhere.
     logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def write_lines(text: str) -> None:
+    """Write lines that another process has formatted where this one's are written."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.write_lines(text)
 
 
 def log_formatter(name: LogFormat) -> logging.Formatter:

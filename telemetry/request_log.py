@@ -85,8 +85,8 @@ class RequestLogRecord(logging.LogRecord):
 
 
 def log_request(context: RequestContext) -> None:
-    """Log a context that was closed."""
-    if log.isEnabledFor(logging.INFO):
+    """Log a context that was closed, unless another process does."""
+    if log.isEnabledFor(logging.INFO) and not context.logged:
         log.handle(RequestLogRecord(context))
 
 

@@ -5,7 +5,7 @@ Triton's extensions, and grpc.health.v1.Health.
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,8 @@ _FLUSH_SECONDS = 2
 
 
 class GrpcServer:
-    """The gRPC endpoint on the port that `sock` reserves, until `stop`; `policy` says which calls are answered."""
+    """The gRPC endpoint on the port that `sock` reserves, until `stop`; `policy` says which calls are answered, and
+    `control_rpcs` answer those that are no inference."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class GrpcServer:
         settings: GrpcSettings,
         sock: socket.socket,
         policy: GrpcCallPolicy,
+        control_rpcs: Mapping[str, ControlRpc] = CONTROL_RPCS,
     ) -> None:
         self.port: int = sock.getsockname()[1]
         self._address = f"[{settings.address}]" if ":" in settings.address else settings.address
@@ -65,7 +67,7 @@ class GrpcServer:
         self._gateway, self._info, self._settings = gateway, info, settings
         self._closing = asyncio.Event()
         self._calls: set[asyncio.Task[Any]] = set()
-        self._policy = policy
+        self._policy, self._control_rpcs = policy, control_rpcs
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -109,7 +111,7 @@ class GrpcServer:
         async def stream(requests: object, context: RpcContext) -> None:
             await model_stream_infer(self._gateway, self._policy, context, self._closing)
 
-        controls = {"ServerMetadata": describe_server, **CONTROL_RPCS}
+        controls = {"ServerMetadata": describe_server, **self._control_rpcs}
         handlers = {name: self._control(name, rpc) for name, rpc in controls.items()}
         handlers |= {"ModelInfer": partial(model_infer, self._gateway, self._policy), "ModelStreamInfer": stream}
         service, methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"], {}

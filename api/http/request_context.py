@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
-from ...core.request_context import RequestContext
+from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
 from .error_responses import INTERNAL_SERVER_ERROR, error_response, is_anthropic_path, is_openai_path
 from .request_cycle import add_response_header
@@ -81,28 +81,39 @@ class RequestContextMiddleware:
 
 def internal_scope(path: str, context: RequestContext, request_id: str) -> Scope:
     """The scope of a POST request that the server makes of its own endpoint at `path`, with this context."""
+    tenant = Tenant(context.tenant, context.tenant_weight)
+    scope = control_scope("POST", path, b"", list(context.headers), tenant)
+    scope |= {_CONTEXT: context, _REQUEST_ID: request_id.encode()}
+    return scope
+
+
+def control_scope(method: str, path: str, query: bytes, headers: Headers, tenant: Tenant) -> Scope:
+    """The scope of a request that no connection of this process brought, without a context."""
     return {
         "type": "http",
         "http_version": "1.1",
-        "method": "POST",
+        "method": method,
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
-        "query_string": b"",
+        "query_string": query,
         "root_path": "",
-        "headers": list(context.headers),
+        "headers": headers,
         "path_params": {},
         "client": None,
         "server": None,
-        _CONTEXT: context,
-        _REQUEST_ID: request_id.encode(),
-        _TENANT: Tenant(context.tenant, context.tenant_weight),
+        _TENANT: tenant,
     }
 
 
 def endpoint_name(path: str) -> str:
     """The name of a model's endpoint in metrics and logs; empty for other paths."""
     return _ENDPOINTS.get(path, "")
+
+
+def asks_model(path: str) -> bool:
+    """Whether a path, or a pattern of paths, is a model's endpoint, whose requests have a context."""
+    return path in _ENDPOINTS or (path.startswith("/v2/models/") and path.rpartition("/")[2] in _MODEL_ENDPOINTS)
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from ...core.errors import InvalidArgument
 from ...core.request import DraftReport, GenerateRequest, GuidedDecoding
@@ -86,6 +86,14 @@ class Engine(Protocol):
         `TokenStream.read` raises InvalidArgument if the engine can never satisfy the request, Unavailable if the engine
         breaks on the way, and RequestTimeout if its time was over before the first token.
         """
+
+
+@runtime_checkable
+class SharedEngine(Engine, Protocol):
+    """An engine that computes for the same model in several processes."""
+
+    def cancel_elsewhere(self, request_id: str) -> None:
+        """Have the other processes end their generations of all requests with this id."""
 
 
 EngineFactory: TypeAlias = Callable[[Callable[[CoreLoading], None], LlmMetrics], Engine]

@@ -296,16 +296,45 @@ def _by_token_id(token: TokenLogprob) -> dict[str, dict[str, Any]]:
     }
 
 
+def _texts(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:
+    return [chunk.text.encode() for chunk in chunks]
+
+
+def _finish_reasons(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:
+    return [(chunk.finish_reason or "").encode() for chunk in chunks]
+
+
+def _stop_reasons(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:
+    return [str(chunk.stop_reason or "").encode() for chunk in chunks]
+
+
+def _input_counts(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[int]:
+    return [max(chunk.usage.prompt_tokens for chunk in chunks)]
+
+
+def _output_counts(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[int]:
+    return [len(chunk.token_ids) for chunk in chunks]
+
+
+def _output_ids(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def _logprob_sums(_: Sequence[GenerateChunk], sums: Sequence[float]) -> Sequence[float]:
+    return sums
+
+
+# Functions with names: layouts are pickled.
 OUTPUT_VALUES: Mapping[str, OutputValues] = {
-    "text_output": lambda chunks, _: [chunk.text.encode() for chunk in chunks],
-    "finish_reason": lambda chunks, _: [(chunk.finish_reason or "").encode() for chunk in chunks],
-    "num_input_tokens": lambda chunks, _: [max(chunk.usage.prompt_tokens for chunk in chunks)],
-    "num_output_tokens": lambda chunks, _: [len(chunk.token_ids) for chunk in chunks],
-    "output_ids": lambda chunks, _: [token for chunk in chunks for token in chunk.token_ids],
-    "cum_log_probs": lambda _, sums: sums,
+    "text_output": _texts,
+    "finish_reason": _finish_reasons,
+    "num_input_tokens": _input_counts,
+    "num_output_tokens": _output_counts,
+    "output_ids": _output_ids,
+    "cum_log_probs": _logprob_sums,
     "output_log_probs": _padded_logprobs,
-    "cumulative_logprob": lambda _, sums: sums,
-    "stop_reason": lambda chunks, _: [str(chunk.stop_reason or "").encode() for chunk in chunks],
+    "cumulative_logprob": _logprob_sums,
+    "stop_reason": _stop_reasons,
     "logprobs": vllm_logprobs,
 }
 """The elements of an output by its name; a layout may have others."""

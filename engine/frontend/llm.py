@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -40,7 +41,7 @@ from .add_request import build_add_request, check_vocabulary, plan_answer, promp
 from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_background
 from .chunk_builder import TextEnds
 from .client import EngineClient
-from .engine import Engine, EngineSpec
+from .engine import Engine, EngineSpec, SharedEngine
 from .guide_checker import GuideChecker
 from .infer import OWN_LAYOUT, InferLayout
 from .task_adapters import TaskAdapters
@@ -101,6 +102,20 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         most_drafts=config.most_drafts,
         draft_report=config.per_request_spec_decode_metrics,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TextModelParts:
+    """What another process needs to know of a loaded language model to have it too, over an engine of its own: `spec`
+    but for the engine. It can be pickled."""
+
+    spec: EngineSpec
+    layout: InferLayout
+    info: CoreReady
+
+
+def _no_engine(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) -> Engine:
+    raise Unavailable("an engine is to be connected first")
 
 
 def _with_prediction(last: GenerateChunk, follower: PredictionFollower) -> GenerateChunk:
@@ -167,6 +182,21 @@ class LlmModel:
     def info(self) -> CoreReady:
         """The numbers of the engine; zeros before it is loaded."""
         return self._info
+
+    @property
+    def metrics(self) -> LlmMetrics:
+        """The instruments of all its requests, in whatever process their text is read."""
+        return self._metrics
+
+    def over(self, engine: Engine) -> "LlmModel":
+        """It with another engine that computes the same."""
+        other = copy(self)
+        other._client = engine
+        return other
+
+    def parts(self) -> TextModelParts:
+        """It as other processes have it, once it is loaded; adapters go by their names there."""
+        return TextModelParts(replace(self._spec, connect=_no_engine, lora=None), self._layout, self._info)
 
     def stats(self) -> ModelStats:
         total, (used, capacity) = self._metrics.total, self._client.kv_tokens
@@ -267,7 +297,7 @@ class LlmModel:
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
             request = self._with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
-            with self._admit(request, context) as ticket, await self._use_adapter(request, stats, context) as adapter:
+            with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 limit = TokenLimit(info.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept)
@@ -318,7 +348,7 @@ class LlmModel:
             raise InvalidArgument(message, field="lora_name")
         return msgspec.structs.replace(request, adapter=asked)
 
-    async def _use_adapter(
+    async def use_adapter(
         self, request: GenerateRequest, stats: SequenceStats, context: RequestContext
     ) -> AbstractContextManager[str]:
         """The block in which a sequence has its adapter, and gets what the engine calls it."""
@@ -366,6 +396,12 @@ class LlmModel:
 
     def cancel(self, request_id: str) -> None:
         """End the generations of all requests with this id; their readers get `Cancelled`."""
+        if isinstance(self._client, SharedEngine):
+            self._client.cancel_elsewhere(request_id)
+        self.cancel_here(request_id)
+
+    def cancel_here(self, request_id: str) -> None:
+        """As `cancel`, of those whose text this process reads."""
         for stream in self._open.get(request_id, ()):
             if not stream.ended:
                 stream.interrupt(Cancelled("Request cancelled by client"))

@@ -7,7 +7,7 @@ chunk costs less than a microsecond.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -207,6 +207,7 @@ class TokenStream:
         self._interruption: CharoniaError | None = None
         self._unread = self._lags = False
         self._reader: asyncio.Future[None] | None = None
+        self._on_unread: Callable[[], None] | None = None
         self.started = False
 
     @property
@@ -276,6 +277,15 @@ class TokenStream:
         if not self._unread:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+        return self.take()
+
+    def listen(self, on_unread: Callable[[], None]) -> None:
+        """Have `on_unread` called, in place of a reader that waits, when there is something to `take` again: within the
+        call that writes it."""
+        self._on_unread = on_unread
+
+    def take(self) -> TokenDelta:
+        """Take all that is unread, without waiting. Raises as `read`."""
         self._unread = False
         self.end_unread()
         if error := self._interruption or self._error:
@@ -288,6 +298,11 @@ class TokenStream:
         return TokenDelta(tokens, self._cached, self._finish, logprobs, scores)
 
     def _wake_reader(self) -> None:
+        if self._on_unread is not None:
+            if not self._unread:
+                self._unread = True
+                self._on_unread()
+            return
         self._unread = True
         # A reader that was cancelled may not know it yet.
         if self._reader is not None and not self._reader.done():

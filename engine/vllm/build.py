@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ...core.model import MemoryNeed, Model, ModelConfig
+from ...core.request import GenerateChunk
 from ...core.tensor import TensorSpec
 from .. import build
 from ..frontend.infer import OUTPUT_VALUES, OutputTensor, TensorLayout
@@ -14,6 +15,11 @@ from ..frontend.llm import LlmModel, own_engine_spec
 from .model_json import read_model_json
 
 _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+
+
+def _finish_reasons(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:
+    return [str(chunk.finish_reason).encode() for chunk in chunks]
+
 
 VLLM_LAYOUT = TensorLayout(
     inputs=(
@@ -29,7 +35,7 @@ VLLM_LAYOUT = TensorLayout(
         OutputTensor(TensorSpec("text_output", "BYTES", (-1,)), OUTPUT_VALUES["text_output"]),
         OutputTensor(
             TensorSpec("finish_reason", "BYTES", (-1,)),
-            lambda chunks, _: [str(chunk.finish_reason).encode() for chunk in chunks],
+            _finish_reasons,
         ),
         OutputTensor(TensorSpec("cumulative_logprob", "FP32", (-1,)), OUTPUT_VALUES["cumulative_logprob"]),
         OutputTensor(TensorSpec("logprobs", "BYTES", (-1,)), OUTPUT_VALUES["logprobs"]),

@@ -1,0 +1,117 @@
+"""The process of one of several frontends: sockets and text, over the hub's models. Started by the hub, ends with it."""
+
+import asyncio
+import io
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from prometheus_client import CollectorRegistry
+
+from ..api.app import build_app
+from ..api.grpc.server import GrpcServer
+from ..api.http.server import HttpServer
+from ..api.metadata import ServerInfo
+from ..core.errors import CharoniaError
+from ..core.tasks import wait_for_first
+from ..frontends.forwarding import HttpForwarder, forwarded_rpcs
+from ..frontends.messages import FrontendListening, LogText
+from ..frontends.remote_gateway import RemoteGateway
+from ..processes import gc_tuning
+from ..processes.client_shared_memory import SharedMemoryRegistry
+from ..processes.host import raise_open_file_limit
+from ..telemetry.logging_setup import LogSettings, logging_to
+from ..telemetry.loop_lag import LoopLag
+from ..telemetry.shared_state import SharedState
+from .plan import EndpointSettings
+from .ports import bind_port
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendSetup:
+    """What a frontend is told when it starts. `http_port`, `grpc_port`: None for an endpoint that is not wanted.
+    `shows_metrics`: HTTP has /metrics. `max_lag`: seconds of silence of the hub after which nothing is ready."""
+
+    settings: EndpointSettings
+    info: ServerInfo
+    http_address: str
+    http_port: int | None
+    grpc_port: int | None
+    shows_metrics: bool
+    allows_client_memory: bool
+    max_lag: float
+    logs: LogSettings
+
+
+class LogRelay(io.TextIOBase):
+    """A stream whose text the hub writes into the server's log; for any thread."""
+
+    def __init__(self) -> None:
+        self._gateway: RemoteGateway | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def connect(self, gateway: RemoteGateway) -> None:
+        """For the thread of the running event loop."""
+        self._gateway, self._loop = gateway, asyncio.get_running_loop()
+
+    def write(self, text: str) -> int:
+        """Raises `ValueError` while nothing takes it, or nothing does any more."""
+        gateway, loop = self._gateway, self._loop
+        if gateway is None or loop is None or loop.is_closed():
+            raise ValueError("no hub takes the log")
+        loop.call_soon_threadsafe(gateway.send, LogText(text))
+        return len(text)
+
+
+def main(setup: FrontendSetup, connection: Connection) -> None:
+    """Serve until the hub says so, or is gone."""
+    import uvloop
+
+    relay = LogRelay()
+    with logging_to(relay, setup.logs):
+        uvloop.run(_serve(setup, connection, relay))
+
+
+async def _serve(setup: FrontendSetup, connection: Connection, relay: LogRelay) -> None:
+    raise_open_file_limit()
+    gateway = RemoteGateway(SharedState(SharedMemoryRegistry(setup.allows_client_memory)), setup.max_lag)
+    sock = socket.socket(fileno=os.dup(connection.fileno()))
+    connection.close()
+    await asyncio.get_running_loop().create_unix_connection(lambda: gateway.link, sock=sock)
+    relay.connect(gateway)
+    with LoopLag(setup.max_lag):
+        await wait_for_first(gateway.told.wait(), gateway.lost.wait())
+        servers = _make_servers(setup, gateway)
+        try:
+            for server in servers:
+                await server.start()
+        except CharoniaError as error:
+            log.error("%s", error.message)
+            return gateway.link.close()
+        gc_tuning.collect_and_freeze(frozen_too=False)
+        gateway.send(FrontendListening())
+        await wait_for_first(gateway.stop_requested.wait(), gateway.lost.wait(), *(each.ended() for each in servers))
+        await asyncio.gather(*(server.stop(gateway.stop_by_force) for server in servers))
+        for handler in logging.getLogger().handlers:
+            await asyncio.to_thread(handler.flush)
+        gateway.link.close()
+
+
+def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServer | GrpcServer]:
+    settings, servers = setup.settings, list[HttpServer | GrpcServer]()
+    if setup.http_port is not None:
+        forwarder = HttpForwarder(gateway, setup.info.max_input_size)
+        shown = CollectorRegistry() if setup.shows_metrics else None  # for the route: the hub has what it shows
+        app = build_app(gateway, setup.info, settings.keys, settings.http, shown, forward=forwarder.answer)
+        sock = bind_port(setup.http_address, setup.http_port, "--http-port", shared=True)
+        timeout = settings.http.body_timeout
+        servers.append(HttpServer(app, sock, access_log=True, tls=settings.tls, body_timeout=timeout))
+    if setup.grpc_port is not None:
+        sock = bind_port(settings.grpc.address, setup.grpc_port, "--grpc-port", shared=True)
+        rpcs = forwarded_rpcs(gateway)
+        servers.append(GrpcServer(gateway, setup.info, settings.grpc, sock, settings.grpc_policy, rpcs))
+    return servers

@@ -1,0 +1,62 @@
+"""What a frontend does not answer itself: requests and calls that are no inference cross to the hub, whose endpoints
+answer them."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..api.grpc.control_rpcs import CONTROL_RPCS, ControlRpc
+from ..api.http.connection import CancelOnDisconnect, receive_body
+from ..api.http.request_context import tenant_of
+from ..api.size_limits import check_json_size
+from ..repository.gateway import InProcessGateway
+from ..telemetry.shared_state import ServerGateway
+from .messages import HttpCall
+from .remote_gateway import RemoteGateway
+
+_ANSWERED_HERE = ("ServerLive",)
+"""RPCs that ask for no state."""
+
+
+class HttpForwarder:
+    """Answers requests with what the hub answers. `max_size`: of a body, in bytes."""
+
+    def __init__(self, gateway: RemoteGateway, max_size: int) -> None:
+        self._gateway, self._max_size = gateway, max_size
+
+    async def answer(self, request: Request) -> Response:
+        scope, body = request.scope, b""
+        if request.method != "GET":
+            announced = request.headers.get("content-length", "").encode()
+            body = bytes(await receive_body(request, announced, partial(check_json_size, limit=self._max_size)))
+        tenant = tenant_of(scope)
+
+        def call(key: int) -> HttpCall:
+            asked = scope["path"], scope["query_string"], [*scope["headers"]], body
+            return HttpCall(key, request.method, *asked, tenant.name, tenant.weight)
+
+        async with CancelOnDisconnect(request.receive):
+            answer = await self._gateway.ask_http(call)
+        response = Response(answer.body, answer.status)
+        response.raw_headers = answer.headers
+        return response
+
+
+def forwarded_rpcs(gateway: RemoteGateway) -> Mapping[str, ControlRpc]:
+    """The control RPCs of a frontend, by their names."""
+
+    async def ask(name: str, _: ServerGateway, request: Any) -> dict[str, Any]:
+        return dict(await gateway.ask_grpc(name, request.SerializeToString()))
+
+    return {name: rpc if name in _ANSWERED_HERE else partial(ask, name) for name, rpc in CONTROL_RPCS.items()}
+
+
+async def answer_rpc(gateway: InProcessGateway, name: str, message: bytes) -> dict[str, Any]:
+    """In the hub: the fields of the response to a control RPC. Raises `CharoniaError`."""
+    from tritonclient.grpc import service_pb2
+
+    request = getattr(service_pb2, f"{name}Request").FromString(message)
+    return await CONTROL_RPCS[name](gateway, request) or {}

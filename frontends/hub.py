@@ -1,0 +1,451 @@
+"""The hub: the end of each frontend's link in the process that owns the models, and what all frontends are told.
+
+A request of a frontend has a context here too, by which it is counted, traced, and kept from an unload; its frontend
+says when and how it ended. What is not inference is answered by the same endpoints as with one frontend.
+"""
+
+import asyncio
+import logging
+import pickle
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+from ..api.http.control_call import ControlRequest, ask_app
+from ..api.http.eager import start_eagerly
+from ..api.http.error_responses import INTERNAL_SERVER_ERROR
+from ..core.errors import CharoniaError
+from ..core.gateway import ResponseStream
+from ..core.request import InferRequest, InferResponse
+from ..core.request_context import RequestContext, RequestEnd
+from ..engine.frontend.llm import LlmModel
+from ..repository.gateway import InProcessGateway, LoadedModelHandle
+from ..telemetry.logging_setup import write_lines
+from .link import FrameLink
+from .messages import (
+    AbortSequence,
+    AcquireCall,
+    AcquiredModel,
+    CallFailed,
+    CancelCall,
+    CancelRequests,
+    CountedText,
+    EndedRequests,
+    ErrorMessage,
+    FromFrontend,
+    FrontendListening,
+    GrpcAnswer,
+    GrpcCall,
+    Heartbeat,
+    HttpAnswer,
+    HttpCall,
+    HubSnapshot,
+    InferAnswer,
+    InferCall,
+    LogLevels,
+    LogText,
+    LoneRequest,
+    RequestOrigin,
+    ResponseNotes,
+    ResponsesEnded,
+    ResponsesRead,
+    SnapshotTaken,
+    StopFrontend,
+    SubmitSequence,
+    ToFrontend,
+    decode_from_frontend,
+)
+from .relay import HubLink, SequenceRelay
+from .snapshot import ModelCensus
+from .tensors import TensorMessage
+
+log = logging.getLogger(__name__)
+
+ControlAnswer: TypeAlias = Callable[[str, bytes], Awaitable[dict[str, Any]]]
+"""Answers a control RPC, by its name and its encoded message, with the fields of the response."""
+
+_WINDOW = 16
+"""Responses of one stream that may be on their way, unread."""
+
+_LOOK_SECONDS = 0.2
+"""Between two looks at what is served; calls that change something look by themselves."""
+
+_LOOKS_PER_BEAT = 5
+
+_SETTLE_SECONDS = 30.0
+"""For which a change waits, at most, until every frontend knows of it."""
+
+
+class OpenRequest:
+    """A request of a frontend that has not ended, with its calls."""
+
+    __slots__ = ("calls", "context", "finding", "handle", "told_warnings")
+
+    def __init__(self, context: RequestContext) -> None:
+        self.context = context
+        self.handle: LoadedModelHandle | None = None
+        self.finding: asyncio.Task[None] | None = None
+        self.calls: dict[int, OpenCall] = {}
+        self.told_warnings = 0
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those that still run."""
+        tasks = [self.finding, *(call.task for call in self.calls.values())]
+        return [task for task in tasks if task is not None and not task.done()]
+
+    def notes(self) -> ResponseNotes | None:
+        """What is to be told beside the next message."""
+        context = self.context
+        if not (context.warnings or context.all_sequences or context.route):
+            return None
+        warnings, self.told_warnings = context.warnings[self.told_warnings :], len(context.warnings)
+        text = None
+        if context.all_sequences:
+            usage = context.usage
+            ends = [each.finish_reason for each in context.all_sequences if each.finish_reason is not None]
+            reason = ends[-1].value if ends else ""
+            text = CountedText(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reason)
+        model, version = (context.model, context.version) if context.route else ("", "")
+        return ResponseNotes(warnings, model, version, text)
+
+
+class OpenCall:
+    """A call of a model that is being answered. `credit`: responses that may be sent before some were read."""
+
+    __slots__ = ("_more", "credit", "task")
+
+    def __init__(self) -> None:
+        self.credit = _WINDOW
+        self.task: asyncio.Task[None] | None = None
+        self._more: asyncio.Event | None = None
+
+    def add_credit(self, count: int) -> None:
+        self.credit += count
+        if self._more is not None:
+            self._more.set()
+
+    async def wait_for_reader(self) -> None:
+        """Return when another response may be sent, and count it."""
+        while not self.credit:
+            self._more = asyncio.Event()
+            await self._more.wait()
+        self.credit -= 1
+
+
+class FrontendHub:
+    """What the frontends of one gateway share. `app` and `control` answer what is not inference."""
+
+    def __init__(self, gateway: InProcessGateway, app: Any, control: ControlAnswer) -> None:
+        self.gateway, self.app, self.control = gateway, app, control
+        self.census = ModelCensus(gateway)
+        self.sessions: set[FrontendSession] = set()
+        self._snapshot: HubSnapshot | None = None
+        self._told: frozenset[int] = frozenset()
+        self._models: tuple[object, ...] = ()
+        self._looking: asyncio.Task[None] | None = None
+        self._progress = asyncio.Event()
+
+    def start(self) -> None:
+        """Look at what is served from now on."""
+        self._looking = asyncio.create_task(self._look())
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
+
+    @property
+    def told(self) -> frozenset[int]:
+        """The numbers of the loaded models that frontends were told of."""
+        return self._told
+
+    def push(self) -> HubSnapshot:
+        """Tell all frontends what changed since they were told."""
+        gateway, before = self.gateway, self._snapshot
+        served = self.census.take()
+        # Configs are compared by identity: they are never changed, and may be large.
+        mark = *((model.number, model.latest, model.names) for model in served.models), *map(id, served.listed)
+        models = served.pickled() if before is None or mark != self._models else before.models
+        self._models, self._told = mark, frozenset(model.number for model in served.models)
+        snapshot = HubSnapshot(
+            0 if before is None else before.number,
+            gateway.ready(),
+            gateway.exiting(),
+            bool(gateway.routes.served),
+            models,
+            LogLevels.of(gateway.shared_state.logs.settings),
+            gateway.shared_state.shared_memory.registered(),
+        )
+        if before is None or snapshot != before:
+            self._snapshot = before = HubSnapshot(snapshot.number + 1, *_members(snapshot)[1:])
+            for session in self.sessions:
+                session.link.send(before)
+        return before
+
+    async def settle(self) -> None:
+        """Return when every frontend answers by what holds now, or does not answer."""
+        number, deadline = self.push().number, time.monotonic() + _SETTLE_SECONDS
+        while any(session.taken < number for session in self.sessions):
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._progress.wait()
+            except TimeoutError:
+                return log.warning("a frontend does not take what has changed")
+
+    def on_progress(self) -> None:
+        """A frontend took a snapshot, or is gone."""
+        waited, self._progress = self._progress, asyncio.Event()
+        waited.set()
+
+    def cancel_elsewhere(self, model: int, request_id: str, asker: "FrontendSession") -> None:
+        """End a model's generations of requests with this id, but for those of `asker`."""
+        for session in self.sessions - {asker}:
+            session.link.send(CancelRequests(model, request_id))
+        loaded = self.census.model(model)
+        if loaded is not None and isinstance(loaded.model, LlmModel):
+            loaded.model.cancel_here(request_id)
+
+    async def _look(self) -> None:
+        looks = 0
+        while True:
+            try:
+                self.push()
+            except Exception:
+                log.exception("frontends could not be told what is served")
+            looks += 1
+            if looks % _LOOKS_PER_BEAT == 0:
+                for session in self.sessions:
+                    session.link.send(Heartbeat())
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _members(snapshot: HubSnapshot) -> list[Any]:
+    return [getattr(snapshot, name) for name in snapshot.__struct_fields__]
+
+
+class FrontendSession:
+    """One frontend, from its start to its end. `listening` and `lost` are set by what comes over its link; `taken`: the
+    number of the last snapshot that it goes by."""
+
+    def __init__(self, hub: FrontendHub, name: str) -> None:
+        self.listening, self.lost = asyncio.Event(), asyncio.Event()
+        self.taken = 0
+        self._hub, self._gateway, self._name = hub, hub.gateway, name
+        self.link: HubLink = FrameLink(decode_from_frontend, self._receive, self._on_lost, self._on_unsendable)
+        self._relay = SequenceRelay(self.link)
+        self._open: dict[int, OpenRequest] = {}
+        self._asked: dict[int, OpenCall] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            InferCall: self._on_infer,
+            AcquireCall: self._on_acquire,
+            ResponsesRead: self._on_read,
+            CancelCall: self._on_cancel,
+            EndedRequests: self._on_ended,
+            LoneRequest: self._on_lone,
+            SubmitSequence: self._on_submit,
+            AbortSequence: lambda message: self._relay.abort(message.key),
+            CancelRequests: lambda message: hub.cancel_elsewhere(message.model, message.request_id, self),
+            HttpCall: lambda call: self._start_call(call.key, self._http(call)),
+            GrpcCall: lambda call: self._start_call(call.key, self._grpc(call)),
+            SnapshotTaken: self._on_taken,
+            FrontendListening: lambda _: self.listening.set(),
+            LogText: lambda message: write_lines(message.text),
+        }
+        hub.sessions.add(self)
+        self.link.send(hub.push())
+
+    def stop(self, force: bool) -> None:
+        """Have it close its sockets, when its requests are answered or, with `force`, at once."""
+        self.link.send(StopFrontend(force))
+
+    def _receive(self, message: FromFrontend) -> None:
+        self._handlers[type(message)](message)
+
+    def _on_lost(self) -> None:
+        """The frontend is gone, and all its clients with it."""
+        self._hub.sessions.discard(self)
+        self._relay.close()
+        for call in self._calls.values():
+            call.cancel()
+        for key in list(self._open):
+            self._end(key, None)
+        self.lost.set()
+        self._hub.on_progress()
+
+    def _on_unsendable(self, message: ToFrontend, error: Exception) -> None:
+        log.error("%s: an answer cannot leave this process: %s", self._name, error)
+        if (key := getattr(message, "key", None)) is not None:
+            self.link.send(CallFailed(key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+
+    def _on_taken(self, message: SnapshotTaken) -> None:
+        self.taken = message.number
+        self._hub.on_progress()
+
+    # Requests
+
+    def _open_request(self, key: int, origin: RequestOrigin) -> OpenRequest:
+        """The request of that key, opened if this is the first word of it."""
+        opened = self._open.get(key)
+        if opened is None:
+            context = self._gateway.open_request(origin.endpoint, origin.headers)
+            origin.note_in(context)
+            opened = self._open[key] = OpenRequest(context)
+        return opened
+
+    def _on_infer(self, call: InferCall) -> None:
+        opened = self._open_request(call.request, call.origin)
+        running = opened.calls[call.key] = OpenCall()
+        running.task = start_eagerly(self._infer(call, opened, running))
+        if running.task is not None:
+            self._asked[call.key] = running
+
+    async def _infer(self, call: InferCall, opened: OpenRequest, running: OpenCall) -> None:
+        key = call.key
+        try:
+            handle = opened.handle
+            if handle is None:
+                handle = opened.handle = await self._gateway.acquire(opened.context, call.model, call.version)
+            inputs = {each.name: each.tensor() for each in call.inputs}
+            responses = handle.infer(InferRequest(call.request_id, inputs, call.outputs, call.parameters))
+            try:
+                if handle.config.decoupled:
+                    await self._send_stream(key, responses, opened, running)
+                else:
+                    await self._send_responses(key, responses, opened)
+            finally:
+                await responses.aclose()
+        except CharoniaError as error:
+            self.link.send(CallFailed(key, ErrorMessage.of(error), opened.notes()))
+        except Exception:
+            log.exception("%s: a request failed", self._name)
+            self.link.send(CallFailed(key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+        finally:
+            del opened.calls[key]
+            self._asked.pop(key, None)
+
+    async def _send_responses(self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest) -> None:
+        """Of a model that answers once: the response leaves with the word that it is the last."""
+        before: InferResponse | None = None
+        async for response in responses:
+            if before is not None:
+                self.link.send(_answer(key, before, opened))
+            before = response
+            if response.final:
+                break
+        self.link.send(ResponsesEnded(key) if before is None else _answer(key, before, opened, last=True))
+
+    async def _send_stream(
+        self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest, running: OpenCall
+    ) -> None:
+        """Response by response, no faster than they are read."""
+        async for response in responses:
+            await running.wait_for_reader()
+            self.link.send(_answer(key, response, opened))
+        self.link.send(ResponsesEnded(key))
+
+    def _on_acquire(self, call: AcquireCall) -> None:
+        opened = self._open_request(call.key, call.origin)
+        opened.finding = start_eagerly(self._acquire(call, opened))
+
+    async def _acquire(self, call: AcquireCall, opened: OpenRequest) -> None:
+        context, hub = opened.context, self._hub
+        try:
+            handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
+            loaded = handle.loaded
+            if loaded.text is not None:
+                handle.start()
+        except CharoniaError as error:
+            return self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+        except Exception:
+            log.exception("%s: a model could not be looked up", self._name)
+            return self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+        number, stats = hub.census.number_of(loaded), loaded.model.stats()
+        if number not in hub.told:
+            hub.push()
+        config = b"" if number in hub.told and not context.route else pickle.dumps(handle.config)
+        names = context.model, context.version, context.adapter, context.route
+        kv_tokens = stats.kv_tokens, stats.kv_token_capacity
+        self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens))
+
+    def _on_read(self, message: ResponsesRead) -> None:
+        running = self._asked.get(message.key)
+        if running is not None:
+            running.add_credit(message.count)
+
+    def _on_cancel(self, message: CancelCall) -> None:
+        running, call = self._asked.get(message.key), self._calls.get(message.key)
+        task = call if running is None else running.task
+        if task is not None:
+            task.cancel()
+
+    def _on_ended(self, message: EndedRequests) -> None:
+        for key in message.answered:
+            opened = self._open.get(key)
+            if opened is not None and opened.context.end is None:
+                opened.context.finish()  # not by a model's responses: it was only asked for tokens, say
+            self._end(key, None)
+        for key, end, id_ in message.others:
+            self._end(key, end, id_)
+
+    def _end(self, key: int, end: RequestEnd | None, id_: str = "") -> None:
+        """Count a request that has ended like that; None: as it looks from here."""
+        opened = self._open.pop(key, None)
+        if opened is None:
+            return
+        context = opened.context
+        if end is not None:
+            context.id, context.end = id_, end
+            for sequence in context.sequences:
+                sequence.end = end
+        if not (tasks := opened.tasks):
+            context.close()
+            return
+        for task in tasks:
+            task.cancel()
+        asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: context.close())
+
+    def _on_lone(self, message: LoneRequest) -> None:
+        context = self._gateway.open_request(message.origin.endpoint)
+        message.origin.note_in(context)
+        context.model, context.version, context.model_found = message.model, message.version, message.model_found
+        context.end = message.end
+        context.close()
+
+    def _on_submit(self, message: SubmitSequence) -> None:
+        opened = self._open.get(message.request)
+        if opened is None or opened.handle is None:
+            return
+        model = opened.handle.loaded.model
+        assert isinstance(model, LlmModel)
+        self._relay.submit(message, opened.context, model)
+
+    # What is not inference
+
+    def _start_call(self, key: int, work: Any) -> None:
+        task = self._calls[key] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._calls.pop(key, None))
+
+    async def _http(self, call: HttpCall) -> None:
+        request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
+        answer = await ask_app(self._hub.app, request, call.tenant, call.tenant_weight)
+        if call.method != "GET":
+            await self._hub.settle()
+        self.link.send(HttpAnswer(call.key, answer.status, answer.headers, answer.body))
+
+    async def _grpc(self, call: GrpcCall) -> None:
+        try:
+            fields = await self._hub.control(call.rpc, call.message)
+            await self._hub.settle()
+            self.link.send(GrpcAnswer(call.key, fields))
+        except CharoniaError as error:
+            self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+        except Exception:
+            log.exception("%s failed", call.rpc)
+            self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+
+
+def _answer(key: int, response: InferResponse, opened: OpenRequest, last: bool = False) -> InferAnswer:
+    outputs = [TensorMessage.of(each) for each in response.outputs]
+    return InferAnswer(key, outputs, dict(response.parameters), response.final, last, opened.notes())

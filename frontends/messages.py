@@ -1,0 +1,417 @@
+"""The messages between a frontend and the hub: msgpack arrays, many in a frame (`link.py`).
+
+A call that the hub answers has a `key`, and so has each request that it knows, which its frontend chose. Times are of the monotonic clock, which all
+processes of a machine share.
+"""
+
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec.structs import asdict
+
+from ..core.errors import (
+    AlreadyExists,
+    Cancelled,
+    CharoniaError,
+    ContextLengthExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    NotReady,
+    QueueFull,
+    RequestTimeout,
+    ServerExiting,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+from ..core.logprobs import Logprobs, PromptLogprobs
+from ..core.request import ParameterValue
+from ..core.request_context import RequestContext, RequestEnd
+from ..engine.core.messages import AddRequest
+from ..processes.client_shared_memory import SharedMemoryRegion
+from ..telemetry.logging_setup import LogSettings
+from .tensors import TensorMessage
+
+_ERRORS: dict[str, type[CharoniaError]] = {
+    each.__name__: each
+    for each in (
+        AlreadyExists,
+        Cancelled,
+        CharoniaError,
+        ContextLengthExceeded,
+        Internal,
+        InvalidArgument,
+        NotFound,
+        NotReady,
+        RequestTimeout,
+        ServerExiting,
+        Unauthenticated,
+        Unavailable,
+        Unsupported,
+    )
+}
+
+
+class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
+    """An error for a client. `kind`: the name of its class, or of the first of its bases that is one of `core.errors`;
+    `limit`: of a `QueueFull`."""
+
+    kind: str
+    message: str
+    field: str | None = None
+    retry_after: float = 0.0
+    limit: str = ""
+
+    @classmethod
+    def of(cls, error: CharoniaError) -> "ErrorMessage":
+        if isinstance(error, QueueFull):
+            return cls("QueueFull", error.message, error.field, error.retry_after, error.limit)
+        kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+        return cls(kind, error.message, error.field, error.retry_after)
+
+    def error(self) -> CharoniaError:
+        if self.kind == "QueueFull":
+            limit: Any = self.limit
+            return QueueFull(self.message, retry_after=self.retry_after, limit=limit)
+        error = _ERRORS[self.kind](self.message)
+        error.field, error.retry_after = self.field, self.retry_after
+        return error
+
+
+class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
+    """What a frontend knows of a request that counts in the hub: fields of `RequestContext`. `headers` where a route
+    may go by them."""
+
+    endpoint: str
+    tenant: str
+    tenant_weight: float
+    arrived_at: float
+    id: str = ""
+    client_id: str = ""
+    headers: list[tuple[bytes, bytes]] = []
+
+    @classmethod
+    def of(cls, context: RequestContext, with_headers: bool) -> "RequestOrigin":
+        return cls(
+            context.endpoint,
+            context.tenant,
+            context.tenant_weight,
+            context.arrived_at,
+            context.id,
+            context.client_id,
+            [(_bytes(name), _bytes(value)) for name, value in context.headers] if with_headers else [],
+        )
+
+    def note_in(self, context: RequestContext) -> None:
+        """Make a context that was just opened that of this request."""
+        context.tenant, context.tenant_weight, context.arrived_at = self.tenant, self.tenant_weight, self.arrived_at
+        context.id, context.client_id, context.logged = self.id, self.client_id, True
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+# From a frontend
+
+
+class InferCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
+    """A call of a model of tensors, for the request `request`. Where the hub has no model for that yet, by an earlier
+    call or an `AcquireCall`, it looks `model` and `version` up."""
+
+    key: int
+    request: int
+    origin: RequestOrigin
+    model: str
+    version: str
+    request_id: str
+    inputs: list[TensorMessage]
+    outputs: tuple[str, ...] | None
+    parameters: dict[str, ParameterValue]
+
+
+class AcquireCall(msgspec.Struct, array_like=True, tag="acquire", frozen=True):
+    """Find the model of the request `key`, and keep it until the request ends; `AcquiredModel` or `CallFailed`
+    answers."""
+
+    key: int
+    origin: RequestOrigin
+    model: str
+    version: str
+
+
+class ResponsesRead(msgspec.Struct, array_like=True, tag="read", frozen=True):
+    """So many responses of a stream were read: as many more may come."""
+
+    key: int
+    count: int
+
+
+class CancelCall(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
+    """Nothing more is wanted of an `InferCall`, or of another call that waits for its answer."""
+
+    key: int
+
+
+class EndedRequests(msgspec.Struct, array_like=True, tag="ended", frozen=True):
+    """Requests that the hub knows have ended: `answered` as it expects, `others` like that, with their protocol's id."""
+
+    answered: list[int]
+    others: list[tuple[int, RequestEnd, str]]
+
+
+class LoneRequest(msgspec.Struct, array_like=True, tag="lone", frozen=True):
+    """A request has ended that the hub never heard of: it was refused, or its client left before."""
+
+    origin: RequestOrigin
+    model: str
+    version: str
+    model_found: bool
+    end: RequestEnd
+
+
+class LoraTaskMessage(msgspec.Struct, array_like=True, frozen=True):
+    """A `core.adapter.LoraTask`."""
+
+    number: int
+    weights: TensorMessage | None
+    config: TensorMessage | None
+
+
+class SubmitSequence(msgspec.Struct, array_like=True, tag="submit", frozen=True):
+    """A sequence for the engine of the model that the request `request` has acquired: `add`, whose adapter goes by its
+    name. `opened`: when the frontend began with it. `tokens_wanted`: it is not for its prompt alone. The rest: as in
+    `GenerateRequest`."""
+
+    key: int
+    request: int
+    add: AddRequest
+    opened: float
+    tokens_wanted: bool
+    choice: int
+    choice_count: int
+    prompt_count: int
+    lora_task: LoraTaskMessage | None = None
+
+
+class AbortSequence(msgspec.Struct, array_like=True, tag="abort", frozen=True):
+    """Its reader left."""
+
+    key: int
+
+
+class CancelRequests(msgspec.Struct, array_like=True, tag="cancel_id", frozen=True):
+    """A client ends all generations of a model with its own request id, whichever frontend has them. Goes both ways."""
+
+    model: int
+    request_id: str
+
+
+class HttpCall(msgspec.Struct, array_like=True, tag="http", frozen=True):
+    """A request of HTTP that the hub answers: `HttpAnswer`."""
+
+    key: int
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    tenant: str
+    tenant_weight: float
+
+
+class GrpcCall(msgspec.Struct, array_like=True, tag="grpc", frozen=True):
+    """A control RPC with its encoded message: `GrpcAnswer` or `CallFailed`."""
+
+    key: int
+    rpc: str
+    message: bytes
+
+
+class SnapshotTaken(msgspec.Struct, array_like=True, tag="taken", frozen=True):
+    """The frontend answers by this snapshot; its language models are ready here."""
+
+    number: int
+
+
+class FrontendListening(msgspec.Struct, array_like=True, tag="listening", frozen=True):
+    """Its sockets take connections."""
+
+
+class LogText(msgspec.Struct, array_like=True, tag="log", frozen=True):
+    """Lines of the frontend's log, as they are to be written."""
+
+    text: str
+
+
+FromFrontend: TypeAlias = (
+    InferCall
+    | AcquireCall
+    | ResponsesRead
+    | CancelCall
+    | EndedRequests
+    | LoneRequest
+    | SubmitSequence
+    | AbortSequence
+    | CancelRequests
+    | HttpCall
+    | GrpcCall
+    | SnapshotTaken
+    | FrontendListening
+    | LogText
+)
+
+
+# From the hub
+
+
+class CountedText(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of the language models that a request's model asked: as `Usage`; the reason why the last text ended."""
+
+    prompt: int
+    generated: int
+    cached: int
+    finish_reason: str
+
+
+class ResponseNotes(msgspec.Struct, array_like=True, frozen=True):
+    """What is told beside responses, since the last notes: warnings for the client; the model and version that answer,
+    where a sequence goes to another arm of a route; what was generated."""
+
+    warnings: list[str] = []
+    model: str = ""
+    version: str = ""
+    text: CountedText | None = None
+
+
+class InferAnswer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
+    """A response. `final`: as in `InferResponse`; `last`: no other comes."""
+
+    key: int
+    outputs: list[TensorMessage]
+    parameters: dict[str, ParameterValue] = {}
+    final: bool = False
+    last: bool = False
+    notes: ResponseNotes | None = None
+
+
+class ResponsesEnded(msgspec.Struct, array_like=True, tag="end", frozen=True):
+    """A stream of responses has ended."""
+
+    key: int
+
+
+class AcquiredModel(msgspec.Struct, array_like=True, tag="acquired", frozen=True):
+    """The model of an `AcquireCall`. `number`: of the loaded model. `model`, `version`, `adapter`, `route`: for the
+    request's context. `config`: pickled, where it is none of the snapshot's. `kv_tokens`: those that its cache holds,
+    and can hold."""
+
+    key: int
+    number: int
+    model: str
+    version: str
+    adapter: str
+    route: str
+    config: bytes
+    kv_tokens: tuple[int, int]
+
+
+class CallFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
+    """A call has no answer, or no further one."""
+
+    key: int
+    error: ErrorMessage
+    notes: ResponseNotes | None = None
+
+
+class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
+    """What became of sequences since the last such message, at the time `at`: `keys[i]` got `counts[i]` of `tokens`.
+
+    `started`: (key, prompt tokens found in the prefix cache, when). `finished`: (key, reason). `logprobs`, where there
+    are any: (key, those of its new tokens). `prompt_logprobs`: (key, those of the prompt's next tokens). `drafts`: (key,
+    tokens drafted and accepted of each step). `failed`: (key, error).
+    """
+
+    at: float
+    keys: list[int]
+    counts: list[int]
+    tokens: list[int]
+    started: list[tuple[int, int, float]] = []
+    finished: list[tuple[int, str]] = []
+    logprobs: list[tuple[int, list[Logprobs]]] = []
+    prompt_logprobs: list[tuple[int, list[PromptLogprobs]]] = []
+    drafts: list[tuple[int, list[tuple[int, int]]]] = []
+    failed: list[tuple[int, ErrorMessage]] = []
+
+
+class HttpAnswer(msgspec.Struct, array_like=True, tag="http_answer", frozen=True):
+    key: int
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class GrpcAnswer(msgspec.Struct, array_like=True, tag="grpc_answer", frozen=True):
+    """The fields of a response to a `GrpcCall`, as JSON has them."""
+
+    key: int
+    fields: dict[str, Any]
+
+
+class LogLevels(msgspec.Struct, array_like=True, frozen=True):
+    """A `LogSettings`, but for the file, which the hub writes."""
+
+    log_info: bool
+    log_warning: bool
+    log_error: bool
+    log_verbose_level: int
+    log_format: str
+
+    @classmethod
+    def of(cls, settings: LogSettings) -> "LogLevels":
+        return cls(*(getattr(settings, name) for name in cls.__struct_fields__))
+
+    def settings(self) -> LogSettings:
+        return LogSettings(**asdict(self))
+
+
+class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
+    """What a frontend knows of the hub until the next one; `SnapshotTaken` answers. `models`: pickled, see
+    `snapshot.ServedModels`. `has_routes`: requests may be for routes, which may go by headers."""
+
+    number: int
+    ready: bool
+    exiting: bool
+    has_routes: bool
+    models: bytes
+    logs: LogLevels
+    regions: list[SharedMemoryRegion]
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
+    """The hub's loop turns."""
+
+
+class StopFrontend(msgspec.Struct, array_like=True, tag="stop", frozen=True):
+    """Close the sockets and exit; with `force`, end what still runs."""
+
+    force: bool
+
+
+ToFrontend: TypeAlias = (
+    InferAnswer
+    | ResponsesEnded
+    | AcquiredModel
+    | CallFailed
+    | SequenceSteps
+    | CancelRequests
+    | HttpAnswer
+    | GrpcAnswer
+    | HubSnapshot
+    | Heartbeat
+    | StopFrontend
+)
+
+decode_from_frontend = msgspec.msgpack.Decoder(list[FromFrontend]).decode
+decode_to_frontend = msgspec.msgpack.Decoder(list[ToFrontend]).decode

@@ -1,0 +1,126 @@
+"""The frontends' processes: started, told to stop, and started again when they are lost."""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..core.errors import Unavailable
+from ..core.tasks import wait_for_first
+from ..processes.child_process import ChildProcess, RestartBackoff, describe_exit, python_child
+from .hub import FrontendHub, FrontendSession
+
+log = logging.getLogger(__name__)
+
+FRONTEND_NAME = "charonia-front"
+"""The name of a frontend's process."""
+
+_SILENT_DEATHS = 3
+"""Frontends that ended before they listened, after which the first start is given up."""
+
+_STOP_SECONDS = 5.0
+"""For a frontend to leave by itself once it was told to: what is written may take that long to reach its clients."""
+
+_FIRST_RETRY, _LAST_RETRY, _STABLE = 0.1, 30.0, 5.0
+"""Seconds before a lost frontend is started again, at first and at most, and for which one has to last to count."""
+
+
+class FrontendPool:
+    """`count` frontends over one hub. `main` is what their processes run, with `setup` and the link's socket.
+
+    It is to the server what an endpoint of its own process is: it starts, may end, and is stopped.
+    """
+
+    def __init__(self, hub: FrontendHub, count: int, main: Callable[[Any, Connection], None], setup: object) -> None:
+        self._hub, self._count, self._main, self._setup = hub, count, main, setup
+        self._keepers: list[asyncio.Task[None]] = []
+        self._sessions: dict[int, FrontendSession] = {}
+        self._started = [asyncio.Event() for _ in range(count)]
+        self._stopping = False
+        self.restarts = 0
+
+    async def start(self) -> None:
+        """Return when all of them listen.
+
+        Raises:
+            Unavailable: one ends again and again before it does.
+        """
+        self._hub.start()
+        self._keepers = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
+        await wait_for_first(self._all_started(), self.ended())
+
+    async def _all_started(self) -> None:
+        for started in self._started:
+            await started.wait()
+
+    async def ended(self) -> None:
+        """Return after `stop`, or raise when frontends cannot be started."""
+        await asyncio.gather(*(asyncio.shield(keeper) for keeper in self._keepers))
+
+    async def settle(self) -> None:
+        """Return when all frontends can answer for all that is loaded."""
+        await self._hub.settle()
+
+    async def stop(self, force: bool) -> None:
+        """Close all sockets; with `force`, what still runs is told so and ended."""
+        self._stopping = True
+        await self._hub.close()
+        for session in self._sessions.values():
+            session.stop(force)
+        if self._keepers:
+            _, late = await asyncio.wait(self._keepers, timeout=_STOP_SECONDS)
+            for keeper in late:  # its process is killed
+                keeper.cancel()
+            await asyncio.wait(self._keepers)
+
+    async def _keep(self, number: int) -> None:
+        """Run one frontend after the other, until there is to be none."""
+        backoff, deaths, name = RestartBackoff(_FIRST_RETRY, _LAST_RETRY, _STABLE), 0, f"frontend {number + 1}"
+        while True:
+            began = time.monotonic()
+            exit_code, listened = await self._run(number, name)
+            if self._stopping:
+                return
+            deaths = 0 if listened else deaths + 1
+            why = describe_exit(exit_code)
+            if deaths >= _SILENT_DEATHS and not self._started[number].is_set():
+                raise Unavailable(f"{name} cannot be started: {why}, {deaths} times")
+            self.restarts += 1
+            log.error("%s is gone: %s; it is being restarted", name, why)
+            await asyncio.sleep(backoff.next_delay(time.monotonic() - began if listened else 0.0))
+
+    async def _run(self, number: int, name: str) -> tuple[int, bool]:
+        """The exit code of one frontend, and whether it took connections."""
+        ours, theirs = Pipe()
+        with theirs:
+            child = python_child(FRONTEND_NAME, self._main, self._setup, theirs)
+        session = self._sessions[number] = FrontendSession(self._hub, name)
+        try:
+            sock = socket.socket(fileno=os.dup(ours.fileno()))
+            ours.close()
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: session.link, sock=sock)
+            await self._watch(child, session, number, name)
+        finally:
+            session.link.close()
+            exit_code = await asyncio.to_thread(child.close, _STOP_SECONDS if self._stopping else 0.0)
+        return exit_code, session.listening.is_set()
+
+    async def _watch(self, child: ChildProcess, session: FrontendSession, number: int, name: str) -> None:
+        """Return when the process has ended, or its link."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(child.sentinel, ended.set)
+        try:
+            await wait_for_first(session.listening.wait(), session.lost.wait(), ended.wait())
+            if session.listening.is_set():
+                if self._started[number].is_set():
+                    log.info("%s serves again", name)
+                self._started[number].set()
+                await wait_for_first(session.lost.wait(), ended.wait())
+        finally:
+            loop.remove_reader(child.sentinel)
