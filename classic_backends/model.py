@@ -169,6 +169,10 @@ class ClassicModel:
         self._metrics.ended_requests[DONE] += 1
         return answer
 
+    def compute_inline(self, request: InferRequest) -> InferResponse | None:
+        """As `infer_inline`, but whoever asks counts the request."""
+        return None if self._inline_runtime is None else self._compute(self._inline_runtime, request)[0]
+
     async def _infer_in_loop(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
         return self._compute(runtime, request, context)[0]
 

@@ -1,4 +1,5 @@
-"""The process of one of several frontends: sockets and text, over the hub's models. Started by the hub, ends with it."""
+"""The process of one of several frontends: sockets and text, over the hub's models. The hub starts it, and it ends with
+the hub."""
 
 import asyncio
 import io
@@ -91,7 +92,8 @@ async def _serve(setup: FrontendSetup, connection: Connection, relay: LogRelay) 
                 await server.start()
         except CharoniaError as error:
             log.error("%s", error.message)
-            return gateway.link.close()
+            gateway.link.close()
+            return
         gc_tuning.collect_and_freeze(frozen_too=False)
         gateway.send(FrontendListening())
         await wait_for_first(gateway.stop_requested.wait(), gateway.lost.wait(), *(each.ended() for each in servers))

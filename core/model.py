@@ -199,6 +199,9 @@ class InlineModel(Model, Protocol):
         """The one response to a valid request, which the model has counted; None if it does not compute so. Raises as
         `infer` does."""
 
+    def compute_inline(self, request: InferRequest) -> InferResponse | None:
+        """As `infer_inline`, for a request that `MeasuredModel.count` is told of when it ends."""
+
 
 @runtime_checkable
 class MeasuredModel(Model, Protocol):

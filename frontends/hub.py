@@ -14,12 +14,14 @@ from typing import Any, TypeAlias
 from ..api.http.control_call import ControlRequest, ask_app
 from ..api.http.eager import start_eagerly
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR
-from ..core.errors import CharoniaError
+from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ResponseStream
 from ..core.request import InferRequest, InferResponse
-from ..core.request_context import RequestContext, RequestEnd
+from ..core.request_context import CANCELLED, DONE, RequestContext, RequestEnd
 from ..engine.frontend.llm import LlmModel
 from ..repository.gateway import InProcessGateway, LoadedModelHandle
+from ..repository.model_registry import LoadedModel
+from ..repository.request_validation import validate_request
 from ..telemetry.logging_setup import write_lines
 from .link import FrameLink
 from .messages import (
@@ -74,6 +76,11 @@ _LOOKS_PER_BEAT = 5
 
 _SETTLE_SECONDS = 30.0
 """For which a change waits, at most, until every frontend knows of it."""
+
+
+_ANSWERED = RequestContext("")
+"""Stands for every request without a context that a model has answered: models count ends."""
+_ANSWERED.end = DONE
 
 
 class OpenRequest:
@@ -191,7 +198,8 @@ class FrontendHub:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._progress.wait()
             except TimeoutError:
-                return log.warning("a frontend does not take what has changed")
+                log.warning("a frontend does not take what has changed")
+                return
 
     def on_progress(self) -> None:
         """A frontend took a snapshot, or is gone."""
@@ -235,6 +243,7 @@ class FrontendSession:
         self.link: HubLink = FrameLink(decode_from_frontend, self._receive, self._on_lost, self._on_unsendable)
         self._relay = SequenceRelay(self.link)
         self._open: dict[int, OpenRequest] = {}
+        self._inline: dict[int, LoadedModel] = {}
         self._asked: dict[int, OpenCall] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -269,8 +278,8 @@ class FrontendSession:
         self._relay.close()
         for call in self._calls.values():
             call.cancel()
-        for key in list(self._open):
-            self._end(key, None)
+        for key in [*self._open, *self._inline]:
+            self._end(key, CANCELLED)
         self.lost.set()
         self._hub.on_progress()
 
@@ -295,11 +304,47 @@ class FrontendSession:
         return opened
 
     def _on_infer(self, call: InferCall) -> None:
+        if call.request not in self._open and self._answer_inline(call):
+            return
         opened = self._open_request(call.request, call.origin)
         running = opened.calls[call.key] = OpenCall()
         running.task = start_eagerly(self._infer(call, opened, running))
         if running.task is not None:
             self._asked[call.key] = running
+
+    def _answer_inline(self, call: InferCall) -> bool:
+        """Answer with a model that computes in the event loop in less time than a context for the request would take.
+        False if it is none, or refuses the request, or the request may be traced."""
+        gateway = self._gateway
+        entry = gateway.registry.entries.get(call.model)
+        version = None if entry is None else entry.find_version(call.version)
+        loaded = None if version is None else version.loaded
+        if loaded is None or loaded.inline is None or gateway.shared_state.traces.wants_children or gateway.exiting():
+            return False
+        request = InferRequest(
+            call.request_id, {each.name: each.tensor() for each in call.inputs}, call.outputs, call.parameters
+        )
+        try:
+            validate_request(loaded.config, request)
+        except InvalidArgument:
+            return False
+        try:
+            response = loaded.inline.compute_inline(request)
+        except CharoniaError as error:
+            self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+        except Exception:
+            log.exception("%s: a request failed", self._name)
+            self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+        else:
+            if response is None:
+                return False
+            outputs = [TensorMessage.of(each) for each in response.outputs]
+            self.link.send(InferAnswer(call.key, outputs, dict(response.parameters), response.final, True))
+        if call.request not in self._inline:
+            loaded.in_flight.increment()
+            gateway.in_flight.increment()
+            self._inline[call.request] = loaded
+        return True
 
     async def _infer(self, call: InferCall, opened: OpenRequest, running: OpenCall) -> None:
         key = call.key
@@ -357,10 +402,12 @@ class FrontendSession:
             if loaded.text is not None:
                 handle.start()
         except CharoniaError as error:
-            return self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+            self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+            return
         except Exception:
             log.exception("%s: a model could not be looked up", self._name)
-            return self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+            self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+            return
         number, stats = hub.census.number_of(loaded), loaded.model.stats()
         if number not in hub.told:
             hub.push()
@@ -382,29 +429,42 @@ class FrontendSession:
 
     def _on_ended(self, message: EndedRequests) -> None:
         for key in message.answered:
-            opened = self._open.get(key)
-            if opened is not None and opened.context.end is None:
-                opened.context.finish()  # not by a model's responses: it was only asked for tokens, say
-            self._end(key, None)
+            self._end(key, DONE)
         for key, end, id_ in message.others:
             self._end(key, end, id_)
 
-    def _end(self, key: int, end: RequestEnd | None, id_: str = "") -> None:
-        """Count a request that has ended like that; None: as it looks from here."""
+    def _end(self, key: int, end: RequestEnd, id_: str = "") -> None:
+        """Count a request that has ended like that."""
         opened = self._open.pop(key, None)
         if opened is None:
+            self._end_inline(key, end)
             return
         context = opened.context
-        if end is not None:
+        if end != DONE:
             context.id, context.end = id_, end
             for sequence in context.sequences:
                 sequence.end = end
+        elif context.end is None:
+            context.finish()  # not by a model's responses: it was only asked for tokens, say
         if not (tasks := opened.tasks):
             context.close()
             return
         for task in tasks:
             task.cancel()
         asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: context.close())
+
+    def _end_inline(self, key: int, end: RequestEnd) -> None:
+        loaded = self._inline.pop(key, None)
+        if loaded is None:
+            return
+        context = _ANSWERED
+        if end != DONE:
+            context = RequestContext("")
+            context.end = end
+        if loaded.measured is not None:
+            loaded.measured.count(context)
+        loaded.in_flight.decrement()
+        self._gateway.in_flight.decrement()
 
     def _on_lone(self, message: LoneRequest) -> None:
         context = self._gateway.open_request(message.origin.endpoint)

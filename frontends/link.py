@@ -44,7 +44,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         self._encoder = msgspec.msgpack.Encoder()
         self._transport: asyncio.Transport | None = None
         self._waiting: list[T_out] = []
-        self._scheduled = False
+        self._scheduled = self._receiving = self._lost = False
         self._rest = b""
         self._frame: bytearray | None = None
         self._filled = 0
@@ -59,14 +59,17 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         """Flush at the end of this turn of the loop, after a call of `before_flush`, which may send more."""
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self.flush)
+            if not self._receiving:  # else at the end of that: a turn of the loop costs more than most answers
+                self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
         """Send now what waits."""
         self.before_flush()
         self._scheduled = False
-        messages, self._waiting = self._waiting, []
         transport = self._transport
+        if transport is None and not self._lost:
+            return  # it is not connected yet
+        messages, self._waiting = self._waiting, []
         if not messages or transport is None or transport.is_closing():
             return
         frame = bytearray(_LENGTH.size)
@@ -100,7 +103,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
             self.schedule()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
+        self._transport, self._lost = None, True
         self._on_lost()
 
     def pause_writing(self) -> None:
@@ -111,6 +114,15 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         self.on_drained()
 
     def data_received(self, data: bytes) -> None:
+        self._receiving = True
+        try:
+            self._take_frames(data)
+        finally:
+            self._receiving = False
+        if self._scheduled:
+            self.flush()
+
+    def _take_frames(self, data: bytes) -> None:
         if self._frame is not None:
             data = self._fill(self._frame, data)
             if not data:

@@ -1,7 +1,7 @@
 """The messages between a frontend and the hub: msgpack arrays, many in a frame (`link.py`).
 
-A call that the hub answers has a `key`, and so has each request that it knows, which its frontend chose. Times are of the monotonic clock, which all
-processes of a machine share.
+A call that the hub answers has a `key`, and so has each request that it knows, which its frontend chose. Times are of
+the monotonic clock, which all processes of a machine share.
 """
 
 from typing import Any, TypeAlias
@@ -155,7 +155,8 @@ class CancelCall(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
 
 
 class EndedRequests(msgspec.Struct, array_like=True, tag="ended", frozen=True):
-    """Requests that the hub knows have ended: `answered` as it expects, `others` like that, with their protocol's id."""
+    """Requests that the hub knows have ended: `answered` as it expects, `others` like that, with their protocol's
+    id."""
 
     answered: list[int]
     others: list[tuple[int, RequestEnd, str]]
@@ -329,8 +330,8 @@ class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
     """What became of sequences since the last such message, at the time `at`: `keys[i]` got `counts[i]` of `tokens`.
 
     `started`: (key, prompt tokens found in the prefix cache, when). `finished`: (key, reason). `logprobs`, where there
-    are any: (key, those of its new tokens). `prompt_logprobs`: (key, those of the prompt's next tokens). `drafts`: (key,
-    tokens drafted and accepted of each step). `failed`: (key, error).
+    are any: (key, those of its new tokens). `prompt_logprobs`: (key, those of the prompt's next tokens). `drafts`:
+    (key, tokens drafted and accepted of each step). `failed`: (key, error).
     """
 
     at: float

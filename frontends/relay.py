@@ -136,7 +136,8 @@ class SequenceRelay:
             delta = stream.take()
         except CharoniaError as error:
             steps.failed.append((key, ErrorMessage.of(error)))
-            return self.abort(key)
+            self.abort(key)
+            return
         steps.keys.append(key)
         steps.counts.append(len(delta.token_ids))
         steps.tokens.extend(delta.token_ids)

@@ -89,8 +89,8 @@ class RemoteStreams:
 
 
 class RemoteEngine:
-    """An `Engine`, and a `SharedEngine`: that of the hub's loaded model `model`, for the sequences of one request, whose
-    key is `request`."""
+    """An `Engine`, and a `SharedEngine`: that of the hub's loaded model `model`, for the sequences of one request,
+    whose key is `request`."""
 
     def __init__(
         self, hub: HubConnection, streams: RemoteStreams, model: int, info: CoreReady, request: int = 0

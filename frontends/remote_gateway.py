@@ -1,7 +1,8 @@
 """The gateway of a frontend: endpoints ask it as they ask the hub's own, and it asks the hub.
 
-Models of tensors that the last snapshot has are found here; who serves any other request, a language model's too, the
-hub is asked, and says so with its own errors. Text is read and written here, by the same `LlmModel` over another engine.
+Models of tensors that the last snapshot has are found here; for any other request, a language model's too, the hub is
+asked who serves it, and refuses with its own errors. Text is read and written here, by the same `LlmModel` over another
+engine.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, Self, cast
@@ -77,6 +78,9 @@ _HALF_WINDOW = 8
 """Responses of a stream that are read between two words to the hub that more may come."""
 
 
+_TELL_SECONDS = 0.01
+"""After which the hub hears of requests that ended as it expects, at the latest."""
+
 _ASKED_AS_A_WHOLE = "a frontend lets its hub answer this"
 
 
@@ -89,7 +93,7 @@ class RelayedText:
     cached: int | None = 0
     finish_reason: FinishReason | None = None
     choice: int = 0
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     opened: float = 0.0
     submitted: float | None = None
     begun: float | None = None
@@ -340,7 +344,7 @@ class RemoteGateway:
         self._answered: list[int] = []
         self._ended_otherwise: list[tuple[int, RequestEnd, str]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._changes: asyncio.Task[None] | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             InferAnswer: self._on_answer,
             ResponsesEnded: self._on_responses_ended,
@@ -428,7 +432,7 @@ class RemoteGateway:
         return answer.fields
 
     async def _ask(self, key: int, message: FromFrontend) -> Any:
-        """The answer to a call. Cancelling the task that waits cancels the call. Raises the error that the hub tells."""
+        """The answer to a call, which ends with the task that waits for it. Raises the error that the hub tells."""
         waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
         self.send(message)
         try:
@@ -535,13 +539,17 @@ class RemoteGateway:
             self.send(LoneRequest(self.origin_of(context), model, version, context.model_found, end))
         elif end == DONE:
             self._answered.append(key)
-            self.link.schedule()
+            if self._telling is None:  # with the next call, most likely
+                self._telling = asyncio.get_running_loop().call_later(_TELL_SECONDS, self.link.schedule)
         else:
             self._ended_otherwise.append((key, end, context.id))
             self.link.schedule()
         log_request(context)
 
     def _tell_ended(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
         if self._answered or self._ended_otherwise:
             self.send(EndedRequests(self._answered, self._ended_otherwise))
             self._answered, self._ended_otherwise = [], []

@@ -19,7 +19,7 @@ from ..size_limits import check_json_size
 from .content_encoding import content_coding, decompress
 from .error_responses import INTERNAL_SERVER_ERROR
 from .request_context import answer_headers, record_error
-from .request_cycle import take_complete_body
+from .request_cycle import cycle_behind, take_complete_body
 
 log = logging.getLogger(__name__)
 
@@ -99,20 +99,27 @@ async def receive_body(request: Request, announced: bytes, check: Callable[[int]
 class CancelOnDisconnect:
     """Cancels the task inside the `async with` block when the client leaves, and raises `ClientDisconnected` from it.
 
-    Use it after the body was read: it takes over `receive`. The client is watched from 5 ms on: watching costs more
-    than most shorter requests do.
+    Use it after the body was read: it takes over `receive`. Where that is not our connection's own, the client is
+    watched by a task, from 5 ms on: that costs more than most shorter requests do.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._cycle = cycle_behind(receive)
         self._left = False
+        self._later: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._later = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, self._begin)
+        if self._cycle is None:
+            self._later = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, self._begin)
+        elif self._cycle.disconnected:
+            self._on_left()
+        else:
+            self._cycle.watch_client(self._on_left)
         return self
 
     def _begin(self) -> None:
@@ -122,7 +129,11 @@ class CancelOnDisconnect:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # No await here: the cancellation must reach the block, or not happen at all.
-        self._later.cancel()
+        if self._cycle is not None:
+            self._cycle.watch_client(None)
+            self._cycle = None
+        if self._later is not None:
+            self._later.cancel()
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None  # what it ends with names what it began with
@@ -132,8 +143,12 @@ class CancelOnDisconnect:
     async def _cancel_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._left = True
-        self._task.cancel()
+        self._on_left()
+
+    def _on_left(self) -> None:
+        if not self._left:
+            self._left = True
+            self._task.cancel()
 
 
 class EventEncoder(Protocol[T_contra]):

@@ -7,7 +7,7 @@ A body that has come whole and a response that is made whole need no messages: t
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -89,6 +89,17 @@ class HttpServerState(ServerState):
         return self._ok
 
 
+class MessageEvent(asyncio.Event):
+    """Set when there is a message for the application, or the client has left; calls `on_set` then."""
+
+    on_set: Callable[[], None] | None = None
+
+    def set(self) -> None:
+        super().set()
+        if self.on_set is not None:
+            self.on_set()
+
+
 class Http11Cycle(RequestResponseCycle):
     """One request of HTTP/1.1 and its response.
 
@@ -98,6 +109,7 @@ class Http11Cycle(RequestResponseCycle):
 
     direct_send: Send | None = None
     direct_headers = b""
+    message_event: MessageEvent
     _body_halted = False
 
     def __init__(self, connection: HttpToolsProtocol, state: HttpServerState, version: str) -> None:
@@ -126,7 +138,7 @@ class Http11Cycle(RequestResponseCycle):
             connection.access_logger,
             state.access_log,
             state.default_headers,
-            asyncio.Event(),
+            MessageEvent(),
             connection.expect_100_continue,
             version != "1.0" and connection.parser.should_keep_alive(),
             connection.on_response_complete,
@@ -151,6 +163,15 @@ class Http11Cycle(RequestResponseCycle):
     def _halt_body(self) -> None:
         self._body_halted = True
         self.message_event.set()
+
+    def watch_client(self, on_left: Callable[[], None] | None) -> None:
+        """Have `on_left` called as soon as the client leaves before its response is complete; None: no longer."""
+
+        def on_set() -> None:
+            if self.disconnected and on_left is not None:
+                on_left()
+
+        self.message_event.on_set = None if on_left is None else on_set
 
     def sends_by(self, send: Send) -> bool:
         """Whether `send` is this cycle's, and nothing between the two would change a message."""
@@ -197,6 +218,12 @@ class Http10Cycle(Http11Cycle):
 
 
 # For applications and middleware
+
+
+def cycle_behind(receive: Receive) -> Http11Cycle | None:
+    """The cycle whose own `receive` this is."""
+    cycle = getattr(receive, "__self__", None)
+    return cycle if isinstance(cycle, Http11Cycle) else None
 
 
 def _cycle_of(scope: Scope) -> Http11Cycle | None:
