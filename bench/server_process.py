@@ -265,7 +265,7 @@ def cpu_seconds(pid: int | None) -> CpuSeconds | None:
     if pid is None:
         return None
     try:
-        return CpuSeconds(_cpu(pid), sum(_cpu(child) for child in children(pid)))
+        return CpuSeconds(process_cpu(pid), sum(process_cpu(child) for child in children(pid)))
     except OSError:
         return None
 
@@ -279,7 +279,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _cpu(pid: int) -> float:
+def process_name(pid: int) -> str:
+    """What a process calls itself."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def process_cpu(pid: int) -> float:
+    """The CPU seconds of one process so far. Raises `OSError` if it has ended, or the system does not tell."""
     # The second field is a name in parentheses, which may hold anything.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

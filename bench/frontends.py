@@ -1,0 +1,283 @@
+"""What several frontends cost: CPU time by process, of one server as it is by default and of one with `--frontends 2`.
+
+    python -m charonia.bench.frontends
+    python -m charonia.bench.frontends --loads binary frames --repeats 5 --json FILE
+    python -m charonia.bench.frontends --before DIR
+
+The servers take turns under the same load: identity requests over binary HTTP and over gRPC, and frames of streams
+whose tokens are counted, not computed. CPU seconds are those of /proc, of every process but the client's, and are told
+per request, or frame. From them follow the rates that 2, 4 and 8 frontends would have on cores of their own, and where
+the hub is full. The rate that was seen is told too; where client and server share the cores it says little. Ends with
+status 1 if a bar is missed: the hub at most a fifth of a frontend, all processes together at most 1.3 of one process.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+
+from ..core.errors import Unavailable
+from ..planning.requests import uniform_jobs
+from .classic import IDENTITY
+from .command import Count, Log, exit_on_error, log_to, run_command, table_of
+from .load import bare_infer, fake_model
+from .load.driver import LoopMode, RequestOptions
+from .load.figures import compute_figures
+from .load.infer_generators import run_load
+from .load.infer_load import InferLoad
+from .load.plan import Prompts
+from .load.worker import LoadRun, LoadTarget, run
+from .server_process import ServerAddress, children, own_server, process_cpu, process_name
+
+LoadName: TypeAlias = Literal["binary", "grpc", "frames"]
+_ONE, _SEVERAL, _BEFORE = "one", "several", "before"
+_HUB_BAR, _WHOLE_BAR = 0.2, 1.3
+_FRONTEND, _CORE = "charonia-front", "charonia-core"
+_PROMPT, _BLOCK = 16, 16
+_COUNTS = (2, 4, 8)
+
+app = App(name="python -m charonia.bench.frontends", help=__doc__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralTrial:
+    """The load of every turn of every server."""
+
+    loads: Annotated[tuple[LoadName, ...], Parameter(consume_multiple=True, negative=())] = ("binary", "grpc", "frames")
+    """What is asked."""
+    connections: Count = 64
+    """Requests at a time, of identity requests."""
+    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0
+    """Of each turn of them."""
+    streams: Count = 256
+    """Streams at a time, of frames."""
+    requests: Count = 512
+    """Streams of each turn."""
+    new: Count = 128
+    """Tokens of each stream."""
+    step_ms: Annotated[float, Parameter(validator=Number(gte=0))] = 25.0
+    """Milliseconds of a step that makes a frame for every stream."""
+    repeats: Count = 3
+    """Turns of each server."""
+
+
+class FrontendLeg(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one server. Microseconds of CPU per request, or frame: of the server's own process, which is the hub
+    where there are several frontends; of all frontends; of engine cores."""
+
+    server: str
+    load: LoadName
+    count: int
+    per_second: float
+    hub: float
+    frontends: float
+    engine: float
+
+    @property
+    def whole(self) -> float:
+        """But for the engine's, which is the same for all."""
+        return self.hub + self.frontends
+
+
+class SeveralVerdict(NamedTuple):
+    """The medians of one load: microseconds of CPU of one process, of the hub, and of all frontends."""
+
+    load: LoadName
+    one: float
+    hub: float
+    frontends: float
+    before: float | None
+
+    @property
+    def hub_share(self) -> float:
+        return self.hub / self.frontends
+
+    @property
+    def whole_ratio(self) -> float:
+        return (self.hub + self.frontends) / self.one
+
+    @property
+    def holds(self) -> bool:
+        return self.hub_share <= _HUB_BAR and self.whole_ratio <= _WHOLE_BAR
+
+    def rate(self, count: int) -> float:
+        """Requests per second of `count` frontends, each with a core, and the hub with one: what they take, or what it
+        does."""
+        return min(count / self.frontends, 1 / self.hub) * 1e6
+
+
+def compare(trial: SeveralTrial, before: Path | None, log: Log) -> list[FrontendLeg]:
+    """Run the servers in turns.
+
+    Raises:
+        Unavailable: a server cannot be started, or answers nothing.
+    """
+    legs = []
+    with _servers(trial, before) as places:
+        for load in trial.loads:
+            for name, place in list(places.items()) * trial.repeats:
+                legs.append(_leg(name, place, load, trial))
+                log(_line(legs[-1]))
+    return legs
+
+
+@contextmanager
+def _servers(trial: SeveralTrial, before: Path | None) -> Iterator[dict[str, ServerAddress]]:
+    length = _PROMPT + trial.new + _BLOCK
+    parameters = {
+        "max_num_seqs": trial.streams,
+        "max_num_batched_tokens": 4 * trial.streams,
+        "max_queued_requests": 2 * trial.streams,
+        "fake_step_seconds": trial.step_ms / 1e3,
+        "fake_max_model_len": length,
+        "kv_cache_blocks": trial.streams * (length // _BLOCK + 1),
+    }
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
+        repository = fake_model.write_repository(scratch / "models", parameters)
+        identity = repository / bare_infer.NAME
+        (identity / "1").mkdir(parents=True)
+        (identity / "config.pbtxt").write_text(IDENTITY)
+        flags = "--model-repository", str(repository)
+        places = {_ONE: stack.enter_context(own_server(*flags))}
+        if before is not None:
+            environment = {"PYTHONPATH": str(before.resolve())}
+            places[_BEFORE] = stack.enter_context(own_server(*flags, environment=environment))
+        places[_SEVERAL] = stack.enter_context(own_server(*flags, "--frontends", "2"))
+        yield places
+
+
+def _leg(name: str, place: ServerAddress, load: LoadName, trial: SeveralTrial) -> FrontendLeg:
+    assert place.pid is not None
+    processes = {pid: process_name(pid) for pid in (place.pid, *children(place.pid))}
+    begun: dict[int, float] = {}
+
+    def start() -> None:
+        begun.update((pid, process_cpu(pid)) for pid in processes)
+
+    count, per_second = _stream(place, trial, start) if load == "frames" else _infer(place, load, trial, start)
+    if not count:
+        raise Unavailable(f"the server of {name} answered nothing")
+    spent = {pid: (process_cpu(pid) - before) / count * 1e6 for pid, before in begun.items()}
+    return FrontendLeg(
+        server=name,
+        load=load,
+        count=count,
+        per_second=per_second,
+        hub=spent[place.pid],
+        frontends=sum(spent[pid] for pid, called in processes.items() if called == _FRONTEND),
+        engine=sum(spent[pid] for pid, called in processes.items() if called == _CORE),
+    )
+
+
+def _infer(place: ServerAddress, load: LoadName, trial: SeveralTrial, start: Callable[[], None]) -> tuple[int, float]:
+    """Answers, and how many a second."""
+    assert load != "frames"
+    port = place.grpc_port if load == "grpc" else place.http_port
+    start()
+    # All that is sent is counted: the meter sees it too.
+    asked = InferLoad(door=load, port=port, connections=trial.connections, seconds=trial.seconds, warm_up=0.0)
+    report = run_load(asked, "own")
+    if report.errors:
+        raise Unavailable(f"{report.errors} identity requests failed")
+    return report.answers, report.rate
+
+
+def _stream(place: ServerAddress, trial: SeveralTrial, start: Callable[[], None]) -> tuple[int, float]:
+    """Frames, and how many a second."""
+    manner = RequestOptions(fake_model.NAME, counted=False)
+    asked = LoadRun(
+        target=LoadTarget(host=place.host, port=place.http_port, door="completions", manner=manner),
+        jobs=uniform_jobs([0.0] * trial.requests, _PROMPT, trial.new),
+        prompts=Prompts(form="ids"),
+        pace=LoopMode(concurrency=trial.streams),
+        warm_up=0,
+    )
+    seen = compute_figures([record for outcome in run(asked, on_start=start) for record in outcome.records])
+    if seen.errors:
+        raise Unavailable(f"streams failed: {seen.errors}")
+    return seen.frames, seen.per_second(seen.frames)
+
+
+def judge(legs: Sequence[FrontendLeg]) -> list[SeveralVerdict]:
+    """The verdict of each load."""
+
+    def middle(load: LoadName, server: str, figure: Callable[[FrontendLeg], float]) -> float:
+        return median(figure(leg) for leg in legs if (leg.load, leg.server) == (load, server))
+
+    found = []
+    for load in dict.fromkeys(leg.load for leg in legs):
+        has_before = any(leg.server == _BEFORE for leg in legs)
+        found.append(
+            SeveralVerdict(
+                load,
+                middle(load, _ONE, lambda leg: leg.whole),
+                middle(load, _SEVERAL, lambda leg: leg.hub),
+                middle(load, _SEVERAL, lambda leg: leg.frontends),
+                middle(load, _BEFORE, lambda leg: leg.whole) if has_before else None,
+            )
+        )
+    return found
+
+
+def _line(leg: FrontendLeg) -> str:
+    return (
+        f"{leg.load:6} {leg.server:7} {leg.per_second:8,.0f}/s, CPU µs each: hub {leg.hub:.1f}, "
+        f"frontends {leg.frontends:.1f}, engine {leg.engine:.1f}"
+    )
+
+
+def show(console: Console, verdicts: Sequence[SeveralVerdict]) -> None:
+    """Print the bars, and what follows from the medians."""
+    columns = ("one", "before", "hub", "frontend", "hub / frontend", "all / one", "")
+    costs = table_of(("CPU µs each",), columns, f"bars: hub at most {_HUB_BAR:.0%}, all at most {_WHOLE_BAR}")
+    rates = table_of(
+        ("per second",), ("1", *map(str, _COUNTS), "hub full at"), "computed, with a core for each process"
+    )
+    for each in verdicts:
+        before = "" if each.before is None else f"{each.before:.1f}"
+        figures = f"{each.one:.1f}", before, f"{each.hub:.1f}", f"{each.frontends:.1f}"
+        verdict = "" if each.holds else "missed"
+        costs.add_row(each.load, *figures, f"{each.hub_share:.1%}", f"{each.whole_ratio:.2f}", verdict)
+        several = (f"{each.rate(count):,.0f}" for count in _COUNTS)
+        rates.add_row(each.load, f"{1e6 / each.one:,.0f}", *several, f"{1 / each.hub_share:.1f} frontends")
+    console.print(costs)
+    console.print(rates)
+
+
+@app.default
+def main(
+    *,
+    trial: Annotated[SeveralTrial, Parameter("*")] = SeveralTrial(),
+    before: Path | None = None,
+    json: Path | None = None,
+) -> int:
+    """Measure one frontend and two, in turns.
+
+    Parameters
+    ----------
+    before
+        Directory with another `charonia` in it, whose server takes its turns too: what one frontend cost before.
+    json
+        Write the turns to this file.
+    """
+    console = Console()
+    with exit_on_error():
+        legs = compare(trial, before, log_to(console))
+    verdicts = judge(legs)
+    show(console, verdicts)
+    if json:
+        json.write_bytes(msgspec.json.encode(legs))
+    return 0 if all(each.holds for each in verdicts) else 1
+
+
+if __name__ == "__main__":
+    run_command(app)
