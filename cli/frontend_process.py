@@ -68,18 +68,18 @@ class LogRelay(io.TextIOBase):
         return len(text)
 
 
-def main(setup: FrontendSetup, connection: Connection) -> None:
-    """Serve until the hub says so, or is gone."""
+def main(setup: FrontendSetup, connection: Connection, mine: int, theirs: int) -> None:
+    """Serve until the hub says so, or is gone. `mine`, `theirs`: files of this end's shared memory, and the hub's."""
     import uvloop
 
     relay = LogRelay()
     with logging_to(relay, setup.logs):
-        uvloop.run(_serve(setup, connection, relay))
+        uvloop.run(_serve(setup, connection, (mine, theirs), relay))
 
 
-async def _serve(setup: FrontendSetup, connection: Connection, relay: LogRelay) -> None:
+async def _serve(setup: FrontendSetup, connection: Connection, files: tuple[int, int], relay: LogRelay) -> None:
     raise_open_file_limit()
-    gateway = RemoteGateway(SharedState(SharedMemoryRegistry(setup.allows_client_memory)), setup.max_lag)
+    gateway = RemoteGateway(SharedState(SharedMemoryRegistry(setup.allows_client_memory)), files, setup.max_lag)
     sock = socket.socket(fileno=os.dup(connection.fileno()))
     connection.close()
     await asyncio.get_running_loop().create_unix_connection(lambda: gateway.link, sock=sock)

@@ -37,9 +37,7 @@ def check_frontends(plan: ServePlan, otlp_endpoint: str) -> None:
     }
     for flag, given in refused.items():
         if given:
-            raise InvalidArgument(
-                f"{flag}: is not there with several frontends (--frontends {options.server.frontends})"
-            )
+            raise InvalidArgument(f"{flag}: is not served by several frontends (--frontends)")
     traces.records_no_tensors = True
 
 

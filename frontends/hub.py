@@ -54,12 +54,13 @@ from .messages import (
     SnapshotTaken,
     StopFrontend,
     SubmitSequence,
+    TensorsRead,
     ToFrontend,
     decode_from_frontend,
 )
 from .relay import HubLink, SequenceRelay
 from .snapshot import ModelCensus
-from .tensors import TensorMessage
+from .tensors import TensorExchange
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ class FrontendHub:
             gateway.ready(),
             gateway.exiting(),
             bool(gateway.routes.served),
+            gateway.shared_state.traces.wants_children,
             models,
             LogLevels.of(gateway.shared_state.logs.settings),
             gateway.shared_state.shared_memory.registered(),
@@ -234,14 +236,16 @@ def _members(snapshot: HubSnapshot) -> list[Any]:
 
 class FrontendSession:
     """One frontend, from its start to its end. `listening` and `lost` are set by what comes over its link; `taken`: the
-    number of the last snapshot that it goes by."""
+    number of the last snapshot that it goes by. `mine`, `theirs`: files of both ends' shared memory."""
 
-    def __init__(self, hub: FrontendHub, name: str) -> None:
+    def __init__(self, hub: FrontendHub, name: str, mine: int, theirs: int) -> None:
         self.listening, self.lost = asyncio.Event(), asyncio.Event()
         self.taken = 0
         self._hub, self._gateway, self._name = hub, hub.gateway, name
         self.link: HubLink = FrameLink(decode_from_frontend, self._receive, self._on_lost, self._on_unsendable)
+        self._exchange = TensorExchange(mine, theirs, self.link.schedule_from_any_thread)
         self._relay = SequenceRelay(self.link)
+        self.link.before_flush, self.link.on_drained = self._before_flush, self.link.schedule
         self._open: dict[int, OpenRequest] = {}
         self._inline: dict[int, LoadedModel] = {}
         self._asked: dict[int, OpenCall] = {}
@@ -249,6 +253,7 @@ class FrontendSession:
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             InferCall: self._on_infer,
             AcquireCall: self._on_acquire,
+            TensorsRead: lambda message: self._exchange.on_released(message.offsets),
             ResponsesRead: self._on_read,
             CancelCall: self._on_cancel,
             EndedRequests: self._on_ended,
@@ -269,6 +274,11 @@ class FrontendSession:
         """Have it close its sockets, when its requests are answered or, with `force`, at once."""
         self.link.send(StopFrontend(force))
 
+    def _before_flush(self) -> None:
+        self._relay.tell()
+        if released := self._exchange.released():
+            self.link.send(TensorsRead(released))
+
     def _receive(self, message: FromFrontend) -> None:
         self._handlers[type(message)](message)
 
@@ -285,6 +295,8 @@ class FrontendSession:
 
     def _on_unsendable(self, message: ToFrontend, error: Exception) -> None:
         log.error("%s: an answer cannot leave this process: %s", self._name, error)
+        if isinstance(message, InferAnswer):
+            self._exchange.take_back(message.outputs)
         if (key := getattr(message, "key", None)) is not None:
             self.link.send(CallFailed(key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
 
@@ -304,15 +316,17 @@ class FrontendSession:
         return opened
 
     def _on_infer(self, call: InferCall) -> None:
-        if call.request not in self._open and self._answer_inline(call):
+        inputs = {each.name: self._exchange.tensor(each) for each in call.inputs}
+        request = InferRequest(call.request_id, inputs, call.outputs, call.parameters)
+        if call.request not in self._open and self._answer_inline(call, request):
             return
         opened = self._open_request(call.request, call.origin)
         running = opened.calls[call.key] = OpenCall()
-        running.task = start_eagerly(self._infer(call, opened, running))
+        running.task = start_eagerly(self._infer(call, request, opened, running))
         if running.task is not None:
             self._asked[call.key] = running
 
-    def _answer_inline(self, call: InferCall) -> bool:
+    def _answer_inline(self, call: InferCall, request: InferRequest) -> bool:
         """Answer with a model that computes in the event loop in less time than a context for the request would take.
         False if it is none, or refuses the request, or the request may be traced."""
         gateway = self._gateway
@@ -321,9 +335,6 @@ class FrontendSession:
         loaded = None if version is None else version.loaded
         if loaded is None or loaded.inline is None or gateway.shared_state.traces.wants_children or gateway.exiting():
             return False
-        request = InferRequest(
-            call.request_id, {each.name: each.tensor() for each in call.inputs}, call.outputs, call.parameters
-        )
         try:
             validate_request(loaded.config, request)
         except InvalidArgument:
@@ -338,7 +349,7 @@ class FrontendSession:
         else:
             if response is None:
                 return False
-            outputs = [TensorMessage.of(each) for each in response.outputs]
+            outputs = [self._exchange.message(each) for each in response.outputs]
             self.link.send(InferAnswer(call.key, outputs, dict(response.parameters), response.final, True))
         if call.request not in self._inline:
             loaded.in_flight.increment()
@@ -346,14 +357,13 @@ class FrontendSession:
             self._inline[call.request] = loaded
         return True
 
-    async def _infer(self, call: InferCall, opened: OpenRequest, running: OpenCall) -> None:
+    async def _infer(self, call: InferCall, request: InferRequest, opened: OpenRequest, running: OpenCall) -> None:
         key = call.key
         try:
             handle = opened.handle
             if handle is None:
                 handle = opened.handle = await self._gateway.acquire(opened.context, call.model, call.version)
-            inputs = {each.name: each.tensor() for each in call.inputs}
-            responses = handle.infer(InferRequest(call.request_id, inputs, call.outputs, call.parameters))
+            responses = handle.infer(request)
             try:
                 if handle.config.decoupled:
                     await self._send_stream(key, responses, opened, running)
@@ -375,11 +385,11 @@ class FrontendSession:
         before: InferResponse | None = None
         async for response in responses:
             if before is not None:
-                self.link.send(_answer(key, before, opened))
+                self.link.send(self._answer(key, before, opened))
             before = response
             if response.final:
                 break
-        self.link.send(ResponsesEnded(key) if before is None else _answer(key, before, opened, last=True))
+        self.link.send(ResponsesEnded(key) if before is None else self._answer(key, before, opened, last=True))
 
     async def _send_stream(
         self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest, running: OpenCall
@@ -387,8 +397,12 @@ class FrontendSession:
         """Response by response, no faster than they are read."""
         async for response in responses:
             await running.wait_for_reader()
-            self.link.send(_answer(key, response, opened))
+            self.link.send(self._answer(key, response, opened))
         self.link.send(ResponsesEnded(key))
+
+    def _answer(self, key: int, response: InferResponse, opened: OpenRequest, last: bool = False) -> InferAnswer:
+        outputs = [self._exchange.message(each) for each in response.outputs]
+        return InferAnswer(key, outputs, dict(response.parameters), response.final, last, opened.notes())
 
     def _on_acquire(self, call: AcquireCall) -> None:
         opened = self._open_request(call.key, call.origin)
@@ -504,8 +518,3 @@ class FrontendSession:
         except Exception:
             log.exception("%s failed", call.rpc)
             self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
-
-
-def _answer(key: int, response: InferResponse, opened: OpenRequest, last: bool = False) -> InferAnswer:
-    outputs = [TensorMessage.of(each) for each in response.outputs]
-    return InferAnswer(key, outputs, dict(response.parameters), response.final, last, opened.notes())

@@ -7,7 +7,9 @@ learns at once when the other ends. Knows nothing of what the messages mean.
 import asyncio
 import logging
 import struct
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -40,7 +42,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         self.on_drained: Callable[[], None] = lambda: None
         self.before_flush: Callable[[], None] = lambda: None
         self.congested = False
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._encoder = msgspec.msgpack.Encoder()
         self._transport: asyncio.Transport | None = None
         self._waiting: list[T_out] = []
@@ -61,6 +63,14 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
             self._scheduled = True
             if not self._receiving:  # else at the end of that: a turn of the loop costs more than most answers
                 self._loop.call_soon(self.flush)
+
+    def schedule_from_any_thread(self) -> None:
+        """As `schedule`; without effect once the loop has ended."""
+        if threading.get_ident() == self._thread:
+            self.schedule()
+            return
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.schedule)
 
     def flush(self) -> None:
         """Send now what waits."""

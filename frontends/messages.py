@@ -65,10 +65,11 @@ class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: CharoniaError) -> "ErrorMessage":
+        message = error.message.encode(errors="backslashreplace").decode()  # it may quote lone surrogates
         if isinstance(error, QueueFull):
-            return cls("QueueFull", error.message, error.field, error.retry_after, error.limit)
+            return cls("QueueFull", message, error.field, error.retry_after, error.limit)
         kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
-        return cls(kind, error.message, error.field, error.retry_after)
+        return cls(kind, message, error.field, error.retry_after)
 
     def error(self) -> CharoniaError:
         if self.kind == "QueueFull":
@@ -139,6 +140,12 @@ class AcquireCall(msgspec.Struct, array_like=True, tag="acquire", frozen=True):
     origin: RequestOrigin
     model: str
     version: str
+
+
+class TensorsRead(msgspec.Struct, array_like=True, tag="tensors", frozen=True):
+    """Blocks of the other end's arena that are needed no more. Goes both ways."""
+
+    offsets: list[int]
 
 
 class ResponsesRead(msgspec.Struct, array_like=True, tag="read", frozen=True):
@@ -249,6 +256,7 @@ class LogText(msgspec.Struct, array_like=True, tag="log", frozen=True):
 FromFrontend: TypeAlias = (
     InferCall
     | AcquireCall
+    | TensorsRead
     | ResponsesRead
     | CancelCall
     | EndedRequests
@@ -379,12 +387,14 @@ class LogLevels(msgspec.Struct, array_like=True, frozen=True):
 
 class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
     """What a frontend knows of the hub until the next one; `SnapshotTaken` answers. `models`: pickled, see
-    `snapshot.ServedModels`. `has_routes`: requests may be for routes, which may go by headers."""
+    `snapshot.ServedModels`. `has_routes`: requests may be for routes, which may go by headers; `has_traces`: they may be
+    traced, so that the hub wants to know at once when they end."""
 
     number: int
     ready: bool
     exiting: bool
     has_routes: bool
+    has_traces: bool
     models: bytes
     logs: LogLevels
     regions: list[SharedMemoryRegion]
@@ -402,6 +412,7 @@ class StopFrontend(msgspec.Struct, array_like=True, tag="stop", frozen=True):
 
 ToFrontend: TypeAlias = (
     InferAnswer
+    | TensorsRead
     | ResponsesEnded
     | AcquiredModel
     | CallFailed

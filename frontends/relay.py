@@ -56,7 +56,6 @@ class SequenceRelay:
         self._sequences: dict[int, RelayedSequence] = {}
         self._unread: list[int] = []
         self._failed: list[tuple[int, ErrorMessage]] = []
-        link.before_flush, link.on_drained = self._tell, link.schedule
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -113,7 +112,7 @@ class SequenceRelay:
         self.abort(key)
         self._link.schedule()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Send all that is unread in one message."""
         if self._link.congested or not (self._unread or self._failed):
             return

@@ -7,6 +7,7 @@ engine.
 
 import asyncio
 import logging
+import os
 import pickle
 import time
 from collections import deque
@@ -64,12 +65,13 @@ from .messages import (
     SequenceSteps,
     SnapshotTaken,
     StopFrontend,
+    TensorsRead,
     ToFrontend,
     decode_to_frontend,
 )
 from .remote_engine import RemoteEngine, RemoteStreams
 from .snapshot import ServedModel, ServedModels
-from .tensors import TensorMessage
+from .tensors import TensorExchange
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ class RemoteResponses:
     def on_answer(self, answer: InferAnswer) -> None:
         if answer.notes is not None:
             self._note(answer.notes)
-        outputs = tuple([each.tensor() for each in answer.outputs])
+        outputs = tuple([self._gateway.exchange.tensor(each) for each in answer.outputs])
         self._ready.append(InferResponse(outputs, answer.parameters, answer.final))
         if answer.last:
             self.on_end()
@@ -227,7 +229,7 @@ class RemoteModelHandle:
             context.model,
             self._version,
             request.id,
-            [TensorMessage.of(each) for each in request.inputs.values()],
+            [gateway.exchange.message(each) for each in request.inputs.values()],
             request.outputs,
             dict(request.parameters),
         )
@@ -321,16 +323,20 @@ class TextModelHere:
 
 class RemoteGateway:
     """The gateway of one frontend, and its end of the link. `shared_state` mirrors the hub's. `stop_requested`: the hub
-    wants this process to end; `stop_by_force`: at once; `lost`: the hub is gone. `told`: there was a first snapshot."""
+    wants this process to end; `stop_by_force`: at once; `lost`: the hub is gone. `told`: there was a first snapshot.
+    `files`: of the shared memory of this end, and of the hub's; closed here."""
 
-    def __init__(self, shared_state: SharedState, max_silence: float) -> None:
+    def __init__(self, shared_state: SharedState, files: tuple[int, int], max_silence: float) -> None:
         self.shared_state = shared_state
         self.calls: dict[int, RemoteResponses] = {}
         self.stop_requested, self.lost, self.told = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.stop_by_force = False
         self.link: FrameLink[FromFrontend, ToFrontend]
         self.link = FrameLink(decode_to_frontend, self._receive, self.lost.set, self._on_unsendable)
-        self.link.before_flush = self._tell_ended
+        self.link.before_flush = self._before_flush
+        self.exchange = TensorExchange(*files, self.link.schedule_from_any_thread)
+        for file in files:
+            os.close(file)
         self.send = self.link.send
         self.next_key = count(1).__next__
         self._max_silence = max_silence
@@ -347,6 +353,7 @@ class RemoteGateway:
         self._telling: asyncio.TimerHandle | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             InferAnswer: self._on_answer,
+            TensorsRead: lambda message: self.exchange.on_released(message.offsets),
             ResponsesEnded: self._on_responses_ended,
             AcquiredModel: self._on_reply,
             CallFailed: self._on_failed,
@@ -355,7 +362,7 @@ class RemoteGateway:
             HttpAnswer: self._on_reply,
             GrpcAnswer: self._on_reply,
             HubSnapshot: self._on_snapshot,
-            Heartbeat: lambda _: None,
+            Heartbeat: self._on_heartbeat,
             StopFrontend: self._on_stop,
         }
 
@@ -450,7 +457,9 @@ class RemoteGateway:
 
     def _on_answer(self, message: InferAnswer) -> None:
         responses = self.calls.get(message.key)
-        if responses is not None:
+        if responses is None:
+            self.exchange.discard(message.outputs)
+        else:
             responses.on_answer(message)
 
     def _on_responses_ended(self, message: ResponsesEnded) -> None:
@@ -472,6 +481,8 @@ class RemoteGateway:
 
     def _on_unsendable(self, message: FromFrontend, error: Exception) -> None:
         refusal = InvalidArgument(f"the request cannot be understood: {error}")
+        if isinstance(message, InferCall):
+            self.exchange.take_back(message.inputs)
         if (key := getattr(message, "key", None)) is not None:
             self._on_failed(CallFailed(key, ErrorMessage.of(refusal)))
 
@@ -479,6 +490,9 @@ class RemoteGateway:
         text = self._texts.get(message.model)
         if text is not None:
             text.model.cancel_here(message.request_id)
+
+    def _on_heartbeat(self, message: Heartbeat) -> None:
+        self._heard = time.monotonic()
 
     def _on_stop(self, message: StopFrontend) -> None:
         self.stop_by_force = message.force
@@ -539,20 +553,24 @@ class RemoteGateway:
             self.send(LoneRequest(self.origin_of(context), model, version, context.model_found, end))
         elif end == DONE:
             self._answered.append(key)
-            if self._telling is None:  # with the next call, most likely
+            if context.route or (self._snapshot is not None and self._snapshot.has_traces):
+                self.link.schedule()
+            elif self._telling is None:  # with the next call, most likely
                 self._telling = asyncio.get_running_loop().call_later(_TELL_SECONDS, self.link.schedule)
         else:
             self._ended_otherwise.append((key, end, context.id))
             self.link.schedule()
         log_request(context)
 
-    def _tell_ended(self) -> None:
+    def _before_flush(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
         if self._answered or self._ended_otherwise:
             self.send(EndedRequests(self._answered, self._ended_otherwise))
             self._answered, self._ended_otherwise = [], []
+        if released := self.exchange.released():
+            self.send(TensorsRead(released))
 
     def _number(self, number: int) -> ServedModel | None:
         return next((model for model in self._served.models if model.number == number), None)

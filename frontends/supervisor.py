@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..core.errors import Unavailable
 from ..core.tasks import wait_for_first
 from ..processes.child_process import ChildProcess, RestartBackoff, describe_exit, python_child
+from ..processes.shared_arena import new_arena_file
 from .hub import FrontendHub, FrontendSession
+from .tensors import ARENA_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +32,19 @@ _FIRST_RETRY, _LAST_RETRY, _STABLE = 0.1, 30.0, 5.0
 """Seconds before a lost frontend is started again, at first and at most, and for which one has to last to count."""
 
 
+FrontendMain: TypeAlias = Callable[[Any, Connection, int, int], None]
+
+
 class FrontendPool:
-    """`count` frontends over one hub. `main` is what their processes run, with `setup` and the link's socket.
+    """`count` frontends over one hub. `main` is what their processes run, with `setup`, the link's socket, and the
+    files of their shared memory and of the hub's.
 
     It is to the server what an endpoint of its own process is: it starts, may end, and is stopped.
     """
 
-    def __init__(self, hub: FrontendHub, count: int, main: Callable[[Any, Connection], None], setup: object) -> None:
+    def __init__(
+        self, hub: FrontendHub, count: int, main: Callable[[Any, Connection, int, int], None], setup: object
+    ) -> None:
         self._hub, self._count, self._main, self._setup = hub, count, main, setup
         self._keepers: list[asyncio.Task[None]] = []
         self._sessions: dict[int, FrontendSession] = {}
@@ -97,9 +105,14 @@ class FrontendPool:
     async def _run(self, number: int, name: str) -> tuple[int, bool]:
         """The exit code of one frontend, and whether it took connections."""
         ours, theirs = Pipe()
-        with theirs:
-            child = python_child(FRONTEND_NAME, self._main, self._setup, theirs)
-        session = self._sessions[number] = FrontendSession(self._hub, name)
+        files = new_arena_file(ARENA_BYTES), new_arena_file(ARENA_BYTES)
+        try:
+            with theirs:
+                child = python_child(FRONTEND_NAME, self._main, self._setup, theirs, *reversed(files), inherited=files)
+            session = self._sessions[number] = FrontendSession(self._hub, name, *files)
+        finally:
+            for file in files:
+                os.close(file)
         try:
             sock = socket.socket(fileno=os.dup(ours.fileno()))
             ours.close()

@@ -1,5 +1,8 @@
-"""Tensors in messages between processes."""
+"""Tensors in messages between processes: small ones inline, large numbers in memory that both have mapped."""
 
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -7,37 +10,108 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.tensor import NUMPY_TYPES, Tensor
+from ..processes.shared_arena import SharedArena, SharedArenaView
 
 _DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name != "BYTES"}
 _BYTES = np.dtype(np.uint8)
 
+PLACED_BYTES = 1 << 16
+"""From which on a tensor is copied into shared memory: through the socket it would be copied four times."""
+
+ARENA_BYTES = 64 << 20
+"""Shared memory of each direction of a link; what finds no room goes through the socket."""
+
 
 class TensorMessage(msgspec.Struct, array_like=True, frozen=True):
-    """A `Tensor`: its elements as `data`, or those of BYTES as `strings`."""
+    """A `Tensor`: its elements as `data`, those of BYTES as `strings`, or as the bytes at `place`, an offset and a size
+    in the sender's arena."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: memoryview | None
     strings: list[bytes] = []
+    place: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorMessage":
+    def of(cls, tensor: Tensor, arena: SharedArena | None = None) -> "TensorMessage":
+        """`arena`: where a large one may be placed."""
         data = tensor.data
         if tensor.datatype == "BYTES" and data.dtype.hasobject:
             return cls(tensor.name, tensor.datatype, tensor.shape, None, data.ravel().tolist())
         if not data.flags.c_contiguous:
             data = np.ascontiguousarray(data)
+        if arena is not None and data.nbytes >= PLACED_BYTES:
+            offset = arena.place(data.reshape(-1).view(np.uint8).data)
+            if offset is not None:
+                return cls(tensor.name, tensor.datatype, tensor.shape, None, [], (offset, data.nbytes))
         return cls(tensor.name, tensor.datatype, tensor.shape, data.data)
 
     def tensor(self) -> Tensor:
-        """Numbers are a view of the message."""
+        """One that is not placed; numbers are a view of the message."""
         if self.data is None:
             strings: NDArray[Any] = np.empty(len(self.strings), np.object_)
             strings[:] = self.strings
             return Tensor(self.name, self.datatype, self.shape, strings)
+        return self._numbers(self.data)
+
+    def _numbers(self, data: memoryview) -> Tensor:
         # The data of an unknown datatype stay bytes: no model has such a tensor.
-        data = np.frombuffer(self.data, _DTYPES.get(self.datatype, _BYTES))
-        if data.flags.writeable:
-            data.flags.writeable = False
-        return Tensor(self.name, self.datatype, self.shape, data)
+        numbers = np.frombuffer(data, _DTYPES.get(self.datatype, _BYTES))
+        if numbers.flags.writeable:
+            numbers.flags.writeable = False
+        return Tensor(self.name, self.datatype, self.shape, numbers)
+
+
+class TensorExchange:
+    """The shared memory of one end of a link: tensors are placed in `mine` and read from `theirs`, which are files.
+
+    A block that came is let go of when the last array over it is gone, in whatever thread; `on_unread` is called then,
+    to have `released` sent before long.
+    """
+
+    def __init__(self, mine: int, theirs: int, on_unread: Callable[[], None]) -> None:
+        self.arena = SharedArena(mine)
+        self._view = SharedArenaView(theirs)
+        self._unread: deque[int] = deque()
+        self._on_unread = on_unread
+
+    def message(self, tensor: Tensor) -> TensorMessage:
+        return TensorMessage.of(tensor, self.arena)
+
+    def tensor(self, message: TensorMessage) -> Tensor:
+        if message.place is None:
+            return message.tensor()
+        offset, size = message.place
+        tensor = message._numbers(self._view.read(offset, size))
+        # All views of it have this array as their base.
+        weakref.finalize(tensor.data, self._let_go, offset).atexit = False
+        return tensor
+
+    def discard(self, messages: Iterable[TensorMessage]) -> None:
+        """Let go of tensors that nobody reads."""
+        for message in messages:
+            if message.place is not None:
+                self._let_go(message.place[0])
+
+    def take_back(self, messages: Iterable[TensorMessage]) -> None:
+        """Free what was placed for messages that were not sent."""
+        for message in messages:
+            if message.place is not None:
+                self.arena.release(message.place[0])
+
+    def released(self) -> list[int]:
+        """The blocks that were let go of since the last call; the other end may use them again."""
+        found = []
+        while self._unread:
+            found.append(self._unread.popleft())
+        return found
+
+    def on_released(self, offsets: Iterable[int]) -> None:
+        """The other end let go of these."""
+        for offset in offsets:
+            self.arena.release(offset)
+
+    def _let_go(self, offset: int) -> None:
+        self._unread.append(offset)
+        self._on_unread()

@@ -75,11 +75,11 @@ class LogWriter(logging.Handler):
         return True
 
     def write_lines(self, text: str) -> None:
-        """Write lines that another process has formatted."""
+        """Write lines that another process has formatted, and that have waited there."""
         self._keep(text)
-        if not self._waking:
-            self._waking = True
-            self._wakes.put(None)
+        if not self._hurrying:
+            self._waking = self._hurrying = True
+            self._wakes.put(Event())
 
     def _keep(self, text: str) -> None:
         with self._guard:

@@ -170,7 +170,7 @@ class TraceControl:
             raise Unsupported(f"trace settings can not be updated in mode {OPENTELEMETRY_MODE}")
         parsed = {name: _parse_setting(name, values) for name, values in change.items()}
         if self.records_no_tensors and TENSORS in (parsed.get("trace_level") or ()):
-            raise Unsupported("trace level TENSORS is not there with several frontends", field="trace_level")
+            raise Unsupported("trace level TENSORS is not served by several frontends", field="trace_level")
         given = (self._models.get(model, _Scope()) if model else self._all).given | parsed
         scope = _Scope({name: value for name, value in given.items() if value is not None})
         if not model:

@@ -83,7 +83,7 @@ def internal_scope(path: str, context: RequestContext, request_id: str) -> Scope
     """The scope of a POST request that the server makes of its own endpoint at `path`, with this context."""
     tenant = Tenant(context.tenant, context.tenant_weight)
     scope = control_scope("POST", path, b"", list(context.headers), tenant)
-    scope |= {_CONTEXT: context, _REQUEST_ID: request_id.encode()}
+    scope[_CONTEXT], scope[_REQUEST_ID] = context, request_id.encode()
     return scope
 
 

@@ -1,0 +1,75 @@
+"""Memory that one process writes and another reads: blocks of an anonymous file that both have mapped.
+
+The writer places bytes and is told which blocks the reader has let go of. Knows nothing of what the bytes mean.
+"""
+
+import mmap
+import os
+from bisect import insort
+
+from .child_process import anonymous_file
+
+_ALIGNMENT = 64
+
+
+def new_arena_file(size: int) -> int:
+    """The descriptor of a file for an arena of so many bytes, of which those that are written take memory."""
+    file = anonymous_file("charonia-arena")
+    os.ftruncate(file, size)
+    return file
+
+
+class SharedArena:
+    """The writer's side, over the file `file`, which stays the caller's. For one thread."""
+
+    def __init__(self, file: int) -> None:
+        self.size = os.fstat(file).st_size
+        self._memory = mmap.mmap(file, self.size)
+        self._free: list[tuple[int, int]] = [(0, self.size)]
+        self._used: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Blocks that the reader has not let go of."""
+        return len(self._used)
+
+    def place(self, data: memoryview) -> int | None:
+        """Copy bytes into a free block; its offset, None where there is no room."""
+        needed = max(1, -(-len(data) // _ALIGNMENT)) * _ALIGNMENT
+        found = next((place for place, block in enumerate(self._free) if block[1] >= needed), None)
+        if found is None:
+            return None
+        offset, length = self._free.pop(found)
+        if length > needed:
+            self._free.insert(found, (offset + needed, length - needed))
+        self._used[offset] = needed
+        self._memory[offset : offset + len(data)] = data
+        return offset
+
+    def release(self, offset: int) -> None:
+        """The block is free again."""
+        begin, end = offset, offset + self._used.pop(offset)
+        neighbours = [(at, length) for at, length in self._free if at + length == begin or at == end]
+        for at, length in neighbours:
+            self._free.remove((at, length))
+            begin, end = min(begin, at), max(end, at + length)
+        insort(self._free, (begin, end - begin))
+
+    def check_integrity(self) -> None:
+        """Every byte is in one block, and no two free ones touch."""
+        blocks = sorted([*self._free, *self._used.items()])
+        ends = [offset + length for offset, length in blocks]
+        assert [offset for offset, _ in blocks] == [0, *ends[:-1]]
+        assert ends[-1] == self.size
+        free = {offset for offset, _ in self._free}
+        assert not any(offset + length in free for offset, length in self._free)
+
+
+class SharedArenaView:
+    """The reader's side, over the same file."""
+
+    def __init__(self, file: int) -> None:
+        self._memory = memoryview(mmap.mmap(file, os.fstat(file).st_size, prot=mmap.PROT_READ))
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """The bytes of a block, which must not be touched once it is let go of."""
+        return self._memory[offset : offset + size]
