@@ -43,7 +43,7 @@ from .messages import (
     HttpCall,
     HubSnapshot,
     InferAnswer,
-    InferCall,
+    ModelCall,
     LogLevels,
     LogText,
     LoneRequest,
@@ -251,7 +251,7 @@ class FrontendSession:
         self._asked: dict[int, OpenCall] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._handlers: Mapping[type, Callable[[Any], None]] = {
-            InferCall: self._on_infer,
+            ModelCall: self._on_infer,
             AcquireCall: self._on_acquire,
             TensorsRead: lambda message: self._exchange.on_released(message.offsets),
             ResponsesRead: self._on_read,
@@ -315,7 +315,7 @@ class FrontendSession:
             opened = self._open[key] = OpenRequest(context)
         return opened
 
-    def _on_infer(self, call: InferCall) -> None:
+    def _on_infer(self, call: ModelCall) -> None:
         inputs = {each.name: self._exchange.tensor(each) for each in call.inputs}
         request = InferRequest(call.request_id, inputs, call.outputs, call.parameters)
         if call.request not in self._open and self._answer_inline(call, request):
@@ -326,7 +326,7 @@ class FrontendSession:
         if running.task is not None:
             self._asked[call.key] = running
 
-    def _answer_inline(self, call: InferCall, request: InferRequest) -> bool:
+    def _answer_inline(self, call: ModelCall, request: InferRequest) -> bool:
         """Answer with a model that computes in the event loop in less time than a context for the request would take.
         False if it is none, or refuses the request, or the request may be traced."""
         gateway = self._gateway
@@ -357,7 +357,7 @@ class FrontendSession:
             self._inline[call.request] = loaded
         return True
 
-    async def _infer(self, call: InferCall, request: InferRequest, opened: OpenRequest, running: OpenCall) -> None:
+    async def _infer(self, call: ModelCall, request: InferRequest, opened: OpenRequest, running: OpenCall) -> None:
         key = call.key
         try:
             handle = opened.handle

@@ -117,7 +117,7 @@ def _bytes(text: str | bytes) -> bytes:
 # From a frontend
 
 
-class InferCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
+class ModelCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
     """A call of a model of tensors, for the request `request`. Where the hub has no model for that yet, by an earlier
     call or an `AcquireCall`, it looks `model` and `version` up."""
 
@@ -156,7 +156,7 @@ class ResponsesRead(msgspec.Struct, array_like=True, tag="read", frozen=True):
 
 
 class CancelCall(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
-    """Nothing more is wanted of an `InferCall`, or of another call that waits for its answer."""
+    """Nothing more is wanted of an `ModelCall`, or of another call that waits for its answer."""
 
     key: int
 
@@ -254,7 +254,7 @@ class LogText(msgspec.Struct, array_like=True, tag="log", frozen=True):
 
 
 FromFrontend: TypeAlias = (
-    InferCall
+    ModelCall
     | AcquireCall
     | TensorsRead
     | ResponsesRead
@@ -387,8 +387,8 @@ class LogLevels(msgspec.Struct, array_like=True, frozen=True):
 
 class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
     """What a frontend knows of the hub until the next one; `SnapshotTaken` answers. `models`: pickled, see
-    `snapshot.ServedModels`. `has_routes`: requests may be for routes, which may go by headers; `has_traces`: they may be
-    traced, so that the hub wants to know at once when they end."""
+    `snapshot.ServedModels`. `has_routes`: requests may be for routes, which may go by headers; `has_traces`: they may
+    be traced, so that the hub wants to know at once when they end."""
 
     number: int
     ready: bool

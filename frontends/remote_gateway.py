@@ -56,7 +56,7 @@ from .messages import (
     HttpCall,
     HubSnapshot,
     InferAnswer,
-    InferCall,
+    ModelCall,
     LoneRequest,
     RequestOrigin,
     ResponseNotes,
@@ -222,7 +222,7 @@ class RemoteModelHandle:
             context.id = request.id
         gateway, key = self._gateway, self._gateway.next_key()
         responses = gateway.calls[key] = RemoteResponses(gateway, self, key)
-        call = InferCall(
+        call = ModelCall(
             key,
             gateway.key_of(context),
             gateway.origin_of(context),
@@ -481,7 +481,7 @@ class RemoteGateway:
 
     def _on_unsendable(self, message: FromFrontend, error: Exception) -> None:
         refusal = InvalidArgument(f"the request cannot be understood: {error}")
-        if isinstance(message, InferCall):
+        if isinstance(message, ModelCall):
             self.exchange.take_back(message.inputs)
         if (key := getattr(message, "key", None)) is not None:
             self._on_failed(CallFailed(key, ErrorMessage.of(refusal)))

@@ -13,7 +13,7 @@ from charonia.core.request_context import RequestContext
 from charonia.core.tensor import NUMPY_TYPES, Tensor
 from charonia.frontends.messages import (
     ErrorMessage,
-    InferCall,
+    ModelCall,
     LogLevels,
     RequestOrigin,
     decode_from_frontend,
@@ -26,9 +26,9 @@ ORIGIN = RequestOrigin("infer", "", 1.0, 0.0)
 
 
 def crossed(tensor: Tensor) -> Tensor:
-    call = InferCall(1, 2, ORIGIN, "m", "", "", [TensorMessage.of(tensor)], None, {})
+    call = ModelCall(1, 2, ORIGIN, "m", "", "", [TensorMessage.of(tensor)], None, {})
     [found] = decode_from_frontend(msgspec.msgpack.encode([call]))
-    assert isinstance(found, InferCall)
+    assert isinstance(found, ModelCall)
     return found.inputs[0].tensor()
 
 
