@@ -15,6 +15,7 @@ from ..api.app import build_app
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
+from ..api.prometheus import MetricRegistries
 from ..core.errors import CharoniaError
 from ..core.tasks import wait_for_first
 from ..frontends.forwarding import HttpForwarder, forwarded_rpcs
@@ -48,7 +49,7 @@ class FrontendSetup:
     logs: LogSettings
 
 
-class LogRelay(io.TextIOBase):
+class LogRelay(io.StringIO):
     """A stream whose text the hub writes into the server's log; for any thread."""
 
     def __init__(self) -> None:
@@ -107,7 +108,8 @@ def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServ
     settings, servers = setup.settings, list[HttpServer | GrpcServer]()
     if setup.http_port is not None:
         forwarder = HttpForwarder(gateway, setup.info.max_input_size)
-        shown = CollectorRegistry() if setup.shows_metrics else None  # for the route: the hub has what it shows
+        # For the routes: the hub has what they show.
+        shown = MetricRegistries(CollectorRegistry() if setup.shows_metrics else None, CollectorRegistry())
         app = build_app(gateway, setup.info, settings.keys, settings.http, shown, forward=forwarder.answer)
         sock = bind_port(setup.http_address, setup.http_port, "--http-port", shared=True)
         timeout = settings.http.body_timeout

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-from prometheus_client import CollectorRegistry
-
 from ..api.app import all_routes, routed_app
 from ..api.metadata import ServerInfo
+from ..api.prometheus import MetricRegistries
 from ..core.errors import InvalidArgument
 from ..frontends.forwarding import answer_rpc
 from ..frontends.hub import FrontendHub
@@ -46,11 +45,11 @@ def frontend_pool(
     gateway: InProcessGateway,
     ports: ReservedPorts,
     info: ServerInfo,
-    registry: CollectorRegistry | None,
+    metrics: MetricRegistries,
 ) -> FrontendPool:
-    """The frontends that `plan` asks for, on the reserved ports. `registry`: what /metrics shows."""
+    """The frontends that `plan` asks for, on the reserved ports. `metrics`: what endpoints show and explain."""
     server, settings = plan.options.server, plan.endpoints
-    app = routed_app(all_routes(gateway, info, settings.http, registry))
+    app = routed_app(all_routes(gateway, info, settings.http, metrics))
     hub = FrontendHub(gateway, app, partial(answer_rpc, gateway))
     options = [option for option in settings.grpc.channel_options if option[0] != _REUSE_PORT]
     grpc = settings.grpc._replace(channel_options=(*options, (_REUSE_PORT, 1)))
@@ -61,7 +60,7 @@ def frontend_pool(
         server.http_address,
         http_port,
         grpc_port,
-        registry is not None,
+        metrics.shown is not None,
         is_true(server.allow_client_shm),
         server.max_loop_lag_secs,
         server.log_settings,

@@ -9,6 +9,7 @@ import logging
 import pickle
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 from ..api.http.control_call import ControlRequest, ask_app
@@ -43,10 +44,10 @@ from .messages import (
     HttpCall,
     HubSnapshot,
     InferAnswer,
-    ModelCall,
     LogLevels,
     LogText,
     LoneRequest,
+    ModelCall,
     RequestOrigin,
     ResponseNotes,
     ResponsesEnded,
@@ -55,6 +56,8 @@ from .messages import (
     StopFrontend,
     SubmitSequence,
     TensorsRead,
+    TextAnswer,
+    TextCall,
     ToFrontend,
     decode_from_frontend,
 )
@@ -252,6 +255,7 @@ class FrontendSession:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             ModelCall: self._on_infer,
+            TextCall: self._on_text,
             AcquireCall: self._on_acquire,
             TensorsRead: lambda message: self._exchange.on_released(message.offsets),
             ResponsesRead: self._on_read,
@@ -380,6 +384,32 @@ class FrontendSession:
             del opened.calls[key]
             self._asked.pop(key, None)
 
+    def _on_text(self, call: TextCall) -> None:
+        opened = self._open.get(call.request)
+        if opened is None or opened.handle is None:
+            return
+        running = self._asked[call.key] = opened.calls[call.key] = OpenCall()
+        running.task = start_eagerly(self._generate(call, opened, opened.handle, running))
+
+    async def _generate(
+        self, call: TextCall, opened: OpenRequest, handle: LoadedModelHandle, running: OpenCall
+    ) -> None:
+        key = call.key
+        try:
+            async with aclosing(handle.generate(call.asked)) as chunks:
+                async for chunk in chunks:
+                    await running.wait_for_reader()
+                    self.link.send(TextAnswer(key, chunk, opened.notes()))
+            self.link.send(ResponsesEnded(key))
+        except CharoniaError as error:
+            self.link.send(CallFailed(key, ErrorMessage.of(error), opened.notes()))
+        except Exception:
+            log.exception("%s: a request failed", self._name)
+            self.link.send(CallFailed(key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+        finally:
+            del opened.calls[key]
+            self._asked.pop(key, None)
+
     async def _send_responses(self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest) -> None:
         """Of a model that answers once: the response leaves with the word that it is the last."""
         before: InferResponse | None = None
@@ -410,11 +440,14 @@ class FrontendSession:
 
     async def _acquire(self, call: AcquireCall, opened: OpenRequest) -> None:
         context, hub = opened.context, self._hub
+        context.body = call.body
         try:
             handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
             loaded = handle.loaded
+            follows = loaded.text is not None and handle.follows_requests
             if loaded.text is not None:
                 handle.start()
+            context.logged = not follows
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
             return
@@ -428,7 +461,7 @@ class FrontendSession:
         config = b"" if number in hub.told and not context.route else pickle.dumps(handle.config)
         names = context.model, context.version, context.adapter, context.route
         kv_tokens = stats.kv_tokens, stats.kv_token_capacity
-        self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens))
+        self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens, follows))
 
     def _on_read(self, message: ResponsesRead) -> None:
         running = self._asked.get(message.key)

@@ -13,6 +13,7 @@ from ..core.errors import (
     AlreadyExists,
     Cancelled,
     CharoniaError,
+    Conflict,
     ContextLengthExceeded,
     Internal,
     InvalidArgument,
@@ -26,7 +27,7 @@ from ..core.errors import (
     Unsupported,
 )
 from ..core.logprobs import Logprobs, PromptLogprobs
-from ..core.request import ParameterValue
+from ..core.request import GenerateChunk, GenerateRequest, ParameterValue
 from ..core.request_context import RequestContext, RequestEnd
 from ..engine.core.messages import AddRequest
 from ..processes.client_shared_memory import SharedMemoryRegion
@@ -39,6 +40,7 @@ _ERRORS: dict[str, type[CharoniaError]] = {
         AlreadyExists,
         Cancelled,
         CharoniaError,
+        Conflict,
         ContextLengthExceeded,
         Internal,
         InvalidArgument,
@@ -132,14 +134,23 @@ class ModelCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
     parameters: dict[str, ParameterValue]
 
 
+class TextCall(msgspec.Struct, array_like=True, tag="text", frozen=True):
+    """A generation for the request `request`, whose model the hub has acquired and is to answer for as a whole."""
+
+    key: int
+    request: int
+    asked: GenerateRequest
+
+
 class AcquireCall(msgspec.Struct, array_like=True, tag="acquire", frozen=True):
-    """Find the model of the request `key`, and keep it until the request ends; `AcquiredModel` or `CallFailed`
-    answers."""
+    """Find the model of the request `key`, and keep it until the request ends; `AcquiredModel` or `CallFailed` answers.
+    `body`: see `RequestContext`, where routes may go by it."""
 
     key: int
     origin: RequestOrigin
     model: str
     version: str
+    body: dict[str, Any] | None = None
 
 
 class TensorsRead(msgspec.Struct, array_like=True, tag="tensors", frozen=True):
@@ -255,6 +266,7 @@ class LogText(msgspec.Struct, array_like=True, tag="log", frozen=True):
 
 FromFrontend: TypeAlias = (
     ModelCall
+    | TextCall
     | AcquireCall
     | TensorsRead
     | ResponsesRead
@@ -305,6 +317,14 @@ class InferAnswer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
     notes: ResponseNotes | None = None
 
 
+class TextAnswer(msgspec.Struct, array_like=True, tag="chunk", frozen=True):
+    """A chunk of a generation."""
+
+    key: int
+    chunk: GenerateChunk
+    notes: ResponseNotes | None = None
+
+
 class ResponsesEnded(msgspec.Struct, array_like=True, tag="end", frozen=True):
     """A stream of responses has ended."""
 
@@ -314,7 +334,7 @@ class ResponsesEnded(msgspec.Struct, array_like=True, tag="end", frozen=True):
 class AcquiredModel(msgspec.Struct, array_like=True, tag="acquired", frozen=True):
     """The model of an `AcquireCall`. `number`: of the loaded model. `model`, `version`, `adapter`, `route`: for the
     request's context. `config`: pickled, where it is none of the snapshot's. `kv_tokens`: those that its cache holds,
-    and can hold."""
+    and can hold. `follows`: the hub answers for it as a whole, and logs the request."""
 
     key: int
     number: int
@@ -324,6 +344,7 @@ class AcquiredModel(msgspec.Struct, array_like=True, tag="acquired", frozen=True
     route: str
     config: bytes
     kv_tokens: tuple[int, int]
+    follows: bool = False
 
 
 class CallFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
@@ -412,6 +433,7 @@ class StopFrontend(msgspec.Struct, array_like=True, tag="stop", frozen=True):
 
 ToFrontend: TypeAlias = (
     InferAnswer
+    | TextAnswer
     | TensorsRead
     | ResponsesEnded
     | AcquiredModel

@@ -15,12 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, Self, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from ..api.http.error_responses import printable
 from ..core.adapter import Adapter
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
-from ..core.gateway import NO_FILES, RepositoryIndexEntry, ResponseStream, ServedAdapter
+from ..core.gateway import (
+    NO_FILES,
+    ChangeableRoutes,
+    RepositoryIndexEntry,
+    ResponseStream,
+    Rollouts,
+    ServedAdapter,
+)
 from ..core.metrics import ModelStatistics
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
@@ -56,8 +63,8 @@ from .messages import (
     HttpCall,
     HubSnapshot,
     InferAnswer,
-    ModelCall,
     LoneRequest,
+    ModelCall,
     RequestOrigin,
     ResponseNotes,
     ResponsesEnded,
@@ -66,6 +73,8 @@ from .messages import (
     SnapshotTaken,
     StopFrontend,
     TensorsRead,
+    TextAnswer,
+    TextCall,
     ToFrontend,
     decode_to_frontend,
 )
@@ -104,7 +113,10 @@ class RelayedText:
     end: RequestEnd | None = None
 
 
-class RemoteResponses:
+_Item = TypeVar("_Item", InferResponse, GenerateChunk)
+
+
+class RemoteResponses(Generic[_Item]):
     """The responses to a call that the hub answers: a `ResponseStream`."""
 
     __slots__ = ("_context", "_ended", "_error", "_gateway", "_handle", "_key", "_reader", "_ready", "_taken", "_text")
@@ -112,7 +124,7 @@ class RemoteResponses:
     def __init__(self, gateway: "RemoteGateway", handle: "RemoteModelHandle", key: int) -> None:
         self._gateway, self._handle, self._key = gateway, handle, key
         self._context = handle.context
-        self._ready: deque[InferResponse] = deque()
+        self._ready: deque[_Item] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._error: CharoniaError | None = None
         self._ended = False
@@ -122,7 +134,7 @@ class RemoteResponses:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> InferResponse:
+    async def __anext__(self) -> _Item:
         if not self._ready and not self._ended:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -132,7 +144,7 @@ class RemoteResponses:
             if self._taken == _HALF_WINDOW and not self._ended:
                 self._taken = 0
                 self._gateway.send(ResponsesRead(self._key, _HALF_WINDOW))
-            if response.final:
+            if isinstance(response, InferResponse) and response.final:
                 self._context.finish()
             return response
         if self._error is not None:
@@ -146,12 +158,11 @@ class RemoteResponses:
             self._gateway.calls.pop(self._key, None)
             self._gateway.send(CancelCall(self._key))
 
-    def on_answer(self, answer: InferAnswer) -> None:
-        if answer.notes is not None:
-            self._note(answer.notes)
-        outputs = tuple([self._gateway.exchange.tensor(each) for each in answer.outputs])
-        self._ready.append(InferResponse(outputs, answer.parameters, answer.final))
-        if answer.last:
+    def on_item(self, item: _Item, last: bool, notes: ResponseNotes | None) -> None:
+        if notes is not None:
+            self._note(notes)
+        self._ready.append(item)
+        if last:
             self.on_end()
         else:
             self._wake()
@@ -221,7 +232,7 @@ class RemoteModelHandle:
         if request.id:
             context.id = request.id
         gateway, key = self._gateway, self._gateway.next_key()
-        responses = gateway.calls[key] = RemoteResponses(gateway, self, key)
+        responses = gateway.calls[key] = RemoteResponses[InferResponse](gateway, self, key)
         call = ModelCall(
             key,
             gateway.key_of(context),
@@ -285,6 +296,34 @@ class RemoteTextHandle(RemoteModelHandle):
         return text
 
 
+class FollowedTextHandle(RemoteModelHandle):
+    """A language model whose requests and answers the hub needs as a whole: those of a route that copies them for a
+    shadow, or goes by what is read last. What no engine answers is read here, by `model`."""
+
+    def __init__(
+        self, gateway: "RemoteGateway", config: ModelConfig, context: RequestContext, model: LlmModel, stats: ModelStats
+    ) -> None:
+        super().__init__(gateway, config, context, context.version, stats)
+        self._model = model
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        self.context.id = request.id
+        gateway, key = self._gateway, self._gateway.next_key()
+        responses = gateway.calls[key] = RemoteResponses[GenerateChunk](gateway, self, key)
+        gateway.send(TextCall(key, gateway.key_of(self.context), request))
+        return responses
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        tokens = await self._model.tokenize(request)
+        self.context.finish()
+        return tokens
+
+    async def detokenize(self, ids: list[int]) -> str:
+        text = await self._model.detokenize(ids)
+        self.context.finish()
+        return text
+
+
 class TextModelHere:
     """A language model of the hub while its text is read here: `model`, once it is built. `users`: requests that have
     it; `engine` of none of them."""
@@ -328,7 +367,7 @@ class RemoteGateway:
 
     def __init__(self, shared_state: SharedState, files: tuple[int, int], max_silence: float) -> None:
         self.shared_state = shared_state
-        self.calls: dict[int, RemoteResponses] = {}
+        self.calls: dict[int, RemoteResponses[Any]] = {}
         self.stop_requested, self.lost, self.told = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.stop_by_force = False
         self.link: FrameLink[FromFrontend, ToFrontend]
@@ -353,6 +392,7 @@ class RemoteGateway:
         self._telling: asyncio.TimerHandle | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             InferAnswer: self._on_answer,
+            TextAnswer: self._on_text,
             TensorsRead: lambda message: self.exchange.on_released(message.offsets),
             ResponsesEnded: self._on_responses_ended,
             AcquiredModel: self._on_reply,
@@ -377,14 +417,15 @@ class RemoteGateway:
         versions = self._by_name.get(name)
         found = None if versions is None else versions.get(version)
         if found is not None and found.parts is None:
-            config = found.config
+            config, context.body = found.config, None
             context.model, context.version, context.model_found = config.name, config.version, True
             return RemoteModelHandle(self, config, context, version)
         context.model, context.version = name, version
         key = self.key_of(context)
         answer: AcquiredModel = await self._ask(
-            key, AcquireCall(key, self.origin_of(context), printable(name), version)
+            key, AcquireCall(key, self.origin_of(context), printable(name), version, self._body_of(context))
         )
+        context.body = None
         context.model, context.version, context.model_found = answer.model, answer.version, True
         context.adapter, context.route = answer.adapter, answer.route
         used, capacity = answer.kv_tokens
@@ -396,7 +437,14 @@ class RemoteGateway:
         text.users += 1
         context.on_end(text.release)
         await asyncio.shield(text.building)
+        if answer.follows:
+            context.logged = True
+            return FollowedTextHandle(self, config, context, text.model, stats)
         return RemoteTextHandle(self, config, context, text.model.over(text.engine.for_request(key)), stats)
+
+    def _body_of(self, context: RequestContext) -> dict[str, Any] | None:
+        asked = self._snapshot is not None and self._snapshot.has_routes and context.body is not None
+        return dict(context.body) if asked and context.body is not None else None
 
     def ready(self) -> bool:
         silence = time.monotonic() - self._heard
@@ -459,8 +507,15 @@ class RemoteGateway:
         responses = self.calls.get(message.key)
         if responses is None:
             self.exchange.discard(message.outputs)
-        else:
-            responses.on_answer(message)
+            return
+        outputs = tuple([self.exchange.tensor(each) for each in message.outputs])
+        response = InferResponse(outputs, message.parameters, message.final)
+        responses.on_item(response, message.last, message.notes)
+
+    def _on_text(self, message: TextAnswer) -> None:
+        responses = self.calls.get(message.key)
+        if responses is not None:
+            responses.on_item(message.chunk, False, message.notes)
 
     def _on_responses_ended(self, message: ResponsesEnded) -> None:
         responses = self.calls.get(message.key)
@@ -576,6 +631,14 @@ class RemoteGateway:
         return next((model for model in self._served.models if model.number == number), None)
 
     # What frontends never ask by themselves: `ask_http` and `ask_grpc` do
+
+    @property
+    def route_control(self) -> ChangeableRoutes:
+        raise Unsupported(_ASKED_AS_A_WHOLE)
+
+    @property
+    def rollouts(self) -> Rollouts:
+        raise Unsupported(_ASKED_AS_A_WHOLE)
 
     def model_config(self, name: str, version: str = "") -> ModelConfig:
         raise Unsupported(_ASKED_AS_A_WHOLE)

@@ -66,8 +66,13 @@ class LoadedModelHandle:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model that answers."""
+        """The model that answers, as far as it is known by now."""
         return self._loaded
+
+    @property
+    def follows_requests(self) -> bool:
+        """Whether what is asked of it is needed here as a whole, and so are its answers."""
+        return False
 
     def for_request(self, context: RequestContext) -> "LoadedModelHandle":
         context.model, context.version, context.model_found = self.config.name, self.config.version, True
@@ -161,6 +166,10 @@ class RoutedModelHandle(LoadedModelHandle):
     @property
     def name(self) -> str:
         return self._route.name
+
+    @property
+    def follows_requests(self) -> bool:
+        return self._arm is None or self._route.shadow is not None
 
     def for_request(self, context: RequestContext) -> LoadedModelHandle:
         served = self._loaded.config

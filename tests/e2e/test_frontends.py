@@ -77,9 +77,9 @@ def frontends(server: Server) -> list[int]:
 
 def owner(server: Server, connected: socket.socket) -> int:
     """The process at the other end of a connection on this machine."""
-    mine = f"{connected.getsockname()[1]:04X}"
+    mine, theirs = (f":{address[1]:04X}" for address in (connected.getsockname(), connected.getpeername()))
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    [inode] = [row[9] for row in rows if row[2].endswith(f":{mine}") and row[9] != "0"]
+    [inode] = [row[9] for row in rows if row[1].endswith(theirs) and row[2].endswith(mine)]
     for pid in frontends(server):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             try:

@@ -13,8 +13,8 @@ from charonia.core.request_context import RequestContext
 from charonia.core.tensor import NUMPY_TYPES, Tensor
 from charonia.frontends.messages import (
     ErrorMessage,
-    ModelCall,
     LogLevels,
+    ModelCall,
     RequestOrigin,
     decode_from_frontend,
 )
