@@ -17,6 +17,7 @@ from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries, MetricsSource, build_registry, metrics_app
 from ..api.triton.clouds import CloudMiddleware
+from ..core.metrics import Measurement
 from ..core.tasks import wait_for_first
 from ..repository.gateway import InProcessGateway
 from ..telemetry.host_metrics import Gpus, HostMetrics
@@ -50,6 +51,8 @@ class FrontendServers:
         if plan.store is not None:
             self._batches = BatchRunner(plan.store, gateway, plan.options.files.batch_concurrency)
             sources = (*sources, self._batches.measure)
+        if server.frontends > 1:
+            sources = (*sources, self._measure_frontends)
         shown = self._metrics = None
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
@@ -74,6 +77,10 @@ class FrontendServers:
             self._servers.append(HttpServer(translated, sock, access_log=True, body_timeout=timeout))
         if ports.grpc is not None:
             self._servers.append(GrpcServer(gateway, info, settings.grpc, ports.grpc, settings.grpc_policy))
+
+    def _measure_frontends(self) -> Iterator[Measurement]:
+        if self._pool is not None:
+            yield from self._pool.measure()
 
     @asynccontextmanager
     async def metrics(self) -> AsyncIterator[None]:

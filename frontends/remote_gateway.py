@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 from ..api.http.error_responses import printable
 from ..core.adapter import Adapter
@@ -122,7 +122,9 @@ class RemoteResponses(Generic[_Item]):
     __slots__ = ("_context", "_ended", "_error", "_gateway", "_handle", "_key", "_reader", "_ready", "_taken", "_text")
 
     def __init__(self, gateway: "RemoteGateway", handle: "RemoteModelHandle", key: int) -> None:
-        self._gateway, self._handle, self._key = gateway, handle, key
+        self._gateway: RemoteGateway = gateway
+        self._handle: RemoteModelHandle = handle
+        self._key: int = key
         self._context = handle.context
         self._ready: deque[_Item] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -360,6 +362,19 @@ class TextModelHere:
             self._unloading = asyncio.create_task(self.model.unload())
 
 
+class AcquiredHere(NamedTuple):
+    """What the hub has acquired for a request; `text`: the language model here, with one user more."""
+
+    answer: AcquiredModel
+    config: ModelConfig
+    text: TextModelHere | None
+
+    def give_back(self) -> None:
+        """Nobody is there to use it."""
+        if self.text is not None:
+            self.text.release()
+
+
 class RemoteGateway:
     """The gateway of one frontend, and its end of the link. `shared_state` mirrors the hub's. `stop_requested`: the hub
     wants this process to end; `stop_by_force`: at once; `lost`: the hub is gone. `told`: there was a first snapshot.
@@ -395,7 +410,7 @@ class RemoteGateway:
             TextAnswer: self._on_text,
             TensorsRead: lambda message: self.exchange.on_released(message.offsets),
             ResponsesEnded: self._on_responses_ended,
-            AcquiredModel: self._on_reply,
+            AcquiredModel: self._on_acquired,
             CallFailed: self._on_failed,
             SequenceSteps: self._streams.on_steps,
             CancelRequests: self._on_cancel_requests,
@@ -422,25 +437,23 @@ class RemoteGateway:
             return RemoteModelHandle(self, config, context, version)
         context.model, context.version = name, version
         key = self.key_of(context)
-        answer: AcquiredModel = await self._ask(
-            key, AcquireCall(key, self.origin_of(context), printable(name), version, self._body_of(context))
-        )
-        context.body = None
+        call = AcquireCall(key, self.origin_of(context), printable(name), version, self._body_of(context))
+        found: AcquiredHere = await self._ask(key, call)
+        context.body, answer, text = None, found.answer, found.text
+        if text is not None:
+            context.on_end(text.release)
         context.model, context.version, context.model_found = answer.model, answer.version, True
         context.adapter, context.route = answer.adapter, answer.route
         used, capacity = answer.kv_tokens
-        stats, known = ModelStats(True, kv_tokens=used, kv_token_capacity=capacity), self._number(answer.number)
-        config = _unpickled_config(answer.config) if answer.config or known is None else known.config
-        text = self._texts.get(answer.number)
+        stats = ModelStats(True, kv_tokens=used, kv_token_capacity=capacity)
         if text is None:
-            return RemoteModelHandle(self, config, context, answer.version, stats)
-        text.users += 1
-        context.on_end(text.release)
+            return RemoteModelHandle(self, found.config, context, answer.version, stats)
         await asyncio.shield(text.building)
         if answer.follows:
             context.logged = True
-            return FollowedTextHandle(self, config, context, text.model, stats)
-        return RemoteTextHandle(self, config, context, text.model.over(text.engine.for_request(key)), stats)
+            return FollowedTextHandle(self, found.config, context, text.model, stats)
+        model = text.model.over(text.engine.for_request(key))
+        return RemoteTextHandle(self, found.config, context, model, stats)
 
     def _body_of(self, context: RequestContext) -> dict[str, Any] | None:
         asked = self._snapshot is not None and self._snapshot.has_routes and context.body is not None
@@ -493,6 +506,8 @@ class RemoteGateway:
         try:
             return await waiting
         except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and isinstance(found := waiting.result(), AcquiredHere):
+                found.give_back()
             self.send(CancelCall(key))
             raise
         finally:
@@ -522,7 +537,19 @@ class RemoteGateway:
         if responses is not None:
             responses.on_end()
 
-    def _on_reply(self, message: AcquiredModel | HttpAnswer | GrpcAnswer) -> None:
+    def _on_acquired(self, message: AcquiredModel) -> None:
+        """Looked up at once: the next snapshot may not have it any more."""
+        waiting = self._waiting.get(message.key)
+        if waiting is None or waiting.done():
+            return
+        text, config = self._texts.get(message.number), message.config
+        known = next((model.config for model in self._served.models if model.number == message.number), None)
+        if text is not None:
+            text.users += 1
+        served = _unpickled_config(config) if config or known is None else known
+        waiting.set_result(AcquiredHere(message, served, text))
+
+    def _on_reply(self, message: HttpAnswer | GrpcAnswer) -> None:
         waiting = self._waiting.get(message.key)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
@@ -626,9 +653,6 @@ class RemoteGateway:
             self._answered, self._ended_otherwise = [], []
         if released := self.exchange.released():
             self.send(TensorsRead(released))
-
-    def _number(self, number: int) -> ServedModel | None:
-        return next((model for model in self._served.models if model.number == number), None)
 
     # What frontends never ask by themselves: `ask_http` and `ask_grpc` do
 

@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..core.errors import CharoniaError
 from ..core.model import ModelConfig
 from ..engine.frontend.llm import LlmModel, TextModelParts
 from ..repository.gateway import InProcessGateway
@@ -73,7 +74,11 @@ class ModelCensus:
         served = {model.number for model in found}
         self._numbered = {key: pair for key, pair in self._numbered.items() if pair[1] in served}
         self._parts = {number: parts for number, parts in self._parts.items() if number in served}
-        return ServedModels(tuple(found), tuple(self._gateway.model_configs()))
+        try:
+            listed = tuple(self._gateway.model_configs())
+        except CharoniaError:  # of a route whose arms do not fit together: whoever asks for the list is told
+            listed = ()
+        return ServedModels(tuple(found), listed)
 
     def _versions(self, entry: ModelEntry, names: tuple[str, ...]) -> Iterator[ServedModel]:
         for version in entry.versions.values():

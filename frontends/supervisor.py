@@ -5,12 +5,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 from ..core.errors import Unavailable
+from ..core.metrics import Measurement, Reading
 from ..core.tasks import wait_for_first
 from ..processes.child_process import ChildProcess, RestartBackoff, describe_exit, python_child
 from ..processes.shared_arena import new_arena_file
@@ -27,6 +29,9 @@ _SILENT_DEATHS = 3
 
 _STOP_SECONDS = 5.0
 """For a frontend to leave by itself once it was told to: what is written may take that long to reach its clients."""
+
+_EXIT_SECONDS = 1.0
+"""For a process whose link has ended to say why it ends."""
 
 _FIRST_RETRY, _LAST_RETRY, _STABLE = 0.1, 30.0, 5.0
 """Seconds before a lost frontend is started again, at first and at most, and for which one has to last to count."""
@@ -50,7 +55,7 @@ class FrontendPool:
         self._sessions: dict[int, FrontendSession] = {}
         self._started = [asyncio.Event() for _ in range(count)]
         self._stopping = False
-        self.restarts = 0
+        self._restarts = 0
 
     async def start(self) -> None:
         """Return when all of them listen.
@@ -61,6 +66,10 @@ class FrontendPool:
         self._hub.start()
         self._keepers = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
         await wait_for_first(self._all_started(), self.ended())
+
+    def measure(self) -> Iterator[Measurement]:
+        """How often a frontend was lost and started again, for a scrape."""
+        yield Measurement({}, [Reading("charonia_frontend_restarts_total", self._restarts)])
 
     async def _all_started(self) -> None:
         for started in self._started:
@@ -90,38 +99,40 @@ class FrontendPool:
         """Run one frontend after the other, until there is to be none."""
         backoff, deaths, name = RestartBackoff(_FIRST_RETRY, _LAST_RETRY, _STABLE), 0, f"frontend {number + 1}"
         while True:
-            began = time.monotonic()
-            exit_code, listened = await self._run(number, name)
+            began, listened = time.monotonic(), False
+            try:
+                exit_code, listened = await self._run(number, name)
+                why = describe_exit(exit_code)
+            except OSError as error:
+                why = f"it cannot be started: {error}"
             if self._stopping:
                 return
             deaths = 0 if listened else deaths + 1
-            why = describe_exit(exit_code)
             if deaths >= _SILENT_DEATHS and not self._started[number].is_set():
                 raise Unavailable(f"{name} cannot be started: {why}, {deaths} times")
-            self.restarts += 1
+            self._restarts += 1
             log.error("%s is gone: %s; it is being restarted", name, why)
             await asyncio.sleep(backoff.next_delay(time.monotonic() - began if listened else 0.0))
+            if self._stopping:
+                return
 
     async def _run(self, number: int, name: str) -> tuple[int, bool]:
         """The exit code of one frontend, and whether it took connections."""
-        ours, theirs = Pipe()
-        files = new_arena_file(ARENA_BYTES), new_arena_file(ARENA_BYTES)
-        try:
-            with theirs:
-                child = python_child(FRONTEND_NAME, self._main, self._setup, theirs, *reversed(files), inherited=files)
-            session = self._sessions[number] = FrontendSession(self._hub, name, *files)
-        finally:
-            for file in files:
-                os.close(file)
-        try:
+        with ExitStack() as files:
+            ours, theirs = (files.enter_context(end) for end in Pipe())
+            memory = [new_arena_file(ARENA_BYTES) for _ in range(2)]
+            for file in memory:
+                files.callback(os.close, file)
+            child = python_child(FRONTEND_NAME, self._main, self._setup, theirs, *reversed(memory), inherited=memory)
+            session = self._sessions[number] = FrontendSession(self._hub, name, *memory)
             sock = socket.socket(fileno=os.dup(ours.fileno()))
-            ours.close()
+        try:
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: session.link, sock=sock)
             await self._watch(child, session, number, name)
         finally:
             session.link.close()
-            exit_code = await asyncio.to_thread(child.close, _STOP_SECONDS if self._stopping else 0.0)
+            exit_code = await asyncio.to_thread(child.close, _STOP_SECONDS if self._stopping else _EXIT_SECONDS)
         return exit_code, session.listening.is_set()
 
     async def _watch(self, child: ChildProcess, session: FrontendSession, number: int, name: str) -> None:

@@ -67,6 +67,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_step_tokens", "histogram", "Tokens computed in one engine step"),
     MetricFamily("charonia_step_sequences", "histogram", "Sequences in one engine step"),
     MetricFamily("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
+    MetricFamily("charonia_frontend_restarts_total", "counter", "Frontends that were lost and started again"),
     MetricFamily("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
     MetricFamily("charonia_adapters", "gauge", "Adapters that requests may name"),
     MetricFamily("charonia_adapters_held", "gauge", "Adapters in the engine's memory"),

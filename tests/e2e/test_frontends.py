@@ -338,6 +338,7 @@ def test_a_lost_frontend_takes_its_own_connections_alone_and_comes_back(server: 
         assert stream.read().count(b"data: ") == 13
     server.until(lambda: metric(server, "charonia_requests_running", model="slow") == 0)
     server.until(lambda: "serves again" in server.said)
+    assert metric(server, "charonia_frontend_restarts_total") == 1
     assert lost not in frontends(server)
     assert kept in frontends(server)
     with one_each(server) as connections:
