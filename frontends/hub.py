@@ -60,6 +60,7 @@ from .messages import (
     TextCall,
     ToFrontend,
     decode_from_frontend,
+    decode_origin,
 )
 from .relay import HubLink, SequenceRelay
 from .snapshot import ModelCensus
@@ -311,20 +312,19 @@ class FrontendSession:
     # Requests
 
     def _open_request(self, key: int, origin: RequestOrigin) -> OpenRequest:
-        """The request of that key, opened if this is the first word of it."""
-        opened = self._open.get(key)
-        if opened is None:
-            context = self._gateway.open_request(origin.endpoint, origin.headers)
-            origin.note_in(context)
-            opened = self._open[key] = OpenRequest(context)
+        context = self._gateway.open_request(origin.endpoint, origin.headers)
+        origin.note_in(context)
+        opened = self._open[key] = OpenRequest(context)
         return opened
 
     def _on_infer(self, call: ModelCall) -> None:
         inputs = {each.name: self._exchange.tensor(each) for each in call.inputs}
         request = InferRequest(call.request_id, inputs, call.outputs, call.parameters)
-        if call.request not in self._open and self._answer_inline(call, request):
-            return
-        opened = self._open_request(call.request, call.origin)
+        opened = self._open.get(call.request)
+        if opened is None:
+            if self._answer_inline(call, request):
+                return
+            opened = self._open_request(call.request, decode_origin(call.origin))
         running = opened.calls[call.key] = OpenCall()
         running.task = start_eagerly(self._infer(call, request, opened, running))
         if running.task is not None:
@@ -353,8 +353,7 @@ class FrontendSession:
         else:
             if response is None:
                 return False
-            outputs = [self._exchange.message(each) for each in response.outputs]
-            self.link.send(InferAnswer(call.key, outputs, dict(response.parameters), response.final, True))
+            self.link.send(self._answer(call.key, response, last=True))
         if call.request not in self._inline:
             loaded.in_flight.increment()
             gateway.in_flight.increment()
@@ -415,11 +414,11 @@ class FrontendSession:
         before: InferResponse | None = None
         async for response in responses:
             if before is not None:
-                self.link.send(self._answer(key, before, opened))
+                self.link.send(self._answer(key, before, opened.notes()))
             before = response
             if response.final:
                 break
-        self.link.send(ResponsesEnded(key) if before is None else self._answer(key, before, opened, last=True))
+        self.link.send(ResponsesEnded(key) if before is None else self._answer(key, before, opened.notes(), last=True))
 
     async def _send_stream(
         self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest, running: OpenCall
@@ -427,12 +426,15 @@ class FrontendSession:
         """Response by response, no faster than they are read."""
         async for response in responses:
             await running.wait_for_reader()
-            self.link.send(self._answer(key, response, opened))
+            self.link.send(self._answer(key, response, opened.notes()))
         self.link.send(ResponsesEnded(key))
 
-    def _answer(self, key: int, response: InferResponse, opened: OpenRequest, last: bool = False) -> InferAnswer:
-        outputs = [self._exchange.message(each) for each in response.outputs]
-        return InferAnswer(key, outputs, dict(response.parameters), response.final, last, opened.notes())
+    def _answer(
+        self, key: int, response: InferResponse, notes: ResponseNotes | None = None, last: bool = False
+    ) -> InferAnswer:
+        message = self._exchange.message
+        parameters = dict(response.parameters) if response.parameters else {}
+        return InferAnswer(key, [message(each) for each in response.outputs], parameters, response.final, last, notes)
 
     def _on_acquire(self, call: AcquireCall) -> None:
         opened = self._open_request(call.key, call.origin)

@@ -121,11 +121,12 @@ def _bytes(text: str | bytes) -> bytes:
 
 class ModelCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
     """A call of a model of tensors, for the request `request`. Where the hub has no model for that yet, by an earlier
-    call or an `AcquireCall`, it looks `model` and `version` up."""
+    call or an `AcquireCall`, it looks `model` and `version` up. `origin`: an encoded `RequestOrigin`, which models that
+    answer in the event loop do without."""
 
     key: int
     request: int
-    origin: RequestOrigin
+    origin: msgspec.Raw
     model: str
     version: str
     request_id: str
@@ -447,5 +448,7 @@ ToFrontend: TypeAlias = (
     | StopFrontend
 )
 
+encode_origin = msgspec.msgpack.Encoder().encode
+decode_origin = msgspec.msgpack.Decoder(RequestOrigin).decode
 decode_from_frontend = msgspec.msgpack.Decoder(list[FromFrontend]).decode
 decode_to_frontend = msgspec.msgpack.Decoder(list[ToFrontend]).decode

@@ -17,6 +17,8 @@ from functools import lru_cache, partial
 from itertools import count
 from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
+from msgspec import Raw
+
 from ..api.http.error_responses import printable
 from ..core.adapter import Adapter
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
@@ -77,6 +79,7 @@ from .messages import (
     TextCall,
     ToFrontend,
     decode_to_frontend,
+    encode_origin,
 )
 from .remote_engine import RemoteEngine, RemoteStreams
 from .snapshot import ServedModel, ServedModels
@@ -238,7 +241,7 @@ class RemoteModelHandle:
         call = ModelCall(
             key,
             gateway.key_of(context),
-            gateway.origin_of(context),
+            Raw(encode_origin(gateway.origin_of(context))),
             context.model,
             self._version,
             request.id,
@@ -438,8 +441,8 @@ class RemoteGateway:
         context.model, context.version = name, version
         key = self.key_of(context)
         call = AcquireCall(key, self.origin_of(context), printable(name), version, self._body_of(context))
-        found: AcquiredHere = await self._ask(key, call)
-        context.body, answer, text = None, found.answer, found.text
+        acquired: AcquiredHere = await self._ask(key, call)
+        context.body, answer, text = None, acquired.answer, acquired.text
         if text is not None:
             context.on_end(text.release)
         context.model, context.version, context.model_found = answer.model, answer.version, True
@@ -447,13 +450,13 @@ class RemoteGateway:
         used, capacity = answer.kv_tokens
         stats = ModelStats(True, kv_tokens=used, kv_token_capacity=capacity)
         if text is None:
-            return RemoteModelHandle(self, found.config, context, answer.version, stats)
+            return RemoteModelHandle(self, acquired.config, context, answer.version, stats)
         await asyncio.shield(text.building)
         if answer.follows:
             context.logged = True
-            return FollowedTextHandle(self, found.config, context, text.model, stats)
+            return FollowedTextHandle(self, acquired.config, context, text.model, stats)
         model = text.model.over(text.engine.for_request(key))
-        return RemoteTextHandle(self, found.config, context, model, stats)
+        return RemoteTextHandle(self, acquired.config, context, model, stats)
 
     def _body_of(self, context: RequestContext) -> dict[str, Any] | None:
         asked = self._snapshot is not None and self._snapshot.has_routes and context.body is not None

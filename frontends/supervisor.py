@@ -98,7 +98,7 @@ class FrontendPool:
     async def _keep(self, number: int) -> None:
         """Run one frontend after the other, until there is to be none."""
         backoff, deaths, name = RestartBackoff(_FIRST_RETRY, _LAST_RETRY, _STABLE), 0, f"frontend {number + 1}"
-        while True:
+        while not self._stopping:
             began, listened = time.monotonic(), False
             try:
                 exit_code, listened = await self._run(number, name)
@@ -106,15 +106,13 @@ class FrontendPool:
             except OSError as error:
                 why = f"it cannot be started: {error}"
             if self._stopping:
-                return
+                break
             deaths = 0 if listened else deaths + 1
             if deaths >= _SILENT_DEATHS and not self._started[number].is_set():
                 raise Unavailable(f"{name} cannot be started: {why}, {deaths} times")
             self._restarts += 1
             log.error("%s is gone: %s; it is being restarted", name, why)
             await asyncio.sleep(backoff.next_delay(time.monotonic() - began if listened else 0.0))
-            if self._stopping:
-                return
 
     async def _run(self, number: int, name: str) -> tuple[int, bool]:
         """The exit code of one frontend, and whether it took connections."""

@@ -53,11 +53,8 @@ class TensorMessage(msgspec.Struct, array_like=True, frozen=True):
             strings: NDArray[Any] = np.empty(len(self.strings), np.object_)
             strings[:] = self.strings
             return Tensor(self.name, self.datatype, self.shape, strings)
-        return self._numbers(self.data)
-
-    def _numbers(self, data: memoryview) -> Tensor:
         # The data of an unknown datatype stay bytes: no model has such a tensor.
-        numbers = np.frombuffer(data, _DTYPES.get(self.datatype, _BYTES))
+        numbers = np.frombuffer(self.data, _DTYPES.get(self.datatype, _BYTES))
         if numbers.flags.writeable:
             numbers.flags.writeable = False
         return Tensor(self.name, self.datatype, self.shape, numbers)
@@ -82,10 +79,10 @@ class TensorExchange:
     def tensor(self, message: TensorMessage) -> Tensor:
         if message.place is None:
             return message.tensor()
-        offset, size = message.place
-        tensor = message._numbers(self._view.read(offset, size))
+        data = self._view.read(*message.place)
+        tensor = TensorMessage(message.name, message.datatype, message.shape, data).tensor()
         # All views of it have this array as their base.
-        weakref.finalize(tensor.data, self._let_go, offset).atexit = False
+        weakref.finalize(tensor.data, self._let_go, message.place[0]).atexit = False
         return tensor
 
     def discard(self, messages: Iterable[TensorMessage]) -> None:

@@ -17,6 +17,8 @@ from charonia.frontends.messages import (
     ModelCall,
     RequestOrigin,
     decode_from_frontend,
+    decode_origin,
+    encode_origin,
 )
 from charonia.frontends.tensors import TensorMessage
 from charonia.repository.model_registry import NotResident
@@ -26,9 +28,10 @@ ORIGIN = RequestOrigin("infer", "", 1.0, 0.0)
 
 
 def crossed(tensor: Tensor) -> Tensor:
-    call = ModelCall(1, 2, ORIGIN, "m", "", "", [TensorMessage.of(tensor)], None, {})
+    call = ModelCall(1, 2, msgspec.Raw(encode_origin(ORIGIN)), "m", "", "", [TensorMessage.of(tensor)], None, {})
     [found] = decode_from_frontend(msgspec.msgpack.encode([call]))
     assert isinstance(found, ModelCall)
+    assert decode_origin(found.origin) == ORIGIN
     return found.inputs[0].tensor()
 
 
