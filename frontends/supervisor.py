@@ -54,7 +54,7 @@ class FrontendPool:
         self._keepers: list[asyncio.Task[None]] = []
         self._sessions: dict[int, FrontendSession] = {}
         self._started = [asyncio.Event() for _ in range(count)]
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._restarts = 0
 
     async def start(self) -> None:
@@ -85,7 +85,7 @@ class FrontendPool:
 
     async def stop(self, force: bool) -> None:
         """Close all sockets; with `force`, what still runs is told so and ended."""
-        self._stopping = True
+        self._stopping.set()
         await self._hub.close()
         for session in self._sessions.values():
             session.stop(force)
@@ -98,14 +98,14 @@ class FrontendPool:
     async def _keep(self, number: int) -> None:
         """Run one frontend after the other, until there is to be none."""
         backoff, deaths, name = RestartBackoff(_FIRST_RETRY, _LAST_RETRY, _STABLE), 0, f"frontend {number + 1}"
-        while not self._stopping:
+        while not self._stopping.is_set():
             began, listened = time.monotonic(), False
             try:
                 exit_code, listened = await self._run(number, name)
                 why = describe_exit(exit_code)
             except OSError as error:
                 why = f"it cannot be started: {error}"
-            if self._stopping:
+            if self._stopping.is_set():
                 break
             deaths = 0 if listened else deaths + 1
             if deaths >= _SILENT_DEATHS and not self._started[number].is_set():
@@ -130,7 +130,9 @@ class FrontendPool:
             await self._watch(child, session, number, name)
         finally:
             session.link.close()
-            exit_code = await asyncio.to_thread(child.close, _STOP_SECONDS if self._stopping else _EXIT_SECONDS)
+            exit_code = await asyncio.to_thread(
+                child.close, _STOP_SECONDS if self._stopping.is_set() else _EXIT_SECONDS
+            )
         return exit_code, session.listening.is_set()
 
     async def _watch(self, child: ChildProcess, session: FrontendSession, number: int, name: str) -> None:
