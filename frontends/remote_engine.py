@@ -15,14 +15,7 @@ from ..engine.core.messages import AddRequest, CoreReady
 from ..engine.frontend.admission import AdmissionControl, QueueLimits, QueueTicket
 from ..engine.frontend.token_stream import SequenceStats, TokenStream
 from ..telemetry.llm_metrics import EngineState
-from .messages import (
-    AbortSequence,
-    CancelRequests,
-    FromFrontend,
-    LoraTaskMessage,
-    SequenceSteps,
-    SubmitSequence,
-)
+from .messages import AbortSequence, CancelRequests, FromFrontend, LoraTaskMessage, SequenceSteps, SubmitSequence
 from .tensors import TensorMessage
 
 _NOBODY_WAITS = AdmissionControl(QueueLimits(sys.maxsize, sys.maxsize))

@@ -16,7 +16,8 @@ from ..core.metrics import Measurement, Reading
 from ..core.tasks import wait_for_first
 from ..processes.child_process import ChildProcess, RestartBackoff, describe_exit, python_child
 from ..processes.shared_arena import new_arena_file
-from .hub import FrontendHub, FrontendSession
+from .hub import FrontendHub
+from .session import FrontendSession
 from .tensors import ARENA_BYTES
 
 log = logging.getLogger(__name__)
