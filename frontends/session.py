@@ -381,7 +381,7 @@ class FrontendSession:
             return
         context = opened.context
         if end != DONE:
-            context.id, context.end = id_, end
+            context.id, context.end = id_ or context.id, end
             for sequence in context.sequences:
                 sequence.end = end
         elif context.end is None:
