@@ -65,7 +65,7 @@ class SpeculationWork:
     k: Annotated[tuple[int, ...], _Counts] = (4,)
     """Drafts of a sequence in a step, for methods that are given by name."""
     rates: Annotated[tuple[float, ...], _Several] = (0.8, 0.6, 0.45, 0.35)
-    """How often the method synthetic is right, by place."""
+    """How often the method synthetic is right, by place; and a model that drafts, about a record."""
     streams: Annotated[tuple[int, ...], _Counts] = (1,)
     """Sequences at once."""
     kinds: Annotated[tuple[TextKind, ...], _Several] = TEXT_KINDS
@@ -92,7 +92,7 @@ def build_arms(work: SpeculationWork, record: Path) -> list[Arm]:
             config = read_speculation_config(drafter)
             given = msgspec.json.decode(drafter, type=dict[str, Any])
             keys = [f"{key.removeprefix('prompt_')}={value}" for key, value in given.items() if key != "method"]
-            arms.append(Arm(" ".join([config.method, *keys]), config, work.everything, work.commit))
+            arms.append(Arm(" ".join([config.method, *keys]), config, work.everything, work.commit, work.rates))
             continue
         for k in work.k:
             asked: dict[str, Any] = {"method": drafter, "num_speculative_tokens": k}
@@ -121,7 +121,7 @@ def compare(
     with TemporaryDirectory(prefix="charonia-bench-") as folder, ExitStack() as stack:
         record, recorded = Path(folder) / "record.jsonl", target == "record"
         arms = build_arms(work, record)
-        computing = _computing(arms, recorded)
+        computing = _computing(arms)
         model = stack.enter_context(
             closing(
                 Laboratory(str(checkpoint), precision, texts, max(work.streams), recorded=recorded, computing=computing)
@@ -154,13 +154,11 @@ def compare(
         )
 
 
-def _computing(arms: Sequence[Arm], recorded: bool) -> SpeculationConfig | None:
+def _computing(arms: Sequence[Arm]) -> SpeculationConfig | None:
     """The draft model among these drafters."""
     found = [arm.config for arm in arms if arm.config is not None and arm.config.computes]
     if len(found) > 1:
         raise InvalidArgument("drafters: one of them at most may be a model's", field="drafters")
-    if found and recorded:
-        raise InvalidArgument("target: a draft model drafts for what the model says, not for a record", field="target")
     return found[0] if found else None
 
 

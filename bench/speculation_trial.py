@@ -18,7 +18,7 @@ from ..engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from ..engine.core.drafters import build_drafter
 from ..engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
 from ..engine.core.step_loop import EngineCore
-from ..engine.drafters.laboratory import Record, wrong_tokens
+from ..engine.drafters.laboratory import Record, SyntheticDrafter, wrong_tokens
 from ..engine.worker.executor import StepFuture
 from ..engine.worker.inline_executor import InlineExecutor
 from ..engine.worker.model_runner import verify_samples
@@ -39,12 +39,14 @@ _CHUNK = 512
 
 class Arm(NamedTuple):
     """A way of drafting, by its `label`. `everything`: every draft is verified, worth its cost or not. `commit`: of so
-    many drafts of a step at most are right, whatever the drafter knows."""
+    many drafts of a step at most are right, whatever the drafter knows. `rates`: how often a model that drafts is right
+    about a record, of which it cannot know anything, by place."""
 
     label: str
     config: SpeculationConfig | None = None
     everything: bool = False
     commit: int | None = None
+    rates: tuple[float, ...] = ()
 
     @property
     def k(self) -> int:
@@ -214,6 +216,19 @@ class _FullVerification(Speculation):
         pass
 
 
+class _DictatedProposals:
+    """As many tokens as a model proposed, which computed for them; but they are the record's, and right as often as
+    `synthetic` says."""
+
+    def __init__(self, synthetic: SyntheticDrafter) -> None:
+        self._synthetic = synthetic
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        """See `Drafter.propose`."""
+        tokens = self._synthetic.propose(requests)
+        return [own[: len(request.proposed)] for own, request in zip(tokens, requests, strict=True)]
+
+
 class _WatchedDrafter:
     """`drafter`, timed; of its drafts at most `commit` are left right."""
 
@@ -286,6 +301,7 @@ class Laboratory:
         self._rule = SchedulerConfig(max_num_seqs=streams, max_num_batched_tokens=_CHUNK, max_model_len=longest)
         if recorded:
             self._executor.rank.runner.dictate = self._target.dictate
+        self._recorded = records if recorded else ()
         self._said: dict[tuple[int, ...], list[int]] = {}
         self._runs, self._sampling = 0, sampling
 
@@ -300,7 +316,10 @@ class Laboratory:
         """
         cache, speculation, watched = KVCacheManager(self._blocks, BLOCK, prefix_caching=False), None, None
         if arm.config is not None:
-            watched = _WatchedDrafter(build_drafter(arm.config, self._vocab_size), arm.commit)
+            drafter = build_drafter(arm.config, self._vocab_size)
+            if arm.config.computes and self._recorded:
+                drafter = _DictatedProposals(SyntheticDrafter(self._recorded, arm.rates, 0))
+            watched = _WatchedDrafter(drafter, arm.commit)
             made = _FullVerification if arm.everything else Speculation
             speculation = made({arm.config.method: watched}, arm.k, self._vocab_size, draft_model=arm.config.computes)
         scheduler = Scheduler(self._rule, cache, speculation=speculation)

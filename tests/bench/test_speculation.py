@@ -95,13 +95,21 @@ def test_drafters_that_there_are_not_are_refused() -> None:
             build_arms(SpeculationWork(drafters=(drafter,)), TEXTS)
 
 
-def test_a_draft_model_is_neither_replayed_nor_asked_what_follows_a_record(root: Path) -> None:
+def test_a_draft_model_is_not_replayed(root: Path) -> None:
     drafter = f'{{"method": "draft_model", "model": "{root / "examples" / "draft"}"}}'
-    work = SpeculationWork(drafters=(drafter,))
     with pytest.raises(InvalidArgument, match="draft_model cannot be replayed"):
-        list(replay([], build_arms(work, TEXTS), new=10))
-    with pytest.raises(InvalidArgument, match="target: a draft model"):
-        compare(root, "bf16", "record", read_texts(("chat",)), work, log=lambda line: None)
+        list(replay([], build_arms(SpeculationWork(drafters=(drafter,)), TEXTS), new=10))
+
+
+def test_a_draft_model_computes_beside_a_record_and_is_as_right_as_was_asked(root: Path) -> None:
+    demo, draft = (root / "examples" / name for name in ("model_repository/demo/1", "draft"))
+    drafter = f'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": 2}}'
+    work = SpeculationWork(drafters=(drafter,), rates=(1.0, 0.0), kinds=("names",), new=24, repeats=1, everything=True)
+    seen = compare(demo, "bf16", "record", read_texts(work.kinds), work, log=lambda line: None)
+    own = seen.cell("names", 1, seen.drafters[1]).own
+    assert seen.differing == 0
+    assert own.acceptance.rates == [1, 0]
+    assert own.acceptance.drafted > 8
 
 
 def test_acceptance_is_counted_by_place() -> None:
