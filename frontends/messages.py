@@ -32,7 +32,7 @@ from ..core.request_context import RequestContext, RequestEnd
 from ..engine.core.messages import AddRequest
 from ..processes.client_shared_memory import SharedMemoryRegion
 from ..telemetry.logging_setup import LogSettings
-from .tensors import TensorMessage
+from .tensors import SentTensor
 
 _ERRORS: dict[str, type[CharoniaError]] = {
     each.__name__: each
@@ -55,7 +55,7 @@ _ERRORS: dict[str, type[CharoniaError]] = {
 }
 
 
-class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
+class SentError(msgspec.Struct, array_like=True, frozen=True):
     """An error for a client. `kind`: the name of its class, or of the first of its bases that is one of `core.errors`;
     `limit`: of a `QueueFull`."""
 
@@ -66,7 +66,7 @@ class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
     limit: str = ""
 
     @classmethod
-    def of(cls, error: CharoniaError) -> "ErrorMessage":
+    def of(cls, error: CharoniaError) -> "SentError":
         message = error.message.encode(errors="backslashreplace").decode()  # it may quote lone surrogates
         if isinstance(error, QueueFull):
             return cls("QueueFull", message, error.field, error.retry_after, error.limit)
@@ -130,7 +130,7 @@ class ModelCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
     model: str
     version: str
     request_id: str
-    inputs: list[TensorMessage]
+    inputs: list[SentTensor]
     outputs: tuple[str, ...] | None
     parameters: dict[str, ParameterValue]
 
@@ -195,8 +195,8 @@ class LoraTaskMessage(msgspec.Struct, array_like=True, frozen=True):
     """A `core.adapter.LoraTask`."""
 
     number: int
-    weights: TensorMessage | None
-    config: TensorMessage | None
+    weights: SentTensor | None
+    config: SentTensor | None
 
 
 class SubmitSequence(msgspec.Struct, array_like=True, tag="submit", frozen=True):
@@ -307,11 +307,11 @@ class ResponseNotes(msgspec.Struct, array_like=True, frozen=True):
     text: CountedText | None = None
 
 
-class InferAnswer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
+class ModelAnswer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
     """A response. `final`: as in `InferResponse`; `last`: no other comes."""
 
     key: int
-    outputs: list[TensorMessage]
+    outputs: list[SentTensor]
     parameters: dict[str, ParameterValue] = {}
     final: bool = False
     last: bool = False
@@ -352,7 +352,7 @@ class CallFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
     """A call has no answer, or no further one."""
 
     key: int
-    error: ErrorMessage
+    error: SentError
     notes: ResponseNotes | None = None
 
 
@@ -373,7 +373,7 @@ class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
     logprobs: list[tuple[int, list[Logprobs]]] = []
     prompt_logprobs: list[tuple[int, list[PromptLogprobs]]] = []
     drafts: list[tuple[int, list[tuple[int, int]]]] = []
-    failed: list[tuple[int, ErrorMessage]] = []
+    failed: list[tuple[int, SentError]] = []
 
 
 class HttpAnswer(msgspec.Struct, array_like=True, tag="http_answer", frozen=True):
@@ -433,7 +433,7 @@ class StopFrontend(msgspec.Struct, array_like=True, tag="stop", frozen=True):
 
 
 ToFrontend: TypeAlias = (
-    InferAnswer
+    ModelAnswer
     | TextAnswer
     | TensorsRead
     | ResponsesEnded

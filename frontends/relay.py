@@ -21,7 +21,7 @@ from ..core.request_context import RequestContext
 from ..engine.frontend.llm import LlmModel
 from ..engine.frontend.token_stream import SequenceStats, TokenStream
 from .link import FrameLink
-from .messages import ErrorMessage, FromFrontend, SequenceSteps, SubmitSequence, ToFrontend
+from .messages import FromFrontend, SentError, SequenceSteps, SubmitSequence, ToFrontend
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SequenceRelay:
         self._link = link
         self._sequences: dict[int, RelayedSequence] = {}
         self._unread: list[int] = []
-        self._failed: list[tuple[int, ErrorMessage]] = []
+        self._failed: list[tuple[int, SentError]] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -108,7 +108,7 @@ class SequenceRelay:
         self._link.schedule()
 
     def _fail(self, key: int, error: CharoniaError) -> None:
-        self._failed.append((key, ErrorMessage.of(error)))
+        self._failed.append((key, SentError.of(error)))
         self.abort(key)
         self._link.schedule()
 
@@ -134,7 +134,7 @@ class SequenceRelay:
         try:
             delta = stream.take()
         except CharoniaError as error:
-            steps.failed.append((key, ErrorMessage.of(error)))
+            steps.failed.append((key, SentError.of(error)))
             self.abort(key)
             return
         steps.keys.append(key)

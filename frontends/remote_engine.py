@@ -16,7 +16,7 @@ from ..engine.frontend.admission import AdmissionControl, QueueLimits, QueueTick
 from ..engine.frontend.token_stream import SequenceStats, TokenStream
 from ..telemetry.llm_metrics import EngineState
 from .messages import AbortSequence, CancelRequests, FromFrontend, LoraTaskMessage, SequenceSteps, SubmitSequence
-from .tensors import TensorMessage
+from .tensors import SentTensor
 
 _NOBODY_WAITS = AdmissionControl(QueueLimits(sys.maxsize, sys.maxsize))
 
@@ -140,8 +140,8 @@ class RemoteEngine:
         self._hub.send(CancelRequests(self._model, request_id))
 
 
-def _array(data: NDArray[Any] | None) -> TensorMessage | None:
+def _array(data: NDArray[Any] | None) -> SentTensor | None:
     if data is None:
         return None
     datatype = next(name for name, dtype in NUMPY_TYPES.items() if np.dtype(dtype) == data.dtype)
-    return TensorMessage.of(Tensor("", datatype, data.shape, data))
+    return SentTensor.of(Tensor("", datatype, data.shape, data))

@@ -35,7 +35,6 @@ from .messages import (
     CancelCall,
     CancelRequests,
     EndedRequests,
-    ErrorMessage,
     FromFrontend,
     GrpcAnswer,
     GrpcCall,
@@ -43,11 +42,12 @@ from .messages import (
     HttpAnswer,
     HttpCall,
     HubSnapshot,
-    InferAnswer,
     LoneRequest,
+    ModelAnswer,
     ModelCall,
     RequestOrigin,
     ResponsesEnded,
+    SentError,
     SequenceSteps,
     SnapshotTaken,
     StopFrontend,
@@ -113,7 +113,7 @@ class RemoteGateway:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._telling: asyncio.TimerHandle | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
-            InferAnswer: self._on_answer,
+            ModelAnswer: self._on_answer,
             TextAnswer: self._on_text,
             TensorsRead: lambda message: self.exchange.on_released(message.offsets),
             ResponsesEnded: self._on_responses_ended,
@@ -225,7 +225,7 @@ class RemoteGateway:
     def _receive(self, message: ToFrontend) -> None:
         self._handlers[type(message)](message)
 
-    def _on_answer(self, message: InferAnswer) -> None:
+    def _on_answer(self, message: ModelAnswer) -> None:
         responses = self.calls.get(message.key)
         if responses is None:
             self.exchange.discard(message.outputs)
@@ -273,7 +273,7 @@ class RemoteGateway:
         if isinstance(message, ModelCall):
             self.exchange.take_back(message.inputs)
         if (key := getattr(message, "key", None)) is not None:
-            self._on_failed(CallFailed(key, ErrorMessage.of(refusal)))
+            self._on_failed(CallFailed(key, SentError.of(refusal)))
 
     def _on_cancel_requests(self, message: CancelRequests) -> None:
         text = self._texts.get(message.model)

@@ -208,14 +208,28 @@ class RemoteModelHandle:
         return InvalidArgument(f"model '{self.config.name}' does not generate text", field="model")
 
 
-class RemoteTextHandle(RemoteModelHandle):
-    """A language model of the hub, whose text is read and written here by `model`."""
+class TextHandle(RemoteModelHandle):
+    """A language model of the hub whose text becomes tokens here, by `model`."""
 
     def __init__(
         self, gateway: "RemoteGateway", config: ModelConfig, context: RequestContext, model: LlmModel, stats: ModelStats
     ) -> None:
         super().__init__(gateway, config, context, context.version, stats)
         self._model = model
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        tokens = await self._model.tokenize(request)
+        self.context.finish()
+        return tokens
+
+    async def detokenize(self, ids: list[int]) -> str:
+        text = await self._model.detokenize(ids)
+        self.context.finish()
+        return text
+
+
+class RemoteTextHandle(TextHandle):
+    """A language model of the hub, whose text is read and written here by `model`."""
 
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:
@@ -227,26 +241,10 @@ class RemoteTextHandle(RemoteModelHandle):
         self.context.id = request.id
         return cast("ResponseStream[GenerateChunk]", self._model.generate(request, self.context))
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        tokens = await self._model.tokenize(request)
-        self.context.finish()
-        return tokens
 
-    async def detokenize(self, ids: list[int]) -> str:
-        text = await self._model.detokenize(ids)
-        self.context.finish()
-        return text
-
-
-class FollowedTextHandle(RemoteModelHandle):
+class FollowedTextHandle(TextHandle):
     """A language model whose requests and answers the hub needs as a whole: those of a route that copies them for a
     shadow, or goes by what is read last. What no engine answers is read here, by `model`."""
-
-    def __init__(
-        self, gateway: "RemoteGateway", config: ModelConfig, context: RequestContext, model: LlmModel, stats: ModelStats
-    ) -> None:
-        super().__init__(gateway, config, context, context.version, stats)
-        self._model = model
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         self.context.id = request.id
@@ -254,16 +252,6 @@ class FollowedTextHandle(RemoteModelHandle):
         responses = gateway.calls[key] = RemoteResponses[GenerateChunk](gateway, self, key)
         gateway.send(TextCall(key, gateway.key_of(self.context), request))
         return responses
-
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        tokens = await self._model.tokenize(request)
-        self.context.finish()
-        return tokens
-
-    async def detokenize(self, ids: list[int]) -> str:
-        text = await self._model.detokenize(ids)
-        self.context.finish()
-        return text
 
 
 class TextModelHere:

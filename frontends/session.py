@@ -7,8 +7,8 @@ says when and how it ended. What is not inference is answered by the same endpoi
 import asyncio
 import logging
 import pickle
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from ..api.http.control_call import ControlRequest, ask_app
@@ -34,21 +34,21 @@ from .messages import (
     CancelRequests,
     CountedText,
     EndedRequests,
-    ErrorMessage,
     FromFrontend,
     FrontendListening,
     GrpcAnswer,
     GrpcCall,
     HttpAnswer,
     HttpCall,
-    InferAnswer,
     LogText,
     LoneRequest,
+    ModelAnswer,
     ModelCall,
     RequestOrigin,
     ResponseNotes,
     ResponsesEnded,
     ResponsesRead,
+    SentError,
     SnapshotTaken,
     StopFrontend,
     SubmitSequence,
@@ -191,10 +191,10 @@ class FrontendSession:
 
     def _on_unsendable(self, message: ToFrontend, error: Exception) -> None:
         log.error("%s: an answer cannot leave this process: %s", self._name, error)
-        if isinstance(message, InferAnswer):
+        if isinstance(message, ModelAnswer):
             self._exchange.take_back(message.outputs)
         if (key := getattr(message, "key", None)) is not None:
-            self.link.send(CallFailed(key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+            self.link.send(CallFailed(key, SentError.of(INTERNAL_SERVER_ERROR)))
 
     def _on_taken(self, message: SnapshotTaken) -> None:
         self.taken = message.number
@@ -237,10 +237,10 @@ class FrontendSession:
         try:
             response = loaded.inline.compute_inline(request)
         except CharoniaError as error:
-            self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+            self.link.send(CallFailed(call.key, SentError.of(error)))
         except Exception:
             log.exception("%s: a request failed", self._name)
-            self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+            self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))
         else:
             if response is None:
                 return False
@@ -253,7 +253,7 @@ class FrontendSession:
 
     async def _infer(self, call: ModelCall, request: InferRequest, opened: OpenRequest, running: OpenCall) -> None:
         key = call.key
-        try:
+        with self._ended_call(key, opened):
             handle = opened.handle
             if handle is None:
                 handle = opened.handle = await self._gateway.acquire(opened.context, call.model, call.version)
@@ -265,11 +265,17 @@ class FrontendSession:
                     await self._send_responses(key, responses, opened)
             finally:
                 await responses.aclose()
+
+    @contextmanager
+    def _ended_call(self, key: int, opened: OpenRequest) -> Iterator[None]:
+        """Answers a call with the error that its block raises, and forgets it at the block's end."""
+        try:
+            yield
         except CharoniaError as error:
-            self.link.send(CallFailed(key, ErrorMessage.of(error), opened.notes()))
+            self.link.send(CallFailed(key, SentError.of(error), opened.notes()))
         except Exception:
             log.exception("%s: a request failed", self._name)
-            self.link.send(CallFailed(key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+            self.link.send(CallFailed(key, SentError.of(INTERNAL_SERVER_ERROR)))
         finally:
             del opened.calls[key]
             self._asked.pop(key, None)
@@ -285,20 +291,12 @@ class FrontendSession:
         self, call: TextCall, opened: OpenRequest, handle: LoadedModelHandle, running: OpenCall
     ) -> None:
         key = call.key
-        try:
+        with self._ended_call(key, opened):
             async with aclosing(handle.generate(call.asked)) as chunks:
                 async for chunk in chunks:
                     await running.wait_for_reader()
                     self.link.send(TextAnswer(key, chunk, opened.notes()))
             self.link.send(ResponsesEnded(key))
-        except CharoniaError as error:
-            self.link.send(CallFailed(key, ErrorMessage.of(error), opened.notes()))
-        except Exception:
-            log.exception("%s: a request failed", self._name)
-            self.link.send(CallFailed(key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
-        finally:
-            del opened.calls[key]
-            self._asked.pop(key, None)
 
     async def _send_responses(self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest) -> None:
         """Of a model that answers once: the response leaves with the word that it is the last."""
@@ -322,10 +320,10 @@ class FrontendSession:
 
     def _answer(
         self, key: int, response: InferResponse, notes: ResponseNotes | None = None, last: bool = False
-    ) -> InferAnswer:
+    ) -> ModelAnswer:
         message = self._exchange.message
         parameters = dict(response.parameters) if response.parameters else {}
-        return InferAnswer(key, [message(each) for each in response.outputs], parameters, response.final, last, notes)
+        return ModelAnswer(key, [message(each) for each in response.outputs], parameters, response.final, last, notes)
 
     def _on_acquire(self, call: AcquireCall) -> None:
         opened = self._open_request(call.key, call.origin)
@@ -342,11 +340,11 @@ class FrontendSession:
                 handle.start()
             context.logged = not follows
         except CharoniaError as error:
-            self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+            self.link.send(CallFailed(call.key, SentError.of(error)))
             return
         except Exception:
             log.exception("%s: a model could not be looked up", self._name)
-            self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+            self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))
             return
         number, stats = hub.census.number_of(loaded), loaded.model.stats()
         if number not in hub.told:
@@ -440,7 +438,7 @@ class FrontendSession:
             await self._hub.settle()
             self.link.send(GrpcAnswer(call.key, fields))
         except CharoniaError as error:
-            self.link.send(CallFailed(call.key, ErrorMessage.of(error)))
+            self.link.send(CallFailed(call.key, SentError.of(error)))
         except Exception:
             log.exception("%s failed", call.rpc)
-            self.link.send(CallFailed(call.key, ErrorMessage.of(INTERNAL_SERVER_ERROR)))
+            self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))

@@ -22,7 +22,7 @@ ARENA_BYTES = 64 << 20
 """Shared memory of each direction of a link; what finds no room goes through the socket."""
 
 
-class TensorMessage(msgspec.Struct, array_like=True, frozen=True):
+class SentTensor(msgspec.Struct, array_like=True, frozen=True):
     """A `Tensor`: its elements as `data`, those of BYTES as `strings`, or as the bytes at `place`, an offset and a size
     in the sender's arena."""
 
@@ -34,7 +34,7 @@ class TensorMessage(msgspec.Struct, array_like=True, frozen=True):
     place: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor, arena: SharedArena | None = None) -> "TensorMessage":
+    def of(cls, tensor: Tensor, arena: SharedArena | None = None) -> "SentTensor":
         """`arena`: where a large one may be placed."""
         data = tensor.data
         if tensor.datatype == "BYTES" and data.dtype.hasobject:
@@ -73,25 +73,25 @@ class TensorExchange:
         self._unread: deque[int] = deque()
         self._on_unread = on_unread
 
-    def message(self, tensor: Tensor) -> TensorMessage:
-        return TensorMessage.of(tensor, self.arena)
+    def message(self, tensor: Tensor) -> SentTensor:
+        return SentTensor.of(tensor, self.arena)
 
-    def tensor(self, message: TensorMessage) -> Tensor:
+    def tensor(self, message: SentTensor) -> Tensor:
         if message.place is None:
             return message.tensor()
         data = self._view.read(*message.place)
-        tensor = TensorMessage(message.name, message.datatype, message.shape, data).tensor()
+        tensor = SentTensor(message.name, message.datatype, message.shape, data).tensor()
         # All views of it have this array as their base.
         weakref.finalize(tensor.data, self._let_go, message.place[0]).atexit = False
         return tensor
 
-    def discard(self, messages: Iterable[TensorMessage]) -> None:
+    def discard(self, messages: Iterable[SentTensor]) -> None:
         """Let go of tensors that nobody reads."""
         for message in messages:
             if message.place is not None:
                 self._let_go(message.place[0])
 
-    def take_back(self, messages: Iterable[TensorMessage]) -> None:
+    def take_back(self, messages: Iterable[SentTensor]) -> None:
         """Free what was placed for messages that were not sent."""
         for message in messages:
             if message.place is not None:

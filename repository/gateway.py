@@ -269,9 +269,8 @@ class InProcessGateway:
 
     With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
     `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
-    mode explicit, `on_demand` where requests load models, `route_control` and `rollouts` where there are
-    repositories; `in_flight`
-    counts the requests that are being answered.
+    mode explicit, `on_demand` where requests load models, `route_control` and `rollouts` where there are repositories;
+    `in_flight` counts the requests that are being answered.
     """
 
     def __init__(

@@ -12,15 +12,15 @@ from charonia.core.errors import CharoniaError, QueueFull
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import NUMPY_TYPES, Tensor
 from charonia.frontends.messages import (
-    ErrorMessage,
     LogLevels,
     ModelCall,
     RequestOrigin,
+    SentError,
     decode_from_frontend,
     decode_origin,
     encode_origin,
 )
-from charonia.frontends.tensors import TensorMessage
+from charonia.frontends.tensors import SentTensor
 from charonia.repository.model_registry import NotResident
 from charonia.telemetry.logging_setup import LogSettings
 
@@ -28,7 +28,7 @@ ORIGIN = RequestOrigin("infer", "", 1.0, 0.0)
 
 
 def crossed(tensor: Tensor) -> Tensor:
-    call = ModelCall(1, 2, msgspec.Raw(encode_origin(ORIGIN)), "m", "", "", [TensorMessage.of(tensor)], None, {})
+    call = ModelCall(1, 2, msgspec.Raw(encode_origin(ORIGIN)), "m", "", "", [SentTensor.of(tensor)], None, {})
     [found] = decode_from_frontend(msgspec.msgpack.encode([call]))
     assert isinstance(found, ModelCall)
     assert decode_origin(found.origin) == ORIGIN
@@ -77,23 +77,23 @@ ALL_ERRORS = [
 def test_errors_keep_their_kind(kind: type[CharoniaError]) -> None:
     error = kind("what was wrong")
     error.field, error.retry_after = "where", 2.5
-    found = msgspec.msgpack.decode(msgspec.msgpack.encode(ErrorMessage.of(error)), type=ErrorMessage).error()
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode(SentError.of(error)), type=SentError).error()
     assert type(found) is kind
     assert (found.message, found.field, found.retry_after) == ("what was wrong", "where", 2.5)
 
 
 def test_a_full_queue_says_which_limit() -> None:
-    found = ErrorMessage.of(QueueFull("full", retry_after=7.0, limit="tokens")).error()
+    found = SentError.of(QueueFull("full", retry_after=7.0, limit="tokens")).error()
     assert isinstance(found, QueueFull)
     assert (found.limit, found.retry_after) == ("tokens", 7.0)
 
 
 def test_an_error_of_another_room_is_the_nearest_that_all_know() -> None:
-    assert type(ErrorMessage.of(NotResident("m")).error()) is errors.NotReady
+    assert type(SentError.of(NotResident("m")).error()) is errors.NotReady
 
 
 def test_a_message_that_quotes_half_a_character_can_leave() -> None:
-    told = ErrorMessage.of(errors.NotFound("model '\ud800'"))
+    told = SentError.of(errors.NotFound("model '\ud800'"))
     assert msgspec.msgpack.encode(told)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from charonia.core.tensor import Tensor
-from charonia.frontends.tensors import PLACED_BYTES, TensorExchange, TensorMessage
+from charonia.frontends.tensors import PLACED_BYTES, SentTensor, TensorExchange
 from charonia.processes.shared_arena import new_arena_file
 
 SIZE = 4 * PLACED_BYTES
@@ -77,7 +77,7 @@ def test_small_ones_strings_and_those_without_room_go_inline(ends: Ends) -> None
     held = [ends.here.message(large()) for _ in range(5)]
     assert [each.place is None for each in held] == [False] * 4 + [True]
     ends.here.take_back(held)
-    ends.there.discard([TensorMessage("x", "FP32", (1,), None, [], (0, 4))])
+    ends.there.discard([SentTensor("x", "FP32", (1,), None, [], (0, 4))])
     assert ends.there.released() == [0]
     ends.here.arena.check_integrity()
     assert len(ends.here.arena) == 0
