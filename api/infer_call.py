@@ -18,6 +18,7 @@ from ..core.gateway import ModelHandle, ResponseStream
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
 from ..core.tensor import NUMPY_TYPES, Tensor
+from ..processes.client_shared_memory import CudaSlice, LentMemory
 from . import json_tensors, raw_tensors
 from .chunked_json import PIECE_BYTES, UnparsedContainer
 from .raw_tensors import DeclaredInput, RawBytes
@@ -33,7 +34,7 @@ class RequestedOutput(NamedTuple):
     """
 
     classes: int = 0
-    memory: memoryview | None = None
+    memory: LentMemory | None = None
     binary: bool = False
 
     def apply(self, config: ModelConfig, output: Tensor) -> Tensor:
@@ -49,8 +50,10 @@ class RequestedOutput(NamedTuple):
                 f"should be at least {len(raw)} bytes to hold the results",
                 field=tensor.name,
             )
-        # numpy copies without the interpreter's lock.
-        np.frombuffer(self.memory, np.uint8, len(raw))[:] = np.frombuffer(raw, np.uint8)
+        if isinstance(self.memory, CudaSlice):
+            self.memory.write(raw)
+        else:  # numpy copies without the interpreter's lock
+            np.frombuffer(self.memory, np.uint8, len(raw))[:] = np.frombuffer(raw, np.uint8)
         return tensor
 
 
@@ -107,6 +110,11 @@ class InferCall(NamedTuple):
     default_output: RequestedOutput = RequestedOutput()
     deferred: DeferredInputs = {}
 
+    @property
+    def writes_to_gpu(self) -> bool:
+        """Whether an output is copied to a GPU, which `RequestedOutput.apply` then waits for."""
+        return any(isinstance(output.memory, CudaSlice) for output in self.outputs.values())
+
     async def decode_deferred(self, model: ModelHandle) -> "InferCall":
         """The call with all its inputs, decoded once the model finds that the request fits it. Raises `InvalidArgument`
         if it does not fit, before anything is decoded, or if an input cannot be decoded."""
@@ -124,11 +132,18 @@ def defer(given: DeclaredInput, decode: DecodeTensor, deferred: DeferredInputs) 
     return given.tensor(_NO_ELEMENTS)
 
 
-def raw_input(given: DeclaredInput, data: RawBytes, deferred: DeferredInputs) -> Tensor:
-    """The tensor that raw bytes hold; many strings are left to `deferred`."""
+def raw_input(given: DeclaredInput, data: RawBytes | CudaSlice, deferred: DeferredInputs) -> Tensor:
+    """The tensor that raw bytes hold; many strings, and what lies on a GPU, are left to `deferred`."""
+    if isinstance(data, CudaSlice):
+        raw_tensors.check_raw_length(given, len(data))
+        return defer(given, partial(asyncio.to_thread, _copy_input, given, data), deferred)
     if given.datatype != "BYTES" or len(data) <= LONG_STRING_BYTES:
         return raw_tensors.decode(given, data)
     return defer(given, partial(asyncio.to_thread, raw_tensors.decode, given, data), deferred)
+
+
+def _copy_input(given: DeclaredInput, data: CudaSlice) -> Tensor:
+    return raw_tensors.decode(given, data.read())
 
 
 async def decode_long_json(given: DeclaredInput, array: UnparsedContainer) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.gateway import Gateway
 from ..core.metrics import ModelStatistics, StatisticDuration
 from ..core.tensor import TensorSpec
+from ..processes.client_shared_memory import CudaMemoryRegion
 from .size_limits import MAX_RAW_BYTES
 
 EXTENSIONS = (
@@ -19,6 +20,7 @@ EXTENSIONS = (
     "schedule_policy",
     "model_configuration",
     "system_shared_memory",
+    "cuda_shared_memory",
     "binary_tensor_data",
     "parameters",
     "statistics",
@@ -73,6 +75,11 @@ def model_stats_json(model: ModelStatistics) -> dict[str, Any]:
         "batch_stats": [_times(batch) for batch in found.batches],
         "memory_usage": [usage._asdict() for usage in found.memory],
     }
+
+
+def cuda_region_json(region: CudaMemoryRegion) -> dict[str, Any]:
+    """A region as its status shows it: without the handle, by which anybody could open it."""
+    return {"name": region.name, "device_id": region.device_id, "byte_size": region.byte_size}
 
 
 def _times(of: Any) -> dict[str, Any]:

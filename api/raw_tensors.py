@@ -118,6 +118,13 @@ def _split_strings(given: DeclaredInput, raw: RawBytes, count: int) -> list[byte
     return elements
 
 
+def check_raw_length(given: DeclaredInput, size: int) -> None:
+    """Raise `InvalidArgument` if no tensor of this type and shape has so many raw bytes; strings may have any."""
+    dtype = _DTYPES.get(given.datatype)
+    if dtype is not None and not dtype.hasobject:
+        check_byte_size(given, element_count(given) * dtype.itemsize, size)
+
+
 def check_byte_size(given: DeclaredInput, expected: int, got: int) -> None:
     """Raise `InvalidArgument` if an input has another size in bytes than its shape needs."""
     if expected != got:

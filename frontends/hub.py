@@ -72,6 +72,7 @@ class FrontendHub:
             models,
             LogLevels.of(gateway.shared_state.logs.settings),
             gateway.shared_state.shared_memory.registered(),
+            gateway.shared_state.shared_memory.registered_cuda(),
         )
         if before is None or snapshot != before:
             self._snapshot = before = HubSnapshot(snapshot.number + 1, *_members(snapshot)[1:])

@@ -30,7 +30,7 @@ from ..core.logprobs import Logprobs, PromptLogprobs
 from ..core.request import GenerateChunk, GenerateRequest, ParameterValue
 from ..core.request_context import RequestContext, RequestEnd
 from ..engine.core.messages import AddRequest
-from ..processes.client_shared_memory import SharedMemoryRegion
+from ..processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegion
 from ..telemetry.logging_setup import LogSettings
 from .tensors import SentTensor
 
@@ -420,6 +420,7 @@ class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
     models: bytes
     logs: LogLevels
     regions: list[SharedMemoryRegion]
+    cuda_regions: list[CudaMemoryRegion]
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat", frozen=True):

@@ -23,7 +23,6 @@ from ..core.metrics import ModelStatistics
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferResponse
 from ..core.request_context import DONE, Headers, RequestContext, RequestEnd
-from ..processes.client_shared_memory import SharedMemoryRegion
 from ..telemetry.logging_setup import apply_log_settings
 from ..telemetry.request_log import log_request
 from ..telemetry.shared_state import SharedState
@@ -112,6 +111,7 @@ class RemoteGateway:
         self._ended_otherwise: list[tuple[int, RequestEnd, str]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._telling: asyncio.TimerHandle | None = None
+        self._opening_regions = asyncio.Lock()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             ModelAnswer: self._on_answer,
             TextAnswer: self._on_text,
@@ -293,10 +293,13 @@ class RemoteGateway:
             self._serve(ServedModels.of_pickle(snapshot.models))
         if before is None or snapshot.logs != before.logs:
             apply_log_settings(snapshot.logs.settings())
-        self._mirror_regions(snapshot.regions)
+        self._drop_regions(snapshot)
+        self._map_regions(snapshot)
         self.told.set()
-        building = [text.building for text in self._texts.values() if not text.building.done()]
-        asyncio.gather(*building, return_exceptions=True).add_done_callback(
+        waited = [text.building for text in self._texts.values() if not text.building.done()]
+        if snapshot.cuda_regions:
+            waited.append(asyncio.create_task(self._open_cuda_regions()))
+        asyncio.gather(*waited, return_exceptions=True).add_done_callback(
             lambda _: self.send(SnapshotTaken(snapshot.number))
         )
 
@@ -319,18 +322,36 @@ class RemoteGateway:
                 self._texts[number] = text = TextModelHere(model, engine)
                 text.building.add_done_callback(partial(_report, model.config.name))
 
-    def _mirror_regions(self, regions: list[SharedMemoryRegion]) -> None:
+    def _drop_regions(self, snapshot: HubSnapshot) -> None:
         mirror = self.shared_state.shared_memory
-        known = {region.name: region for region in mirror.registered()}
-        wanted = {region.name: region for region in regions}
-        for name in [name for name, region in known.items() if wanted.get(name) != region]:
-            mirror.unregister(name)
-        for name, region in wanted.items():
-            if known.get(name) != region:
+        for mapped in mirror.registered():
+            if mapped not in snapshot.regions:
+                mirror.unregister(mapped.name)
+        for opened in mirror.registered_cuda():
+            if opened not in snapshot.cuda_regions:
+                mirror.unregister_cuda(opened.name)
+
+    def _map_regions(self, snapshot: HubSnapshot) -> None:
+        mirror = self.shared_state.shared_memory
+        for region in snapshot.regions:
+            if region not in mirror.registered():
                 try:
                     mirror.register(*region)
                 except CharoniaError as error:
-                    log.error("shared memory region '%s' cannot be used here: %s", name, error.message)
+                    _report_region(region.name, error)
+
+    async def _open_cuda_regions(self) -> None:
+        """Open those of the last snapshot, which takes long: another may come meanwhile, and waits here."""
+        mirror = self.shared_state.shared_memory
+        async with self._opening_regions:
+            assert self._snapshot is not None
+            for region in self._snapshot.cuda_regions:
+                if region not in mirror.registered_cuda():
+                    try:
+                        await mirror.register_cuda(region)
+                    except CharoniaError as error:
+                        _report_region(region.name, error)
+                    self._drop_regions(self._snapshot)
 
     # The ends of requests
 
@@ -403,6 +424,10 @@ class RemoteGateway:
 
     async def unload_adapter(self, name: str) -> ServedAdapter:
         raise Unsupported(_ASKED_AS_A_WHOLE)
+
+
+def _report_region(name: str, error: CharoniaError) -> None:
+    log.error("shared memory region '%s' cannot be used here: %s", name, error.message)
 
 
 def _report(name: str, building: "asyncio.Task[None]") -> None:

@@ -150,6 +150,19 @@ def making(sibling: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The LD_LIBRARY_PATH of a process that is to find `cuda_library`."""
+    return tmp_path_factory.mktemp("cuda")
+
+
+@pytest.fixture(scope="session")
+def cuda_library(sibling: Callable[[str], ModuleType], cuda_folder: Path) -> Path:
+    """A driver of two GPUs, which are none: tests/fake_cuda.c."""
+    built: Path = sibling("gpu_stand_in.py").build_driver(cuda_folder)
+    return built
+
+
+@pytest.fixture(scope="session")
 def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The server that `make serve` starts, which writes files and all metrics; tests leave it serving."""
     flags = ["--model-repository", str(root / "examples" / "model_repository")]

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ...core.errors import InvalidArgument, ServerExiting, Unsupported
+from ...processes.client_shared_memory import CudaMemoryRegion
 from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ...telemetry.trace_settings import TraceSettingsChange
-from ..metadata import model_metadata, model_stats_json
+from ..metadata import cuda_region_json, model_metadata, model_stats_json
 from .messages import parse_version, read_parameter
 from .wire_format import ProtoMessage
 
@@ -104,16 +105,18 @@ async def system_unregister(gateway: ServerGateway, request: ProtoMessage) -> No
     gateway.shared_state.shared_memory.unregister(request.name)
 
 
-async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> None:
-    gateway.shared_state.shared_memory.status_cuda(request.name)
+async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+    found = gateway.shared_state.shared_memory.status_cuda(request.name)
+    return {"regions": {region.name: cuda_region_json(region) for region in found}}
 
 
 async def cuda_register(gateway: ServerGateway, request: ProtoMessage) -> None:
-    gateway.shared_state.shared_memory.register_cuda(request.name)
+    region = CudaMemoryRegion(request.name, request.raw_handle, request.device_id, request.byte_size)
+    await gateway.shared_state.shared_memory.register_cuda(region)
 
 
 async def cuda_unregister(gateway: ServerGateway, request: ProtoMessage) -> None:
-    gateway.shared_state.shared_memory.unregister_cuda()
+    gateway.shared_state.shared_memory.unregister_cuda(request.name)
 
 
 # Settings

@@ -19,7 +19,7 @@ from ...core.errors import CharoniaError, ErrorCode, InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, InferResponse, ParameterValue
 from ...core.tensor import NUMPY_TYPES, Tensor
-from ...processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
+from ...processes.client_shared_memory import LentMemory, SharedMemoryRegistry, SharedMemorySlice
 from .. import infer_call, raw_tensors
 from ..http.error_responses import printable
 from ..infer_call import DeferredInputs, InferCall, RequestedOutput
@@ -143,7 +143,7 @@ def _outputs(message: ProtoMessage, regions: SharedMemoryRegistry) -> dict[str, 
     return outputs
 
 
-def _lent_memory(tensor: ProtoMessage, regions: SharedMemoryRegistry) -> memoryview:
+def _lent_memory(tensor: ProtoMessage, regions: SharedMemoryRegistry) -> LentMemory:
     """The client's shared memory that an input is in, or an output belongs into."""
 
     def read(key: str, kind: str) -> Any:
@@ -165,7 +165,7 @@ def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, deferred: Defe
         name, refusal = each.name, ""
         if name in inputs:
             raise InvalidArgument(f"input '{name}' already exists in request", field=name)
-        data: RawBytes | None = _lent_memory(each, regions) if _REGION in each.parameters else None
+        data: RawBytes | LentMemory | None = _lent_memory(each, regions) if _REGION in each.parameters else None
         typed = index in contents or each.HasField("contents")
         if typed and data is not None:
             refusal = f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model"
@@ -244,7 +244,7 @@ async def write_response_off_loop(
     config: ModelConfig, call: InferCall, response: InferResponse, final: bool | None = None
 ) -> ProtoMessage:
     """The message that `write_response` makes, in another thread where that takes long."""
-    if any(tensor.data.size > _LONG for tensor in response.outputs):
+    if call.writes_to_gpu or any(tensor.data.size > _LONG for tensor in response.outputs):
         return await asyncio.to_thread(write_response, config, call, response, final)
     return write_response(config, call, response, final)
 

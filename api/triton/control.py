@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from ...core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
 from ...core.gateway import RepositoryIndexEntry
-from ...processes.client_shared_memory import SharedMemoryRegistry
+from ...processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegistry
 from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ..chunked_json import read_whole_json_object
@@ -23,7 +23,7 @@ from ..graph_formats import GRAPH_FORMATS
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
 from ..json_tensors import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
-from ..metadata import model_stats_json
+from ..metadata import cuda_region_json, model_stats_json
 from ..model_graph import GraphModel, graph_of_models, node_times
 from .endpoints import model_and_version
 
@@ -178,22 +178,22 @@ class ControlEndpoints:
         return Response()
 
     async def cuda_memory_status(self, request: Request) -> Response:
-        self._regions.status_cuda(_named(request))
-        return json_response([])
+        return json_response([cuda_region_json(region) for region in self._regions.status_cuda(_named(request))])
 
     async def register_cuda_memory(self, request: Request) -> Response:
         document = await self._document(request)
         handle = as_object("raw_handle", _required(document, "raw_handle"))
         try:
-            base64.b64decode(as_string("b64", _required(handle, "b64")), validate=True)
+            raw = base64.b64decode(as_string("b64", _required(handle, "b64")), validate=True)
         except ValueError:
             raise InvalidArgument("'b64' of 'raw_handle' is not base64", field="raw_handle") from None
-        as_unsigned("byte_size", _required(document, "byte_size"))
-        self._regions.register_cuda(_named(request))
+        device, size = as_unsigned("device_id", document.get("device_id", 0)), _required(document, "byte_size")
+        region = CudaMemoryRegion(_named(request), raw, device, as_unsigned("byte_size", size))
+        await self._regions.register_cuda(region)
         return Response()
 
     async def unregister_cuda_memory(self, request: Request) -> Response:
-        self._regions.unregister_cuda()
+        self._regions.unregister_cuda(_named(request))
         return Response()
 
     # Settings

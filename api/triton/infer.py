@@ -52,6 +52,8 @@ class EncodedInferResponse(NamedTuple):
 
 def is_long(call: InferCall, response: InferResponse) -> bool:
     """Whether encoding the response takes longer than the event loop should be held."""
+    if call.outputs and call.writes_to_gpu:
+        return True
     for tensor in response.outputs:
         if tensor.data.size > LONG_OUTPUT_ELEMENTS:
             output = call.outputs.get(tensor.name, call.default_output)

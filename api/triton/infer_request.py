@@ -17,7 +17,7 @@ from ...core.errors import InvalidArgument, request_id_prefix
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, ParameterValue
 from ...core.tensor import NUMPY_TYPES, Tensor
-from ...processes.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
+from ...processes.client_shared_memory import LentMemory, SharedMemoryRegistry, SharedMemorySlice
 from .. import infer_call, json_tensors, raw_tensors, size_limits
 from ..chunked_json import PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_json_object
 from ..infer_call import InferCall, RequestedOutput
@@ -36,7 +36,7 @@ from ..json_tensors import (
     required_member,
     wrong_json_type,
 )
-from ..raw_tensors import DeclaredInput
+from ..raw_tensors import DeclaredInput, RawBytes
 
 _MAX_HEADERS = 256
 _LONGEST_HEADER = 4096
@@ -221,6 +221,7 @@ class _Reading:
         declared = DeclaredInput(self._id, self._config.name, name, datatype, shape)
         if "data" in given:
             return name, self._from_json(declared, given["data"])
+        data: RawBytes | LentMemory
         if "binary_data_size" in parameters:
             data = self._next_raw(name, as_unsigned("binary_data_size", parameters["binary_data_size"]))
         else:
@@ -282,7 +283,7 @@ class _Reading:
             outputs[name] = RequestedOutput(classes, memory, binary)
         return outputs
 
-    def _shared_memory(self, parameters: JsonObject) -> memoryview:
+    def _shared_memory(self, parameters: JsonObject) -> LentMemory:
         """The memory that an input is in, or an output is to be written to."""
         region = as_string("shared_memory_region", parameters["shared_memory_region"])
         offset = as_unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))

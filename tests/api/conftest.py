@@ -3,9 +3,13 @@
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import httpx
 import posix_ipc
@@ -32,8 +36,12 @@ from charonia.core.request import (
 )
 from charonia.core.request_context import Headers, RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
+from charonia.processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegistry
+from charonia.processes.cuda_memory import CudaDriver, CudaMemory
 from charonia.repository.request_validation import validate_request
 from charonia.telemetry.shared_state import SharedState
+
+from ..gpu_stand_in import GpuAllocation, gpu_allocation
 
 LLM = ModelConfig(
     "llm",
@@ -302,6 +310,34 @@ async def client(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as connected:
         yield connected
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[GpuAllocation]:
+    """A client's memory on a GPU of the stand-in, of a page."""
+    with gpu_allocation(4096) as made:
+        yield made
+
+
+@pytest.fixture
+async def gpu_regions(cuda_library: Path, on_gpu: GpuAllocation) -> SharedMemoryRegistry:
+    """A registry that has it as "g"."""
+    regions = SharedMemoryRegistry(True, partial(CudaDriver, str(cuda_library)))
+    await regions.register_cuda(CudaMemoryRegion("g", on_gpu.handle, 0, 4096))
+    return regions
+
+
+@pytest.fixture
+def copying_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that copied from and to GPUs."""
+    seen: list[threading.Thread] = []
+
+    def watched(copy: Any) -> Any:
+        return lambda *arguments: seen.append(threading.current_thread()) or copy(*arguments)
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(CudaMemory, name, watched(getattr(CudaMemory, name)))
+    return seen
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,13 +107,15 @@ def on_loopback(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def serving(scratch: Path, *arguments: str, python: str = sys.executable) -> Iterator[Server]:
-    """A server with these arguments; killed at the end if it still runs."""
+def serving(
+    scratch: Path, *arguments: str, python: str = sys.executable, variables: Mapping[str, str] = {}
+) -> Iterator[Server]:
+    """A server with these arguments, and more variables of its environment; killed at the end if it still runs."""
     scratch.mkdir(parents=True, exist_ok=True)
     output = scratch.with_suffix(".log")
     command = [python, "-m", "charonia", "serve", *arguments, *on_loopback(arguments)]
     with output.open("wb") as file:
-        environment = os.environ | {"TMPDIR": str(scratch)}
+        environment = os.environ | {"TMPDIR": str(scratch)} | variables
         # A group of its own: a test may signal all of it.
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -21,6 +21,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
+from ..gpu_stand_in import gpu_allocation
 from .models import FAKE, write_config, write_labelled, write_model
 from .serving import Server, children, name, serving
 from .tensors import given
@@ -59,12 +60,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path) -
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, repository: Path, cuda_folder: Path) -> Iterator[Server]:
     flags = ["--frontends", "2", "--model-repository", str(repository), "--model-control-mode", "explicit"]
     loads = [f"--load-model={name}" for name in ("echo", "large", "stateful", "repeat", "fake")]
     traces = tmp_path_factory.mktemp("traces") / "traces.json"
     flags += ["--trace-config", f"triton,file={traces}", "--allow-client-shm=true"]
-    with serving(tmp_path_factory.mktemp("f") / "t", *flags, *loads) as running:
+    gpus = {"LD_LIBRARY_PATH": str(cuda_folder)}
+    with serving(tmp_path_factory.mktemp("f") / "t", *flags, *loads, variables=gpus) as running:
         running.traces = traces  # type: ignore[attr-defined]
         yield running
         if running.process.poll() is None:
@@ -376,6 +378,36 @@ def test_client_memory(server: Server) -> None:
                 assert ask(connection, "/v2/models/echo/infer", {"inputs": [tensor]})[0] == 404
     finally:
         memory.destroy_shared_memory_region(region)
+
+
+def test_client_memory_on_gpus(server: Server, cuda_library: Path) -> None:
+    with gpu_allocation(256) as allocation:
+        allocation.write(LABELLED.tobytes(), 64)
+        with (
+            one_each(server) as connections,
+            triton.InferenceServerClient(server.http_address) as client,
+            triton_grpc.InferenceServerClient(server.grpc_address) as by_grpc,
+        ):
+            by_grpc.register_cuda_shared_memory("gpu", allocation.raw_handle, 1, 256)
+            assert client.get_cuda_shared_memory_status() == [{"name": "gpu", "device_id": 1, "byte_size": 256}]
+            place = {"shared_memory_region": "gpu", "shared_memory_byte_size": 64}
+            tensor: dict[str, Any] = {"name": "INPUT0", "shape": [1, 16], "datatype": "FP32"}
+            tensor["parameters"] = {**place, "shared_memory_offset": 64}
+            for number, connection in enumerate(connections.values()):
+                into = {**place, "shared_memory_offset": 128 * number}
+                asked = {"inputs": [tensor], "outputs": [{"name": "OUTPUT0", "parameters": into}]}
+                assert ask(connection, "/v2/models/echo/infer", asked)[0] == 200
+                assert allocation.bytes[128 * number :][:64] == LABELLED.tobytes()
+            wanted = triton_grpc.InferRequestedOutput("OUTPUT0")
+            wanted.set_shared_memory("gpu", 64, offset=192)
+            by_grpc.infer("echo", [given(triton_grpc, "INPUT0", 2 * LABELLED)], outputs=[wanted])
+            assert allocation.bytes[192:] == (2 * LABELLED).tobytes()
+            assert all(allocation.is_open(pid) for pid in (server.process.pid, *connections))
+            client.unregister_cuda_shared_memory("gpu")
+            assert not by_grpc.get_cuda_shared_memory_status().regions
+            for connection in connections.values():
+                assert ask(connection, "/v2/models/echo/infer", {"inputs": [tensor]})[0] == 404
+            server.until(lambda: not any(allocation.is_open(pid) for pid in (server.process.pid, *connections)))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""Regions that clients lend, over real shared memory."""
+"""Regions that clients lend, over real shared memory; those of GPUs over the stand-in."""
 
+import asyncio
 import gc
 import os
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,17 @@ import posix_ipc
 import pytest
 
 from charonia.core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
-from charonia.processes.client_shared_memory import SharedMemoryRegion, SharedMemoryRegistry, SharedMemorySlice
+from charonia.processes.client_shared_memory import (
+    CudaMemoryRegion,
+    CudaSlice,
+    SharedMemoryRegion,
+    SharedMemoryRegistry,
+    SharedMemorySlice,
+)
+from charonia.processes.cuda_memory import CudaDriver
+
+from ..gpu_stand_in import GpuAllocation, gpu_allocation
+from ..waiting import until
 
 SIZE = 4096
 
@@ -146,23 +160,127 @@ def test_an_object_that_shrank_is_refused(regions: SharedMemoryRegistry, key: st
         regions.view(SharedMemorySlice("a", 0, 101))
 
 
-def test_nobody_lends_memory_unless_allowed(key: str) -> None:
-    regions = SharedMemoryRegistry()
-    for call in (
-        lambda: regions.register("a", key, 0, SIZE),
-        regions.unregister,
-        lambda: regions.register_cuda("a"),
-        regions.unregister_cuda,
+# On GPUs
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[GpuAllocation]:
+    with gpu_allocation(SIZE) as made:
+        yield made
+
+
+@pytest.fixture
+def with_gpus(cuda_library: Path) -> SharedMemoryRegistry:
+    return SharedMemoryRegistry(True, partial(CudaDriver, str(cuda_library)))
+
+
+async def test_memory_of_gpus(with_gpus: SharedMemoryRegistry, on_gpu: GpuAllocation, key: str) -> None:
+    region = CudaMemoryRegion("g", on_gpu.handle, 1, SIZE - 1)
+    await with_gpus.register_cuda(region)
+    with_gpus.register("host", key, 0, SIZE)
+    place = with_gpus.view(SharedMemorySlice("g", 100, 4))
+    assert isinstance(place, CudaSlice)
+    place.write(memoryview(b"ab"))
+    assert (len(place), bytes(place.read()), on_gpu.bytes[99:103]) == (4, b"ab\0\0", b"\0ab\0")
+    assert with_gpus.status_cuda() == with_gpus.status_cuda("g") == with_gpus.registered_cuda() == [region]
+    assert [each.name for each in with_gpus.status()] == [each.name for each in with_gpus.registered()] == ["host"]
+    with pytest.raises(NotFound, match="'g' is registered as CUDA shared memory, not system shared memory"):
+        with_gpus.status("g")
+    with pytest.raises(NotFound, match="'host' is registered as system shared memory, not CUDA shared memory"):
+        with_gpus.status_cuda("host")
+    for wrong in (SharedMemorySlice("g", SIZE - 1, 0), SharedMemorySlice("g", -1, 1)):
+        with pytest.raises(InvalidArgument, match="Invalid offset for shared memory region: 'g'"):
+            with_gpus.view(wrong)
+    with pytest.raises(InvalidArgument, match=r"Invalid offset \+ byte size for shared memory region: 'g'"):
+        with_gpus.view(SharedMemorySlice("g", SIZE - 2, 2))
+    with_gpus.unregister()
+    with_gpus.unregister_cuda("host")
+    assert (with_gpus.status(), with_gpus.registered_cuda()) == ([], [region])
+    with_gpus.unregister_cuda()
+    with pytest.raises(NotFound, match="Unable to find shared memory region: 'g'"):
+        with_gpus.view(SharedMemorySlice("g", 0, 1))
+    # A request that has a view goes on, and the region goes with it.
+    assert (bytes(place.read()), with_gpus.status_cuda("g")) == (b"ab\0\0", [region])
+    assert on_gpu.is_open(os.getpid())
+    del place
+    await until(lambda: not on_gpu.is_open(os.getpid()))
+    assert with_gpus.status_cuda() == []
+
+
+async def test_what_of_gpus_cannot_be_registered(with_gpus: SharedMemoryRegistry, on_gpu: GpuAllocation) -> None:
+    handle = on_gpu.handle
+    for given, text in (
+        ((handle[:-1], 0, 8), "'raw_handle' must be a cudaIpcMemHandle_t of 64 bytes, got 63"),
+        ((b"\1" * 64, 0, 8), "GPU 0: invalid argument"),
+        ((handle, 2, 8), "GPU 2: invalid device ordinal"),
+        ((handle, -1, 8), "there is no GPU -1"),
+        ((handle, 2**40, 8), f"there is no GPU {2**40}"),
+        ((handle, 0, SIZE + 1), f"byte_size is {SIZE + 1}, and there are {SIZE} bytes"),
+        ((handle, 0, 0), f"byte_size is 0, and there are {SIZE} bytes"),
     ):
+        with pytest.raises(InvalidArgument) as caught:
+            await with_gpus.register_cuda(CudaMemoryRegion("g", *given))
+        assert caught.value.message == f"failed to register shared memory region 'g': invalid args: {text}"
+        del caught  # whose frames have what was opened
+    assert with_gpus.status_cuda() == []
+    await until(lambda: not on_gpu.is_open(os.getpid()))
+
+
+async def test_a_name_is_taken_while_its_region_is_opened(cuda_library: Path, on_gpu: GpuAllocation, key: str) -> None:
+    may_go = threading.Event()
+
+    def slow_driver() -> CudaDriver:
+        assert may_go.wait(10)
+        return CudaDriver(str(cuda_library))
+
+    regions, region = SharedMemoryRegistry(True, slow_driver), CudaMemoryRegion("g", on_gpu.handle, 0, SIZE)
+    opening = asyncio.create_task(regions.register_cuda(region))
+    await asyncio.sleep(0)
+    assert regions.status_cuda() == []
+    for again in (regions.register_cuda(region), asyncio.to_thread(regions.register, "g", key, 0, SIZE)):
+        with pytest.raises(AlreadyExists, match="shared memory region 'g' already in manager"):
+            await again
+    may_go.set()
+    await opening
+    assert regions.status_cuda() == [region]
+    # One that nobody waits for any more is not there.
+    left = asyncio.create_task(regions.register_cuda(region._replace(name="h")))
+    await asyncio.sleep(0)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert regions.status_cuda() == [region]
+    regions.unregister_cuda()
+    await until(lambda: not on_gpu.is_open(os.getpid()))
+
+
+async def test_copies_that_the_driver_refuses(with_gpus: SharedMemoryRegistry, on_gpu: GpuAllocation) -> None:
+    await with_gpus.register_cuda(CudaMemoryRegion("g", on_gpu.handle, 0, SIZE))
+    place = with_gpus.view(SharedMemorySlice("g", 0, 8))
+    assert isinstance(place, CudaSlice)
+    beyond = replace(place, offset=SIZE)
+    with pytest.raises(Internal, match="shared memory region 'g' cannot be read: invalid argument"):
+        beyond.read()
+    with pytest.raises(Internal, match="shared memory region 'g' cannot be written: invalid argument"):
+        beyond.write(memoryview(b"a"))
+
+
+async def test_nobody_lends_memory_unless_allowed(key: str) -> None:
+    regions = SharedMemoryRegistry()
+    for call in (lambda: regions.register("a", key, 0, SIZE), regions.unregister, regions.unregister_cuda):
         with pytest.raises(Unsupported, match="Client shared memory is disabled"):
             call()
-    assert regions.status() == []
-    regions.status_cuda()
+    with pytest.raises(Unsupported, match="Client shared memory is disabled"):
+        await regions.register_cuda(CudaMemoryRegion("g", b"", 0, 8))
+    assert (regions.status(), regions.status_cuda()) == ([], [])
 
 
-def test_memory_of_gpus_is_not_served(regions: SharedMemoryRegistry) -> None:
-    with pytest.raises(InvalidArgument, match="failed to register CUDA shared memory region: 'g', GPUs not supported"):
-        regions.register_cuda("g")
+async def test_machines_without_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    regions = SharedMemoryRegistry(True, partial(CudaDriver, "libcuda_nowhere.so.1"))
+    with pytest.raises(InvalidArgument) as caught:
+        await regions.register_cuda(CudaMemoryRegion("g", b"", 0, 8))
+    assert caught.value.message == "failed to register CUDA shared memory region: 'g', GPUs not supported"
+    assert "there is no driver: libcuda_nowhere" in caplog.text
     with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'g'"):
         regions.status_cuda("g")
-    regions.unregister_cuda()
+    regions.unregister_cuda("g")

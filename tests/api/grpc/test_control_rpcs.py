@@ -187,7 +187,29 @@ async def test_shared_memory(stub: Any, gateway: Any, shared_memory: str) -> Non
     assert not (await stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest())).regions
 
 
-async def test_memory_of_gpus(stub: Any, gateway: Any) -> None:
+async def test_memory_of_gpus(stub: Any, gateway: Any, gpu_regions: SharedMemoryRegistry, on_gpu: Any) -> None:
+    gateway.shared_state = SharedState(shared_memory=gpu_regions)
+    register = pb.CudaSharedMemoryRegisterRequest(name="h", raw_handle=on_gpu.handle, device_id=1, byte_size=8)
+    await stub.CudaSharedMemoryRegister(register)
+    said = (await stub.CudaSharedMemoryStatus(pb.CudaSharedMemoryStatusRequest())).regions
+    assert sorted((key, each.name, each.device_id, each.byte_size) for key, each in said.items()) == [
+        ("g", "g", 0, 4096),
+        ("h", "h", 1, 8),
+    ]
+    assert await refused(stub.CudaSharedMemoryRegister(register)) == (
+        StatusCode.ALREADY_EXISTS,
+        "shared memory region 'h' already in manager",
+    )
+    register.name, register.device_id = "i", -1
+    code, text = await refused(stub.CudaSharedMemoryRegister(register))
+    assert (code, text.rpartition(": ")[2]) == (StatusCode.INVALID_ARGUMENT, "there is no GPU -1")
+    await stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name="g"))
+    assert list((await stub.CudaSharedMemoryStatus(pb.CudaSharedMemoryStatusRequest())).regions) == ["h"]
+    await stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest())
+    assert not (await stub.CudaSharedMemoryStatus(pb.CudaSharedMemoryStatusRequest())).regions
+
+
+async def test_machines_without_gpus(stub: Any, gateway: Any) -> None:
     gateway.shared_state = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     assert await refused(stub.CudaSharedMemoryRegister(pb.CudaSharedMemoryRegisterRequest(name="g"))) == (
         StatusCode.INVALID_ARGUMENT,

@@ -1,6 +1,8 @@
 """Tensors over gRPC: whatever is in them comes back, raw, typed and by shared memory; and what is refused."""
 
+import asyncio
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,58 @@ def test_lent_tensors_come_back(shared_memory: str, tensor: Tensor, offset: int)
     assert list(answer.raw_output_contents) == [b""]
     regions.register("out", shared_memory, 2000, 2000)
     assert bytes(regions.view(SharedMemorySlice("out", offset, len(raw)))) == raw
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensor=tensors(*NUMPY_TYPES), offset=st.integers(0, 9))
+def test_tensors_on_a_gpu_come_back(
+    gpu_regions: SharedMemoryRegistry, on_gpu: Any, tensor: Tensor, offset: int
+) -> None:
+    raw = raw_bytes(tensor)
+    on_gpu.write(raw, offset)
+    place = memory(region="g", offset=offset, byte_size=len(raw))
+    described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape, "parameters": place}
+    wanted = {"name": "T", "parameters": memory(region="g", offset=2000 + offset, byte_size=1000)}
+    call = read(pb.ModelInferRequest(inputs=[described], outputs=[wanted]), gpu_regions)
+    assert (call.writes_to_gpu, list(call.deferred)) == (True, ["T"])
+    call = asyncio.run(call.decode_deferred(Accepting()))
+    assert same(call.request.inputs["T"], tensor)
+    answer = write_response(MODEL, call, InferResponse((call.request.inputs["T"],)))
+    assert list(answer.raw_output_contents) == [b""]
+    assert on_gpu.bytes[2000 + offset :][: len(raw)] == raw
+
+
+class Accepting:
+    """A model that any request fits."""
+
+    def validate(self, request: Any) -> None: ...
+
+
+async def test_the_event_loop_does_not_copy_from_a_gpu(
+    gpu_regions: SharedMemoryRegistry, on_gpu: Any, copying_threads: list[threading.Thread]
+) -> None:
+    wanted = {"name": "T", "parameters": memory(region="g", offset=8, byte_size=8)}
+    lent = INPUT | {"parameters": memory(region="g", byte_size=8)}
+    call = read(pb.ModelInferRequest(inputs=[lent], outputs=[wanted]), gpu_regions)
+    call = await call.decode_deferred(Accepting())  # type: ignore[arg-type]
+    tensor = Tensor.from_values("T", "INT32", [1, 2])
+    await messages.write_response_off_loop(MODEL, call, InferResponse((tensor,)))
+    assert on_gpu.bytes[8:16] == raw_bytes(tensor)
+    assert len(copying_threads) == 2
+    assert threading.current_thread() not in copying_threads
+
+
+def test_what_does_not_fit_is_not_copied_from_a_gpu(
+    gpu_regions: SharedMemoryRegistry, copying_threads: list[threading.Thread]
+) -> None:
+    for size, error in ((4, "input byte size mismatch"), (4097, "Invalid offset [+] byte size")):
+        lent = INPUT | {"parameters": memory(region="g", byte_size=size)}
+        with pytest.raises(InvalidArgument, match=error):
+            read(pb.ModelInferRequest(inputs=[lent]), gpu_regions)
+    wanted = memory(region="g", byte_size=7)
+    with pytest.raises(Internal, match=r"for output 'T' \(7 bytes\) should be at least 8 bytes to hold the results"):
+        answered(Tensor.from_values("T", "INT32", [1, 2]), wanted, gpu_regions)
+    assert copying_threads == []
 
 
 def memory(**place: Any) -> dict[str, Any]:

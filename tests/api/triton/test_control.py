@@ -266,6 +266,27 @@ async def test_regions_come_and_go(gateway: Any, shared_memory: str) -> None:
         assert (await client.get(f"{SYSTEM}/status")).json() == []
 
 
+async def test_regions_of_gpus_come_and_go(gateway: Any, gpu_regions: SharedMemoryRegistry, on_gpu: Any) -> None:
+    gateway.shared_state = SharedState(shared_memory=gpu_regions)
+    body = {"raw_handle": {"b64": on_gpu.raw_handle.decode()}, "device_id": 1, "byte_size": 16}
+    async with served(gateway) as client:
+        made = await client.post(f"{CUDA}/region/r/register", json=body)
+        assert (made.status_code, made.content) == (200, b"")
+        told = [{"name": "g", "device_id": 0, "byte_size": 4096}, {"name": "r", "device_id": 1, "byte_size": 16}]
+        assert (await client.get(f"{CUDA}/status")).json() == told
+        assert (await client.get(f"{CUDA}/region/r/status")).json() == told[1:]
+        assert (await client.get(f"{SYSTEM}/status")).json() == []
+        again = await client.post(f"{CUDA}/region/g/register", json=body)
+        assert (again.status_code, again.json()["error"]) == (400, "shared memory region 'g' already in manager")
+        wrong = await client.post(f"{CUDA}/region/s/register", json={**body, "byte_size": 5000})
+        text = "failed to register shared memory region 's': invalid args: byte_size is 5000, and there are 4096 bytes"
+        assert (wrong.status_code, wrong.json()) == (400, {"error": text})
+        for path, left in ((f"{SYSTEM}/unregister", 2), (f"{CUDA}/region/r/unregister", 1), (f"{CUDA}/unregister", 0)):
+            response = await client.post(path)
+            assert (response.status_code, response.content) == (200, b"")
+            assert len((await client.get(f"{CUDA}/status")).json()) == left
+
+
 HANDLE = {"b64": "AAAA"}
 MEMORY_ERRORS = [
     ("GET", f"{SYSTEM}/region/r/status", {}, 404, "Unable to find system shared memory region: 'r'"),

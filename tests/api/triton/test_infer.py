@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import threading
 import zlib
 from typing import Any
 
@@ -264,6 +265,31 @@ async def test_tensors_in_lent_memory(client: httpx.AsyncClient, answered: Any, 
         "shared memory size specified with the request for output 'OUT' (7 bytes) "
         "should be at least 8 bytes to hold the results"
     )
+
+
+async def test_tensors_on_a_gpu(
+    answered: Any, gpu_regions: SharedMemoryRegistry, on_gpu: Any, copying_threads: list[threading.Thread]
+) -> None:
+    on_gpu.write(np.array([3, 4], np.float32).tobytes(), 16)
+    object.__setattr__(answered.shared_state, "shared_memory", gpu_regions)
+    app = build_app(answered, ServerInfo(max_input_size=2000))
+    there = {"shared_memory_region": "g", "shared_memory_byte_size": 8}
+    lent = {"shared_memory_offset": 16, **there}
+    request: Any = {
+        "inputs": [{"name": "MATRIX", "datatype": "FP32", "shape": [1, 2, 1], "parameters": lent}],
+        "outputs": [{"name": "OUT", "parameters": there}],
+    }
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as own:
+        response = await post(own, request)
+        assert response.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [1, 1, 2]}]
+        assert answered.asked[0].inputs["MATRIX"].data.ravel().tolist() == [3, 4]
+        assert on_gpu.bytes[:8] == OUT.data.tobytes()
+        assert len(copying_threads) == 2
+        assert threading.current_thread() not in copying_threads
+        request["inputs"][0]["shape"] = [1, 3, 1]
+        wrong = await post(own, request)
+    assert (wrong.status_code, len(answered.asked), len(copying_threads)) == (400, 1, 2)
+    assert "input byte size mismatch" in wrong.json()["error"]
 
 
 # What is refused

@@ -1,0 +1,142 @@
+"""Memory of a GPU that another process lends by CUDA's interprocess handle: opened, and copied to the host and back.
+
+Calls the driver's library alone: CUDA's runtime would need a package beside it. Open memory holds its GPU's primary
+context; the first of a process makes that, which takes time and memory of the GPU. Knows nothing of regions' names and
+of tensors. Source: https://docs.nvidia.com/cuda/cuda-driver-api/.
+"""
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from ctypes import POINTER, byref
+from functools import cache
+from threading import Thread
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+HANDLE_BYTES = 64
+"""Of a CUipcMemHandle, which CUDA's runtime calls cudaIpcMemHandle_t."""
+
+_LIBRARY = "libcuda.so.1"
+_LAZY_PEER_ACCESS = 1
+"""From cuda.h: the one flag with which a handle may be opened."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+_Pointer = ctypes.c_uint64
+_ARGUMENTS = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDeviceGet": (POINTER(ctypes.c_int), ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(ctypes.c_void_p), ctypes.c_int),
+    "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
+    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(ctypes.c_void_p),),
+    "cuIpcOpenMemHandle_v2": (POINTER(_Pointer), _Handle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (_Pointer,),
+    "cuMemGetAddressRange_v2": (POINTER(_Pointer), POINTER(ctypes.c_size_t), _Pointer),
+    "cuMemcpyDtoH_v2": (ctypes.c_void_p, _Pointer, ctypes.c_size_t),
+    "cuMemcpyHtoD_v2": (_Pointer, ctypes.c_void_p, ctypes.c_size_t),
+    "cuStreamSynchronize": (ctypes.c_void_p,),
+    "cuGetErrorString": (ctypes.c_int, POINTER(ctypes.c_char_p)),
+}
+
+
+class CudaError(Exception):
+    """A call of the driver failed, or there is none; the text is the driver's."""
+
+
+class CudaDriver:
+    """The driver's library, for all threads. Raises `CudaError` where there is none, or it finds no GPU."""
+
+    def __init__(self, library: str = _LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+            for name, arguments in _ARGUMENTS.items():
+                getattr(self._library, name).argtypes = arguments
+        except (OSError, AttributeError) as error:
+            raise CudaError(f"there is no driver: {error}") from None
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the library without the interpreter's lock. Raises `CudaError`."""
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, byref(text))
+            raise CudaError((text.value or b"unknown error").decode(errors="replace"))
+
+    @contextmanager
+    def current(self, context: ctypes.c_void_p) -> Iterator[None]:
+        """Calls within, of this thread, are for this context."""
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(ctypes.c_void_p()))
+
+
+@cache
+def cuda_driver() -> CudaDriver:
+    """This machine's. Blocks when it is called first. Raises as `CudaDriver`."""
+    return CudaDriver()
+
+
+class CudaMemory:
+    """An allocation of another process on a GPU, open until nothing holds this object; `size` in bytes. `device`: its
+    number for CUDA in this process. Blocks; for any thread but an event loop's, for the GPU may be busy. Raises
+    `CudaError` if there is no such GPU, or the handle is none of this machine's, or of this very process."""
+
+    def __init__(self, handle: bytes, device: int, driver: CudaDriver) -> None:
+        number, self._context, self._pointer = ctypes.c_int(), ctypes.c_void_p(), _Pointer()
+        base, whole = _Pointer(), ctypes.c_size_t()
+        self._driver = driver
+        with ExitStack() as opened:
+            driver.call("cuDeviceGet", byref(number), device)
+            driver.call("cuDevicePrimaryCtxRetain", byref(self._context), number)
+            opened.callback(driver.call, "cuDevicePrimaryCtxRelease_v2", number)
+            with driver.current(self._context):
+                given = _Handle.from_buffer_copy(handle)
+                driver.call("cuIpcOpenMemHandle_v2", byref(self._pointer), given, _LAZY_PEER_ACCESS)
+                opened.callback(_close_handle, driver, self._context, self._pointer)
+                driver.call("cuMemGetAddressRange_v2", byref(base), byref(whole), self._pointer)
+            self.size = base.value + whole.value - self._pointer.value
+            # Closing waits for the GPU, which whoever drops the last reference must not.
+            weakref.finalize(self, _close_aside, opened.pop_all()).atexit = False
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """A copy of some bytes. Raises `CudaError`."""
+        copy = np.empty(size, np.uint8)
+        with self._driver.current(self._context):
+            self._driver.call("cuMemcpyDtoH_v2", copy.ctypes.data, self._pointer.value + offset, size)
+        return copy.data
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes there; they are there when this returns. Raises `CudaError`."""
+        given = np.frombuffer(data, np.uint8)
+        with self._driver.current(self._context):
+            self._driver.call("cuMemcpyHtoD_v2", self._pointer.value + offset, given.ctypes.data, len(given))
+            self._driver.call("cuStreamSynchronize", None)  # a copy of pageable memory may still be on its way
+
+
+def _close_handle(driver: CudaDriver, context: ctypes.c_void_p, pointer: ctypes.c_uint64) -> None:
+    with driver.current(context):
+        driver.call("cuIpcCloseMemHandle", pointer)
+
+
+def _close_aside(opened: ExitStack) -> None:
+    with suppress(RuntimeError):  # the interpreter ends, and with the process all that it has open
+        Thread(target=_close, args=(opened,), name="charonia-cuda-close", daemon=True).start()
+
+
+def _close(opened: ExitStack) -> None:
+    try:
+        opened.close()
+    except CudaError as error:
+        log.error("a client's memory on a GPU could not be closed: %s", error)
