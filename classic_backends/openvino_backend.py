@@ -129,6 +129,9 @@ class OpenVinoLoader(RuntimeLoader):
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
+        if placement.gpu is not None:
+            message = f"model '{config.name}': OpenVINO computes on its {_DEVICE}, and on no GPU of CUDA: KIND_CPU"
+            raise Unsupported(message, field="instance_group.kind")
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
         model = open_model(_model_file(directory, config.raw), *_read_settings(parameters))
         self._completed = None

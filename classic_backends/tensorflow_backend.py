@@ -1,4 +1,4 @@
-"""The `tensorflow` backend: SavedModels (`model.savedmodel`), run by TensorFlow on the CPU.
+"""The `tensorflow` backend: SavedModels (`model.savedmodel`), run by TensorFlow on the CPU, or on GPUs where asked to.
 
 tensorflow is an extra (`charonia[tensorflow]`), which processes of its own import alone. When a config is completed a
 model's tensors are read from its file, without its weights. Source:
@@ -50,8 +50,8 @@ _INIT_SIGNATURE = "__saved_model_init_op"
 
 
 def import_tensorflow() -> Any:
-    """The module, imported where it is needed first. It sees no GPU, and logs errors alone. Raises `Unsupported` where
-    it is not installed."""
+    """The module, imported where it is needed first. It sees no GPU but one that `show_gpu` shows it, and logs errors
+    alone. Raises `Unsupported` where it is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         import tensorflow
@@ -62,6 +62,17 @@ def import_tensorflow() -> Any:
         raise Unsupported(f"{message}: pip install 'charonia[tensorflow]'", field="backend") from None
     tensorflow.config.set_visible_devices([], "GPU")
     return tensorflow
+
+
+def show_gpu(tensorflow: Any, number: int) -> None:
+    """Let TensorFlow, before it computes anything, take that GPU, and of its memory what it needs. Raises `Unsupported`
+    if it has no such GPU."""
+    found = tensorflow.config.list_physical_devices("GPU")
+    if number >= len(found):
+        message = f"TensorFlow finds {len(found)} GPUs here, and none with the number {number}"
+        raise Unsupported(f"{message}: install tensorflow[and-cuda], or set KIND_CPU", field="instance_group.kind")
+    tensorflow.config.experimental.set_memory_growth(found[number], True)
+    tensorflow.config.set_visible_devices([found[number]], "GPU")
 
 
 class Signature(NamedTuple):
@@ -129,18 +140,18 @@ def _found_tensor(tensorflow: Any, name: str, info: Any) -> FoundTensor:
 
 class TensorFlowLoader(RuntimeLoader):
     """Loads `model.savedmodel`, or the `default_model_filename`, and runs a signature of it. Triton's parameters:
-    threads, TF_GRAPH_TAG and TF_SIGNATURE_DEF; sessions and GPUs there are none."""
+    threads, TF_GRAPH_TAG and TF_SIGNATURE_DEF; sessions there are none."""
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
-        if placement.gpu is not None:
-            raise Unsupported(f"model '{config.name}': TensorFlow runs on the CPU: KIND_CPU", field="instance_group")
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
         signature = read_signature(_model_directory(directory, config.raw), parameters)
         check_config_matches(config, signature.tensors)
         threads = read_thread_count(parameters, _INTRA) or threads_per_instance(config.raw)
         tensorflow = import_tensorflow()
+        if placement.gpu is not None:
+            show_gpu(tensorflow, placement.gpu)
         tensorflow.config.threading.set_intra_op_parallelism_threads(threads)
         tensorflow.config.threading.set_inter_op_parallelism_threads(read_thread_count(parameters, _INTER) or threads)
         return TensorFlowRuntime(tensorflow, _model_directory(directory, config.raw), signature)

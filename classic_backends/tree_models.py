@@ -146,7 +146,9 @@ class ForestLoader(RuntimeLoader):
         return ForestRuntime(forest, output, threads)
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
-        return memory_per_instance(raw, _model_file(directory, raw, parameters))
+        """The host's, wherever instances are said to be."""
+        needs = memory_per_instance(raw, _model_file(directory, raw, parameters))
+        return tuple(each._replace(gpu=None) for each in needs)
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         if declares_tensors(raw):

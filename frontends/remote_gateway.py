@@ -295,10 +295,13 @@ class RemoteGateway:
             apply_log_settings(snapshot.logs.settings())
         self._drop_regions(snapshot)
         self._map_regions(snapshot)
-        self.told.set()
         waited = [text.building for text in self._texts.values() if not text.building.done()]
         if snapshot.cuda_regions:
-            waited.append(asyncio.create_task(self._open_cuda_regions()))
+            opening = asyncio.create_task(self._open_cuda_regions())
+            opening.add_done_callback(lambda _: self.told.set())
+            waited.append(opening)
+        else:
+            self.told.set()
         asyncio.gather(*waited, return_exceptions=True).add_done_callback(
             lambda _: self.send(SnapshotTaken(snapshot.number))
         )

@@ -40,6 +40,9 @@ _SINGLE_RESPONSE_BACKENDS = (
 )
 """Backends whose models make one response to a request."""
 
+_CPU_ONLY = ("fil",)
+"""Backends that on a GPU answer as on the CPU, and compute on that."""
+
 _WITHOUT_SEQUENCES = (*LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND)
 _DECOUPLED = "model_transaction_policy.decoupled"
 _IGNORED = ("runtime", "cc_model_filenames")
@@ -119,6 +122,8 @@ def ignored_fields(
         if accelerators.cpu_execution_accelerator and kinds == {"KIND_GPU"}:
             yield "optimization.execution_accelerators.cpu_execution_accelerator"
     for group in config.instance_group:
+        if config.backend in _CPU_ONLY and group.kind == group.KIND_GPU:
+            yield "instance_group.kind"
         yield from _fields_set(group, _IGNORED_GROUP, "instance_group.")
         yield from () if limiting else _fields_set(group, ("rate_limiter",), "instance_group.")
     for state in config.sequence_batching.state:

@@ -1,11 +1,12 @@
 /* A stand-in for NVIDIA's driver library, as far as memory is lent between processes: two GPUs whose memory is POSIX
- * shared memory. A handle is the name of an object, filled up with zeros. A device's pointer is no address of the host:
+ * shared memory. A handle is the name of an object, filled up with zeros: one that cuMemAlloc made, or anybody. A device's pointer is no address of the host:
  * who reads it without a copy crashes. As the driver, it wants a context to be current, and that everything is closed. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -15,7 +16,7 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, NO_DEVICE = 100, INVALID_DEVICE = 101, IN
 enum { GPUS = 2, OPEN = 64, DEEP = 8, HANDLE = 64 };
 
 typedef struct { char name[HANDLE]; } handle_t;
-typedef struct { int device, used; char *memory; size_t size; } block_t;
+typedef struct { int device, used; char *memory; size_t size; handle_t own; } block_t;
 
 static const uint64_t ELSEWHERE = 1ull << 60, APART = 1ull << 40;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -80,23 +81,48 @@ int cuCtxPopCurrent_v2(void **context) {
     return SUCCESS;
 }
 
-int cuIpcOpenMemHandle_v2(uint64_t *pointer, handle_t handle, unsigned flags) {
-    if (current() < 0) return INVALID_CONTEXT;
-    if (flags != 1 || handle.name[0] != '/' || memchr(handle.name, 0, HANDLE) == 0) return INVALID_VALUE;
-    int file = shm_open(handle.name, O_RDWR, 0), code = INVALID_VALUE;
+static int map(uint64_t *pointer, int file, handle_t own) {
+    int code = INVALID_VALUE;
     struct stat state;
     if (file < 0 || fstat(file, &state)) return INVALID_VALUE;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < OPEN && code; i++) {
         if (blocks[i].used) continue;
         char *memory = mmap(0, state.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        blocks[i] = (block_t){current(), 1, memory, state.st_size};
+        blocks[i] = (block_t){current(), 1, memory, state.st_size, own};
         *pointer = address(&blocks[i]);
         code = SUCCESS;
     }
     pthread_mutex_unlock(&lock);
     close(file);
     return code;
+}
+
+int cuIpcOpenMemHandle_v2(uint64_t *pointer, handle_t handle, unsigned flags) {
+    if (current() < 0) return INVALID_CONTEXT;
+    if (flags != 1 || handle.name[0] != '/' || memchr(handle.name, 0, HANDLE) == 0) return INVALID_VALUE;
+    return map(pointer, shm_open(handle.name, O_RDWR, 0), (handle_t){""});
+}
+
+int cuMemAlloc_v2(uint64_t *pointer, size_t size) {
+    static int made;
+    handle_t own = {""};
+    if (current() < 0) return INVALID_CONTEXT;
+    snprintf(own.name, HANDLE, "/charonia_gpu_%d_own_%d", getpid(), made++);
+    int file = shm_open(own.name, O_RDWR | O_CREAT | O_EXCL, 0600);
+    return file < 0 || ftruncate(file, size) ? INVALID_VALUE : map(pointer, file, own);
+}
+
+int cuIpcGetMemHandle(handle_t *handle, uint64_t pointer) {
+    block_t *block = find(pointer, 0);
+    if (!block || !block->own.name[0]) return INVALID_VALUE;
+    *handle = block->own;
+    return SUCCESS;
+}
+
+__attribute__((destructor)) static void free_all(void) {
+    for (int i = 0; i < OPEN; i++)
+        if (blocks[i].used && blocks[i].own.name[0]) shm_unlink(blocks[i].own.name);
 }
 
 int cuIpcCloseMemHandle(uint64_t pointer) {

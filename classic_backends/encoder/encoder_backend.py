@@ -56,7 +56,7 @@ class EncoderLoader(RuntimeLoader):
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
-        from ..torch.torch_backend import set_torch_threads
+        from ..torch.torch_backend import choose_device, set_torch_threads
         from .encoder_modules import CrossEncoder, Embedder
 
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
@@ -65,7 +65,7 @@ class EncoderLoader(RuntimeLoader):
         set_torch_threads(threads)
         files = read_encoder(directory)
         check_config_matches(config, encoder_tensors(files))
-        device = f"cuda:{placement.device}" if placement.kind == "KIND_GPU" else "cpu"
+        device = choose_device(config.name, placement) or "cpu"
         tokenizer = EncoderTokenizer.load(files.directory, files.tokenization.max_tokens, files.tokenization.lowercase)
         encoder = CrossEncoder(files, device) if isinstance(files, CrossEncoderFiles) else Embedder(files, device)
         return EncoderRuntime(encoder, files, tokenizer, max_batch_tokens)

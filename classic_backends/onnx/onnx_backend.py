@@ -80,6 +80,11 @@ class Session:
             self._session = onnxruntime.InferenceSession(str(file), options, providers=providers)
         except Exception as error:  # onnxruntime has a class for each of its codes
             raise InvalidArgument(f"onnxruntime cannot load {file}: {error}") from error
+        # One whose libraries are missing is left out without an error, and the CPU computes.
+        lost = [name for name, _ in plan.providers if name not in self._session.get_providers()]
+        if lost:
+            message = f"onnxruntime could not start {lost[0]} for {file}: libraries that it needs may be missing"
+            raise Unsupported(message, field="instance_group.kind")
         self._shrink_arenas = plan.shrink_arenas
         self.tensors = _find_tensors(self._session)
         found = (*self.tensors.inputs, *self.tensors.outputs)

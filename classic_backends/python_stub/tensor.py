@@ -24,7 +24,10 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
 
 
 class Tensor:
-    """A named tensor. The constructor takes a numpy array: of `bytes` or text as objects for BYTES."""
+    """A named tensor. The constructor takes a numpy array: of `bytes` or text as objects for BYTES. One that
+    `from_dlpack` made of a GPU's memory stays there; it is copied to the host when it is sent."""
+
+    _on_gpu: dlpack.ImportedTensor | None = None
 
     def __init__(self, name: str, numpy_array: np.ndarray[Any, Any]) -> None:
         array = np.asarray(numpy_array)
@@ -46,6 +49,8 @@ class Tensor:
 
     def as_numpy(self) -> np.ndarray[Any, Any]:
         """The array, without a copy."""
+        if self._on_gpu is not None:
+            raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
         if self._datatype == "BF16":
             raise TritonModelException("Tensor of type BF16 cannot be converted to NumPy; use DLPack.")
         return self._array
@@ -54,34 +59,43 @@ class Tensor:
         return _NUMBERS[self._datatype]
 
     def shape(self) -> list[int]:
-        return list(self._array.shape)
+        return list(self._array.shape if self._on_gpu is None else self._on_gpu.shape)
 
     def is_cpu(self) -> bool:
-        return True
+        return self._on_gpu is None
 
     def to_dlpack(self) -> Any:
         """A capsule of the tensor's memory, without a copy."""
         if self._datatype == "BYTES":
             raise TritonModelException("DLPack does not have support for string tensors.")
+        if self._on_gpu is not None:
+            return self._on_gpu.to_capsule()
         return dlpack.to_capsule(self._array, self._datatype == "BF16")
 
     def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
         return self.to_dlpack()
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (dlpack.CPU, 0)
+        return (dlpack.CPU, 0) if self._on_gpu is None else self._on_gpu.device
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """A tensor over another library's memory, without a copy unless that is a GPU's."""
+        """A tensor over another library's memory, the host's or a GPU's, without a copy."""
         try:
-            array, bfloat16 = dlpack.from_dlpack(tensor)
+            imported = dlpack.from_dlpack(tensor)
         except ValueError as error:
             raise TritonModelException(str(error)) from None
-        datatype = "BF16" if bfloat16 else V2_NAMES.get(array.dtype)
+        datatype = "BF16" if imported.bfloat16 else V2_NAMES.get(imported.dtype)
         if datatype is None:
-            raise TritonModelException(f"Tensor '{name}' has the type {array.dtype}, for which Triton has none.")
-        return Tensor.__new__(Tensor)._set(name, datatype, array)
+            raise TritonModelException(f"Tensor '{name}' has the type {imported.dtype}, for which Triton has none.")
+        made = Tensor.__new__(Tensor)
+        if imported.on_gpu:
+            made._name, made._datatype, made._on_gpu = name, datatype, imported
+            return made
+        return made._set(name, datatype, imported.as_array())
+
+    def _on_host(self) -> np.ndarray[Any, Any]:
+        return self._array if self._on_gpu is None else self._on_gpu.as_array()
 
 
 def received_tensor(message: TensorMessage) -> Tensor:
@@ -91,8 +105,8 @@ def received_tensor(message: TensorMessage) -> Tensor:
 
 def write_tensors(tensors: Iterable[Tensor]) -> list[TensorMessage]:
     try:
-        return server().writer.write_all((each._name, each._datatype, each._array) for each in tensors)
-    except MemoryError as error:
+        return server().writer.write_all((each._name, each._datatype, each._on_host()) for each in tensors)
+    except (MemoryError, ValueError) as error:
         raise TritonModelException(str(error)) from None
 
 

@@ -6,6 +6,7 @@ the types and shapes that its first weights suggest, and again with each dimensi
 Imported only where such a model is loaded.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ DATATYPES: dict[torch.dtype, str] = {
     for datatype, dtype in NUMPY_TYPES.items()
     if datatype not in ("BF16", "BYTES")
 } | {torch.bfloat16: "BF16"}
+
+
+_PACKAGE_METADATA = "_metadata.json"
+"""The end of the names of an AOTInductor package's files that tell what it was compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +62,24 @@ def open_model_file(file: Path, device: str | None) -> OpenedModel:
                 arguments = module.forward.schema.arguments[1:]
                 return OpenedModel(module, tuple(argument.name for argument in arguments))
             with ZipFile(file) as package:
-                compiled = any("/aotinductor/" in name for name in package.namelist())
+                compiled = [name for name in package.namelist() if "/aotinductor/" in name]
+                told = [json.loads(package.read(name)) for name in compiled if name.endswith(_PACKAGE_METADATA)]
             if compiled:
-                return OpenedModel(torch._inductor.aoti_load_package(str(file)))
+                return _open_compiled(file, device, {each.get("AOTI_DEVICE_KEY", "") for each in told})
             return _open_exported(file, device)
     except Unsupported:
         raise
     except Exception as error:  # PyTorch raises many classes
         raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from error
+
+
+def _open_compiled(file: Path, device: str | None, made_for: set[str]) -> OpenedModel:
+    """A package has code for one kind of device, which finds nothing where another one keeps its tensors."""
+    kind, _, number = (device or "").partition(":")
+    if kind and made_for and made_for != {kind}:
+        message = f"{file} was compiled for {', '.join(sorted(made_for))}, and its instance is on {device}"
+        raise Unsupported(f"{message}: set its kind to KIND_GPU for cuda, or KIND_CPU", field="instance_group.kind")
+    return OpenedModel(torch._inductor.aoti_load_package(str(file), device_index=int(number or -1)))
 
 
 def _open_exported(file: Path, device: str | None) -> OpenedModel:

@@ -81,7 +81,7 @@ class TorchLoader(RuntimeLoader):
                     raise Unsupported(f"{message} tensors of", field=f"{side}.{spec.name}")
         threads = read_thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_per_instance(config.raw)
         set_torch_threads(threads, read_thread_count(parameters, "INTER_OP_THREAD_COUNT"))
-        device = {"KIND_MODEL": None, "KIND_GPU": f"cuda:{placement.device}"}.get(placement.kind, "cpu")
+        device = choose_device(config.name, placement)
         opened = open_model_file(_model_file(directory, config.raw), device)
         arguments = argument_positions(config.name, [spec.name for spec in config.inputs], opened.argument_names)
         results = indexed_positions(config.name, "output", [spec.name for spec in config.outputs])
@@ -190,12 +190,13 @@ class TorchRuntime(Runtime):
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             if not self._modes.cudnn:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            given = [_to_tensor(inputs[spec.name], spec.datatype).to(self._device) for spec in self._inputs]
+            given = [_to_tensor(inputs[spec.name], spec.datatype, self._device) for spec in self._inputs]
             names = self._opened.argument_names or [""] * len(given)
             keywords = self._opened.keyword_names
             named = {name: value for name, value in zip(names, given, strict=False) if name in keywords}
             results = self._opened.module(*given[: len(given) - len(named)], **named)
-        yield {name: _result_array(results, name, self._result_positions[name]) for name in output_names}
+        found = [_result(results, name, self._result_positions[name]) for name in output_names]
+        yield dict(zip(output_names, _to_arrays(found), strict=True))
         if self._modes.clean_cache:
             torch.cuda.empty_cache()
 
@@ -205,15 +206,31 @@ class TorchRuntime(Runtime):
         release_torch_memory()
 
 
-def _to_tensor(array: NDArray[Any], datatype: str) -> "torch.Tensor":
-    """A copy of an array that may be a client's memory: a model may write to its arguments."""
+def _to_tensor(array: NDArray[Any], datatype: str, device: str) -> "torch.Tensor":
+    """A copy of an array that may be a client's memory: a model may write to its arguments. On its way to a GPU it lies
+    in pinned memory, from which that fetches it by itself."""
     import torch
 
-    tensor = torch.from_numpy(np.require(array, requirements=["C", "W", "O"]))
+    if device == "cpu":
+        tensor = torch.from_numpy(np.require(array, requirements=["C", "W", "O"]))
+    else:
+        staged = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
+        staged.numpy()[...] = array
+        tensor = staged.to(device, non_blocking=True)  # torch does not use the memory again before that is done
     return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor
 
 
-def _result_array(results: Any, name: str, position: int) -> NDArray[Any]:
+def _to_arrays(tensors: Sequence["torch.Tensor"]) -> list[NDArray[Any]]:
+    """The arrays over tensors of the host, or over copies of a GPU's, all fetched side by side."""
+    import torch
+
+    here = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return [(each.view(torch.uint16) if each.dtype == torch.bfloat16 else each).numpy() for each in here]
+
+
+def _result(results: Any, name: str, position: int) -> "torch.Tensor":
     import torch
 
     if isinstance(results, Mapping):
@@ -227,12 +244,25 @@ def _result_array(results: Any, name: str, position: int) -> NDArray[Any]:
         value = several[position]
     if not isinstance(value, torch.Tensor):
         raise Internal(f"the model made a {type(value).__name__} where a tensor was expected")
-    here = value.detach().cpu()
-    array: NDArray[Any] = (here.view(torch.uint16) if here.dtype == torch.bfloat16 else here).numpy()
-    return array
+    return value
 
 
 PYTORCH = TorchLoader()
+
+
+def choose_device(model: str, placement: InstancePlacement) -> str | None:
+    """Torch's name of an instance's device, None where the model's file decides. A GPU becomes the calling thread's
+    current one: code of models makes tensors there. Raises `Unsupported` if torch has no such GPU."""
+    import torch
+
+    if placement.gpu is None:
+        return None if placement.kind == "KIND_MODEL" else "cpu"
+    if placement.gpu >= torch.cuda.device_count():
+        built = "built for CUDA" if torch_has_cuda() else "built without CUDA"
+        message = f"model '{model}': there is no GPU {placement.gpu} for this torch, which is {built}"
+        raise Unsupported(message, field="instance_group.kind")
+    torch.cuda.set_device(placement.gpu)
+    return f"cuda:{placement.gpu}"
 
 
 def set_torch_threads(intra_op: int, inter_op: int = 0) -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from charonia.classic_backends import backend_config
 from charonia.classic_backends.builtin import IDENTITY, SQUARE
-from charonia.classic_backends.isolated.isolated_runtime import ENCODER, ONNX, PYTORCH
+from charonia.classic_backends.isolated.isolated_runtime import ENCODER, FIL, ONNX, PYTORCH
 from charonia.processes.host import Cores
 
 TWO = {"instance_group": [{"count": 2}]}
 ON_GPU = {"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1], "count": 2}]}
 MIXED = {"instance_group": [{"kind": "KIND_GPU", "gpus": [1]}, {"kind": "KIND_CPU", "count": 2}]}
+TREES = {**MIXED, "default_model_filename": "model.onnx"}
 THREAD, ISOLATED = {"EXECUTION": "thread"}, {"EXECUTION": "isolated"}
 
 
@@ -49,6 +50,8 @@ def directory(tmp_path: Path) -> Path:
         (PYTORCH, MIXED, THREAD, {None: 200, 1: 100}),
         (ENCODER, {}, THREAD, {None: 140}),
         (ENCODER, ON_GPU, THREAD, {0: 280, 1: 280}),
+        (FIL, TREES, THREAD, {None: 21}),
+        (FIL, TREES, {}, {None: 21 + 3 * FIL.library_bytes}),
         (IDENTITY, {}, {}, {}),
         (SQUARE, {}, {}, {}),
     ],

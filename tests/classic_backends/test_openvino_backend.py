@@ -197,6 +197,13 @@ def test_wrong_parameters_are_refused_by_name(version: Path, described: Describe
     assert refused.value.field == name
 
 
+def test_gpus_of_cuda_are_refused(version: Path, described: Describe) -> None:
+    write_ir(version / "model.xml")
+    config = described(described_by_file(version))
+    with pytest.raises(Unsupported, match="OpenVINO computes on its TARGET_DEVICE, and on no GPU of CUDA: KIND_CPU"):
+        OPENVINO.load(version, config, InstancePlacement("KIND_GPU"), {})
+
+
 def test_files_that_are_no_models_are_refused(version: Path, described: Describe) -> None:
     with pytest.raises(NotFound, match=r"unable to find .*model\.xml"):
         described_by_file(version)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from charonia.classic_backends.isolated.isolated_runtime import TENSORFLOW
 from charonia.classic_backends.runtime import InstancePlacement, Runtime
+from charonia.classic_backends.tensorflow_backend import show_gpu
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
 
@@ -122,9 +124,23 @@ def test_wrong_ones_are_refused_by_name(version: Path, saved: Path, opened: Open
     raw["output"] = [{"name": "z", "data_type": "TYPE_FP32", "dims": [3]}]
     with pytest.raises(InvalidArgument, match="unexpected inference output 'z', allowed outputs are: y"):
         opened(raw)
-    on_a_gpu = InstancePlacement(kind="KIND_GPU")
+    on_a_gpu = InstancePlacement("KIND_GPU", 7)
     with pytest.raises(Unsupported, match="KIND_CPU"), closing(TENSORFLOW.load(version, described(raw), on_a_gpu, {})):
         pass
     (version / "model.savedmodel" / "saved_model.pb").write_bytes(b"nonsense")
     with pytest.raises(InvalidArgument, match=r"TensorFlow cannot load .*model\.savedmodel"):
         opened()
+
+
+def test_an_instance_sees_its_own_gpu_alone() -> None:
+    said: list[Any] = []
+    configured = SimpleNamespace(
+        list_physical_devices=lambda kind: [f"{kind}:0", f"{kind}:1"],
+        experimental=SimpleNamespace(set_memory_growth=lambda *given: said.append(given)),
+        set_visible_devices=lambda *given: said.append(given),
+    )
+    show_gpu(SimpleNamespace(config=configured), 1)
+    assert said == [("GPU:1", True), (["GPU:1"], "GPU")]
+    with pytest.raises(Unsupported, match="TensorFlow finds 2 GPUs here, and none with the number 2") as refused:
+        show_gpu(SimpleNamespace(config=configured), 2)
+    assert (refused.value.field, len(said)) == ("instance_group.kind", 2)

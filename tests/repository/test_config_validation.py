@@ -226,6 +226,8 @@ def test_rules(text: str, field: str, says: str) -> None:
             ["default_model_filename"],
         ),
         (GOOD + "model_transaction_policy { decoupled: true }", ["model_transaction_policy.decoupled"]),
+        ('name: "m" backend: "fil" instance_group { kind: KIND_GPU }', ["instance_group.kind"]),
+        ('name: "m" backend: "fil" instance_group { kind: KIND_CPU } instance_group { }', []),
         ('name: "m" backend: "repeat" model_transaction_policy { decoupled: true }', []),
         (LONE + "optimization { graph { level: 1 } }", ["optimization.graph"]),
         ('name: "m" backend: "charonia" max_batch_size: 2 dynamic_batching {}', ["max_batch_size", "dynamic_batching"]),

@@ -400,6 +400,22 @@ def test_what_this_onnxruntime_cannot_do_is_refused(
         load(version, wanted)
 
 
+def test_a_provider_that_does_not_start_is_not_replaced_by_the_cpu(
+    version: Path, onnx_models: ModuleType, described: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnxruntime
+
+    onnx_models.write_mlp(version / "model.onnx", [5, 3])
+    available = onnxruntime.get_available_providers()
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [*available, "CUDAExecutionProvider"])
+    with (
+        pytest.warns(UserWarning, match="'CUDAExecutionProvider' is not in available provider names"),
+        pytest.raises(Unsupported, match="onnxruntime could not start CUDAExecutionProvider") as refused,
+    ):
+        ONNX.load(version, described(MLP), InstancePlacement("KIND_GPU"), {})
+    assert refused.value.field == "instance_group.kind"
+
+
 def test_unknown_parameters_are_reported(
     version: Path, onnx_models: ModuleType, described: Describe, caplog: pytest.LogCaptureFixture
 ) -> None:

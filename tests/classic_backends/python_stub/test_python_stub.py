@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,14 @@ from torch.utils import dlpack as torch_dlpack
 
 import charonia.classic_backends.python_stub as package
 from charonia.classic_backends.python_stub import dlpack
+from charonia.classic_backends.python_stub import tensor as api
+from charonia.classic_backends.python_stub.connection import TritonModelException
 from charonia.classic_backends.python_stub.messages import FrameReader, TensorMessage, frame
 from charonia.classic_backends.python_stub.tensor_memory import NUMPY_TYPES, BlockReader, BlockWriter
 from charonia.processes.child_process import anonymous_file
+from charonia.processes.cuda_memory import CudaDriver, CudaMemory
+
+from ...gpu_stand_in import gpu_allocation
 
 FILES = sorted(Path(package.__file__).parent.glob("*.py"))
 
@@ -207,16 +213,17 @@ def test_frames_are_cut_wherever_the_stream_was(payloads: list[bytes], sizes: li
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.uint8, torch.float16, torch.bfloat16])
 def test_a_torch_tensor_comes_and_goes_without_a_copy(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype).t()
-    array, bfloat16 = dlpack.from_dlpack(tensor)
-    assert (bfloat16, array.shape) == (dtype is torch.bfloat16, (3, 2))
-    back = torch_dlpack.from_dlpack(dlpack.to_capsule(array, bfloat16))
+    imported = dlpack.from_dlpack(tensor)
+    array = imported.as_array()
+    assert (imported.bfloat16, array.shape, imported.on_gpu) == (dtype is torch.bfloat16, (3, 2), False)
+    back = torch_dlpack.from_dlpack(dlpack.to_capsule(array, imported.bfloat16))
     assert back.dtype is dtype
     assert torch.equal(back, tensor)
     assert back.data_ptr() == tensor.data_ptr()
 
 
 def test_memory_lasts_as_long_as_anybody_reads_it() -> None:
-    array, _ = dlpack.from_dlpack(torch.arange(1000))
+    array = dlpack.from_dlpack(torch.arange(1000)).as_array()
     gc.collect()
     assert array.sum() == 499500
     tensor = torch_dlpack.from_dlpack(dlpack.to_capsule(np.arange(1000), False))
@@ -238,3 +245,97 @@ def test_a_capsule_is_used_once_and_other_things_are_refused() -> None:
             dlpack.from_dlpack(wrong)
     with pytest.raises(ValueError, match="numpy has no type"):
         dlpack.from_dlpack(torch.ones(2, dtype=torch.complex64))
+
+
+# Tensors of GPUs, of the stand-in's
+
+
+class GpuArray:
+    """A tensor of a library that makes nothing but capsules. Steps are in elements; `offset` in bytes."""
+
+    def __init__(self, memory: CudaMemory, dtype: Any, shape: tuple[int, ...], steps: Any, offset: int = 0) -> None:
+        self._memory, self._code, self._shape, self._steps, self._offset = memory, dtype, shape, steps, offset
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 1)
+
+    def __dlpack__(self) -> Any:
+        tensor = dlpack._Tensor()
+        tensor.data, tensor.byte_offset = self._memory._pointer.value, self._offset
+        tensor.device, tensor.dtype = dlpack._Device(2, 1), dlpack._DataType(*self._code, 1)
+        return dlpack._export(tensor, self._shape, self._steps, self)
+
+
+FLOAT, BFLOAT = (2, 32), (4, 16)
+FILLED = np.arange(24, dtype=np.float32)
+
+
+@pytest.fixture
+def gpu_memory(cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMemory]:
+    """On the second GPU, with `FILLED` in it."""
+    monkeypatch.setattr(dlpack, "_CUDA_LIBRARY", str(cuda_library))
+    for cached in (dlpack._cuda, dlpack._primary_context):
+        cached.cache_clear()
+    with gpu_allocation(FILLED.nbytes) as allocation:
+        allocation.write(FILLED.tobytes())
+        yield CudaMemory(allocation.handle, 1, CudaDriver(str(cuda_library)))
+    for cached in (dlpack._cuda, dlpack._primary_context):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the server reads of a tensor that a model sends."""
+    file = anonymous_file("sent")
+    writer, reader = BlockWriter(file), BlockReader(file)
+    monkeypatch.setattr(api, "server", lambda: SimpleNamespace(writer=writer))
+    yield lambda tensor: reader.read(api.write_tensors([tensor])[0])
+    os.close(file)
+
+
+@pytest.mark.parametrize(
+    ("code", "shape", "steps", "offset", "expected"),
+    [
+        (FLOAT, (4, 6), (6, 1), 0, FILLED.reshape(4, 6)),
+        (FLOAT, (2, 3), (1, 2), 8, FILLED[2:8].reshape(3, 2).T),
+        (FLOAT, (4, 2), (6, 3), 4, FILLED.reshape(4, 6)[:, 1:5:3]),
+        (FLOAT, (), (), 92, FILLED[23]),
+        (FLOAT, (3, 0), (1, 1), 0, np.empty((3, 0))),
+        (BFLOAT, (2,), (1,), 4, FILLED[1:2].view(np.uint16)),
+    ],
+)
+def test_a_tensor_of_a_gpu_stays_there_until_it_is_sent(
+    gpu_memory: CudaMemory, sent: Any, code: Any, shape: Any, steps: Any, offset: int, expected: Any
+) -> None:
+    array = GpuArray(gpu_memory, code, shape, steps, offset)
+    tensor = api.Tensor.from_dlpack("T", array)
+    assert (tensor.is_cpu(), tensor.shape(), tensor.__dlpack_device__()) == (False, list(shape), (2, 1))
+    with pytest.raises(TritonModelException, match="Tensor is stored in GPU and cannot be converted to NumPy"):
+        tensor.as_numpy()
+    again = api.Tensor.from_dlpack("T", tensor.to_dlpack())
+    for each in (tensor, again, api.Tensor.from_dlpack("T", array.__dlpack__()), api.Tensor.from_dlpack("T", again)):
+        read = sent(each)
+        assert read.dtype == expected.dtype or 0 in shape
+        np.testing.assert_array_equal(read, expected)
+
+
+def test_a_tensor_of_a_gpu_may_be_written_to_until_it_is_sent(gpu_memory: CudaMemory, sent: Any) -> None:
+    tensor = api.Tensor.from_dlpack("T", GpuArray(gpu_memory, FLOAT, (2,), (1,)))
+    gpu_memory.write(0, memoryview(np.array([7, 8], np.float32).tobytes()))
+    assert sent(tensor).tolist() == [7, 8]
+    del tensor
+    gc.collect()
+    assert not dlpack._exported
+
+
+def test_a_tensor_of_a_gpu_that_cannot_be_copied(
+    gpu_memory: CudaMemory, sent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond = api.Tensor.from_dlpack("T", GpuArray(gpu_memory, FLOAT, (25,), (1,)))
+    with pytest.raises(TritonModelException, match="a tensor of a GPU cannot be copied: CUDA's error 1"):
+        sent(beyond)
+    monkeypatch.setattr(dlpack, "_CUDA_LIBRARY", "libcuda_nowhere.so.1")
+    dlpack._cuda.cache_clear()
+    dlpack._primary_context.cache_clear()
+    with pytest.raises(TritonModelException, match="a tensor of a GPU cannot be copied: libcuda_nowhere"):
+        sent(beyond)

@@ -5,16 +5,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
 import torch
 
 from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
+from charonia.classic_backends.torch.model_files import open_model_file
 from charonia.classic_backends.torch.torch_backend import (
     PYTORCH,
     InferenceModes,
     argument_positions,
+    choose_device,
     indexed_positions,
 )
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
@@ -294,3 +297,37 @@ def test_unloading_gives_back_what_torch_keeps_of_a_gpu(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(runtime._opened))
     runtime.close()
     assert left == [None]
+
+
+def test_gpus_that_torch_does_not_have_are_refused(
+    version: Path, described: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(Same(), version / "model.pt")
+    config = described(raw_config(["INPUT__0"], ["OUTPUT__0"]))
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for gpu in (2, 0):
+        with pytest.raises(Unsupported, match=f"there is no GPU {gpu} for this torch, which is built ") as refused:
+            PYTORCH.load(version, config, InstancePlacement("KIND_GPU", gpu), {})
+        assert refused.value.field == "instance_group.kind"
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert chosen == []
+
+
+def test_an_instance_s_gpu_is_the_current_one_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that makes tensors on "cuda" makes them there."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    places = [InstancePlacement("KIND_GPU", 1), InstancePlacement("KIND_CPU"), InstancePlacement("KIND_MODEL")]
+    assert [choose_device("m", place) for place in places] == ["cuda:1", "cpu", None]
+    assert chosen == [1]
+
+
+def test_a_compiled_package_for_another_device_is_refused(version: Path) -> None:
+    file = version / "model.pt2"
+    with ZipFile(file, "w") as package:
+        package.writestr("model/data/aotinductor/model/x.wrapper_metadata.json", '{"AOTI_DEVICE_KEY": "cpu"}')
+    with pytest.raises(Unsupported, match="was compiled for cpu, and its instance is on cuda:0"):
+        open_model_file(file, "cuda:0")
