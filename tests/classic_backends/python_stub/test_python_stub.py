@@ -3,6 +3,7 @@
 import ast
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from collections import deque
@@ -271,14 +272,15 @@ FILLED = np.arange(24, dtype=np.float32)
 
 
 @pytest.fixture
-def gpu_memory(cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMemory]:
-    """On the second GPU, with `FILLED` in it."""
-    monkeypatch.setattr(dlpack, "_CUDA_LIBRARY", str(cuda_library))
+def gpu_memory(cuda_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMemory]:
+    """On the second GPU, with `FILLED` in it. The library is one of its own: a model's process keeps its context."""
+    library = str(shutil.copy(cuda_library, tmp_path))
+    monkeypatch.setattr(dlpack, "_CUDA_LIBRARY", library)
     for cached in (dlpack._cuda, dlpack._primary_context):
         cached.cache_clear()
     with gpu_allocation(FILLED.nbytes) as allocation:
         allocation.write(FILLED.tobytes())
-        yield CudaMemory(allocation.handle, 1, CudaDriver(str(cuda_library)))
+        yield CudaMemory(allocation.handle, 1, CudaDriver(library))
     for cached in (dlpack._cuda, dlpack._primary_context):
         cached.cache_clear()
 
