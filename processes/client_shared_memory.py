@@ -180,9 +180,11 @@ class SharedMemoryRegistry:
 
     def _take_back(self, kind: type[_Region], name: str) -> None:
         self._check_allowed()
-        asked = [name] if name else list(self._open)
-        taken = [self._open.pop(each) for each in asked if each in self._open and type(self._open[each][0]) is kind]
-        self._leaving = [*self._in_use(), *((region, weakref.ref(memory)) for region, memory in taken)]
+        self._leaving = self._in_use()
+        for each, (region, memory) in list(self._open.items()):
+            if isinstance(region, kind) and name in ("", each):
+                del self._open[each]
+                self._leaving.append((region, weakref.ref(memory)))
 
     def _status(self, kind: type[_Region], name: str) -> list[_Region]:
         regions = [region for region, _ in (*self._in_use(), *self._open.values())]

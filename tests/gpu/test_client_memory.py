@@ -3,7 +3,6 @@
 Needs no torch. With the folder of a library made of tests/fake_cuda.c in LD_LIBRARY_PATH it runs on a CPU.
 """
 
-import asyncio
 import base64
 import importlib.util
 import json
@@ -17,14 +16,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from charonia.core.errors import InvalidArgument
-from charonia.processes.client_shared_memory import (
-    CudaMemoryRegion,
-    CudaSlice,
-    SharedMemoryRegistry,
-    SharedMemorySlice,
-)
-from charonia.processes.cuda_memory import CudaError, cuda_driver
+from charonia.processes.cuda_memory import CudaError, CudaMemory, cuda_driver
 
 
 def has_gpu() -> bool:
@@ -103,28 +95,30 @@ def client() -> Iterator[GpuClient]:
 
 
 def test_both_see_what_the_other_writes(client: GpuClient) -> None:
-    regions = SharedMemoryRegistry(allowed=True)
-
-    def register(name: str, handle: bytes, device: int, size: int) -> None:
-        asyncio.run(regions.register_cuda(CudaMemoryRegion(name, handle, device, size)))
-
-    register("g", client.handle, 0, SIZE)
+    memory = CudaMemory(client.handle, 0, cuda_driver())
+    assert memory.size >= SIZE
     numbers = np.random.default_rng(1).bytes(3 << 20)
     for offset in (0, 12345, SIZE - len(numbers)):
         client.write(offset, numbers)
-        place = regions.view(SharedMemorySlice("g", offset, len(numbers)))
-        assert isinstance(place, CudaSlice)
-        assert place.memory.size >= SIZE
-        assert bytes(place.read()) == numbers
-        place.write(memoryview(numbers[::-1]))
+        assert bytes(memory.read(offset, len(numbers))) == numbers
+        memory.write(offset, memoryview(numbers[::-1]))
         assert client.read(offset, len(numbers)) == numbers[::-1]
-    del place
-    for handle, device, size in ((client.handle, 0, 1 << 40), (client.handle, 1 << 20, 8), (b"\1" * 64, 0, 8)):
-        with pytest.raises(InvalidArgument, match="failed to register shared memory region 'h': invalid args: "):
-            register("h", handle, device, size)
-    regions.unregister_cuda()
-    register("g", client.handle, 0, 8)  # again, as often as anybody likes
-    assert [region.byte_size for region in regions.status_cuda()] == [8]
+
+
+def test_a_handle_is_opened_as_often_as_anybody_likes(client: GpuClient) -> None:
+    client.write(0, b"abcd")
+    several = [CudaMemory(client.handle, 0, cuda_driver()) for _ in range(3)]
+    while several:
+        assert bytes(several[-1].read(0, 4)) == b"abcd"
+        several.pop()
+    assert bytes(CudaMemory(client.handle, 0, cuda_driver()).read(1, 2)) == b"bc"
+
+
+def test_what_is_no_memory_is_refused(client: GpuClient) -> None:
+    for handle, device in ((b"\1" * 64, 0), (client.handle, 1 << 20)):
+        with pytest.raises(CudaError):
+            CudaMemory(handle, device, cuda_driver())
+    assert len(CudaMemory(client.handle, 0, cuda_driver()).read(0, 8)) == 8  # as well as before
 
 
 CONFIG = """
