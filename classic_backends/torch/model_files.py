@@ -30,8 +30,8 @@ DATATYPES: dict[torch.dtype, str] = {
 } | {torch.bfloat16: "BF16"}
 
 
-_PACKAGE_METADATA = "_metadata.json"
-"""The end of the names of an AOTInductor package's files that tell what it was compiled for."""
+_PACKAGE_METADATA, _PACKAGE_DEVICE = "_metadata.json", "AOTI_DEVICE_KEY"
+"""The end of the names of an AOTInductor package's files that tell what it was compiled for, and the key in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ def open_model_file(file: Path, device: str | None) -> OpenedModel:
                 compiled = [name for name in package.namelist() if "/aotinductor/" in name]
                 told = [json.loads(package.read(name)) for name in compiled if name.endswith(_PACKAGE_METADATA)]
             if compiled:
-                return _open_compiled(file, device, {each.get("AOTI_DEVICE_KEY", "") for each in told})
+                made_for = {each[_PACKAGE_DEVICE] for each in told if _PACKAGE_DEVICE in each}
+                return _open_compiled(file, device, made_for)
             return _open_exported(file, device)
     except Unsupported:
         raise
