@@ -69,23 +69,28 @@ class LogRelay(io.StringIO):
         return len(text)
 
 
-def main(setup: FrontendSetup, connection: Connection, mine: int, theirs: int) -> None:
-    """Serve until the hub says so, or is gone. `mine`, `theirs`: files of this end's shared memory, and the hub's."""
+def main(setup: FrontendSetup, name: str, connection: Connection, mine: int, theirs: int) -> None:
+    """Serve until the hub says so, or is gone. `name`: of this frontend, for the log. `mine`, `theirs`: files of this
+    end's shared memory, and the hub's."""
     import uvloop
 
     relay = LogRelay()
     with logging_to(relay, setup.logs):
-        uvloop.run(_serve(setup, connection, (mine, theirs), relay))
+        uvloop.run(_serve(setup, name, connection, (mine, theirs), relay))
 
 
-async def _serve(setup: FrontendSetup, connection: Connection, files: tuple[int, int], relay: LogRelay) -> None:
+async def _serve(
+    setup: FrontendSetup, name: str, connection: Connection, files: tuple[int, int], relay: LogRelay
+) -> None:
     raise_open_file_limit()
-    gateway = RemoteGateway(SharedState(SharedMemoryRegistry(setup.allows_client_memory)), files, setup.max_lag)
+    lag = LoopLag(setup.max_lag, name=f"the event loop of {name}")
+    shared = SharedState(SharedMemoryRegistry(setup.allows_client_memory))
+    gateway = RemoteGateway(shared, files, setup.max_lag, lag)
     sock = socket.socket(fileno=os.dup(connection.fileno()))
     connection.close()
     await asyncio.get_running_loop().create_unix_connection(lambda: gateway.link, sock=sock)
     relay.connect(gateway)
-    with LoopLag(setup.max_lag):
+    with lag:
         await wait_for_first(gateway.told.wait(), gateway.lost.wait())
         servers = _make_servers(setup, gateway)
         try:

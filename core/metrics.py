@@ -71,6 +71,10 @@ class TimeInState:
         self._at = now
         self._count += change
 
+    def add_seconds(self, seconds: float) -> None:
+        """Those that another process has measured."""
+        self._seconds += seconds
+
     @property
     def seconds(self) -> float:
         self.add(0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..engine.frontend.llm import LlmModel
 from ..repository.gateway import InProcessGateway
-from .messages import CancelRequests, Heartbeat, HubSnapshot, LogLevels
+from .messages import CancelRequests, HubSnapshot, LogLevels
 from .snapshot import ModelCensus
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class FrontendHub:
             looks += 1
             if looks % _LOOKS_PER_BEAT == 0:
                 for session in self.sessions:
-                    session.link.send(Heartbeat())
+                    session.beat()
             await asyncio.sleep(_LOOK_SECONDS)
 
 

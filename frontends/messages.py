@@ -32,6 +32,7 @@ from ..core.request_context import RequestContext, RequestEnd
 from ..engine.core.messages import AddRequest
 from ..processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegion
 from ..telemetry.logging_setup import LogSettings
+from ..telemetry.loop_lag import LoopState
 from .tensors import SentTensor
 
 _ERRORS: dict[str, type[CharoniaError]] = {
@@ -259,6 +260,22 @@ class FrontendListening(msgspec.Struct, array_like=True, tag="listening", frozen
     """Its sockets take connections."""
 
 
+class ReaderDelays(msgspec.Struct, array_like=True, frozen=True):
+    """What readers of the language model `model` left unread since they were last told of: tokens that came while
+    others were unread, and the seconds of their streams."""
+
+    model: int
+    merged_tokens: int
+    seconds: float
+
+
+class FrontendState(msgspec.Struct, array_like=True, tag="state", frozen=True):
+    """How the frontend's event loop and its clients go; answers a `Heartbeat`."""
+
+    loop: LoopState
+    readers: list[ReaderDelays]
+
+
 class LogText(msgspec.Struct, array_like=True, tag="log", frozen=True):
     """Lines of the frontend's log, as they are to be written."""
 
@@ -281,6 +298,7 @@ FromFrontend: TypeAlias = (
     | GrpcCall
     | SnapshotTaken
     | FrontendListening
+    | FrontendState
     | LogText
 )
 
@@ -424,7 +442,7 @@ class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
-    """The hub's loop turns."""
+    """The hub's loop turns; `FrontendState` answers."""
 
 
 class StopFrontend(msgspec.Struct, array_like=True, tag="stop", frozen=True):

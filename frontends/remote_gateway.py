@@ -24,6 +24,7 @@ from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferResponse
 from ..core.request_context import DONE, Headers, RequestContext, RequestEnd
 from ..telemetry.logging_setup import apply_log_settings
+from ..telemetry.loop_lag import LoopLag
 from ..telemetry.request_log import log_request
 from ..telemetry.shared_state import SharedState
 from .link import FrameLink
@@ -35,6 +36,7 @@ from .messages import (
     CancelRequests,
     EndedRequests,
     FromFrontend,
+    FrontendState,
     GrpcAnswer,
     GrpcCall,
     Heartbeat,
@@ -86,7 +88,7 @@ class RemoteGateway:
     wants this process to end; `stop_by_force`: at once; `lost`: the hub is gone. `told`: there was a first snapshot.
     `files`: of the shared memory of this end, and of the hub's; closed here."""
 
-    def __init__(self, shared_state: SharedState, files: tuple[int, int], max_silence: float) -> None:
+    def __init__(self, shared_state: SharedState, files: tuple[int, int], max_silence: float, lag: LoopLag) -> None:
         self.shared_state = shared_state
         self.calls: dict[int, RemoteResponses[Any]] = {}
         self.stop_requested, self.lost, self.told = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -99,7 +101,7 @@ class RemoteGateway:
             os.close(file)
         self.send = self.link.send
         self.next_key = count(1).__next__
-        self._max_silence = max_silence
+        self._max_silence, self._lag = max_silence, lag
         self._heard = time.monotonic()
         self._snapshot: HubSnapshot | None = None
         self._served = ServedModels()
@@ -168,7 +170,8 @@ class RemoteGateway:
 
     def ready(self) -> bool:
         silence = time.monotonic() - self._heard
-        return self._snapshot is not None and self._snapshot.ready and silence < self._max_silence
+        healthy = silence < self._max_silence and not self._lag.stuck
+        return self._snapshot is not None and self._snapshot.ready and healthy
 
     def exiting(self) -> bool:
         return self._snapshot is not None and self._snapshot.exiting
@@ -282,6 +285,8 @@ class RemoteGateway:
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         self._heard = time.monotonic()
+        readers = [text.reader_delays() for text in self._texts.values()]
+        self.send(FrontendState(self._lag.state(), [each for each in readers if each.seconds]))
 
     def _on_stop(self, message: StopFrontend) -> None:
         self.stop_by_force = message.force

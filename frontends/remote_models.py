@@ -23,7 +23,7 @@ from ..core.request import (
 from ..core.request_context import ExecutionTimes, RequestContext, RequestEnd
 from ..engine.frontend.llm import LlmModel
 from ..repository.request_validation import validate_request
-from .messages import CancelCall, ModelCall, ResponseNotes, ResponsesRead, TextCall, encode_origin
+from .messages import CancelCall, ModelCall, ReaderDelays, ResponseNotes, ResponsesRead, TextCall, encode_origin
 from .remote_engine import RemoteEngine
 from .snapshot import ServedModel
 
@@ -262,6 +262,7 @@ class TextModelHere:
         assert served.parts is not None
         self.engine, self.users, self.dropped = engine, 0, False
         self._served = served
+        self._told = 0, 0.0
         spec = replace(served.parts.spec, connect=lambda on_progress, metrics: engine)
         self.model = LlmModel(served.config.name, served.config.version, spec, layout=served.parts.layout)
         self.building = asyncio.create_task(self._build())
@@ -273,6 +274,12 @@ class TextModelHere:
         if self.model.config.fingerprint != config.fingerprint:
             message = f"the files of model '{config.name}' have changed since it was loaded: load it again"
             raise Unavailable(message)
+
+    def reader_delays(self) -> ReaderDelays:
+        """What its clients left unread since the last call."""
+        (tokens, seconds), metrics = self._told, self.model.metrics
+        self._told = metrics.merged_tokens, metrics.unread.seconds
+        return ReaderDelays(self._served.number, self._told[0] - tokens, self._told[1] - seconds)
 
     def release(self, _: object = None) -> None:
         """A request that had it has ended."""

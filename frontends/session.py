@@ -7,15 +7,19 @@ says when and how it ended. What is not inference is answered by the same endpoi
 import asyncio
 import logging
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
+
+import msgspec
 
 from ..api.http.control_call import ControlRequest, ask_app
 from ..api.http.eager import start_eagerly
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ResponseStream
+from ..core.metrics import Labels, Reading
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import CANCELLED, DONE, RequestContext, RequestEnd
 from ..engine.frontend.llm import LlmModel
@@ -23,6 +27,7 @@ from ..repository.gateway import LoadedModelHandle
 from ..repository.model_registry import LoadedModel
 from ..repository.request_validation import validate_request
 from ..telemetry.logging_setup import write_lines
+from ..telemetry.loop_lag import LoopState
 from .hub import FrontendHub
 from .link import FrameLink
 from .messages import (
@@ -36,8 +41,10 @@ from .messages import (
     EndedRequests,
     FromFrontend,
     FrontendListening,
+    FrontendState,
     GrpcAnswer,
     GrpcCall,
+    Heartbeat,
     HttpAnswer,
     HttpCall,
     LogText,
@@ -136,6 +143,8 @@ class FrontendSession:
     def __init__(self, hub: FrontendHub, name: str, mine: int, theirs: int) -> None:
         self.listening, self.lost = asyncio.Event(), asyncio.Event()
         self.taken = 0
+        self._loop: LoopState | None = None
+        self._asked_at: float | None = None
         self._hub, self._gateway, self._name = hub, hub.gateway, name
         self.link: HubLink = FrameLink(decode_from_frontend, self._receive, self._on_lost, self._on_unsendable)
         self._exchange = TensorExchange(mine, theirs, self.link.schedule_from_any_thread)
@@ -161,6 +170,7 @@ class FrontendSession:
             GrpcCall: lambda call: self._start_call(call.key, self._grpc(call)),
             SnapshotTaken: self._on_taken,
             FrontendListening: lambda _: self.listening.set(),
+            FrontendState: self._on_state,
             LogText: lambda message: write_lines(message.text),
         }
         hub.sessions.add(self)
@@ -169,6 +179,26 @@ class FrontendSession:
     def stop(self, force: bool) -> None:
         """Have it close its sockets, when its requests are answered or, with `force`, at once."""
         self.link.send(StopFrontend(force))
+
+    def beat(self) -> None:
+        """Tell it that this loop turns; it tells how its own does."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+        self.link.send(Heartbeat())
+
+    def loop_readings(self, labels: Labels) -> Iterator[Reading]:
+        """Its event loop for a scrape; one that does not answer is late by as long."""
+        if self._loop is not None and not self.lost.is_set():
+            silence = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+            yield from msgspec.structs.replace(self._loop, lag=max(self._loop.lag, silence)).readings(labels)
+
+    def _on_state(self, message: FrontendState) -> None:
+        self._loop, self._asked_at = message.loop, None
+        for each in message.readers:
+            loaded = self._hub.census.model(each.model)
+            if loaded is not None and isinstance(loaded.model, LlmModel):
+                loaded.model.metrics.merged_tokens += each.merged_tokens
+                loaded.model.metrics.unread.add_seconds(each.seconds)
 
     def _before_flush(self) -> None:
         self._relay.tell()

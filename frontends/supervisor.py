@@ -38,19 +38,17 @@ _FIRST_RETRY, _LAST_RETRY, _STABLE = 0.1, 30.0, 5.0
 """Seconds before a lost frontend is started again, at first and at most, and for which one has to last to count."""
 
 
-FrontendMain: TypeAlias = Callable[[Any, Connection, int, int], None]
+FrontendMain: TypeAlias = Callable[[Any, str, Connection, int, int], None]
 
 
 class FrontendPool:
-    """`count` frontends over one hub. `main` is what their processes run, with `setup`, the link's socket, and the
-    files of their shared memory and of the hub's.
+    """`count` frontends over one hub. `main` is what their processes run, with `setup`, their name, the link's socket,
+    and the files of their shared memory and of the hub's.
 
     It is to the server what an endpoint of its own process is: it starts, may end, and is stopped.
     """
 
-    def __init__(
-        self, hub: FrontendHub, count: int, main: Callable[[Any, Connection, int, int], None], setup: object
-    ) -> None:
+    def __init__(self, hub: FrontendHub, count: int, main: FrontendMain, setup: object) -> None:
         self._hub, self._count, self._main, self._setup = hub, count, main, setup
         self._keepers: list[asyncio.Task[None]] = []
         self._sessions: dict[int, FrontendSession] = {}
@@ -69,8 +67,10 @@ class FrontendPool:
         await wait_for_first(self._all_started(), self.ended())
 
     def measure(self) -> Iterator[Measurement]:
-        """How often a frontend was lost and started again, for a scrape."""
+        """How often a frontend was lost and started again, and the event loops of those there are, for a scrape."""
         yield Measurement({}, [Reading("charonia_frontend_restarts_total", self._restarts)])
+        for number, session in self._sessions.items():
+            yield Measurement({}, [*session.loop_readings({"frontend": str(number + 1)})])
 
     async def _all_started(self) -> None:
         for started in self._started:
@@ -122,7 +122,9 @@ class FrontendPool:
             memory = [new_arena_file(ARENA_BYTES) for _ in range(2)]
             for file in memory:
                 files.callback(os.close, file)
-            child = python_child(FRONTEND_NAME, self._main, self._setup, theirs, *reversed(memory), inherited=memory)
+            child = python_child(
+                FRONTEND_NAME, self._main, self._setup, name, theirs, *reversed(memory), inherited=memory
+            )
             session = self._sessions[number] = FrontendSession(self._hub, name, *memory)
             sock = socket.socket(fileno=os.dup(ours.fileno()))
         try:

@@ -48,56 +48,103 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 class LoopFigures(NamedTuple):
-    """The frontend's event loop: how late it was in the mean, seconds; and the part of the time its thread computed."""
+    """An event loop: of `frontend`, one of several, or of the server's own process where that is empty. How late it was
+    in the mean and at most, seconds; and the part of the time its thread computed."""
 
+    frontend: str
     delay: float
+    lag: float
     busy: float
-
-    @classmethod
-    def of(cls, interval: Interval) -> "LoopFigures":
-        family = "charonia_event_loop_delay_seconds"
-        probes = interval.grown(f"{family}_count")
-        delay = interval.grown(f"{family}_sum") / probes if probes else 0.0
-        return cls(delay, min(interval.grown("charonia_event_loop_cpu_seconds_total") / interval.seconds, 1.0))
 
     @property
     def saturated(self) -> bool:
         return self.busy >= _SATURATED
 
+    @property
+    def late(self) -> bool:
+        return self.saturated or self.delay >= _LATE
+
+
+class ServerLoops(NamedTuple):
+    """The event loops that a request passes: that of the server's process, which is the hub where there are several
+    `frontends`, and then that of one of these."""
+
+    own: LoopFigures
+    frontends: tuple[LoopFigures, ...]
+
+    @classmethod
+    def of(cls, interval: Interval) -> "ServerLoops":
+        family = "charonia_event_loop_delay_seconds"
+        probes, sums = (interval.grown_by(f"{family}_{part}", "frontend") for part in ("count", "sum"))
+        computed = interval.grown_by("charonia_event_loop_cpu_seconds_total", "frontend")
+        lags = interval.last_by("charonia_event_loop_lag_seconds", "frontend")
+
+        def figures(name: str) -> LoopFigures:
+            delay = sums.get(name, 0.0) / probes[name] if probes.get(name) else 0.0
+            return LoopFigures(name, delay, lags.get(name, 0.0), min(computed.get(name, 0.0) / interval.seconds, 1.0))
+
+        return cls(figures(""), tuple(figures(name) for name in sorted(lags) if name))
+
+    @property
+    def delay(self) -> float:
+        """What a request waits in the mean when it passes."""
+        return self.own.delay + self._mean([each.delay for each in self.frontends])
+
+    @property
+    def saturated(self) -> float:
+        """The part of all time that loops without time left computed; connections lie on all frontends alike."""
+        busy = self._mean([each.busy if each.saturated else 0.0 for each in self.frontends])
+        return max(self.own.busy if self.own.saturated else 0.0, busy)
+
+    @property
+    def late(self) -> bool:
+        return any(each.late for each in (self.own, *self.frontends))
+
+    @property
+    def worst(self) -> LoopFigures:
+        loops = self.own, *self.frontends
+        full = [each for each in loops if each.saturated]
+        return max(full, key=lambda each: each.busy) if full else max(loops, key=lambda each: each.delay)
+
+    @staticmethod
+    def _mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else 0.0
+
 
 def explain(interval: Interval, rooflines: Mapping[str, StepRoofline] = {}, model: str = "") -> list[ModelReport]:
     """A report of each model that the server has, or of each version of one. `rooflines`: of language models, by name;
     without one, memory bandwidth and arithmetic are not told apart."""
-    loop = LoopFigures.of(interval)
+    loops = ServerLoops.of(interval)
     models = [each for each in interval.models() if model in ("", each.name)]
-    return [_explain_model(ModelInterval(interval, each), loop, rooflines) for each in models]
+    return [_explain_model(ModelInterval(interval, each), loops, rooflines) for each in models]
 
 
 def is_language_model(seen: ModelInterval) -> bool:
     return bool(seen.last_by("charonia_tenant_weight", "tenant"))
 
 
-def _explain_model(seen: ModelInterval, loop: LoopFigures, rooflines: Mapping[str, StepRoofline]) -> ModelReport:
-    model, late = seen.model, loop.saturated or loop.delay >= _LATE
-    claims = [_loop_claim(seen, loop), *_cold_start_claims(seen)]
+def _explain_model(seen: ModelInterval, loops: ServerLoops, rooflines: Mapping[str, StepRoofline]) -> ModelReport:
+    model = seen.model
+    claims = [_loop_claim(seen, loops), *_cold_start_claims(seen)]
     if is_language_model(seen):
-        claims += llm_claims(seen, late, rooflines.get(model.name))
+        claims += llm_claims(seen, loops.late, rooflines.get(model.name))
     else:
         claims += classic_claims(seen)
-    found = tuple(_bottlenecks(claims, loop)) or (_idle(seen),)
+    found = tuple(_bottlenecks(claims, loops.saturated)) or (_idle(seen),)
     return ModelReport(model.name, model.version, seen.whole.seconds, seen.whole.since_start, found)
 
 
-def _bottlenecks(claims: list[TimeClaim], loop: LoopFigures) -> Iterator[Bottleneck]:
-    """The claims as shares of the time of all; those of one cause are one, told by the largest."""
+def _bottlenecks(claims: list[TimeClaim], saturated: float) -> Iterator[Bottleneck]:
+    """The claims as shares of the time of all; those of one cause are one, told by the largest. `saturated`: the part
+    of the time for which loops had none left."""
     total = sum(claim.seconds for claim in claims)
     if total <= 0:
         return
     shares: dict[Cause, float] = {}
     for claim in sorted(claims, key=lambda each: -each.seconds):
         shares[claim.cause] = shares.get(claim.cause, 0.0) + claim.seconds / total
-    if loop.saturated:
-        own = max(shares.get(Cause.FRONTEND, 0.0), loop.busy)
+    if saturated:
+        own = max(shares.get(Cause.FRONTEND, 0.0), saturated)
         others = 1 - shares.get(Cause.FRONTEND, 0.0)
         shares = {cause: share * (1 - own) / others if others else 0.0 for cause, share in shares.items()}
         shares[Cause.FRONTEND] = own
@@ -109,18 +156,26 @@ def _bottlenecks(claims: list[TimeClaim], loop: LoopFigures) -> Iterator[Bottlen
             yield Bottleneck(cause, share, text, told.turn, told.evidence)
 
 
-def _loop_claim(seen: ModelInterval, loop: LoopFigures) -> TimeClaim:
-    """A request passes the loop twice, when it comes and when it is answered."""
-    ended = seen.grown("charonia_requests_total")
-    lag = seen.whole.gauge("charonia_event_loop_lag_seconds")
+_LOG = "the log names what holds the loop for long"
+
+
+def _loop_claim(seen: ModelInterval, loops: ServerLoops) -> TimeClaim:
+    """A request passes each of its loops twice, when it comes and when it is answered; told of the worst."""
+    ended, loop = seen.grown("charonia_requests_total"), loops.worst
+    name, what = "the event loop", "requests wait for the frontend's event loop"
+    turn = f"{_LOG}; fewer and larger requests, binary tensors, more --frontends, or another server"
+    evidence = {"loop_busy": loop.busy, "loop_delay_seconds": loop.delay, "loop_lag_seconds": loop.lag}
+    if loop.frontend:
+        name, what = f"that of frontend {loop.frontend}", "requests wait for a frontend's event loop"
+        turn = f"{_LOG}; more connections, of which each stays with one frontend; binary tensors, or more --frontends"
+    elif loops.frontends:
+        name, what = "it", "requests wait for the hub's event loop"
+        turn = f"{_LOG}; fewer and larger requests, or another server: there is one hub, whatever --frontends says"
     why = (
-        f"the event loop computes {percent(loop.busy)} of the time, and is late by {1e3 * loop.delay:.1f} ms "
-        f"in the mean, by {1e3 * lag:.0f} ms at most"
+        f"{name} computes {percent(loop.busy)} of the time, and is late by {1e3 * loop.delay:.1f} ms "
+        f"in the mean, by {1e3 * loop.lag:.0f} ms at most"
     )
-    turn = "the log names what holds the loop for long; fewer and larger requests, binary tensors, or another server"
-    evidence = {"loop_busy": loop.busy, "loop_delay_seconds": loop.delay, "loop_lag_seconds": lag}
-    what = "requests wait for the frontend's event loop"
-    return TimeClaim(Cause.FRONTEND, 2 * loop.delay * ended, what, why, turn, evidence)
+    return TimeClaim(Cause.FRONTEND, 2 * loops.delay * ended, what, why, turn, evidence)
 
 
 def _cold_start_claims(seen: ModelInterval) -> Iterator[TimeClaim]:

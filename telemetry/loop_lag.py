@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Self
 
-from ..core.metrics import Histogram, Measurement, Reading
+import msgspec
+
+from ..core.metrics import Histogram, Labels, Measurement, Reading
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +31,32 @@ _WINDOW = 10.0
 """A delay is remembered for at least as many seconds, and at most twice as many."""
 
 
-class LoopLag:
-    """Watches the running loop inside a `with` block; `bound`: seconds of delay that can only mean that it is stuck."""
+_OWN: Labels = {}
 
-    def __init__(self, bound: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bound = bound
+
+class LoopState(msgspec.Struct, array_like=True, frozen=True):
+    """A loop at a scrape. `lag`: its longest recent delay. `delays`: how many there were, by `_DELAYS`, and `delay_sum`
+    of them all. `cpu`: seconds that its thread computed."""
+
+    lag: float
+    delays: list[int]
+    delay_sum: float
+    cpu: float
+
+    def readings(self, labels: Labels = _OWN) -> Iterator[Reading]:
+        delays = Histogram(_DELAYS)
+        delays.counts, delays.sum = self.delays, self.delay_sum
+        yield Reading("charonia_event_loop_lag_seconds", self.lag, labels)
+        yield Reading("charonia_event_loop_delay_seconds", delays, labels)
+        yield Reading("charonia_event_loop_cpu_seconds_total", self.cpu, labels)
+
+
+class LoopLag:
+    """Watches the running loop inside a `with` block; `bound`: seconds of delay that can only mean that it is stuck;
+    `name`: what the alarm calls it."""
+
+    def __init__(self, bound: float, clock: Callable[[], float] = time.monotonic, name: str = "the event loop") -> None:
+        self._bound, self._name = bound, name
         self._clock = clock
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -66,15 +89,14 @@ class LoopLag:
     def stuck(self) -> bool:
         return self.seconds > self._bound
 
-    def measure(self) -> Iterator[Measurement]:
+    def state(self) -> LoopState:
         """Called by the loop's thread, whose CPU time is told."""
-        readings = [
-            Reading("charonia_event_loop_lag_seconds", self.seconds),
-            Reading("charonia_event_loop_delay_seconds", self._delays),
-            Reading("charonia_event_loop_cpu_seconds_total", time.thread_time()),
-            Reading("charonia_uptime_seconds", self._clock() - self._began),
-        ]
-        yield Measurement({}, readings)
+        return LoopState(self.seconds, [*self._delays.counts], self._delays.sum, time.thread_time())
+
+    def measure(self) -> Iterator[Measurement]:
+        """For a scrape; called by the loop's thread."""
+        uptime = Reading("charonia_uptime_seconds", self._clock() - self._began)
+        yield Measurement({}, [*self.state().readings(), uptime])
 
     def _on_timer(self) -> None:
         now = self._clock()
@@ -95,7 +117,7 @@ class LoopLag:
             due = self._due
             if due is not None and due != told and (late := self._clock() - due) > _ALARM:
                 told = due
-                log.warning("the event loop has been held for %.1f s, by %s", late, _holder(thread))
+                log.warning("%s has been held for %.1f s, by %s", self._name, late, _holder(thread))
 
 
 def _holder(thread: int) -> str:

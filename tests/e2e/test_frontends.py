@@ -8,8 +8,10 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
+
+from charonia.telemetry.bottlenecks import explain
+from charonia.telemetry.scrape import Interval, parse_scrape
+from charonia.telemetry.time_claims import Cause
 
 from ..gpu_stand_in import gpu_allocation
 from .models import FAKE, write_config, write_labelled, write_model
@@ -335,6 +341,29 @@ def test_traces_are_of_all_frontends(server: Server) -> None:
     times = [{time["name"]: time["ns"] for time in each["timestamps"]} for each in written if "timestamps" in each]
     for each in times:
         assert each["HTTP_RECV_START"] < each["REQUEST_START"] <= each["REQUEST_END"] < each["HTTP_SEND_END"]
+
+
+def test_a_frontend_that_is_late_is_measured_and_named(server: Server) -> None:
+    before, merged = httpx.get(server.metrics_url).text, metric(server, "charonia_merged_tokens_total", model="fake")
+    with one_each(server) as connections:
+        (held, client), (_, other) = connections.items()
+        client.request("POST", "/v1/completions", json.dumps(LONG | {"max_tokens": 50}))
+        stream = client.getresponse()
+        os.kill(held, signal.SIGSTOP)
+        try:
+            assert ask(other, "/v2/models/echo/infer", echo())[0] == 200
+            time.sleep(0.6)
+        finally:
+            os.kill(held, signal.SIGCONT)
+        assert completion_tokens(stream.read().decode().split("\n")) == 50
+    lags = [partial(metric, server, "charonia_event_loop_lag_seconds", frontend=str(number)) for number in (1, 2)]
+    server.until(lambda: max(lag() for lag in lags) > 0.3)
+    after = httpx.get(server.metrics_url).text
+    [report] = explain(Interval(parse_scrape(before, "before"), parse_scrape(after, "after")), model="echo")
+    first = report.bottlenecks[0]
+    assert (first.cause, "that of frontend" in first.text) == (Cause.FRONTEND, True), first.text
+    # Tokens came while the frontend did not read: for its clients they merged.
+    assert metric(server, "charonia_merged_tokens_total", model="fake") > merged
 
 
 def test_a_lost_frontend_takes_its_own_connections_alone_and_comes_back(server: Server) -> None:

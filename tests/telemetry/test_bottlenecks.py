@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from charonia.bench.proofs.explain import STATES, ServerState, first_named
 from charonia.core.metrics import SequenceState
-from charonia.telemetry.bottlenecks import ModelReport, explain
+from charonia.telemetry.bottlenecks import Bottleneck, ModelReport, explain
 from charonia.telemetry.roofline import StepRoofline
 from charonia.telemetry.scrape import Interval, parse_scrape
 from charonia.telemetry.time_claims import Cause
@@ -55,8 +55,8 @@ def reports_of(values: Mapping[str, float], seconds: float = 10.0, labels: str =
     lines = [f"charonia_uptime_seconds {seconds}", 'charonia_model_ready{model="m",version="1"} 1']
     for name, value in values.items():
         family, _, more = name.partition("{")
-        own = "" if family.startswith("charonia_event_loop") else f'model="m",version="1",{more.rstrip("}")}'
-        lines.append(f"{family}{{{own.rstrip(',')}}} {value}")
+        own = "" if family.startswith("charonia_event_loop") else 'model="m",version="1",'
+        lines.append(f"{family}{{{(own + more.rstrip('}')).rstrip(',')}}} {value}")
     return explain(Interval(None, parse_scrape("\n".join(lines) + "\n", "made")))
 
 
@@ -116,6 +116,25 @@ def test_all_waits_for_a_loop_that_has_no_time_left() -> None:
     running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **LANGUAGE}
     assert first_of(running) is Cause.COMPUTATION
     assert first_of(running | {"charonia_event_loop_cpu_seconds_total": 9.5}) is Cause.FRONTEND
+
+
+def test_of_several_frontends_the_loop_that_is_late_is_named() -> None:
+    running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **LANGUAGE}
+    cpu, lag = "charonia_event_loop_cpu_seconds_total", "charonia_event_loop_lag_seconds"
+    loops = {f'{lag}{{frontend="{number}"}}': number / 100 for number in (1, 2, 10)} | {lag: 0.0, cpu: 1.0}
+
+    def first(values: Mapping[str, float]) -> Bottleneck:
+        return reports_of(running | loops | values)[0].bottlenecks[0]
+
+    assert first({}).cause is Cause.COMPUTATION
+    all_busy = first({f'{cpu}{{frontend="{number}"}}': 9.0 + number / 20 for number in (1, 2, 10)})
+    assert (all_busy.cause, all_busy.share) == (Cause.FRONTEND, pytest.approx((9.05 + 9.1 + 9.5) / 30))
+    assert "that of frontend 10 computes 95 % of the time" in all_busy.text
+    assert "by 100 ms at most" in all_busy.text
+    hub = first({cpu: 9.5, f'{cpu}{{frontend="1"}}': 9.2})
+    assert (hub.cause, "the hub's event loop" in hub.text, hub.share) == (Cause.FRONTEND, True, pytest.approx(0.95))
+    # One of three without time left: a third of the connections lie there.
+    assert first({f'{cpu}{{frontend="2"}}': 10.0}).cause is Cause.COMPUTATION
 
 
 def test_unread_tokens_are_the_loops_when_it_is_late() -> None:
