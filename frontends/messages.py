@@ -353,7 +353,8 @@ class ResponsesEnded(msgspec.Struct, array_like=True, tag="end", frozen=True):
 class AcquiredModel(msgspec.Struct, array_like=True, tag="acquired", frozen=True):
     """The model of an `AcquireCall`. `number`: of the loaded model. `model`, `version`, `adapter`, `route`: for the
     request's context. `config`: pickled, where it is none of the snapshot's. `kv_tokens`: those that its cache holds,
-    and can hold. `follows`: the hub answers for it as a whole, and logs the request."""
+    and can hold. `follows`: the hub answers for it as a whole, and logs the request. `refusal`: why no sequence of it
+    may begin."""
 
     key: int
     number: int
@@ -364,6 +365,7 @@ class AcquiredModel(msgspec.Struct, array_like=True, tag="acquired", frozen=True
     config: bytes
     kv_tokens: tuple[int, int]
     follows: bool = False
+    refusal: SentError | None = None
 
 
 class CallFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):

@@ -18,6 +18,7 @@ from ..core.adapter import LoraTask
 from ..core.errors import CharoniaError
 from ..core.request import GenerateRequest, SamplingParams
 from ..core.request_context import RequestContext
+from ..engine.frontend.admission import QueueTicket
 from ..engine.frontend.llm import LlmModel
 from ..engine.frontend.token_stream import SequenceStats, TokenStream
 from .link import FrameLink
@@ -60,24 +61,37 @@ class SequenceRelay:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def submit(self, message: SubmitSequence, context: RequestContext, model: LlmModel) -> None:
-        """Give it to the engine of `model`; what the engine refuses is told as the end of the sequence."""
+    def submit(
+        self, message: SubmitSequence, context: RequestContext, model: LlmModel, ticket: QueueTicket | None
+    ) -> None:
+        """Give it to the engine of `model`; what the engine refuses is told as the end of the sequence. `ticket`: its
+        place in the queue, if it has one already."""
         stats = SequenceStats(model.metrics, context=context)
         stats.opened, stats.choice = message.opened, message.choice
         if not message.tokens_wanted:
             stats.sampling = _PROMPT_ONLY
         context.add_sequence(stats)
         sequence = self._sequences[message.key] = RelayedSequence(stats)
-        starting = start_eagerly(self._start(message, sequence, context, model))
+        if ticket is not None:
+            sequence.resources.enter_context(ticket)
+        starting = start_eagerly(self._start(message, sequence, context, model, ticket))
         if starting is not None:
             sequence.starting = starting
 
     async def _start(
-        self, message: SubmitSequence, sequence: RelayedSequence, context: RequestContext, model: LlmModel
+        self,
+        message: SubmitSequence,
+        sequence: RelayedSequence,
+        context: RequestContext,
+        model: LlmModel,
+        ticket: QueueTicket | None,
     ) -> None:
         enter, add, request = sequence.resources.enter_context, message.add, _request_of(message)
         try:
-            ticket = enter(model.client.admit(request, context.tenant))
+            if ticket is None:
+                ticket = enter(model.client.admit(request, context.tenant))
+            else:
+                ticket.serve(request.prompt_count, request.choice_count)
             if request.adapter or request.lora_task:
                 digest = enter(await model.use_adapter(request, sequence.stats, context))
                 add = msgspec.structs.replace(add, adapter=digest)

@@ -15,7 +15,15 @@ from ..engine.core.messages import AddRequest, CoreReady
 from ..engine.frontend.admission import AdmissionControl, QueueLimits, QueueTicket
 from ..engine.frontend.token_stream import SequenceStats, TokenStream
 from ..telemetry.llm_metrics import EngineState
-from .messages import AbortSequence, CancelRequests, FromFrontend, LoraTaskMessage, SequenceSteps, SubmitSequence
+from .messages import (
+    AbortSequence,
+    CancelRequests,
+    FromFrontend,
+    LoraTaskMessage,
+    SentError,
+    SequenceSteps,
+    SubmitSequence,
+)
 from .tensors import SentTensor
 
 _NOBODY_WAITS = AdmissionControl(QueueLimits(sys.maxsize, sys.maxsize))
@@ -83,15 +91,22 @@ class RemoteStreams:
 
 class RemoteEngine:
     """An `Engine`, and a `SharedEngine`: that of the hub's loaded model `model`, for the sequences of one request,
-    whose key is `request`."""
+    whose key is `request`; `refusal`: why none of them may begin."""
 
     def __init__(
-        self, hub: HubConnection, streams: RemoteStreams, model: int, info: CoreReady, request: int = 0
+        self,
+        hub: HubConnection,
+        streams: RemoteStreams,
+        model: int,
+        info: CoreReady,
+        request: int = 0,
+        refusal: SentError | None = None,
     ) -> None:
-        self._hub, self._streams, self._model, self._info, self._request = hub, streams, model, info, request
+        self._hub, self._streams, self._model, self._info = hub, streams, model, info
+        self._request, self._refusal = request, refusal
 
-    def for_request(self, key: int) -> "RemoteEngine":
-        return RemoteEngine(self._hub, self._streams, self._model, self._info, key)
+    def for_request(self, key: int, refusal: SentError | None) -> "RemoteEngine":
+        return RemoteEngine(self._hub, self._streams, self._model, self._info, key, refusal)
 
     @property
     def ready(self) -> bool:
@@ -111,7 +126,10 @@ class RemoteEngine:
         """The engine is the hub's."""
 
     def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
-        """The hub admits or refuses when the sequence is submitted: `TokenStream.read` raises what it says."""
+        """The hub has admitted or refused a sequence when the model was acquired. Of several sequences it may refuse
+        the others when they are submitted: `TokenStream.read` raises what it says."""
+        if self._refusal is not None:
+            raise self._refusal.error()
         return RemoteTicket(_NOBODY_WAITS, tenant, request.choice_count, asked=request)
 
     @contextmanager

@@ -161,7 +161,7 @@ class RemoteGateway:
         if answer.follows:
             context.logged = True
             return FollowedTextHandle(self, acquired.config, context, text.model, stats)
-        model = text.model.over(text.engine.for_request(key))
+        model = text.model.over(text.engine.for_request(key, answer.refusal))
         return RemoteTextHandle(self, acquired.config, context, model, stats)
 
     def _body_of(self, context: RequestContext) -> dict[str, Any] | None:

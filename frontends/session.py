@@ -20,8 +20,9 @@ from ..api.http.error_responses import INTERNAL_SERVER_ERROR
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ResponseStream
 from ..core.metrics import Labels, Reading
-from ..core.request import InferRequest, InferResponse
+from ..core.request import GenerateRequest, InferRequest, InferResponse
 from ..core.request_context import CANCELLED, DONE, RequestContext, RequestEnd
+from ..engine.frontend.admission import QueueTicket
 from ..engine.frontend.llm import LlmModel
 from ..repository.gateway import LoadedModelHandle
 from ..repository.model_registry import LoadedModel
@@ -74,19 +75,28 @@ log = logging.getLogger(__name__)
 _WINDOW = 16
 """Responses of one stream that may be on their way, unread."""
 
+_ONE_SEQUENCE = GenerateRequest(id="", prompt=())
+_ONLY_TEXT = ("tokenize", "detokenize")
+"""Endpoints that ask no engine."""
+
+_BODY_TO_COME = ("infer", "generate", "generate_stream")
+"""Endpoints that look their model up before they read what is asked of it."""
+
 _ANSWERED = RequestContext("")
 """Stands for every request without a context that a model has answered: models count ends."""
 _ANSWERED.end = DONE
 
 
 class OpenRequest:
-    """A request of a frontend that has not ended, with its calls."""
+    """A request of a frontend that has not ended, with its calls. `ticket`: the place in the queue of its first
+    sequence, until that is submitted."""
 
-    __slots__ = ("calls", "context", "finding", "handle", "told_warnings")
+    __slots__ = ("calls", "context", "finding", "handle", "ticket", "told_warnings")
 
     def __init__(self, context: RequestContext) -> None:
         self.context = context
         self.handle: LoadedModelHandle | None = None
+        self.ticket: QueueTicket | None = None
         self.finding: asyncio.Task[None] | None = None
         self.calls: dict[int, OpenCall] = {}
         self.told_warnings = 0
@@ -382,7 +392,25 @@ class FrontendSession:
         config = b"" if number in hub.told and not context.route else pickle.dumps(handle.config)
         names = context.model, context.version, context.adapter, context.route
         kv_tokens = stats.kv_tokens, stats.kv_token_capacity
-        self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens, follows))
+        refusal = None if follows else self._admit(opened, loaded)
+        self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens, follows, refusal))
+
+    def _admit(self, opened: OpenRequest, loaded: LoadedModel) -> SentError | None:
+        """Take the place in the queue of the request's first sequence, before a frontend makes tokens of its text; the
+        error if there is none."""
+        context = opened.context
+        if not isinstance(loaded.model, LlmModel) or context.endpoint in _ONLY_TEXT:
+            return None
+        try:
+            ticket = loaded.model.client.admit(_ONE_SEQUENCE, context.tenant)
+        except CharoniaError as error:
+            return SentError.of(error)
+        if context.endpoint in _BODY_TO_COME:  # which may take its client a minute
+            ticket.release()
+        else:
+            opened.ticket = ticket
+            context.on_end(lambda _: ticket.release())
+        return None
 
     def _on_read(self, message: ResponsesRead) -> None:
         running = self._asked.get(message.key)
@@ -447,7 +475,8 @@ class FrontendSession:
             return
         model = opened.handle.loaded.model
         assert isinstance(model, LlmModel)
-        self._relay.submit(message, opened.context, model)
+        ticket, opened.ticket = opened.ticket, None
+        self._relay.submit(message, opened.context, model, ticket)
 
     # What is not inference
 

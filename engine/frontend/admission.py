@@ -127,6 +127,11 @@ class QueueTicket:
     tokens: int = 0
     held: bool = True
 
+    def serve(self, prompts: int, choices: int) -> None:
+        """Make it that of a request which was not known when it was taken; raises as `AdmissionControl.check_count`."""
+        self.admission.check_count(prompts, choices)
+        self.choices = choices
+
     def release(self, started: bool = False) -> None:
         """May be called again."""
         if self.held:

@@ -61,7 +61,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path) -
     write_config(directory, "stateful", STATEFUL)
     write_config(directory, "repeat", REPEAT)
     write_config(directory, "large", LARGE)
-    write_model(directory, "fake", tokenizer_only, **FAKE, fake_step_seconds=0.02, max_queued_requests=2)
+    limits = {"max_num_seqs": 2, "max_queued_requests": 2}
+    write_model(directory, "fake", tokenizer_only, **FAKE, **limits, fake_step_seconds=0.02)
     return directory
 
 
@@ -242,6 +243,34 @@ def test_several_answers_and_what_none_can_give(server: Server) -> None:
     assert back == {"prompt": "hello"}
     text = httpx.post(f"{server.url}/v1/completions", json={"model": "echo", **WORDS})
     assert (text.status_code, "does not generate text" in text.text) == (400, True)
+
+
+def test_what_finds_the_queue_full_is_refused_before_its_prompt_is_read(server: Server) -> None:
+    """The prompt is none: whoever reads it refuses it for that."""
+    wrong = {"model": "fake", "prompt": [10**6], "max_tokens": 1}
+    asked = {"/v1/completions": wrong, "/v2/models/fake/generate": {"input_ids": [10**6]}}
+    with one_each(server) as connections, ExitStack() as stack:
+        states = [partial(metric, server, f"charonia_requests_{each}", model="fake") for each in ("running", "waiting")]
+        for expected in ([2, 0], [2, 2]):
+            for _ in range(2):
+                client = HTTPConnection(*server.address, timeout=30)
+                stack.callback(client.close)
+                client.request("POST", "/v1/completions", json.dumps(LONG | {"max_tokens": 200}))
+            server.until(lambda expected=expected: [state() for state in states] == expected)
+        refused = metric(server, "charonia_requests_total", model="fake", reason="queue_full_requests")
+        for connection in connections.values():
+            for path, body in asked.items():
+                status, said = ask(connection, path, body)
+                assert (status, b"2 requests are waiting already" in said) == (429, True), said
+            assert ask(connection, "/tokenize", {"model": "fake", "prompt": "a"})[0] == 200
+        counted = partial(metric, server, "charonia_requests_total", model="fake", reason="queue_full_requests")
+        server.until(lambda: counted() == refused + 4)
+        stack.close()
+        server.until(lambda: [state() for state in states] == [0, 0])
+        for path, body in asked.items():  # and nothing is left of those that were refused
+            assert [ask(connection, path, body)[0] for connection in connections.values()] == [400, 400]
+        for _ in range(3):
+            assert ask(connection, "/v1/completions", {"model": "fake", **WORDS})[0] == 200
 
 
 def test_a_sequence_goes_on_over_another_frontend(server: Server) -> None:
