@@ -73,7 +73,7 @@ def serve(
             if options.server.frontends > 1:
                 from .several_frontends import check_frontends
 
-                check_frontends(plan, endpoint)
+                check_frontends(plan)
             with open_tracer(endpoint, __version__, spans) as tracer:
                 return uvloop.run(run(plan, tracer))
     except CharoniaError as error:

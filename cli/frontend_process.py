@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class FrontendSetup:
     """What a frontend is told when it starts. `http_port`, `grpc_port`: None for an endpoint that is not wanted.
-    `shows_metrics`: HTTP has /metrics. `max_lag`: seconds of silence of the hub after which nothing is ready."""
+    `shows_metrics`: HTTP has /metrics. `sends_spans`: the hub does. `max_lag`: seconds of silence of the hub, or of late
+    answers, after which nothing is ready."""
 
     settings: EndpointSettings
     info: ServerInfo
@@ -45,6 +46,7 @@ class FrontendSetup:
     grpc_port: int | None
     shows_metrics: bool
     allows_client_memory: bool
+    sends_spans: bool
     max_lag: float
     logs: LogSettings
 
@@ -85,6 +87,7 @@ async def _serve(
     raise_open_file_limit()
     lag = LoopLag(setup.max_lag, name=f"the event loop of {name}")
     shared = SharedState(SharedMemoryRegistry(setup.allows_client_memory))
+    shared.traces.sends_spans = setup.sends_spans
     gateway = RemoteGateway(shared, files, setup.max_lag, lag)
     sock = socket.socket(fileno=os.dup(connection.fileno()))
     connection.close()

@@ -11,7 +11,6 @@ from ..frontends.forwarding import answer_rpc
 from ..frontends.hub import FrontendHub
 from ..frontends.supervisor import FrontendPool
 from ..repository.gateway import InProcessGateway
-from ..telemetry.trace_settings import TENSORS
 from .frontend_process import FrontendSetup, main
 from .options import is_true
 from .plan import ServePlan
@@ -20,24 +19,19 @@ from .ports import ReservedPorts
 _REUSE_PORT = "grpc.so_reuseport"
 
 
-def check_frontends(plan: ServePlan, otlp_endpoint: str) -> None:
-    """Raises `InvalidArgument` for what one frontend does and several do not; the message names the flag. Takes the
-    tensors of traces out of what requests may set."""
+def check_frontends(plan: ServePlan) -> None:
+    """Raises `InvalidArgument` for what one frontend does and several do not; the message names the flag."""
     options = plan.options
     if options.server.frontends == 1:
         return
-    traces = plan.shared.traces
     refused = {
         "--files-dir": options.files.files_dir is not None,
         "--allow-sagemaker": is_true(options.cloud.allow_sagemaker),
         "--allow-vertex-ai": is_true(options.cloud.allow_vertex_ai),
-        "--otlp-traces-endpoint, its variables and --trace-config mode=opentelemetry": bool(otlp_endpoint),
-        "--trace-config level=TENSORS": TENSORS in traces.settings().trace_level,
     }
     for flag, given in refused.items():
         if given:
             raise InvalidArgument(f"{flag}: is not served by several frontends (--frontends)")
-    traces.records_no_tensors = True
 
 
 def frontend_pool(
@@ -62,6 +56,7 @@ def frontend_pool(
         grpc_port,
         metrics.shown is not None,
         is_true(server.allow_client_shm),
+        gateway.shared_state.traces.sends_spans,
         server.max_loop_lag_secs,
         server.log_settings,
     )

@@ -27,8 +27,8 @@ from ..core.errors import (
     Unsupported,
 )
 from ..core.logprobs import Logprobs, PromptLogprobs
-from ..core.request import GenerateChunk, GenerateRequest, ParameterValue
-from ..core.request_context import RequestContext, RequestEnd
+from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue, SamplingParams
+from ..core.request_context import RequestContext, RequestEnd, SequenceRecord
 from ..engine.core.messages import AddRequest
 from ..processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegion
 from ..telemetry.logging_setup import LogSettings
@@ -85,7 +85,7 @@ class SentError(msgspec.Struct, array_like=True, frozen=True):
 
 class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
     """What a frontend knows of a request that counts in the hub: fields of `RequestContext`. `headers` where a route
-    may go by them."""
+    may go by them, or spans are sent."""
 
     endpoint: str
     tenant: str
@@ -107,10 +107,10 @@ class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
             [(_bytes(name), _bytes(value)) for name, value in context.headers] if with_headers else [],
         )
 
-    def note_in(self, context: RequestContext) -> None:
-        """Make a context that was just opened that of this request."""
+    def note_in(self, context: RequestContext, logged: bool) -> None:
+        """Make a context that was just opened that of this request. `logged`: by the frontend."""
         context.tenant, context.tenant_weight, context.arrived_at = self.tenant, self.tenant_weight, self.arrived_at
-        context.id, context.client_id, context.logged = self.id, self.client_id, True
+        context.id, context.client_id, context.logged = self.id, self.client_id, logged
 
 
 def _bytes(text: str | bytes) -> bytes:
@@ -174,12 +174,34 @@ class CancelCall(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
     key: int
 
 
+class EndedSequence(msgspec.Struct, array_like=True):
+    """A `core.request_context.SequenceRecord`."""
+
+    choice: int
+    sampling: SamplingParams
+    opened: float
+    submitted: float | None
+    begun: float | None
+    first: float | None
+    last: float | None
+    prompt: int | None
+    cached: int | None
+    generated: int
+    finish_reason: FinishReason | None
+    end: RequestEnd | None
+
+    @classmethod
+    def of(cls, record: SequenceRecord) -> "EndedSequence":
+        return cls(*(getattr(record, name) for name in cls.__struct_fields__))
+
+
 class EndedRequests(msgspec.Struct, array_like=True, tag="ended", frozen=True):
-    """Requests that the hub knows have ended: `answered` as it expects, `others` like that, with their protocol's
-    id."""
+    """Requests that the hub knows have ended: `answered` as it expects, `others` like that, with their protocol's id.
+    `sequences` of some, where the hub logs requests and sends their spans."""
 
     answered: list[int]
     others: list[tuple[int, RequestEnd, str]]
+    sequences: list[tuple[int, list[EndedSequence]]] = []
 
 
 class LoneRequest(msgspec.Struct, array_like=True, tag="lone", frozen=True):

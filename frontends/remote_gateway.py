@@ -35,6 +35,7 @@ from .messages import (
     CancelCall,
     CancelRequests,
     EndedRequests,
+    EndedSequence,
     FromFrontend,
     FrontendState,
     GrpcAnswer,
@@ -84,7 +85,8 @@ class AcquiredHere(NamedTuple):
 
 
 class RemoteGateway:
-    """The gateway of one frontend, and its end of the link. `shared_state` mirrors the hub's. `stop_requested`: the hub
+    """The gateway of one frontend, and its end of the link. `shared_state` mirrors the hub's; where that sends
+    spans, it logs requests, too. `stop_requested`: the hub
     wants this process to end; `stop_by_force`: at once; `lost`: the hub is gone. `told`: there was a first snapshot.
     `files`: of the shared memory of this end, and of the hub's; closed here."""
 
@@ -111,6 +113,7 @@ class RemoteGateway:
         self._keys: dict[RequestContext, int] = {}
         self._answered: list[int] = []
         self._ended_otherwise: list[tuple[int, RequestEnd, str]] = []
+        self._sequences: list[tuple[int, list[EndedSequence]]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._telling: asyncio.TimerHandle | None = None
         self._opening_regions = asyncio.Lock()
@@ -193,7 +196,8 @@ class RemoteGateway:
         return key
 
     def origin_of(self, context: RequestContext) -> RequestOrigin:
-        return RequestOrigin.of(context, self._snapshot is not None and self._snapshot.has_routes)
+        routed = self._snapshot is not None and self._snapshot.has_routes
+        return RequestOrigin.of(context, routed or self.shared_state.traces.sends_spans)
 
     # What the hub answers as a whole
 
@@ -273,6 +277,8 @@ class RemoteGateway:
 
     def _on_unsendable(self, message: FromFrontend, error: Exception) -> None:
         refusal = InvalidArgument(f"the request cannot be understood: {error}")
+        if isinstance(message, EndedRequests):  # what a client asked for may be no number or text of msgpack
+            self.send(EndedRequests(message.answered, message.others))
         if isinstance(message, ModelCall):
             self.exchange.take_back(message.inputs)
         if (key := getattr(message, "key", None)) is not None:
@@ -378,15 +384,18 @@ class RemoteGateway:
         else:
             self._ended_otherwise.append((key, end, context.id))
             self.link.schedule()
-        log_request(context)
+        if not self.shared_state.traces.sends_spans:
+            log_request(context)
+        elif key is not None and context.sequences:
+            self._sequences.append((key, [EndedSequence.of(each) for each in context.sequences]))
 
     def _before_flush(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
         if self._answered or self._ended_otherwise:
-            self.send(EndedRequests(self._answered, self._ended_otherwise))
-            self._answered, self._ended_otherwise = [], []
+            self.send(EndedRequests(self._answered, self._ended_otherwise, self._sequences))
+            self._answered, self._ended_otherwise, self._sequences = [], [], []
         if released := self.exchange.released():
             self.send(TensorsRead(released))
 

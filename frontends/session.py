@@ -29,6 +29,7 @@ from ..repository.model_registry import LoadedModel
 from ..repository.request_validation import validate_request
 from ..telemetry.logging_setup import write_lines
 from ..telemetry.loop_lag import LoopState
+from ..telemetry.request_trace import request_trace
 from .hub import FrontendHub
 from .link import FrameLink
 from .messages import (
@@ -156,6 +157,7 @@ class FrontendSession:
         self._loop: LoopState | None = None
         self._asked_at: float | None = None
         self._hub, self._gateway, self._name = hub, hub.gateway, name
+        self._traces = hub.gateway.shared_state.traces
         self.link: HubLink = FrameLink(decode_from_frontend, self._receive, self._on_lost, self._on_unsendable)
         self._exchange = TensorExchange(mine, theirs, self.link.schedule_from_any_thread)
         self._relay = SequenceRelay(self.link)
@@ -244,7 +246,7 @@ class FrontendSession:
 
     def _open_request(self, key: int, origin: RequestOrigin) -> OpenRequest:
         context = self._gateway.open_request(origin.endpoint, origin.headers)
-        origin.note_in(context)
+        origin.note_in(context, logged=not self._traces.sends_spans)
         opened = self._open[key] = OpenRequest(context)
         return opened
 
@@ -268,7 +270,7 @@ class FrontendSession:
         entry = gateway.registry.entries.get(call.model)
         version = None if entry is None else entry.find_version(call.version)
         loaded = None if version is None else version.loaded
-        if loaded is None or loaded.inline is None or gateway.shared_state.traces.wants_children or gateway.exiting():
+        if loaded is None or loaded.inline is None or self._traces.wants_children or gateway.exiting():
             return False
         try:
             validate_request(loaded.config, request)
@@ -375,10 +377,10 @@ class FrontendSession:
         try:
             handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
             loaded = handle.loaded
-            follows = loaded.text is not None and handle.follows_requests
+            follows = loaded.text is not None and (handle.follows_requests or self._keeps_tensors(context))
             if loaded.text is not None:
                 handle.start()
-            context.logged = not follows
+            context.logged = not (follows or self._traces.sends_spans)
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))
             return
@@ -394,6 +396,11 @@ class FrontendSession:
         kv_tokens = stats.kv_tokens, stats.kv_token_capacity
         refusal = None if follows else self._admit(opened, loaded)
         self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens, follows, refusal))
+
+    def _keeps_tensors(self, context: RequestContext) -> bool:
+        """Whether the request's trace is to have its tensors, which are to pass here then."""
+        trace = request_trace(context, self._traces) if self._traces.wants_children else None
+        return trace is not None and trace.settings.records_tensors
 
     def _admit(self, opened: OpenRequest, loaded: LoadedModel) -> SentError | None:
         """Take the place in the queue of the request's first sequence, before a frontend makes tokens of its text; the
@@ -424,6 +431,9 @@ class FrontendSession:
             task.cancel()
 
     def _on_ended(self, message: EndedRequests) -> None:
+        for key, sequences in message.sequences:
+            if key in self._open:
+                self._open[key].context.sequences[:] = sequences
         for key in message.answered:
             self._end(key, DONE)
         for key, end, id_ in message.others:
@@ -463,8 +473,8 @@ class FrontendSession:
         self._gateway.in_flight.decrement()
 
     def _on_lone(self, message: LoneRequest) -> None:
-        context = self._gateway.open_request(message.origin.endpoint)
-        message.origin.note_in(context)
+        context = self._gateway.open_request(message.origin.endpoint, message.origin.headers)
+        message.origin.note_in(context, logged=not self._traces.sends_spans)
         context.model, context.version, context.model_found = message.model, message.version, message.model_found
         context.end = message.end
         context.close()

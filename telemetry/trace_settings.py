@@ -134,8 +134,7 @@ class _Scope:
 
 class TraceControl:
     """The trace settings of the server and of its models, and the choice of requests by them. `on_change` is called
-    after each change. `open_traces`: traced requests that have not ended. `sends_spans`: of every request.
-    `records_no_tensors`: the level TENSORS is not to be had."""
+    after each change. `open_traces`: traced requests that have not ended. `sends_spans`: of every request."""
 
     def __init__(self, settings: TraceSettings = TraceSettings()) -> None:
         self._base = settings
@@ -143,7 +142,7 @@ class TraceControl:
         self._models: dict[str, _Scope] = {}
         self._quiet = not settings.enabled
         self.open_traces = 0
-        self.sends_spans = self.records_no_tensors = False
+        self.sends_spans = False
         self.on_change: Callable[[], None] = lambda: None
 
     @property
@@ -169,8 +168,6 @@ class TraceControl:
         if self._base.spans is not None:
             raise Unsupported(f"trace settings can not be updated in mode {OPENTELEMETRY_MODE}")
         parsed = {name: _parse_setting(name, values) for name, values in change.items()}
-        if self.records_no_tensors and TENSORS in (parsed.get("trace_level") or ()):
-            raise Unsupported("trace level TENSORS is not served by several frontends", field="trace_level")
         given = (self._models.get(model, _Scope()) if model else self._all).given | parsed
         scope = _Scope({name: value for name, value in given.items() if value is not None})
         if not model:

@@ -49,6 +49,7 @@ input { name: "INPUT0" data_type: TYPE_FP32 dims: -1 }
 output { name: "OUTPUT0" data_type: TYPE_FP32 dims: -1 }
 """
 LABELLED = np.arange(16, dtype=np.float32).reshape(1, 16)
+ONES = ",".join(["1"] * 16)
 WORDS = {"prompt": "hello there", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 LONG = {"model": "fake", **WORDS, "max_tokens": 100, "stream": True, "stream_options": {"include_usage": True}}
@@ -350,18 +351,18 @@ def test_what_one_is_told_all_know_at_once(server: Server) -> None:
         assert ask(second, "/v2/models/echo/infer", echo())[0] == 200
         server.until(lambda: '"POST /v2/models/echo/infer HTTP/1.1" 200' in server.said)
         assert json.loads(ask(second, "/v2/logging", {"log_verbose_level": 0})[1])["log_verbose_level"] == 0
-        status, body = ask(first, "/v2/trace/setting", {"trace_level": ["TENSORS"]})
-        assert (status, b"not served by several frontends" in body) == (501, True)
 
 
 def test_traces_are_of_all_frontends(server: Server) -> None:
     file: Path = server.traces  # type: ignore[attr-defined]
     with one_each(server) as connections:
         first, second = connections.values()
-        assert ask(first, "/v2/trace/setting", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})[0] == 200
+        levels = {"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "1"}
+        assert ask(first, "/v2/trace/setting", levels)[0] == 200
         assert ask(first, "/v2/models/echo/infer", echo() | {"id": "one"})[0] == 200
         assert ask(second, "/v2/models/echo/infer", echo() | {"id": "two"})[0] == 200
-        assert ask(second, "/v2/models/fake/generate", {"text_input": "a", "id": "three"})[0] == 200
+        status, body = ask(second, "/v2/models/fake/generate", {"text_input": "a", "id": "three"})
+        assert status == 200
         assert ask(second, "/v2/health/ready")[0] == 200
         server.until(lambda: metric(server, "charonia_requests_running") == 0)
         assert ask(first, "/v2/trace/setting", {"trace_level": None, "trace_rate": None})[0] == 200
@@ -370,6 +371,13 @@ def test_traces_are_of_all_frontends(server: Server) -> None:
     times = [{time["name"]: time["ns"] for time in each["timestamps"]} for each in written if "timestamps" in each]
     for each in times:
         assert each["HTTP_RECV_START"] < each["REQUEST_START"] <= each["REQUEST_END"] < each["HTTP_SEND_END"]
+    ids = {each["id"]: each["request_id"] for each in written if "request_id" in each}
+    passed = [(ids[each["id"]], each["activity"], each["tensor"]) for each in written if "activity" in each]
+    went_in, came_out = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
+    assert [tensor["data"] for id_, activity, tensor in passed if (id_, activity) == ("two", went_in)] == [ONES]
+    texts = {(activity, tensor["name"]): tensor["data"] for id_, activity, tensor in passed if id_ == "three"}
+    assert texts[went_in, "text_input"] == '"a"'
+    assert texts[came_out, "text_output"].strip('"') == json.loads(body)["text_output"]
 
 
 def test_a_frontend_that_is_late_is_measured_and_named(server: Server) -> None:
@@ -472,8 +480,6 @@ def test_client_memory_on_gpus(server: Server, cuda_library: Path) -> None:
     ("flags", "named"),
     [
         (("--files-dir", "{}"), "--files-dir"),
-        (("--otlp-traces-endpoint", "http://127.0.0.1:1"), "--otlp-traces-endpoint"),
-        (("--trace-config", "level=TENSORS"), "--trace-config level=TENSORS"),
     ],
 )
 def test_what_several_frontends_do_not_serve_is_refused(

@@ -111,8 +111,11 @@ ENDS = [
 ]
 
 
-def test_one_record_and_one_trace_for_every_request(serve: Any, tokenizer_only: Path, collector: Collector) -> None:
-    flags = [*FLAGS, "--api-key", "alice:k", "--otlp-traces-endpoint", collector.url]
+@pytest.mark.parametrize("frontends", ["1", "2"])
+def test_one_record_and_one_trace_for_every_request(
+    frontends: str, serve: Any, tokenizer_only: Path, collector: Collector
+) -> None:
+    flags = [*FLAGS, "--api-key", "alice:k", "--otlp-traces-endpoint", collector.url, "--frontends", frontends]
     with serve(str(tokenizer_only), *flags) as server:
         ask_for_everything(server)
         counted = httpx.get(server.metrics_url).text
