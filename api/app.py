@@ -30,7 +30,7 @@ from .batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
 from .batches.runner import BatchRunner
 from .console.routes import ConsoleRoutes
 from .http.access import AccessMiddleware, HttpRules
-from .http.connection import ClientDisconnected, EventStreamResponse
+from .http.connection import CLIENT_LEFT, ClientDisconnected, EventStreamResponse
 from .http.error_responses import (
     anthropic_error_body,
     error_response,
@@ -77,9 +77,6 @@ _EXPOSED_HEADERS = (
 )
 """Headers of responses that a web page of another origin could not read otherwise."""
 
-_CLIENT_LEFT = 499
-"""The status that nginx logs for a client that disconnected; no client receives it."""
-
 _ENDPOINTS = {
     "health": "/health, /v2/health/live, /v2/health/ready",
     "models": "/v1/models, POST /v2/repository/index",
@@ -104,12 +101,10 @@ def build_app(
     forward: Endpoint | None = None,
 ) -> ASGIApp:
     """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics;
-    `batches`: runs those of /v1/batches, which asks the endpoints of this application; `forward`: answers in place of
+    `batches`: runs those of /v1/batches; `forward`: answers in place of
     the endpoints of what is no model's."""
     rules = rules or HttpRules()
     routes = all_routes(gateway, info, rules, metrics, batches)
-    if batches is not None:
-        batches.endpoints = {each.path: each.endpoint for each in routes if each.path in BATCH_ENDPOINTS}
     if forward is not None:
         routes = [_forwarded(each, forward) for each in routes]
     app = routed_app(routes)
@@ -158,7 +153,8 @@ def all_routes(
     metrics: MetricRegistries = NO_METRICS,
     batches: BatchRunner | None = None,
 ) -> list[Route]:
-    """The routes of every protocol; they match to the very end of a path, a line break there included."""
+    """The routes of every protocol; they match to the very end of a path, a line break there included. `batches` asks
+    their endpoints from now on."""
     routes = [
         *ControlEndpoints(gateway, info.max_input_size).routes(),
         *TrafficEndpoints(gateway).routes(),
@@ -175,6 +171,8 @@ def all_routes(
     ]
     for route in routes:
         route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")
+    if batches is not None:
+        batches.endpoints = {each.path: each.endpoint for each in routes if each.path in BATCH_ENDPOINTS}
     return routes
 
 
@@ -262,7 +260,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         record_error(scope, error)
         await error_response(error, scope["path"])(scope, receive, _with_answer_headers(scope, send))
     except ClientDisconnected:
-        await Response(status_code=_CLIENT_LEFT)(scope, receive, send)
+        await Response(status_code=CLIENT_LEFT)(scope, receive, send)
     except asyncio.CancelledError as cancelled:
         exiting = shutdown_error(cancelled)
         if exiting is None or response_started(scope):

@@ -70,10 +70,6 @@ def serve(
             plan = plan_server(model, options, logs)
             spans = plan.shared.traces.settings().spans
             endpoint = otlp_endpoint(options.server.otlp_traces_endpoint, os.environ, spans)
-            if options.server.frontends > 1:
-                from .several_frontends import check_frontends
-
-                check_frontends(plan)
             with open_tracer(endpoint, __version__, spans) as tracer:
                 return uvloop.run(run(plan, tracer))
     except CharoniaError as error:

@@ -16,6 +16,7 @@ from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries
+from ..api.triton.clouds import CloudMiddleware
 from ..core.errors import CharoniaError
 from ..core.tasks import wait_for_first
 from ..frontends.forwarding import HttpForwarder, forwarded_rpcs
@@ -27,7 +28,8 @@ from ..processes.host import raise_open_file_limit
 from ..telemetry.logging_setup import LogSettings, logging_to
 from ..telemetry.loop_lag import LoopLag
 from ..telemetry.shared_state import SharedState
-from .plan import EndpointSettings
+from .options import CloudOptions
+from .plan import EndpointSettings, parse_clouds
 from .ports import bind_port
 
 log = logging.getLogger(__name__)
@@ -36,14 +38,16 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class FrontendSetup:
     """What a frontend is told when it starts. `http_port`, `grpc_port`: None for an endpoint that is not wanted.
-    `shows_metrics`: HTTP has /metrics. `sends_spans`: the hub does. `max_lag`: seconds of silence of the hub, or of late
-    answers, after which nothing is ready."""
+    `clouds`: which of their endpoints are wanted, on `cloud_ports`. `shows_metrics`: HTTP has /metrics. `sends_spans`:
+    the hub does. `max_lag`: seconds of silence of the hub, or of late answers, after which nothing is ready."""
 
     settings: EndpointSettings
     info: ServerInfo
     http_address: str
     http_port: int | None
     grpc_port: int | None
+    clouds: CloudOptions
+    cloud_ports: tuple[int, ...]
     shows_metrics: bool
     allows_client_memory: bool
     sends_spans: bool
@@ -114,14 +118,18 @@ async def _serve(
 
 def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServer | GrpcServer]:
     settings, servers = setup.settings, list[HttpServer | GrpcServer]()
+    forwarder, timeout = HttpForwarder(gateway, setup.info.max_input_size), settings.http.body_timeout
+    # For the routes: the hub has what they show.
+    shown = MetricRegistries(CollectorRegistry() if setup.shows_metrics else None, CollectorRegistry())
+    app = build_app(gateway, setup.info, settings.keys, settings.http, shown, forward=forwarder.answer)
     if setup.http_port is not None:
-        forwarder = HttpForwarder(gateway, setup.info.max_input_size)
-        # For the routes: the hub has what they show.
-        shown = MetricRegistries(CollectorRegistry() if setup.shows_metrics else None, CollectorRegistry())
-        app = build_app(gateway, setup.info, settings.keys, settings.http, shown, forward=forwarder.answer)
         sock = bind_port(setup.http_address, setup.http_port, "--http-port", shared=True)
-        timeout = settings.http.body_timeout
         servers.append(HttpServer(app, sock, access_log=True, tls=settings.tls, body_timeout=timeout))
+    # Their functions cannot be sent, so they are made again of the same environment.
+    for cloud, port in zip(parse_clouds(setup.clouds, os.environ), setup.cloud_ports, strict=True):
+        translated = CloudMiddleware(app, cloud, lambda: [config.name for config in gateway.model_configs()])
+        sock = bind_port(setup.http_address, port, cloud.flag, shared=True)
+        servers.append(HttpServer(translated, sock, access_log=True, body_timeout=timeout))
     if setup.grpc_port is not None:
         sock = bind_port(settings.grpc.address, setup.grpc_port, "--grpc-port", shared=True)
         rpcs = forwarded_rpcs(gateway)

@@ -65,7 +65,7 @@ class FrontendServers:
         if server.frontends > 1:
             from .several_frontends import frontend_pool
 
-            self._pool = frontend_pool(plan, gateway, ports, info, metrics)
+            self._pool = frontend_pool(plan, gateway, ports, info, metrics, self._batches)
             self._servers.append(self._pool)
             return
         app = build_app(gateway, info, settings.keys, settings.http, metrics, self._batches)

@@ -52,7 +52,7 @@ def reserve_ports(
         if is_true(server.allow_metrics):
             reserve("--metrics-port", server.metrics_address or server.http_address, server.metrics_port)
         for cloud in clouds:
-            reserve(cloud.flag, server.http_address, cloud.port)
+            reserve_shared(cloud.flag, server.http_address, cloud.port, reused=False)
         for (flag, mine), (other, theirs) in combinations(ports.items(), 2):
             (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
             # A port that nothing listens on yet can be reserved twice.

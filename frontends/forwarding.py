@@ -1,21 +1,27 @@
 """What a frontend does not answer itself: requests and calls that are no inference cross to the hub, whose endpoints
 answer them."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from ..api.grpc.control_rpcs import CONTROL_RPCS, ControlRpc
-from ..api.http.connection import CancelOnDisconnect, receive_body
+from ..api.http.connection import CLIENT_LEFT, CancelOnDisconnect, ClientDisconnected, receive_body
 from ..api.http.request_context import tenant_of
 from ..api.size_limits import check_json_size
 from ..repository.gateway import InProcessGateway
 from ..telemetry.shared_state import ServerGateway
 from .messages import HttpCall
+from .pieces import ForwardedInPieces
 from .remote_gateway import RemoteGateway
+
+_IN_PIECES = re.compile(r"/v1/files(/[^/]*/content)?")
+"""Paths whose bodies may be files."""
 
 _ANSWERED_HERE = ("ServerLive",)
 """RPCs that ask for no state."""
@@ -27,19 +33,25 @@ class HttpForwarder:
     def __init__(self, gateway: RemoteGateway, max_size: int) -> None:
         self._gateway, self._max_size = gateway, max_size
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> ASGIApp:
         scope, body = request.scope, b""
-        if request.method != "GET":
+        in_pieces = _IN_PIECES.fullmatch(scope["path"]) is not None
+        if request.method != "GET" and not in_pieces:
             announced = request.headers.get("content-length", "").encode()
             body = bytes(await receive_body(request, announced, partial(check_json_size, limit=self._max_size)))
         tenant = tenant_of(scope)
 
         def call(key: int) -> HttpCall:
             asked = scope["path"], scope["query_string"], [*scope["headers"]], body
-            return HttpCall(key, request.method, *asked, tenant.name, tenant.weight)
+            return HttpCall(key, request.method, *asked, tenant.name, tenant.weight, in_pieces)
 
-        async with CancelOnDisconnect(request.receive):
-            answer = await self._gateway.ask_http(call)
+        if in_pieces:
+            return ForwardedInPieces(self._gateway, call)
+        try:
+            async with CancelOnDisconnect(request.receive):
+                answer = await self._gateway.ask_http(call)
+        except ClientDisconnected:
+            return Response(status_code=CLIENT_LEFT)
         response = Response(answer.body, answer.status)
         response.raw_headers = answer.headers
         return response

@@ -252,7 +252,8 @@ class CancelRequests(msgspec.Struct, array_like=True, tag="cancel_id", frozen=Tr
 
 
 class HttpCall(msgspec.Struct, array_like=True, tag="http", frozen=True):
-    """A request of HTTP that the hub answers: `HttpAnswer`."""
+    """A request of HTTP that the hub answers: `HttpAnswer`. `in_pieces`: so are its body and the answer's, which come
+    as `HttpPiece`s, each when there is a `PieceWanted`."""
 
     key: int
     method: str
@@ -262,6 +263,21 @@ class HttpCall(msgspec.Struct, array_like=True, tag="http", frozen=True):
     body: bytes
     tenant: str
     tenant_weight: float
+    in_pieces: bool = False
+
+
+class HttpPiece(msgspec.Struct, array_like=True, tag="piece", frozen=True):
+    """The next piece of a body; `more` are to come. Goes both ways."""
+
+    key: int
+    data: bytes
+    more: bool
+
+
+class PieceWanted(msgspec.Struct, array_like=True, tag="piece_wanted", frozen=True):
+    """The one before was taken. Goes both ways."""
+
+    key: int
 
 
 class GrpcCall(msgspec.Struct, array_like=True, tag="grpc", frozen=True):
@@ -317,6 +333,8 @@ FromFrontend: TypeAlias = (
     | AbortSequence
     | CancelRequests
     | HttpCall
+    | HttpPiece
+    | PieceWanted
     | GrpcCall
     | SnapshotTaken
     | FrontendListening
@@ -419,10 +437,13 @@ class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
 
 
 class HttpAnswer(msgspec.Struct, array_like=True, tag="http_answer", frozen=True):
+    """`more`: of the body there are further pieces."""
+
     key: int
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
+    more: bool = False
 
 
 class GrpcAnswer(msgspec.Struct, array_like=True, tag="grpc_answer", frozen=True):
@@ -485,6 +506,8 @@ ToFrontend: TypeAlias = (
     | SequenceSteps
     | CancelRequests
     | HttpAnswer
+    | HttpPiece
+    | PieceWanted
     | GrpcAnswer
     | HubSnapshot
     | Heartbeat

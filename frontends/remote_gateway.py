@@ -10,10 +10,11 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..api.http.error_responses import printable
 from ..core.adapter import Adapter
@@ -43,10 +44,12 @@ from .messages import (
     Heartbeat,
     HttpAnswer,
     HttpCall,
+    HttpPiece,
     HubSnapshot,
     LoneRequest,
     ModelAnswer,
     ModelCall,
+    PieceWanted,
     RequestOrigin,
     ResponsesEnded,
     SentError,
@@ -67,6 +70,8 @@ log = logging.getLogger(__name__)
 
 _TELL_SECONDS = 0.01
 """After which the hub hears of requests that ended as it expects, at the latest."""
+
+PieceMessage: TypeAlias = HttpAnswer | HttpPiece | PieceWanted | CallFailed
 
 _ASKED_AS_A_WHOLE = "a frontend lets its hub answer this"
 
@@ -115,6 +120,7 @@ class RemoteGateway:
         self._ended_otherwise: list[tuple[int, RequestEnd, str]] = []
         self._sequences: list[tuple[int, list[EndedSequence]]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._arriving: dict[int, asyncio.Queue[PieceMessage]] = {}
         self._telling: asyncio.TimerHandle | None = None
         self._opening_regions = asyncio.Lock()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -127,6 +133,8 @@ class RemoteGateway:
             SequenceSteps: self._streams.on_steps,
             CancelRequests: self._on_cancel_requests,
             HttpAnswer: self._on_reply,
+            HttpPiece: self._on_piece,
+            PieceWanted: self._on_piece,
             GrpcAnswer: self._on_reply,
             HubSnapshot: self._on_snapshot,
             Heartbeat: self._on_heartbeat,
@@ -207,6 +215,17 @@ class RemoteGateway:
         answer: HttpAnswer = await self._ask(key, call(key))
         return answer
 
+    @contextmanager
+    def arriving(self, call: HttpCall) -> Iterator["asyncio.Queue[PieceMessage]"]:
+        """The messages that answer a call in pieces, which ends with the block."""
+        arriving = self._arriving[call.key] = asyncio.Queue[PieceMessage]()
+        self.send(call)
+        try:
+            yield arriving
+        finally:
+            del self._arriving[call.key]
+            self.send(CancelCall(call.key))  # without effect where it has ended
+
     async def ask_grpc(self, rpc: str, message: bytes) -> Mapping[str, Any]:
         """The fields of the hub's response to a control RPC. Raises `CharoniaError`."""
         key = self.next_key()
@@ -267,6 +286,12 @@ class RemoteGateway:
         waiting = self._waiting.get(message.key)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
+        elif isinstance(message, HttpAnswer):
+            self._on_piece(message)
+
+    def _on_piece(self, message: PieceMessage) -> None:
+        if message.key in self._arriving:
+            self._arriving[message.key].put_nowait(message)
 
     def _on_failed(self, message: CallFailed) -> None:
         error, responses, waiting = message.error.error(), self.calls.get(message.key), self._waiting.get(message.key)
@@ -274,6 +299,8 @@ class RemoteGateway:
             responses.on_end(error, message.notes)
         elif waiting is not None and not waiting.done():
             waiting.set_exception(error)
+        else:
+            self._on_piece(message)
 
     def _on_unsendable(self, message: FromFrontend, error: Exception) -> None:
         refusal = InvalidArgument(f"the request cannot be understood: {error}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ..api.api_keys import Tenant
 from ..api.http.control_call import ControlRequest, ask_app
 from ..api.http.eager import start_eagerly
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR
@@ -49,10 +50,12 @@ from .messages import (
     Heartbeat,
     HttpAnswer,
     HttpCall,
+    HttpPiece,
     LogText,
     LoneRequest,
     ModelAnswer,
     ModelCall,
+    PieceWanted,
     RequestOrigin,
     ResponseNotes,
     ResponsesEnded,
@@ -68,6 +71,7 @@ from .messages import (
     decode_from_frontend,
     decode_origin,
 )
+from .pieces import AnsweredInPieces
 from .relay import HubLink, SequenceRelay
 from .tensors import TensorExchange
 
@@ -166,6 +170,7 @@ class FrontendSession:
         self._inline: dict[int, LoadedModel] = {}
         self._asked: dict[int, OpenCall] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._in_pieces: dict[int, AnsweredInPieces] = {}
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             ModelCall: self._on_infer,
             TextCall: self._on_text,
@@ -179,6 +184,8 @@ class FrontendSession:
             AbortSequence: lambda message: self._relay.abort(message.key),
             CancelRequests: lambda message: hub.cancel_elsewhere(message.model, message.request_id, self),
             HttpCall: lambda call: self._start_call(call.key, self._http(call)),
+            HttpPiece: self._on_piece,
+            PieceWanted: self._on_piece_wanted,
             GrpcCall: lambda call: self._start_call(call.key, self._grpc(call)),
             SnapshotTaken: self._on_taken,
             FrontendListening: lambda _: self.listening.set(),
@@ -496,10 +503,25 @@ class FrontendSession:
 
     async def _http(self, call: HttpCall) -> None:
         request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
+        if call.in_pieces:
+            answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self.link)
+            try:
+                await answered.answer(self._hub.app, request, Tenant(call.tenant, call.tenant_weight))
+            finally:
+                del self._in_pieces[call.key]
+            return
         answer = await ask_app(self._hub.app, request, call.tenant, call.tenant_weight)
         if call.method != "GET":
             await self._hub.settle()
         self.link.send(HttpAnswer(call.key, answer.status, answer.headers, answer.body))
+
+    def _on_piece(self, message: HttpPiece) -> None:
+        if message.key in self._in_pieces:
+            self._in_pieces[message.key].on_piece(message)
+
+    def _on_piece_wanted(self, message: PieceWanted) -> None:
+        if message.key in self._in_pieces:
+            self._in_pieces[message.key].on_wanted()
 
     async def _grpc(self, call: GrpcCall) -> None:
         try:

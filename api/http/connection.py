@@ -28,6 +28,9 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 P = ParamSpec("P")
 
+CLIENT_LEFT = 499
+"""The status that nginx logs for a client that disconnected; no client receives it."""
+
 _UNWATCHED_SECONDS = 0.005
 
 _OFFLOADED_BYTES = 1 << 16

@@ -40,9 +40,7 @@ async def ask_app(app: ASGIApp, request: ControlRequest, tenant: str, weight: fl
     sent: list[Message] = []
 
     async def receive() -> Message:
-        if unread:
-            return unread.pop()
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+        return unread.pop() if unread else await stays_connected()
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -55,3 +53,8 @@ async def ask_app(app: ASGIApp, request: ControlRequest, tenant: str, weight: fl
         await error_response(INTERNAL_SERVER_ERROR, request.path)(scope, receive, send)
     body = b"".join(each.get("body", b"") for each in sent[1:])
     return ControlResponse(sent[0]["status"], [(bytes(name), bytes(value)) for name, value in sent[0]["headers"]], body)
+
+
+async def stays_connected() -> Message:
+    """What is received from a client that has sent its body, and does not leave: nothing."""
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]

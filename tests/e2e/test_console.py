@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from .models import FAKE, write_config, write_model
@@ -256,6 +257,18 @@ def test_a_chat_is_streamed_and_timed(page: Any) -> None:
     expect(page.locator(".turn.answer")).to_have_count(1)
 
 
+def test_what_limits_a_model_is_explained_on_demand(page: Any, server: Server) -> None:
+    page.get_by_role("button", name="Explain talker").click()
+    limits = page.locator("#document .limits")
+    expect(limits.locator("li").first).to_be_visible()
+    expect(limits).to_contain_text(re.compile(r"Version 1, in the last [\d.]+ s"))
+    assert "nothing limits it" in limits.inner_text() or "Turn: " in limits.inner_text()
+    with page.expect_request(f"{server.url}/v2/models/talker/explain"):
+        page.get_by_role("button", name="Look again").click()
+    page.keyboard.press("Escape")
+    expect(limits).to_be_hidden()
+
+
 def test_charts_follow_the_metrics(page: Any) -> None:
     page.evaluate("location.hash = '#chat/talker'")
     set_most_tokens(page, 20)
@@ -321,6 +334,18 @@ def test_a_rollout_is_started_and_aborted(page: Any) -> None:
     page.locator("#confirmation .primary").click()
     expect(page.locator(".rollout")).to_contain_text("rollout to echo:1: aborted")
     expect(page.locator(".rollout .events")).to_be_visible()
+
+
+def test_an_arm_that_a_route_no_longer_has_keeps_its_count(page: Any, server: Server) -> None:
+    body = {"inputs": [{"name": "A", "shape": [4], "datatype": "FP32", "data": [0, 0, 0, 0]}]}
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as client:
+        users = [{"x-user": str(number)} for number in range(16)]
+        answers = [client.post("/v2/models/numbers/infer", json=body, headers=user) for user in users]
+        assert {answer.headers["x-charonia-arm"] for answer in answers} == {"echo:1", "twin:1"}
+        assert client.put("/v2/routes/numbers", json={"arms": [{"model": "twin", "weight": 1}]}).status_code == 200
+    page.locator("nav a[href='#routes']").click()
+    arms = page.locator("#routes .arms tbody tr")
+    expect(arms.filter(has_text="echo:1, formerly")).to_contain_text(re.compile(r"\d+ \(\d+ %\)"))
 
 
 def test_a_small_screen_has_all_of_it(page: Any) -> None:

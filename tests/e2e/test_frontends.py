@@ -73,9 +73,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path, cuda_fold
     loads = [f"--load-model={name}" for name in ("echo", "large", "stateful", "repeat", "fake")]
     traces = tmp_path_factory.mktemp("traces") / "traces.json"
     flags += ["--trace-config", f"triton,file={traces}", "--allow-client-shm=true"]
-    gpus = {"LD_LIBRARY_PATH": str(cuda_folder)}
-    with serving(tmp_path_factory.mktemp("f") / "t", *flags, *loads, variables=gpus) as running:
-        running.traces = traces  # type: ignore[attr-defined]
+    files = tmp_path_factory.mktemp("files")
+    flags += ["--files-dir", str(files), "--allow-sagemaker=true", "--sagemaker-port=0"]
+    variables = {"LD_LIBRARY_PATH": str(cuda_folder), "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "echo"}
+    with serving(tmp_path_factory.mktemp("f") / "t", *flags, *loads, variables=variables) as running:
+        running.traces, running.files = traces, files  # type: ignore[attr-defined]
         yield running
         if running.process.poll() is None:
             assert running.stop() == 0, running.said
@@ -476,19 +478,53 @@ def test_client_memory_on_gpus(server: Server, cuda_library: Path) -> None:
             server.until(lambda: not any(allocation.is_open(pid) for pid in (server.process.pid, *connections)))
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--files-dir", "{}"), "--files-dir"),
-    ],
-)
-def test_what_several_frontends_do_not_serve_is_refused(
-    flags: tuple[str, str], named: str, refused: Any, repository: Path, tmp_path: Path
-) -> None:
-    given = [flag.format(tmp_path) for flag in flags]
-    said = refused("--model-repository", str(repository), "--frontends", "2", *given)
-    assert named in said
-    assert "is not served by several frontends" in said
+def test_files_and_batches_are_the_hubs(server: Server) -> None:
+    files, directory = f"{server.url}/v1/files", server.files  # type: ignore[attr-defined]
+
+    def upload(content: bytes, purpose: str = "batch") -> httpx.Response:
+        return httpx.post(files, data={"purpose": purpose}, files={"file": ("in.jsonl", content)})
+
+    large = os.urandom(1 << 20)  # in both directions piece by piece
+    file = upload(large).json()
+    content = f"{files}/{file['id']}/content"
+    assert (file["bytes"], httpx.get(content).content == large) == (1 << 20, True)
+    assert httpx.get(content, headers={"range": "bytes=70000-70009"}).content == large[70000:70010]
+    assert httpx.delete(f"{files}/{file['id']}").json()["deleted"]
+    assert "No such File" in httpx.get(content).text
+    assert "purpose must be batch" in upload(large, "vision").text
+    with socket.create_connection(server.address) as client:
+        client.sendall(b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n")
+        part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + bytes(1 << 19)
+        client.sendall(b"content-length: 1000000\r\n\r\n" + part)
+        server.until(lambda: any(directory.rglob("*.part")))
+    server.until(lambda: not any(directory.rglob("*.part")))
+    asked = {"method": "POST", "url": "/v1/completions", "body": {"model": "fake", "prompt": "hi", "max_tokens": 2}}
+    lines = [json.dumps({"custom_id": f"r{number}", **asked}) for number in range(4)]
+    body = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    body["input_file_id"] = upload("\n".join(lines).encode()).json()["id"]
+    batch = f"{server.url}/v1/batches/{httpx.post(f'{server.url}/v1/batches', json=body).json()['id']}"
+    server.until(lambda: httpx.get(batch).json()["status"] == "completed")
+    answers = httpx.get(f"{files}/{httpx.get(batch).json()['output_file_id']}/content").text.splitlines()
+    assert sorted(json.loads(line)["custom_id"] for line in answers) == ["r0", "r1", "r2", "r3"]
+    assert {json.loads(line)["response"]["status_code"] for line in answers} == {200}
+
+
+def test_a_cloud_may_ask_every_frontend(server: Server) -> None:
+    [address] = re.findall(r"SageMaker on (\S+)", server.said)
+    assert httpx.get(f"{address}/ping").status_code == 200
+    answer = httpx.post(f"{address}/invocations", json=echo(3)).json()
+    assert answer["outputs"][0]["data"] == [3.0] * 16
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert [row[3] for row in rows if row[1].endswith(port) and row[3] == "0A"] == ["0A"] * 2  # they listen
+
+
+def test_a_client_that_leaves_what_the_hub_answers_is_no_error(server: Server) -> None:
+    with socket.create_connection(server.address) as client:
+        client.sendall(b"GET /v2/models/echo/explain?seconds=0.3 HTTP/1.1\r\nhost: x\r\n\r\n")
+        time.sleep(0.1)
+    assert httpx.get(f"{server.url}/v2/models/echo/explain?seconds=0.3").status_code == 200
+    assert "Traceback" not in server.said
 
 
 def test_requests_in_flight_end_before_the_server(server: Server) -> None:

@@ -100,7 +100,7 @@ def test_a_message_that_quotes_half_a_character_can_leave() -> None:
 def test_the_origin_makes_a_context_that_its_frontend_logs() -> None:
     mine, theirs = RequestContext("infer", ((b"a", b"b"),)), RequestContext("infer")
     mine.tenant, mine.tenant_weight, mine.id, mine.client_id = "t", 2.0, "1", "2"
-    RequestOrigin.of(mine, False).note_in(theirs)
+    RequestOrigin.of(mine, False).note_in(theirs, logged=True)
     for name in ("tenant", "tenant_weight", "id", "client_id", "arrived_at"):
         assert getattr(mine, name) == getattr(theirs, name)
     assert theirs.logged

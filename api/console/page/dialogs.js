@@ -21,12 +21,11 @@ export function confirmed(title, action, ...text) {
   });
 }
 
-/** Shows a text to read. */
-export function showDocument(title, text) {
-  const dialog = byId("document");
+/** Shows what is to be read. */
+export function showDocument(title, ...shown) {
   byId("document-title").textContent = title;
-  dialog.querySelector("pre").textContent = text;
-  dialog.showModal();
+  byId("document-text").replaceChildren(...shown);
+  byId("document").showModal();
 }
 
 /** Tells what was done, for a while; what went wrong stays until it is closed. */

@@ -3,6 +3,7 @@
 import { askedBy } from "./catalog.js";
 import { confirmed, showDocument, tell } from "./dialogs.js";
 import { bytes, element, nothing, number, problem, refill } from "./dom.js";
+import { showLimits } from "./limits.js";
 import { askJson, encoded, post } from "./server.js";
 
 const NOT_ALLOWED = /explicit model load/;
@@ -134,6 +135,7 @@ export class ModelsView {
         config &&
         askedBy(config).length > 0 &&
         element("a", { href: `#graph/${encoded(name)}`, "data-key": `graph ${name}` }, "Graph"),
+      served && button("Explain", () => showLimits(name), false),
       served && button("Config", () => showConfig(name), false),
       served && button("Unload", () => this.#unload(name, config), busy || this.#fixed),
       button(served ? "Reload" : "Load", () => this.#load(name, served), busy || this.#fixed),
@@ -206,7 +208,8 @@ function requests(scrape, name, version) {
 
 async function showConfig(name) {
   try {
-    showDocument(name, JSON.stringify(await askJson(`v2/models/${encoded(name)}/config`), null, 2));
+    const config = JSON.stringify(await askJson(`v2/models/${encoded(name)}/config`), null, 2);
+    showDocument(name, element("pre", { tabindex: 0 }, config));
   } catch (error) {
     tell(`${name}: ${error.message}`, true);
   }

@@ -96,7 +96,7 @@ export class RoutesView {
           running && button("Abort the rollout", () => this.#abort(name, rollout)),
         ),
       ),
-      this.#arms(name, route.arms),
+      this.#arms(name, [...route.arms, ...this.#formerArms(name, route.arms)]),
       element("p", { class: "muted" }, manners(route)),
       rollout && shownRollout(rollout),
     );
@@ -135,7 +135,7 @@ export class RoutesView {
           return element(
             "tr",
             { class: "first" },
-            element("th", { scope: "row" }, labelOf(arm)),
+            element("th", { scope: "row" }, labelOf(arm), arm.former && element("span", { class: "muted" }, ", formerly")),
             cells.map(([label, value]) => element("td", { "data-label": label }, value)),
           );
         }),
@@ -158,6 +158,16 @@ export class RoutesView {
     );
     const failed = counted.filter((each) => ["error", "timeout", "rejected"].includes(each.outcome));
     return { requests: sum(counted.map((each) => each.value)), failed: sum(failed.map((each) => each.value)) };
+  }
+
+  /** Those that answered requests of the route and are no longer in it, after a rollout, say. */
+  #formerArms(name, arms) {
+    const gone = (this.#scrapes.latest?.routed ?? []).filter((each) => {
+      const serves = ({ model, version }) => each.model === model && (!version || each.version === String(version));
+      return each.route === name && !arms.some(serves);
+    });
+    const labels = new Map(gone.map((each) => [labelOf(each), each]));
+    return [...labels.values()].map(({ model, version }) => ({ model, version, former: true }));
   }
 
   async #changeWeights(name, version, route) {
