@@ -27,7 +27,7 @@ class ForwardedInPieces:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, key = self._gateway, self._gateway.next_key()
-        with gateway.arriving(self._call(key)) as arriving, suppress(ClientDisconnected):
+        with suppress(ClientDisconnected), gateway.arriving(self._call(key)) as arriving:
             while not isinstance(message := await arriving.get(), HttpAnswer):
                 if isinstance(message, CallFailed):
                     raise message.error.error()

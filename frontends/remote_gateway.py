@@ -222,9 +222,11 @@ class RemoteGateway:
         self.send(call)
         try:
             yield arriving
+        except BaseException:
+            self.send(CancelCall(call.key))
+            raise
         finally:
             del self._arriving[call.key]
-            self.send(CancelCall(call.key))  # without effect where it has ended
 
     async def ask_grpc(self, rpc: str, message: bytes) -> Mapping[str, Any]:
         """The fields of the hub's response to a control RPC. Raises `CharoniaError`."""
