@@ -101,8 +101,7 @@ def build_app(
     forward: Endpoint | None = None,
 ) -> ASGIApp:
     """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics;
-    `batches`: runs those of /v1/batches; `forward`: answers in place of
-    the endpoints of what is no model's."""
+    `batches`: runs those of /v1/batches; `forward`: answers in place of the endpoints of what is no model's."""
     rules = rules or HttpRules()
     routes = all_routes(gateway, info, rules, metrics, batches)
     if forward is not None:

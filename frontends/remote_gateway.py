@@ -90,10 +90,10 @@ class AcquiredHere(NamedTuple):
 
 
 class RemoteGateway:
-    """The gateway of one frontend, and its end of the link. `shared_state` mirrors the hub's; where that sends
-    spans, it logs requests, too. `stop_requested`: the hub
-    wants this process to end; `stop_by_force`: at once; `lost`: the hub is gone. `told`: there was a first snapshot.
-    `files`: of the shared memory of this end, and of the hub's; closed here."""
+    """The gateway of one frontend, and its end of the link. `shared_state` mirrors the hub's, which logs requests where
+    it sends spans. `stop_requested`: the hub wants this process to end; `stop_by_force`: at once; `lost`: the hub is
+    gone. `told`: there was a first snapshot. `files`: of the shared memory of this end, and of the hub's; closed here.
+    `max_silence`: seconds without a word of the hub after which nothing is ready; `lag`: of this process's loop."""
 
     def __init__(self, shared_state: SharedState, files: tuple[int, int], max_silence: float, lag: LoopLag) -> None:
         self.shared_state = shared_state
@@ -118,6 +118,7 @@ class RemoteGateway:
         self._keys: dict[RequestContext, int] = {}
         self._answered: list[int] = []
         self._ended_otherwise: list[tuple[int, RequestEnd, str]] = []
+        self._hub_logs = self._wants_headers = shared_state.traces.sends_spans
         self._sequences: list[tuple[int, list[EndedSequence]]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._arriving: dict[int, asyncio.Queue[PieceMessage]] = {}
@@ -204,8 +205,7 @@ class RemoteGateway:
         return key
 
     def origin_of(self, context: RequestContext) -> RequestOrigin:
-        routed = self._snapshot is not None and self._snapshot.has_routes
-        return RequestOrigin.of(context, routed or self.shared_state.traces.sends_spans)
+        return RequestOrigin.of(context, self._wants_headers)
 
     # What the hub answers as a whole
 
@@ -329,6 +329,7 @@ class RemoteGateway:
 
     def _on_snapshot(self, snapshot: HubSnapshot) -> None:
         before, self._snapshot, self._heard = self._snapshot, snapshot, time.monotonic()
+        self._wants_headers = snapshot.has_routes or self._hub_logs
         if before is None or snapshot.models != before.models:
             self._serve(ServedModels.of_pickle(snapshot.models))
         if before is None or snapshot.logs != before.logs:
@@ -413,7 +414,7 @@ class RemoteGateway:
         else:
             self._ended_otherwise.append((key, end, context.id))
             self.link.schedule()
-        if not self.shared_state.traces.sends_spans:
+        if not self._hub_logs:
             log_request(context)
         elif key is not None and context.sequences:
             self._sequences.append((key, [EndedSequence.of(each) for each in context.sequences]))

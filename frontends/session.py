@@ -162,6 +162,7 @@ class FrontendSession:
         self._asked_at: float | None = None
         self._hub, self._gateway, self._name = hub, hub.gateway, name
         self._traces = hub.gateway.shared_state.traces
+        self._logs_here = self._traces.sends_spans
         self.link: HubLink = FrameLink(decode_from_frontend, self._receive, self._on_lost, self._on_unsendable)
         self._exchange = TensorExchange(mine, theirs, self.link.schedule_from_any_thread)
         self._relay = SequenceRelay(self.link)
@@ -253,7 +254,7 @@ class FrontendSession:
 
     def _open_request(self, key: int, origin: RequestOrigin) -> OpenRequest:
         context = self._gateway.open_request(origin.endpoint, origin.headers)
-        origin.note_in(context, logged=not self._traces.sends_spans)
+        origin.note_in(context, logged=not self._logs_here)
         opened = self._open[key] = OpenRequest(context)
         return opened
 
@@ -387,7 +388,7 @@ class FrontendSession:
             follows = loaded.text is not None and (handle.follows_requests or self._keeps_tensors(context))
             if loaded.text is not None:
                 handle.start()
-            context.logged = not (follows or self._traces.sends_spans)
+            context.logged = not (follows or self._logs_here)
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))
             return
@@ -481,7 +482,7 @@ class FrontendSession:
 
     def _on_lone(self, message: LoneRequest) -> None:
         context = self._gateway.open_request(message.origin.endpoint, message.origin.headers)
-        message.origin.note_in(context, logged=not self._traces.sends_spans)
+        message.origin.note_in(context, logged=not self._logs_here)
         context.model, context.version, context.model_found = message.model, message.version, message.model_found
         context.end = message.end
         context.close()
