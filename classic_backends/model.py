@@ -18,6 +18,7 @@ from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.model_metrics import (
     CloseReason,
+    ExecutionTiming,
     FailureReason,
     LatencyMetrics,
     ModelMetrics,
@@ -162,12 +163,12 @@ class ClassicModel:
         if self._inline_runtime is None:
             return None
         try:
-            answer = self._compute(self._inline_runtime, request)
+            response, begun, timing = self._compute(self._inline_runtime, request)
         except Exception as error:
             self._metrics.ended_requests[end_for_error(error, False)] += 1
             raise
         self._metrics.ended_requests[DONE] += 1
-        return answer
+        return response, ExecutionTimes(begun, begun, timing)
 
     def compute_inline(self, request: InferRequest) -> InferResponse | None:
         """As `infer_inline`, but whoever asks counts the request."""
@@ -178,14 +179,14 @@ class ClassicModel:
 
     def _compute(
         self, runtime: Runtime, request: InferRequest, context: RequestContext | None = None
-    ) -> tuple[InferResponse, ExecutionTimes]:
-        """`context`: gets the times, also of a failure."""
+    ) -> tuple[InferResponse, int, ExecutionTiming]:
+        """The response, when its execution began, by `time.monotonic_ns`, and what that took. `context`: gets these
+        times, also of a failure."""
         started_at = time.monotonic_ns()
         result = execute_single(runtime, self._layout, request, self._placements[0].name)
         latency = time.monotonic_ns() - started_at
-        times = ExecutionTimes(started_at, started_at, result.timing)
         if context is not None:
-            context.execution = times
+            context.execution = ExecutionTimes(started_at, started_at, result.timing)
         if result.error is not None:
             self._metrics.record_failure(FailureReason.BACKEND, latency)
             raise result.error
@@ -195,7 +196,7 @@ class ClassicModel:
         self._metrics.record_success(size, latency, 0, result.timing)
         [response] = result.responses
         assert isinstance(response, InferResponse)
-        return response, times
+        return response, started_at, result.timing
 
     async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
         queued = self._submit(request, context)

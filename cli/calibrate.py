@@ -42,8 +42,9 @@ _SERVED_SHARE = 0.35
 _ESTIMATED: dict[str, Precision] = {"none": "bf16", "int8": "int8", "fp8": "int8"}
 """What is estimated of a quantization."""
 
-_NOISY = 0.15
-"""From this difference on the machine was not idle; steps on an idle one differ by a few percent."""
+_NOISY = 0.06
+"""From this difference on the machine was not idle; steps on an idle one differ by three percent. At nine, percentiles
+of gaps were simulated a third too long."""
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZES = {

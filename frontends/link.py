@@ -8,6 +8,7 @@ import asyncio
 import logging
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
@@ -18,6 +19,12 @@ log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")
 
+_BRISK_SECONDS = 0.002
+"""Calls that follow each other as fast as this are gathered: the next is near."""
+
+_GATHER_TURNS, _MOST_GATHERED = 16, 64
+"""Turns of the loop for which they wait for more, at most, and how many leave at once."""
+
 T_out = TypeVar("T_out")
 T_in = TypeVar("T_in")
 
@@ -26,8 +33,8 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
     """One end. `decode` turns a frame into messages, each of which `receive` gets; `on_lost` is called when the other
     end is gone. A message that cannot be encoded is handed to `on_unsendable`, and the others of its frame leave.
 
-    `send` never waits. `congested`: the other end does not read, so what need not leave now should not; `on_drained`
-    is called when it reads again.
+    `send` and `gather` never wait. `congested`: the other end does not read, so what need not leave now should not;
+    `on_drained` is called when it reads again.
     """
 
     def __init__(
@@ -46,7 +53,8 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         self._encoder = msgspec.msgpack.Encoder()
         self._transport: asyncio.Transport | None = None
         self._waiting: list[T_out] = []
-        self._scheduled = self._receiving = self._lost = False
+        self._scheduled = self._gathering = self._receiving = self._lost = False
+        self._gathered_at = 0.0
         self._rest = b""
         self._frame: bytearray | None = None
         self._filled = 0
@@ -56,6 +64,27 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         self._waiting.append(message)
         if not self._scheduled:
             self.schedule()
+
+    def gather(self, message: T_out) -> None:
+        """Send it when the loop has turned a few times, if such messages follow each other fast, else as `send` does: a
+        frame costs both ends, and whoever it wakes, more than several messages in it."""
+        self._waiting.append(message)
+        now = time.monotonic()
+        is_brisk, self._gathered_at = now - self._gathered_at < _BRISK_SECONDS, now
+        if self._scheduled or self._gathering:
+            return
+        if is_brisk:
+            self._gathering = True
+            self._loop.call_soon(self._flush_gathered, _GATHER_TURNS)
+        else:
+            self.schedule()
+
+    def _flush_gathered(self, turns: int) -> None:
+        if self._gathering and turns and len(self._waiting) < _MOST_GATHERED:
+            self._loop.call_soon(self._flush_gathered, turns - 1)
+        elif self._gathering:
+            self._scheduled = True
+            self.flush()
 
     def schedule(self) -> None:
         """Flush at the end of this turn of the loop, after a call of `before_flush`, which may send more."""
@@ -75,7 +104,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
     def flush(self) -> None:
         """Send now what waits."""
         self.before_flush()
-        self._scheduled = False
+        self._scheduled = self._gathering = False
         transport = self._transport
         if transport is None and not self._lost:
             return  # it is not connected yet

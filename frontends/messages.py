@@ -123,7 +123,8 @@ def _bytes(text: str | bytes) -> bytes:
 class ModelCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
     """A call of a model of tensors, for the request `request`. Where the hub has no model for that yet, by an earlier
     call or an `AcquireCall`, it looks `model` and `version` up. `origin`: an encoded `RequestOrigin`, which models that
-    answer in the event loop do without."""
+    answer in the event loop do without. `checked`: the number of the loaded model whose config the request fits, 0 if
+    the hub is to say what does not fit."""
 
     key: int
     request: int
@@ -134,6 +135,7 @@ class ModelCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
     inputs: list[SentTensor]
     outputs: tuple[str, ...] | None
     parameters: dict[str, ParameterValue]
+    checked: int = 0
 
 
 class TextCall(msgspec.Struct, array_like=True, tag="text", frozen=True):

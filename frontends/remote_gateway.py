@@ -155,7 +155,7 @@ class RemoteGateway:
         if found is not None and found.parts is None:
             config, context.body = found.config, None
             context.model, context.version, context.model_found = config.name, config.version, True
-            return RemoteModelHandle(self, config, context, version)
+            return RemoteModelHandle(self, config, context, version, found.number)
         context.model, context.version = name, version
         key = self.key_of(context)
         call = AcquireCall(key, self.origin_of(context), printable(name), version, self._body_of(context))
@@ -168,7 +168,7 @@ class RemoteGateway:
         used, capacity = answer.kv_tokens
         stats = ModelStats(True, kv_tokens=used, kv_token_capacity=capacity)
         if text is None:
-            return RemoteModelHandle(self, acquired.config, context, answer.version, stats)
+            return RemoteModelHandle(self, acquired.config, context, answer.version, stats=stats)
         await asyncio.shield(text.building)
         if answer.follows:
             context.logged = True

@@ -136,7 +136,8 @@ class RemoteResponses(Generic[_Item]):
 
 
 class RemoteModelHandle:
-    """A model of tensors, for the request of `context`. `version`: as the request asks for it."""
+    """A model of tensors, for the request of `context`. `version`: as the request asks for it; `number`: the loaded
+    one's, 0 if the hub has looked it up."""
 
     def __init__(
         self,
@@ -144,10 +145,11 @@ class RemoteModelHandle:
         config: ModelConfig,
         context: RequestContext,
         version: str,
+        number: int = 0,
         stats: ModelStats = _READY,
     ) -> None:
         self.config, self.context = config, context
-        self._gateway, self._version, self._stats = gateway, version, stats
+        self._gateway, self._version, self._number, self._stats = gateway, version, number, stats
 
     @property
     def name(self) -> str:
@@ -158,7 +160,7 @@ class RemoteModelHandle:
         mine = self.context
         context.model, context.version, context.model_found = mine.model, mine.version, True
         context.adapter, context.route = mine.adapter, mine.route
-        return RemoteModelHandle(self._gateway, self.config, context, mine.version)
+        return RemoteModelHandle(self._gateway, self.config, context, mine.version, self._number)
 
     def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         return None
@@ -185,9 +187,18 @@ class RemoteModelHandle:
             [gateway.exchange.message(each) for each in request.inputs.values()],
             request.outputs,
             dict(request.parameters),
+            self._number if self._number and self._fits(request) else 0,
         )
-        gateway.send(call)
+        gateway.link.gather(call)
         return responses
+
+    def _fits(self, request: InferRequest) -> bool:
+        """Whether it fits the config that is known here; checked for the hub, which has less time."""
+        try:
+            self.validate(request)
+        except InvalidArgument:
+            return False
+        return True
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         raise self._no_text()
@@ -214,7 +225,7 @@ class TextHandle(RemoteModelHandle):
     def __init__(
         self, gateway: "RemoteGateway", config: ModelConfig, context: RequestContext, model: LlmModel, stats: ModelStats
     ) -> None:
-        super().__init__(gateway, config, context, context.version, stats)
+        super().__init__(gateway, config, context, context.version, stats=stats)
         self._model = model
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:

@@ -280,10 +280,11 @@ class FrontendSession:
         loaded = None if version is None else version.loaded
         if loaded is None or loaded.inline is None or self._traces.wants_children or gateway.exiting():
             return False
-        try:
-            validate_request(loaded.config, request)
-        except InvalidArgument:
-            return False
+        if call.checked != self._hub.census.number_of(loaded):
+            try:
+                validate_request(loaded.config, request)
+            except InvalidArgument:
+                return False
         try:
             response = loaded.inline.compute_inline(request)
         except CharoniaError as error:
@@ -443,7 +444,10 @@ class FrontendSession:
             if key in self._open:
                 self._open[key].context.sequences[:] = sequences
         for key in message.answered:
-            self._end(key, DONE)
+            if key in self._inline:
+                self._end_inline(key, DONE)
+            else:
+                self._end(key, DONE)
         for key, end, id_ in message.others:
             self._end(key, end, id_)
 

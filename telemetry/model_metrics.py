@@ -165,7 +165,6 @@ class ModelMetrics:
     batches: Counter[CloseReason] = field(default_factory=Counter)
     single_request_batches: Counter[CloseReason] = field(default_factory=Counter)
     ended_requests: Counter[RequestEnd] = field(default_factory=Counter)
-    duration_totals: RequestDurations = field(default_factory=RequestDurations)
     inferences: int = 0
     executions: int = 0
     execution_ns: int = 0
@@ -190,12 +189,6 @@ class ModelMetrics:
         self.queue.add(queued)
         self.compute.add(timing)
         self.last_inference_at = time.time()
-        totals = self.duration_totals
-        totals.request += latency // 1000
-        totals.queue += queued // 1000
-        totals.compute_input += timing.input // 1000
-        totals.compute_infer += timing.infer // 1000
-        totals.compute_output += timing.output // 1000
         self.latencies.record_success(latency, queued, timing)
 
     def record_failure(self, reason: FailureReason, latency: int) -> None:
@@ -244,6 +237,7 @@ class ModelMetrics:
             yield Reading("nv_inference_request_failure", self.failures[failure], {"reason": failure.value})
         yield Reading("nv_inference_count", self.inferences)
         yield Reading("nv_inference_exec_count", self.executions)
-        yield from self.duration_totals.readings()
+        sums = self.success.ns, self.queue.ns, self.compute.input, self.compute.infer, self.compute.output
+        yield from RequestDurations(*(ns // 1000 for ns in sums)).readings()
         yield Reading("nv_inference_pending_request_count", pending)
         yield from self.latencies.readings()

@@ -3,9 +3,10 @@
 Calibrates the machine, then puts both traces to a real server at half, four fifths and one and a fifth of its capacity,
 each twice, and simulates the same requests. Capacity is the simulated output rate while the queue is never empty. DIR
 of --traces has azure_conversation_2023.csv and azure_code_2023.csv. What is measured is kept in --scratch: started
-again, it goes on. Whole it takes a good hour; `--seconds 60 --loads 0.8` is a short one. Exits with 1 where a figure is
-off by more than its bound: 5 % of throughput and of ITL's median, 10 % of the others or 1.5 times what the two runs
-differ by; of a TTFT beyond capacity also what steps do to it that take 2 % longer or less.
+again, it goes on; without machine.json it calibrates again, and judges the runs that there are by that. Whole it takes
+one and a half to two hours; `--seconds 60 --loads 0.8` is a short one. Exits with 1 where a figure is off by more than
+its bound: 5 % of throughput and of ITL's median, 10 % of the others or 1.5 times what the two runs differ by; of a TTFT
+beyond capacity also what steps do to it that take 2 % longer or less.
 """
 
 import shlex
@@ -86,10 +87,23 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationRecord(msgspec.Struct, kw_only=True):
-    """All that was measured; another `asked` begins anew."""
+    """All that was measured; another `asked` begins anew. `speedups`: of each trace at each load, as the first machine
+    that was calibrated has them."""
 
     asked: str
     runs: list[MeasuredRun] = []
+    speedups: dict[str, float] = {}
+
+    def plan(
+        self, machine: MachineFile, trace: TraceName, jobs: Sequence[PlannedRequest], load: float, seconds: float
+    ) -> list[PlannedRequest]:
+        """The requests of a trace that come within so many seconds at this share of the capacity."""
+        name = f"{trace} at {load:g}"
+        if name not in self.speedups:
+            capacity = find_capacity(machine.machine, machine.engine, jobs[:_CAPACITY_REQUESTS])
+            self.speedups[name] = find_speedup(jobs, load * capacity, seconds)
+        speedup = self.speedups[name]
+        return due_within([msgspec.structs.replace(each, due=each.due / speedup) for each in jobs], seconds)
 
     def of(self, trace: TraceName, load: float) -> list[MeasuredRun]:
         return [each for each in self.runs if (each.trace, each.load) == (trace, load)]
@@ -207,15 +221,6 @@ def read_record(path: Path, asked: str) -> SimulationRecord:
     return SimulationRecord(asked=asked)
 
 
-def plan_load(
-    machine: MachineFile, jobs: Sequence[PlannedRequest], load: float, seconds: float
-) -> list[PlannedRequest]:
-    """The requests of a trace that come within so many seconds at this share of the machine's capacity."""
-    capacity = find_capacity(machine.machine, machine.engine, jobs[:_CAPACITY_REQUESTS])
-    speedup = find_speedup(jobs, load * capacity, seconds)
-    return due_within([msgspec.structs.replace(each, due=each.due / speedup) for each in jobs], seconds)
-
-
 def vocabulary_of(checkpoint: Path) -> int:
     """Of prompts: the model's, or what any has."""
     try:
@@ -297,15 +302,14 @@ def main(
         arguments = tuple(shlex.split(server_args))
         machine = calibrated(found, arguments, scratch, budget, log)
         server = ServedLoad(found, arguments, vocabulary_of(found))
-        planned = {
-            (name, load): plan_load(
-                machine, read_trace(traces / f"azure_{name}_2023.csv", longest=longest), load, seconds
-            )
-            for name in trace
-            for load in loads
-        }
         path = scratch / "simulation.json"
         record = read_record(path, f"{found.name} {server_args} {seconds:g} {longest}")
+        recorded = {name: read_trace(traces / f"azure_{name}_2023.csv", longest=longest) for name in trace}
+        planned = {
+            (name, load): record.plan(machine, name, jobs, load, seconds)
+            for name, jobs in recorded.items()
+            for load in loads
+        }
         for turn in range(runs):
             for (name, load), jobs in planned.items():
                 if len(record.of(name, load)) > turn:

@@ -135,6 +135,43 @@ def test_answers_leave_in_the_turn_that_brought_the_question() -> None:
         assert b"question" in there.pipe.written
 
 
+def test_calls_that_follow_each_other_fast_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("charonia.frontends.link.time.monotonic", lambda: now)
+    with in_loop() as loop:
+        here, there = end_in(loop), end_in(loop)
+        here.link.connection_made(here.pipe)  # type: ignore[arg-type]
+
+        def frames() -> list[Any]:
+            """The frames that have left since the last call."""
+            written = bytes(here.pipe.written)
+            here.pipe.written.clear()
+            there.received.clear()
+            if written:
+                there.link.data_received(written)
+            return there.received[:]
+
+        here.link.gather("alone")
+        turn(loop)
+        assert frames() == ["alone"]
+        now += 0.001
+        for number in range(3):
+            here.link.gather(number)
+            turn(loop)
+            assert not frames()
+        for _ in range(20):
+            turn(loop)
+        assert frames() == [0, 1, 2]
+        here.link.gather("soon")
+        here.link.send("now")
+        turn(loop)
+        assert frames() == ["soon", "now"]
+        for number in range(100):
+            here.link.gather(number)
+        turn(loop)
+        assert len(frames()) == 100, "there are enough"
+
+
 def test_the_other_end_is_gone() -> None:
     with in_loop() as loop:
         here = end_in(loop)

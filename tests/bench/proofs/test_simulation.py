@@ -32,7 +32,7 @@ def test_a_load_asks_for_its_share_of_the_capacity() -> None:
     simulation.run([SimulatedRequest(0.0, each.prompt, each.new) for each in JOBS])
     assert capacity == pytest.approx(sum(each.new for each in JOBS) / simulation.now, rel=0.1)
     for load in (0.5, 1.2):
-        planned = proof.plan_load(MACHINE, JOBS, load, 3.0)
+        planned = proof.SimulationRecord(asked="").plan(MACHINE, "code", JOBS, load, 3.0)
         assert sum(each.new for each in planned) / 3.0 == pytest.approx(load * capacity, rel=0.1)
         assert max(each.due for each in planned) < 3.0
 
@@ -103,4 +103,13 @@ def test_a_table_has_what_was_measured_and_a_record_of_another_load_is_none(tmp_
     (tmp_path / "simulation.json").write_bytes(msgspec.json.encode(proof.SimulationRecord(asked="a", runs=[run])))
     assert proof.read_record(tmp_path / "simulation.json", "a").of("code", 1.2) == [run]
     assert proof.read_record(tmp_path / "simulation.json", "b").runs == []
-    assert proof.read_record(tmp_path / "none.json", "a").runs == []
+
+
+def test_a_load_stays_as_it_was_planned_when_the_machine_is_calibrated_again() -> None:
+    record, slower = (
+        proof.SimulationRecord(asked=""),
+        replace(MACHINE, machine=MACHINE.machine.slowed(2)),
+    )
+    planned = record.plan(MACHINE, "code", JOBS, 0.8, 3.0)
+    assert record.plan(slower, "code", JOBS, 0.8, 3.0) == planned
+    assert proof.SimulationRecord(asked="").plan(slower, "code", JOBS, 0.8, 3.0) != planned
