@@ -97,8 +97,8 @@ class StepBatch:
 
     @cached_property
     def size(self) -> int:
-        """The number of tokens, N."""
-        return int(self.counts.sum())
+        """The number of tokens, N; of a step that is recorded, of places."""
+        return int(self.counts.sum()) if self._given is None else self._given.size
 
     @cached_property
     def first_places(self) -> NDArray[np.int64]:

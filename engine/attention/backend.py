@@ -58,10 +58,6 @@ class AttentionBackend(ABC):
         ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
     )
 
-    recordable: ClassVar[bool] = False
-    """Whether a decode step can be recorded and replayed with other rows: what it launches depends on the host's bounds
-    alone, and rows of count 0 touch nothing (`StepBatch.on_device`)."""
-
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
 
@@ -69,6 +65,13 @@ class AttentionBackend(ABC):
     def supports_heads(cls, spec: CacheSpec) -> bool:
         """Whether the backend can serve heads of these numbers and size, given that all in `supports` fits."""
         return True
+
+    @property
+    def recordable_places(self) -> int:
+        """The most places that a row may have in a step which is recorded and replayed with other rows: what it
+        launches depends on the host's bounds alone, and rows of count 0 touch nothing (`StepBatch.on_device`). 0: no
+        step can be recorded."""
+        return 0
 
     @property
     def block_bytes(self) -> int:

@@ -17,7 +17,6 @@ class TritonAttention(AttentionBackend):
     """A cache [layers, keys and values, blocks, kv_heads, block_size, head_dim]."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
-    recordable: ClassVar[bool] = True
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
@@ -33,6 +32,10 @@ class TritonAttention(AttentionBackend):
         ]
         self._index = spec.attention_index
         self._cache = torch.empty(0)
+
+    @property
+    def recordable_places(self) -> int:
+        return min(each.most_decoded for each in self._specs)
 
     def allocate(self, blocks: int) -> None:
         spec, self._cache = self._spec, torch.empty(0)  # an earlier one is freed first

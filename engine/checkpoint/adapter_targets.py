@@ -100,7 +100,7 @@ class AdapterTargets:
         memory = _AdapterMemory(self._dtype, self._device, self._native)
         for number, part, adapted in matched:
             parts[number].append(part.share(adapted, memory))
-        return RankAdapter(files.digest, files.rank, parts)
+        return RankAdapter(files.digest, files.rank, parts, self._device)
 
     def _matched(self, files: AdapterFiles) -> Iterator[tuple[int, _TargetPart, AdaptedModule]]:
         """Every matrix of this rank's layers; those of other ranks are theirs to check."""

@@ -1,4 +1,4 @@
-"""What LoRA adapters (arXiv 2106.09685) add to products: the adapters of a step's rows, and their kernels (`lora.h`).
+"""What LoRA adapters (arXiv 2106.09685) add to products: the adapters of a step's rows, and the C kernels (`lora.h`).
 
 Rows of a step are sorted by adapter. A product's input is first multiplied with A, all of an adapter's matrices one
 after the other, and the few numbers that come out with B. Each row's sums run in an order of their own: they depend on
@@ -16,12 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...scheduler.plan import LongArray
+from ..step_batch import to_device
 from . import library
 from .library import struct_fields
 from .op_trace import LORA_EXPAND, LORA_SHRINK, OpStruct, SymbolicTensor
 
 PANEL = 32
 """Outputs side by side in packed B, as in lora.h."""
+
+BLOCK_PLACES = 16
+"""Places that a program of a GPU's kernels computes with one adapter: tensor cores take no fewer."""
+
+RECORD_WORDS = 6
+"""int64 numbers of a part in `RankAdapter.records`."""
 
 
 class LoraPart(NamedTuple):
@@ -49,9 +56,11 @@ class _MatricesStruct(ctypes.Structure):
 
 class RankAdapter:
     """An adapter as one rank computes with it: the `parts` of each of its products, by number. `digest`, `rank`: see
-    `Adapter`."""
+    `Adapter`. `records_on`: the device whose kernels read its `records`, if one's do."""
 
-    def __init__(self, digest: str, rank: int, parts: Sequence[Sequence[LoraPart]]) -> None:
+    def __init__(
+        self, digest: str, rank: int, parts: Sequence[Sequence[LoraPart]], records_on: torch.device | None = None
+    ) -> None:
         self.digest, self.rank, self.parts = digest, rank, parts
         self.bytes = sum(matrix.nbytes for product in parts for part in product for matrix in (part.a, part.b))
         self._structs = [(_PartStruct * len(product))(*map(_part_struct, product)) for product in parts]
@@ -59,10 +68,34 @@ class RankAdapter:
         self._matrices = (_MatricesStruct * len(parts))(*pairs)
         self.address = ctypes.addressof(self._matrices)
         """C's array of `parts`."""
+        self.records = torch.from_numpy(_records(parts)).to(records_on or "cpu")
+        """int64: where the records of each product begin, and those of the last end; then a record for each part."""
+
+
+def _records(parts: Sequence[Sequence[LoraPart]]) -> LongArray:
+    """Of a part the addresses of `a` and `b`, its rank, the bits of its scale as float64, `first` and `outputs`."""
+    ends = len(parts) + 1 + RECORD_WORDS * np.cumsum([0, *map(len, parts)])
+    scales = np.array([part.scale for product in parts for part in product], np.float64).view(np.int64).tolist()
+    flat = (part for product in parts for part in product)
+    words = [
+        (part.a.data_ptr(), part.b.data_ptr(), len(part.a), scale, part.first, part.outputs)
+        for part, scale in zip(flat, scales, strict=True)
+    ]
+    return np.concatenate([ends, np.array(words, np.int64).reshape(-1)]).astype(np.int64)
 
 
 def _part_struct(part: LoraPart) -> _PartStruct:
     return _PartStruct(part.a.data_ptr(), part.b.data_ptr(), len(part.a), part.first, part.outputs, part.scale)
+
+
+class AdapterBlocks(NamedTuple):
+    """A step's adapters as the kernels of a GPU read them. `packed`, int64 [4, W]: packed places that have an adapter,
+    one adapter's after the other's; then for each block, of `most` at most, the address of its adapter's `records`,
+    and its first of these places and the end of them, which are BLOCK_PLACES at most. Blocks at address 0 are
+    nobody's."""
+
+    packed: Tensor
+    most: int
 
 
 class StepAdapters:
@@ -71,6 +104,42 @@ class StepAdapters:
 
     def __init__(self, adapters: Sequence[RankAdapter], begins: LongArray, places: LongArray) -> None:
         self.adapters, self.begins, self.places = adapters, begins, places
+        self._blocks: AdapterBlocks | None = None
+
+    @classmethod
+    def on_device(cls, blocks: AdapterBlocks) -> "StepAdapters":
+        """Of a step that is recorded: whose rows they are stands in `blocks` alone, and changes."""
+        there = cls((), np.zeros(1, np.int64), np.zeros(0, np.int64))
+        there._blocks = blocks
+        return there
+
+    def change(self, product: int) -> bool:
+        """Whether one of them changes product number `product`, or may."""
+        return not self.adapters or any(each.parts[product] for each in self.adapters)
+
+    def blocks(self, device: torch.device) -> AdapterBlocks:
+        """On the device, by one copy that nothing waits for."""
+        if self._blocks is None:
+            count = int(self._blocks_each.sum())
+            self._blocks = AdapterBlocks(to_device(self.pack(max(len(self.places), count)), device), count)
+        return self._blocks
+
+    def pack(self, width: int) -> LongArray:
+        """`AdapterBlocks.packed` with W = `width`, on the host."""
+        each = self._blocks_each
+        owners = np.repeat(np.arange(len(each)), each)
+        firsts = self.begins[owners] + BLOCK_PLACES * (np.arange(len(owners)) - (np.cumsum(each) - each)[owners])
+        addresses = np.array([adapter.records.data_ptr() for adapter in self.adapters], np.int64)
+        packed: LongArray = np.zeros((4, width), np.int64)
+        packed[0, : len(self.places)] = self.places
+        ends = np.minimum(firsts + BLOCK_PLACES, self.begins[owners + 1])
+        packed[1:, : len(owners)] = addresses[owners], firsts, ends
+        return packed
+
+    @property
+    def _blocks_each(self) -> LongArray:
+        """The number of each adapter's blocks."""
+        return -(-np.diff(self.begins) // BLOCK_PLACES)
 
     @cached_property
     def c_fields(self) -> list[int]:

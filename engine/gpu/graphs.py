@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs, one for each bucket of batch sizes and context lengths.
+"""Decode steps as CUDA graphs, one for each bucket of places and context lengths.
 
 A decode step launches the same kernels again and again, and launching them takes the host longer than a fast GPU
 computes. A graph is recorded of a step over buffers that stay: the numbers of its rows, padded to the bucket by rows of
-count 0, and its logits. A step then writes its numbers there and replays the graph, one launch for all kernels.
+count 0, the adapters of its places, and what comes out. A step then writes its numbers there and replays the graph, one
+launch for all kernels. Rows with drafts have several places, packed as in any step: a bucket counts places, not rows.
 """
 
 import logging
@@ -10,13 +11,15 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ..cpu.lora import BLOCK_PLACES, AdapterBlocks, StepAdapters
+from ..step_batch import StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +27,12 @@ CAPTURE_SECONDS = 1.0
 """The least time between two captures under load: each one holds up its step for some tenths of a second."""
 
 GRAPH_BYTES = 4 << 20
-"""What CUDA keeps of one graph, about 10 KiB a node, beside the tensors that torch knows of."""
+"""What CUDA keeps of one graph, about 10 KiB a node, beside the tensors that torch knows of; twice that with adapters,
+whose kernels are nodes, too."""
 
 _SHORT_CONTEXT, _CONTEXT_RATIO = 8192, 4
+_PLAIN_SIZES = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32))
+_OTHER_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Launches: TypeAlias = Callable[[], None]
 Recorder: TypeAlias = Callable[[Launches], Launches]
@@ -48,37 +54,89 @@ class CudaRecorder:
         return replay
 
 
+class GraphKey(NamedTuple):
+    """A bucket: steps of up to so many `places`, at most `most` of one row, in sequences of up to `context` tokens,
+    with adapters or without."""
+
+    context: int
+    adapted: bool
+    most: int
+    places: int
+
+
 class GraphBuckets(NamedTuple):
-    """The batch sizes and context lengths that steps are padded to, ascending."""
+    """The sizes that steps are padded to, ascending: the places of steps whose rows have one each and no adapter, the
+    lengths of contexts, and the `others`: places of steps with drafts, or with adapters, which have fewer buckets. A
+    row has up to `most` places, and a step up to `adapters` different ones; 0: none may have any."""
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
+    others: tuple[int, ...] = ()
+    most: int = 1
+    adapters: int = 0
 
     @classmethod
-    def of_limits(cls, most_rows: int, longest: int) -> "GraphBuckets":
+    def of_limits(cls, most_rows: int, longest: int, most: int = 1, adapters: int = 0) -> "GraphBuckets":
         """Those for steps of up to `most_rows` rows, and sequences of up to `longest` tokens."""
-        rows = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32))
         contexts = [_SHORT_CONTEXT]
         while contexts[-1] < longest:
             contexts.append(contexts[-1] * _CONTEXT_RATIO)
-        most = min(most_rows, rows[-1])
-        return cls((*(size for size in rows if size < most), most), (*contexts[:-1], longest))
+        others = _sizes_to(most_rows * most, _OTHER_SIZES) if most > 1 or adapters else ()
+        return cls(_sizes_to(most_rows, _PLAIN_SIZES), (*contexts[:-1], longest), others, most, adapters)
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """All buckets: those for short contexts first, and of these the plain ones."""
+        kinds = [(False, 1), (False, self.most), (True, 1), (True, self.most)]
+        return [
+            GraphKey(context, adapted, most, places)
+            for context in self.contexts
+            for adapted, most in dict.fromkeys(kinds[: 4 if self.adapters else 2])
+            for places in self._sizes(adapted, most)
+            if places > 1 or most == 1
+        ]
+
+    def _sizes(self, adapted: bool, most: int) -> tuple[int, ...]:
+        return self.others if adapted or most > 1 else self.rows
+
+    @property
+    def places(self) -> int:
+        """Those of the largest bucket."""
+        return max(self.rows + self.others)
 
     @property
     def bytes(self) -> int:
-        """Memory to set aside for all graphs, logits apart."""
-        return len(self.rows) * len(self.contexts) * GRAPH_BYTES
+        """Memory of all graphs, what comes out of them apart."""
+        return sum(GRAPH_BYTES << key.adapted for key in self.keys)
+
+    def find(self, places: int, most: int, longest: int, adapted: bool) -> GraphKey | None:
+        """The bucket of a step; None: it is too large for one."""
+        size = _bucket(places, self._sizes(adapted, most))
+        context = _bucket(longest, self.contexts)
+        if size is None or context is None or most > self.most or (adapted and not self.adapters):
+            return None
+        return GraphKey(context, adapted, self.most if most > 1 else 1, size)
+
+
+class StaticStep(NamedTuple):
+    """A step that is recorded, over buffers that stay: N rows and N places at most, `most` of one row, no sequence
+    longer than `context` tokens. `numbers`, int32 [4, N]: lines of the worker's tables, starts, counts (0 for a padded
+    row) and first places. `adapters`: of places that have one; None where none has."""
+
+    numbers: Tensor
+    most: int
+    context: int
+    adapters: StepAdapters | None = None
 
 
 class DecodeGraphs:
-    """`compute(numbers, context)`: the logits [B, vocabulary] of a step with the rows of `numbers`, int32 [4, B]: lines
-    of the worker's tables, starts, counts (1, or 0 for a padded row) and first places. No sequence is longer than
-    `context` tokens. It reads the numbers on the device alone, and whatever else it reads or writes stays where it is
-    until `forget`. `eager_steps` counts decode steps that found no graph. Not for threads."""
+    """`compute(step)`: what comes out of a step at each of its places, the logits [N, vocabulary] first. It reads
+    numbers on the device alone, and whatever else it reads or writes stays where it is until `forget`. `eager_steps`
+    counts steps that found no graph. Not for threads."""
 
     def __init__(
         self,
-        compute: Callable[[Tensor, int], Tensor],
+        compute: Callable[[StaticStep], Sequence[Tensor]],
         buckets: GraphBuckets,
         device: torch.device,
         record: Recorder,
@@ -88,79 +146,113 @@ class DecodeGraphs:
         self._record, self._clock = record, clock
         self._captured_at = -CAPTURE_SECONDS
         self._usable = True
+        self._output_bytes = 0
         self.eager_steps = 0
         self.forget()
 
     def forget(self) -> None:
         """Drop all graphs: the cache or the tables that they read are about to move."""
-        self._replays: dict[tuple[int, int], Launches] = {}
-        self._logits: Tensor | None = None
+        self._replays: dict[GraphKey, Launches] = {}
+        self._outputs: list[Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        """Memory that all graphs keep, and what comes out of them; known when the largest step was computed."""
+        return self.buckets.bytes + self._output_bytes
 
     @torch.inference_mode()
-    def replay(self, columns: Sequence[NDArray[np.int32]]) -> Tensor | None:
-        """The logits [R, vocabulary] of a step of R rows of one token each, good until the next step. `columns`: rows,
-        starts, counts and first places, each [R]. None: it has no graph yet, or is too large for one."""
-        rows, longest = len(columns[0]), int(columns[1].max()) + 1
-        key = _bucket(rows, self.buckets.rows), _bucket(longest, self.buckets.contexts)
-        if key[0] is None or key[1] is None or not self._may_replay((key[0], key[1])):
+    def replay(self, batch: StepBatch, adapters: StepAdapters | None = None) -> list[Tensor] | None:
+        """What comes out of a step at each of its places, good until the next step. None: it has no graph yet, or is
+        too large for one."""
+        most = int(batch.counts.max())
+        key = self.buckets.find(batch.size, most, batch.longest, adapters is not None)
+        if key is None or not self._may_replay(key):
             self.eager_steps += 1
             return None
-        self._fill(columns)
-        self._replays[key[0], key[1]]()
-        assert self._logits is not None
-        return self._logits[:rows]
+        rows, packed = len(batch.rows), np.zeros(self._numbers.shape, np.int32)
+        packed[:, :rows] = batch.rows, batch.starts, batch.counts, batch.first_places
+        packed[3, rows:] = batch.size
+        self._write(self._numbers, packed)
+        if adapters is not None:
+            self._write(self._adapters, adapters.pack(self._adapters.shape[1]))
+        self._replays[key]()
+        return [each[: batch.size] for each in self._outputs]
 
     @torch.inference_mode()
-    def capture_one(self) -> None:
-        """Capture a graph that is missing, the ones for short contexts first; for an idle engine."""
-        missing = ((rows, context) for context, rows in product(self.buckets.contexts, self.buckets.rows))
-        key = next((each for each in missing if each not in self._replays), None)
-        if key is not None and self._usable:
+    def capture_one(self) -> bool:
+        """Capture a graph that is missing, in the order of `GraphBuckets.keys`, for an idle engine; False: there is
+        none."""
+        key = next((each for each in self.buckets.keys if each not in self._replays), None)
+        if key is None or not self._usable:
+            return False
+        self._capture(key)
+        return True
+
+    @torch.inference_mode()
+    def capture_now(self, places: int, longest: int, most: int = 1) -> None:
+        """Capture the graph for steps of so many places, in sequences of up to `longest` tokens; for measurements."""
+        key = self.buckets.find(places, most, longest, False)
+        if self._usable and key is not None:
             self._capture(key)
 
     @torch.inference_mode()
-    def capture_now(self, rows: int, longest: int) -> None:
-        """Capture the graph for steps of `rows` rows of up to `longest` tokens; for measurements."""
-        key = _bucket(rows, self.buckets.rows), _bucket(longest, self.buckets.contexts)
-        if self._usable and key[0] is not None and key[1] is not None:
-            self._capture((key[0], key[1]))
+    def compute_largest(self) -> None:
+        """Compute the step that takes the most memory, and record nothing."""
+        buckets = self.buckets
+        key = GraphKey(buckets.contexts[-1], bool(buckets.adapters), buckets.most, buckets.places)
+        self._output_bytes = sum(each.nbytes for each in self._compute(self._padded_step(key)))
 
-    def _may_replay(self, key: tuple[int, int]) -> bool:
+    def _may_replay(self, key: GraphKey) -> bool:
         """Whether there is a graph, captured now if it is time for one."""
         if self._usable and key not in self._replays and self._clock() - self._captured_at >= CAPTURE_SECONDS:
             self._capture(key)
         return key in self._replays
 
-    def _capture(self, key: tuple[int, int]) -> None:
-        """Record the step of a bucket, all of whose rows are padded: it touches nothing. The first computation compiles
-        kernels and finds out how wide logits are."""
-        rows, context = key
-        self._numbers.zero_()
+    def _capture(self, key: GraphKey) -> None:
+        """Record the step of a bucket. The first computation compiles kernels and finds out how wide outputs are."""
+        step = self._padded_step(key)
         try:
-            first = self._compute(self._numbers[:, :rows], context)
-            if self._logits is None:
-                self._logits = first.new_zeros((self.buckets.rows[-1], first.shape[1]))
-            out = self._logits[:rows]
-            self._replays[key] = self._record(lambda: _copy(out, self._compute(self._numbers[:, :rows], context)))
+            first = self._compute(step)
+            if not self._outputs:
+                self._outputs = [each.new_zeros((self.buckets.places, each.shape[1])) for each in first]
+            out = [each[: key.places] for each in self._outputs]
+            self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
         except RuntimeError as error:
             self._usable = False
             self.forget()
             log.warning("decode steps are computed without CUDA graphs: %s", error)
         self._captured_at = self._clock()
 
-    def _fill(self, columns: Sequence[NDArray[np.int32]]) -> None:
-        """Write the numbers of a step, followed by padded rows, into the buffer that graphs read."""
-        rows = len(columns[0])
-        packed = np.zeros(self._numbers.shape, np.int32)
-        packed[:, :rows] = columns
-        packed[3, rows:] = rows
-        staged = torch.from_numpy(packed)
-        self._numbers.copy_(staged if self._device.type == "cpu" else staged.pin_memory(), non_blocking=True)
+    def _padded_step(self, key: GraphKey) -> StaticStep:
+        """The step of a bucket, all of whose rows are padded: it touches nothing."""
+        self._numbers.zero_()
+        adapters = None
+        if key.adapted:
+            self._adapters.zero_()
+            blocks = min(key.places, key.places // BLOCK_PLACES + self.buckets.adapters)
+            adapters = StepAdapters.on_device(AdapterBlocks(self._adapters, blocks))
+        return StaticStep(self._numbers[:, : key.places], key.most, key.context, adapters)
+
+    def _write(self, buffer: Tensor, numbers: NDArray[Any]) -> None:
+        """Without waiting for the device."""
+        staged = torch.from_numpy(numbers)
+        buffer.copy_(staged if self._device.type == "cpu" else staged.pin_memory(), non_blocking=True)
 
     @cached_property
     def _numbers(self) -> Tensor:
         """int32 [4, W]; each line begins at 16 bytes, by which Triton distinguishes the forms of a kernel."""
-        return torch.zeros((4, -(-self.buckets.rows[-1] // 4) * 4), dtype=torch.int32, device=self._device)
+        return torch.zeros((4, -(-self.buckets.places // 4) * 4), dtype=torch.int32, device=self._device)
+
+    @cached_property
+    def _adapters(self) -> Tensor:
+        """int64 [4, W], see `AdapterBlocks`."""
+        return torch.zeros(self._numbers.shape, dtype=torch.int64, device=self._device)
+
+
+def _sizes_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those below `most`, and it itself, unless the largest is less."""
+    most = min(most, sizes[-1])
+    return (*(size for size in sizes if size < most), most)
 
 
 def _bucket(size: int, buckets: Sequence[int]) -> int | None:
@@ -169,5 +261,6 @@ def _bucket(size: int, buckets: Sequence[int]) -> int | None:
     return buckets[at] if at < len(buckets) else None
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

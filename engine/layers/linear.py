@@ -5,9 +5,10 @@ With the C kernels a row's result does not depend on the rows beside it. torch's
 do not, promise that for int8 alone.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ from ..cpu.op_trace import SymbolicTensor
 from ..gpu import runtime
 from .int4 import BYTES, GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
 from .step_context import StepContext
+
+if TYPE_CHECKING:
+    from ..gpu.lora import TritonLora
 
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
@@ -70,40 +74,57 @@ class OutputShard(NamedTuple):
 
 class LayerMatmul:
     """The product of a linear layer with the matrices `slices`, one below the other, and what the adapters of a step's
-    rows (LoRA, arXiv 2106.09685) add to it: by the kernels `native` where they serve."""
+    rows (LoRA, arXiv 2106.09685) add to it."""
 
     def __init__(self, loader: WeightLoader, slices: list[TensorSlice], bias: Tensor | None) -> None:
         self._product = build_matmul(loader, slices, bias)
-        self._adaptable, self._native = loader.adaptable is not None, None
+        self._number = 0 if loader.adaptable is None else len(loader.adaptable)
+        self._lora: NativeLora | TritonLora | TorchLora | None = None
         if loader.adaptable is not None:
             loader.adaptable.append(slices)
-            self._number, matrices = len(loader.adaptable) - 1, len({each.name for each in slices})
-            if library.supports(loader.dtype, loader.device):
-                self._native = NativeLora(self._number, matrices * loader.context.max_lora_rank)
+            self._lora = _fastest_lora(self._number, slices, loader)
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         recorded: object = x  # declared for tensors
-        if self._native is not None and isinstance(recorded, SymbolicTensor):
-            shrunk = self._native.trace_shrink(recorded)
+        if isinstance(self._lora, NativeLora) and isinstance(recorded, SymbolicTensor):
+            shrunk = self._lora.trace_shrink(recorded)
             traced: SymbolicTensor = cast(Any, self._product)(recorded)
-            self._native.trace_expand(shrunk, traced)
+            self._lora.trace_expand(shrunk, traced)
             return cast(Tensor, traced)
         out = self._product(x)
-        if self._adaptable and context.adapters is not None:
-            self._add_adapters(x, out, context.adapters)
+        if self._lora is not None and context.adapters is not None and context.adapters.change(self._number):
+            self._lora.add(x, out, context.adapters)
         return out
 
-    def _add_adapters(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
-        """Adds what adapters make of x [N, inputs] to the product's result `out` [N, outputs]."""
-        if not any(each.parts[self._number] for each in step.adapters):
-            return
-        if self._native is not None:
-            self._native.add(x, out, step)
-            return
+
+class TorchLora:
+    """What adapters add to product `number` by torch, and the reference of the kernels."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def add(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
+        """Adds to the product's result `out` [N, outputs] what the step's adapters make of x [N, inputs]."""
         for adapter, places in step.segments(x.device):
             for part in adapter.parts[self._number]:
                 added = F.linear(x[places], part.a).mul_(part.scale) @ part.b
                 out[:, part.first : part.first + part.outputs].index_add_(0, places, added)
+
+
+def _fastest_lora(
+    number: int, slices: list[TensorSlice], loader: WeightLoader
+) -> "NativeLora | TritonLora | TorchLora":
+    most = loader.context.max_lora_rank
+    outputs = Counter[str]()
+    for each in slices:
+        outputs[each.name] += len(each.row_range)
+    if runtime.serves(loader.dtype, loader.device):
+        from ..gpu.lora import TritonLora
+
+        return TritonLora(number, [*outputs.values()], most)
+    if library.supports(loader.dtype, loader.device):
+        return NativeLora(number, len(outputs) * most)
+    return TorchLora(number)
 
 
 def column_slices(outputs: Iterable[OutputShard], inputs: int) -> list[TensorSlice]:

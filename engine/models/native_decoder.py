@@ -77,9 +77,15 @@ class NativeDecoder:
         would wait for work on the same cores."""
         self._beside = other
 
-    def kept_states(self) -> Tensor:
-        """Those of the finished step that began last, side by side, [N, layers * hidden]; until the next begins."""
-        return torch.cat([*self._kept()], -1)
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """The states [N, hidden] that were asked for, of the finished step that began last, until the next begins; set
+        by who replays a recorded step."""
+        return self._kept()
+
+    @kept.setter
+    def kept(self, states: Sequence[Tensor]) -> None:
+        self._kept = lambda: states
 
     def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
         if len(selections) == 1 and (run := self.begin_step(context, selections[0])) is not None:
@@ -95,8 +101,7 @@ class NativeDecoder:
                 delta = layer(x, delta, context)
             if len(self._layers) in self._kept_layers:
                 kept[len(self._layers)] = x + delta
-            states = [kept[index] for index in self._kept_layers]
-            self._kept = lambda: states
+            self.kept = [kept[index] for index in self._kept_layers]
             return self.ends.output(x, delta, selections)
         run = program.begin(self._inputs(program, context))
         self._kept = partial(_kept_by, run, self._kept_layers, len(self._layers))

@@ -54,13 +54,11 @@ class InlineExecutor:
 
     @property
     def eager_steps(self) -> int:
-        graphs = self.rank.runner.graphs
-        return 0 if graphs is None else graphs.eager_steps
+        return sum(each.eager_steps for each in self.rank.runner.all_graphs)
 
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`."""
-        if (graphs := self.rank.runner.graphs) is not None:
-            graphs.capture_one()
+        any(graphs.capture_one() for graphs in self.rank.runner.all_graphs)
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: there is nothing to watch."""

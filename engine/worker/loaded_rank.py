@@ -33,7 +33,7 @@ from ..config import EngineConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
 from ..cpu.lora import RankAdapter
 from ..gpu import runtime
-from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets
+from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets, Recorder
 from ..layers.linear import serves_int8
 from ..models.draft_head import DraftHead
 from ..models.eagle3 import Eagle3Head, read_eagle3_config
@@ -181,16 +181,13 @@ class LoadedRank:
 
     def _measured_step_bytes(self) -> int:
         """What the worst step takes of a GPU, and what recorded steps keep: the activations of the largest of them, and
-        the logits that all share."""
+        what comes out of it, which all share."""
         runner, config, device = self.runner, self.config, self.context.device
         tokens, sampled = config.scheduler.max_num_batched_tokens, config.most_sampled
-        worst = _peak_bytes(device, lambda: runner.compute_worst_step(tokens, sampled))
-        if (graphs := runner.graphs) is None:
-            return worst
-        rows, context = graphs.buckets.rows[-1], graphs.buckets.contexts[-1]
-        numbers = torch.zeros((4, rows), dtype=torch.int32, device=device)
-        kept = _peak_bytes(device, lambda: runner.compute_static(numbers, context))
-        return worst + kept + graphs.buckets.bytes + rows * self.shape.vocab_size * self.context.dtype.itemsize
+        adapted = config.lora is not None
+        worst = _peak_bytes(device, lambda: runner.compute_worst_step(tokens, sampled, adapted))
+        peaks = sum(_peak_bytes(device, graphs.compute_largest) for graphs in runner.all_graphs)
+        return worst + peaks + sum(graphs.bytes for graphs in runner.all_graphs)
 
     def _machine(self) -> str:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
@@ -237,28 +234,46 @@ def load_rank(
     draft = _load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     runner = ModelRunner(decoder, attention, rows, context.device, draft)
     if context.device.type == "cuda":
-        runner.graphs = _decode_graphs(config, context, runner)
+        record_decode_steps(config, context, runner, CudaRecorder())
     return LoadedRank(config, context, shape, attention, runner, adapters, served, draft)
 
 
-def _decode_graphs(config: EngineConfig, context: BuildContext, runner: ModelRunner) -> DecodeGraphs | None:
-    """CUDA graphs for the steps of a whole model on a GPU, if they can be recorded."""
-    obstacles = {
-        "enforce_eager": config.enforce_eager,
-        "the attention reads rows on the host": not runner.attention.recordable,
-        "the model is split": not context.shard.is_whole,
-        "it drafts by a model": runner.draft is not None,
-        "it is computed by transformers": not isinstance(runner.decoder, NativeDecoder),
-    }
-    if isinstance(runner.decoder, NativeDecoder):
-        obstacles["its experts are quantised or have biases, and each is computed by itself"] = (
-            runner.decoder.host_bound
-        )
-    if reason := next((name for name, holds in obstacles.items() if holds), None):
+def record_decode_steps(config: EngineConfig, context: BuildContext, runner: ModelRunner, record: Recorder) -> None:
+    """Have the steps of a whole model on a GPU, and the passes of one that drafts, recorded by `record` if they can be.
+    Rows with drafts have as many places as the attention takes, and adapters are in it where kernels add them."""
+    if config.enforce_eager or not context.shard.is_whole:
+        reason = "enforce_eager" if config.enforce_eager else "the model is split"
         log.info("decode steps are computed without CUDA graphs: %s", reason)
-        return None
-    buckets = GraphBuckets.of_limits(config.scheduler.max_num_seqs, context.max_positions)
-    return DecodeGraphs(runner.compute_static, buckets, context.device, CudaRecorder())
+        return
+    rows, draft = config.scheduler.max_num_seqs, runner.draft
+    adapters = 0
+    if config.lora is not None and runtime.serves(context.dtype, context.device):
+        adapters = config.lora.max_loras
+    obstacle = _unrecordable(runner.decoder, runner.attention)
+    if obstacle is None:
+        most = min(1 + config.most_drafts, runner.attention.recordable_places)
+        buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters)
+        runner.graphs = DecodeGraphs(runner.compute_static, buckets, context.device, record)
+    else:
+        log.info("decode steps are computed without CUDA graphs: %s", obstacle)
+    if not isinstance(draft, DraftModel):
+        return
+    obstacle = _unrecordable(draft.decoder, draft.attention)
+    if obstacle is None:
+        most = min(2, draft.attention.recordable_places)  # after drafts that were all right it lacks two tokens
+        buckets = GraphBuckets.of_limits(rows, draft.longest, most)
+        draft.graphs = DecodeGraphs(draft.compute_static, buckets, context.device, record)
+    else:
+        log.info("a draft model's passes are computed without CUDA graphs: %s", obstacle)
+
+
+def _unrecordable(decoder: Decoder, attention: AttentionBackend) -> str | None:
+    """Why steps of such a model cannot be recorded; None: they can."""
+    if not isinstance(decoder, NativeDecoder):
+        return "it is computed by transformers"
+    if decoder.host_bound:
+        return "its experts are quantised, have biases or adapters, and each is computed by itself"
+    return None if attention.recordable_places else "the attention reads rows on the host"
 
 
 def _create_attention(config: EngineConfig, context: BuildContext, shape: DecoderShape) -> AttentionBackend:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,14 +15,16 @@ from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPl
 from ..attention.backend import AttentionBackend
 from ..attention.host_cache import HostCache
 from ..config import LOGITS_PIECE
+from ..cpu.lora import AdapterBlocks, StepAdapters
 from ..cpu.program import StepRun
-from ..gpu.graphs import DecodeGraphs
+from ..gpu.graphs import DecodeGraphs, StaticStep
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
+from ..models.native_decoder import NativeDecoder
 from ..step_batch import SAMPLING_DTYPE, HostCopy, SampledTokens, to_device
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
-from .sampler import sample
+from .sampler import choose_sampler
 from .step_drafters import StepDrafter
 
 _NONE: IntArray = np.zeros(0, np.int32)
@@ -102,15 +104,15 @@ class ModelRunner:
         """For measurements: the tokens [S] to go on with in place of those [S] that a plan sampled. No step may begin
         before the one before it has a result."""
         self.graphs: DecodeGraphs | None = None
-        """Recorded decode steps, made around `compute_static`; the attention must be `recordable`."""
+        """Recorded decode steps, made around `compute_static`; the attention must be able to."""
+        self._sample = choose_sampler(device)
         self._steps: deque[_RunnerStep] = deque()
         self._host_cache: HostCache | None = None
 
     def allocate(self, blocks: int, host_blocks: int = 0) -> None:
         """Make a cache of `blocks` blocks, with `host_blocks` in the host's memory, and begin anew: rows refer to the
         cache they were filled with."""
-        if self.graphs is not None:
-            self.graphs.forget()
+        self._forget_graphs()
         self._rows.clear()
         self.attention.allocate(blocks)
         if self.draft is not None:
@@ -122,20 +124,33 @@ class ModelRunner:
             views = [view for cache in caches for view in cache.device_blocks]
             self._host_cache = HostCache(views, host_blocks)
 
+    @property
+    def all_graphs(self) -> list[DecodeGraphs]:
+        """Its own, and those of the model that drafts."""
+        found = self.graphs, None if self.draft is None else self.draft.graphs
+        return [each for each in found if each is not None]
+
+    def _forget_graphs(self) -> None:
+        for each in self.all_graphs:
+            each.forget()
+
     @torch.inference_mode()
-    def compute_worst_step(self, tokens: int, sampled: int) -> None:
+    def compute_worst_step(self, tokens: int, sampled: int, adapted: bool) -> None:
         """Compute the step that takes the most memory, over a cache of one block that all rows share: `tokens` tokens,
-        and `sampled` of the next ones drawn. Whoever measures it allocates the cache anew."""
+        with room for adapters if they may be `adapted`, and `sampled` of the next ones drawn. Whoever measures it
+        allocates the cache anew."""
         self.allocate(1)
         counts = self._rows.longest_rows(tokens)
         batch = self._rows.batch(np.arange(len(counts), dtype=np.int32), np.zeros_like(counts), counts)
-        context = StepContext(batch, self.attention.begin_step(batch))
+        nobody = torch.zeros((4, batch.size), dtype=torch.int64, device=self._device)
+        adapters = StepAdapters.on_device(AdapterBlocks(nobody, batch.size)) if adapted else None
+        context = StepContext(batch, self.attention.begin_step(batch), adapters)
         places = to_device(np.arange(batch.size - min(sampled, batch.size), batch.size), self._device)
         logits = self.decoder.compute_logits(context, (places,))
         assert logits is not None  # only a whole model is measured
         drawn = np.zeros(len(places), SAMPLING_DTYPE)
         drawn["temperature"], drawn["top_p"] = 1.0, 0.9
-        HostCopy(sample(next(logits), drawn)).read()
+        HostCopy(self._sample(next(logits), drawn)).read()
 
     @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
@@ -194,8 +209,8 @@ class ModelRunner:
                     room = self._rows.has_room_for(step.plan)
                     if before is not None and not (before.begun and room):
                         return
-                    if self.graphs is not None and not room:
-                        self.graphs.forget()
+                    if not room:
+                        self._forget_graphs()
                     self._rows.apply_plan(step.plan)
                     if self.draft is not None:
                         self.draft.apply_plan(step.plan)
@@ -214,23 +229,28 @@ class ModelRunner:
         return self._device.type != "cpu" or not len(plan.moves)
 
     @torch.inference_mode()
-    def compute_static(self, numbers: Tensor, context: int) -> Tensor:
-        """The `compute` of `DecodeGraphs`."""
-        batch = self._rows.static_batch(numbers, context)
-        step = StepContext(batch, self.attention.begin_step(batch))
-        logits = self.decoder.compute_logits(step, (torch.arange(batch.size, device=self._device),))
+    def compute_static(self, step: StaticStep) -> list[Tensor]:
+        """The `compute` of `DecodeGraphs`: logits, and the states that a head goes on from."""
+        batch = self._rows.static_batch(step)
+        context = StepContext(batch, self.attention.begin_step(batch), step.adapters)
+        logits = self.decoder.compute_logits(context, (torch.arange(batch.size, device=self._device),))
         assert logits is not None  # only a whole model's steps are recorded
-        return next(logits)
+        assert isinstance(self.decoder, NativeDecoder)
+        return [next(logits), *self.decoder.kept]
 
     def _replay(self, inputs: StepInputs) -> Tensor | None:
         """The logits of a decode step that is recorded."""
         batch, wanted = inputs.batch, len(inputs.logits_indices)
-        plain = inputs.adapters is None and inputs.scored is None and batch.size == len(batch.rows)
-        if self.graphs is None or not plain or not wanted:
+        if self.graphs is None or inputs.scored is not None or not wanted:
             return None
-        columns = batch.rows, batch.starts, batch.counts, batch.first_places.astype(np.int32)
-        logits = self.graphs.replay(columns)
-        return logits if logits is None or wanted == batch.size else logits[inputs.logits_indices]
+        if wanted < batch.size and batch.counts.max() > self.graphs.buckets.most:
+            return None  # a part of a prompt is computed
+        if (found := self.graphs.replay(batch, inputs.adapters)) is None:
+            return None
+        logits, *kept = found
+        if kept:
+            cast(NativeDecoder, self.decoder).kept = kept
+        return logits if wanted == batch.size else logits[inputs.logits_indices]
 
     def _begin(self, step: _RunnerStep, inputs: StepInputs) -> None:
         step.begun = True
@@ -296,7 +316,7 @@ class ModelRunner:
             return
         own = logits if inputs.selected is None else logits[self._to(inputs.selected)]
         if step.samples is None and step.pending is None:
-            tokens = sample(own, inputs.sampling).to(torch.int32)
+            tokens = self._sample(own, inputs.sampling).to(torch.int32)
         else:
             tokens = torch.empty(len(inputs.rows), dtype=torch.int32)
             if step.samples is not None:
@@ -307,7 +327,7 @@ class ModelRunner:
             changed = own[at].float()
             self._rows.process_logits(inputs, changed, step.masks)
             sampling = None if inputs.sampling is None else inputs.sampling[processed]
-            tokens[at] = sample(changed, sampling).to(torch.int32)
+            tokens[at] = self._sample(changed, sampling).to(torch.int32)
         self._rows.store_tokens(inputs.rows, inputs.positions, tokens)
         step.tokens, step.chosen = tokens, HostCopy(tokens)
         if inputs.logprobs:

@@ -16,6 +16,7 @@ from ...scheduler.plan import IntArray, LongArray, MaskArray, NewSequence, StepP
 from ..config import LOGITS_PIECE
 from ..cpu.lora import RankAdapter, StepAdapters
 from ..cpu.sampling import forbid_tokens
+from ..gpu.graphs import StaticStep
 from ..step_batch import (
     SAMPLING_COLUMNS,
     SAMPLING_DTYPE,
@@ -178,14 +179,13 @@ class RowStates:
         table = self._tokens if tokens is None else tokens
         return StepBatch(rows, starts, counts, table, self._tables, self.block_size)
 
-    def static_batch(self, numbers: Tensor, context: int) -> StepBatch:
-        """A decode step of the rows that `numbers` will hold, int32 [4, B] as in `DeviceBatch`, none of them longer
-        than `context` tokens."""
-        size = numbers.shape[1]
-        rows, starts, counts, first_places = numbers.unbind()
+    def static_batch(self, step: StaticStep, tokens: Tensor | None = None) -> StepBatch:
+        """The rows that a recorded step will have, with their tokens, or those of another table."""
+        table, size = self._tokens if tokens is None else tokens, step.numbers.shape[1]
+        rows, starts, counts, first_places = step.numbers.unbind()
         there = DeviceBatch(rows, starts, counts, first_places, self._tables, size)
-        bounds = np.zeros(size), np.full(size, context - 1), np.ones(size)
-        return StepBatch(*bounds, self._tokens, self._tables, self.block_size, there)
+        bounds = np.zeros(size), np.full(size, step.context - step.most), np.full(size, step.most)
+        return StepBatch(*bounds, table, self._tables, self.block_size, there)
 
     def longest_rows(self, tokens: int) -> IntArray:
         """The counts of so many tokens in as few rows as can hold them, of rows that there are."""

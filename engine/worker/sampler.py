@@ -4,6 +4,9 @@ One uniform number a row, never one a logit: on a CPU those would cost more than
 sequences: a row's number is a function of its seed, choice and position.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,16 +26,25 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 """SplitMix64's constants."""
 
 
+Sampler: TypeAlias = Callable[[Tensor, SamplingArray | None], Tensor]
+"""Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without sampling."""
+
+
+def choose_sampler(device: torch.device) -> Sampler:
+    """The fastest one for logits on `device`, for whoever is built there: no step looks for it."""
+    if not runtime.serves(torch.float32, device):
+        return sample
+    from ..gpu.sampling import sample_rows
+
+    return lambda logits, sampling: argmax(logits) if sampling is None else sample_rows(logits, sampling)
+
+
 def sample(logits: Tensor, sampling: SamplingArray | None) -> Tensor:
-    """Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without `sampling`."""
+    """The `Sampler` of a CPU, and by torch of any device."""
     if sampling is None:
         return argmax(logits)
     if library.supports(logits.dtype, logits.device):
         return sample_tokens(logits, sampling)
-    if runtime.serves(logits.dtype, logits.device):
-        from ..gpu.sampling import sample_rows
-
-        return sample_rows(logits, sampling)
     greedy = (sampling["temperature"] < GREEDY_BELOW) | (sampling["top_k"] == 1)
     filtered = ~greedy & ((sampling["top_k"] > 0) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0))
     tokens = argmax(logits)

@@ -18,13 +18,14 @@ from ...scheduler.plan import IntArray, LongArray, Proposals, StepPlan, StepResu
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
 from ..cpu.sampling import forbid_tokens
+from ..gpu.graphs import DecodeGraphs, StaticStep
 from ..layers.step_context import StepContext
 from ..models.draft_head import DraftHead, HeadStep
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
-from ..step_batch import SampledTokens, SamplingArray, upload_columns
+from ..step_batch import HostCopy, SampledTokens, SamplingArray, to_device, upload_columns
 from .row_states import RowStates, end_ranges
-from .sampler import sample
+from .sampler import choose_sampler
 from .vocabulary_map import VocabularyMap
 
 CATCH_UP_TOKENS = 256
@@ -39,6 +40,9 @@ class StepDrafter(ABC):
 
     def __init__(self, model: Decoder | DraftHead, attention: AttentionBackend, rows: RowStates, draws: bool) -> None:
         self.model, self.attention, self._rows, self._draws = model, attention, rows, draws
+        self.graphs: DecodeGraphs | None = None
+        """Recorded passes, where there are some."""
+        self._sample = choose_sampler(rows.device)
 
     @abstractmethod
     def forget(self, blocks: int) -> None:
@@ -77,6 +81,19 @@ class _DraftRow(NamedTuple):
     most: int
 
 
+class _DraftPass(NamedTuple):
+    """A pass of a draft model, which may be computed already, and the tokens that it chooses, on their way."""
+
+    run: StepRun | None
+    tokens: IntArray | HostCopy
+
+    def read(self) -> IntArray:
+        """The tokens int32 [S], when it is computed."""
+        if self.run is not None:
+            self.run.finish()
+        return self.tokens.read() if isinstance(self.tokens, HostCopy) else self.tokens
+
+
 class DraftModel(StepDrafter):
     """A model of the target's vocabulary, or of one that is mapped to it: then it has tokens of its own, and chooses
     among those that the target has, too. A block that it has computed is found by other rows as the target's is."""
@@ -85,10 +102,12 @@ class DraftModel(StepDrafter):
         self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, limits: DraftLimits, draws: bool = False
     ) -> None:
         super().__init__(decoder, attention, rows, draws)
-        self._decoder, self._limits, self._own_tokens = decoder, limits, rows.tokens[:0]
+        self.decoder, self._limits, self._own_tokens = decoder, limits, rows.tokens[:0]
+        self.longest = limits.positions
         self.forget(0)
 
     def forget(self, blocks: int) -> None:
+        """See `StepDrafter.forget`."""
         self._full: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # by block: whether all of it is computed
         self._computed: dict[int, int] = {}  # tokens by row
         self._guessed: dict[int, tuple[int, list[int]]] = {}  # by row: known tokens, and computed proposals after them
@@ -124,9 +143,8 @@ class DraftModel(StepDrafter):
             going = np.array([(each.row, each.known + place - 1, 1) for each in ready if each.most > place], np.int32)
             passes.append(self._begin(going, np.ones(len(going), np.bool_)))
         found: dict[int, list[int]] = {each.row: [] for each in ready}
-        for place, (pending, tokens) in enumerate(passes):
-            if pending is not None:
-                pending.finish()
+        for place, each_pass in enumerate(passes):
+            tokens = each_pass.read()
             theirs = tokens if self._limits.vocabulary is None else self._limits.vocabulary.theirs[tokens]
             for each, token in zip((each for each in ready if each.most > place), theirs.tolist(), strict=True):
                 found[each.row].append(token)
@@ -139,14 +157,12 @@ class DraftModel(StepDrafter):
 
     def _translate(self, rows: Sequence[_DraftRow], vocabulary: VocabularyMap) -> None:
         """Write its own tokens where they are to be computed."""
-        theirs = self._rows.tokens
-        if self._own_tokens.shape != theirs.shape:
-            self._own_tokens = torch.zeros_like(theirs)
+        theirs, own = self._rows.tokens, self._table
         counts = np.array([each.last - each.first for each in rows])
         positions = end_ranges(np.array([each.last - 1 for each in rows]), counts)
         lines = np.repeat([each.row for each in rows], counts)
         at = upload_columns((lines, positions), theirs.device)
-        self._own_tokens[at] = vocabulary.own[theirs[at].long()]
+        own[at] = vocabulary.own[theirs[at].long()]
 
     def _rows_to_compute(self, plan: StepPlan, result: StepResult) -> Iterable[_DraftRow]:
         ends = dict(zip(result.rows.tolist(), (result.offsets + result.counts).tolist(), strict=True))
@@ -182,36 +198,61 @@ class DraftModel(StepDrafter):
         self._computed[row.row] = row.last
         self._guessed.pop(row.row, None)
 
-    def _begin(self, going: IntArray, chooses: NDArray[np.bool_]) -> tuple[StepRun | None, IntArray]:
-        """Begin a pass of (row, start, count); the tokens that it chooses for some of them, unless it is pending."""
-        rows, starts, counts = going.T
-        vocabulary = self._limits.vocabulary
-        table = self._rows.tokens if vocabulary is None else self._own_tokens
-        batch = self._rows.batch(rows, starts, counts, table)
+    @torch.inference_mode()
+    def compute_static(self, step: StaticStep) -> list[Tensor]:
+        """The `compute` of `DecodeGraphs`."""
+        batch = self._rows.static_batch(step, self._table)
         context = StepContext(batch, self.attention.begin_step(batch))
+        logits = self.decoder.compute_logits(context, (torch.arange(batch.size, device=self._rows.device),))
+        assert logits is not None, "a draft model is whole"
+        return [next(logits)]
+
+    @property
+    def _table(self) -> Tensor:
+        """Its own tokens, by row."""
+        theirs = self._rows.tokens
+        if self._limits.vocabulary is None:
+            return theirs
+        if self._own_tokens.shape != theirs.shape:
+            self._own_tokens = torch.zeros_like(theirs)
+        return self._own_tokens
+
+    def _begin(self, going: IntArray, chooses: NDArray[np.bool_]) -> _DraftPass:
+        """Begin a pass of (row, start, count), which chooses tokens for some of them."""
+        rows, starts, counts = going.T
+        vocabulary, table = self._limits.vocabulary, self._table
+        batch = self._rows.batch(rows, starts, counts, table)
         own, positions = rows[chooses], (starts + counts)[chooses]
         places: LongArray = (batch.first_places + counts - 1)[chooses]
+        sampling, at = self._sampling(own, positions), to_device(places, self._rows.device)
+        graphs = self.graphs
+        if graphs is not None and counts.max() <= graphs.buckets.most and (found := graphs.replay(batch)) is not None:
+            return self._choose(found[0][at], own, positions, sampling)
+        context = StepContext(batch, self.attention.begin_step(batch))
         if not len(places):
-            self._decoder.compute_logits(context, ())
-            return None, own
-        sampling = self._sampling(own, positions)
-        at = torch.from_numpy(places).to(self._rows.device)
+            self.decoder.compute_logits(context, ())
+            return _DraftPass(None, own)
         samples = SampledTokens(np.empty(len(own), np.int32), sampling)
         if vocabulary is not None:
             samples = samples._replace(mask_of=np.zeros(len(own), np.int64))
-        pending = self._decoder.begin_step(context, at, samples) if at.device.type == "cpu" else None
+        pending = self.decoder.begin_step(context, at, samples) if at.device.type == "cpu" else None
         if pending is not None:
             if vocabulary is not None:
                 pending.provide_masks(vocabulary.mask)
-            return pending, samples.tokens
-        logits = self._decoder.compute_logits(context, (at,))
+            return _DraftPass(pending, samples.tokens)
+        logits = self.decoder.compute_logits(context, (at,))
         assert logits is not None, "a draft model is whole"
-        chosen = next(logits)
-        if vocabulary is not None:
-            forbid_tokens(chosen, vocabulary.mask.repeat(len(own), 0))
-        tokens = sample(chosen, sampling).to(torch.int32)
-        self._rows.store_tokens(own, positions, tokens, table)
-        return None, tokens.cpu().numpy()
+        return self._choose(next(logits), own, positions, sampling)
+
+    def _choose(
+        self, logits: Tensor, rows: IntArray, positions: IntArray, sampling: SamplingArray | None
+    ) -> _DraftPass:
+        """Choose a token of each of `rows` from `logits`, which are changed."""
+        if self._limits.vocabulary is not None:
+            forbid_tokens(logits, self._limits.vocabulary.mask.repeat(len(rows), 0))
+        tokens = self._sample(logits, sampling).to(torch.int32)
+        self._rows.store_tokens(rows, positions, tokens, self._table)
+        return _DraftPass(None, HostCopy(tokens))
 
 
 class _HeadRow(NamedTuple):
@@ -270,7 +311,7 @@ class HeadDrafter(StepDrafter):
             return Proposals()
         wanted = np.concatenate([np.arange(each.states, each.states + each.end - each.first) for each in rows])
         going = np.array([(each.row, each.first, each.end - each.first) for each in rows], np.int32)
-        states = self._target.kept_states()[self._to(wanted)]
+        states = torch.cat([*self._target.kept], -1)[self._to(wanted)]
         passes = [self._begin(going, np.array([each.sampled for each in rows]), states, True)]
         ready = going_on = [each for each in rows if each.sampled]
         proposed: dict[int, list[int]] = {each.row: [] for each in ready}
@@ -314,7 +355,7 @@ class HeadDrafter(StepDrafter):
         if run is not None:
             return _HeadPass(run, run.kept[0], samples.tokens)
         ours, logits = self._head.compute(step)
-        tokens = self._head.target_ids[sample(logits, samples.sampling)]
+        tokens = self._head.target_ids[self._sample(logits, samples.sampling)]
         self._rows.store_tokens(own, positions, tokens)
         return _HeadPass(None, ours, tokens.cpu().numpy())
 

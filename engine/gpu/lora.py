@@ -1,0 +1,174 @@
+"""What LoRA adapters (arXiv 2106.09685) add to a product on a GPU: two launches, whatever adapters a step's rows have.
+
+Places are sorted by adapter on the host and cut into blocks of one adapter each (`AdapterBlocks`). A program finds its
+adapter's matrices by the address in its block, so that adapters of any rank come and go without a table of all of them,
+and a recorded step serves those that it never saw. The input times A is cut into pieces that run side by side, and are
+added in their order where B is multiplied: a row depends on no other. The reference is `layers.linear.LayerMatmul`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cpu.lora import BLOCK_PLACES, RECORD_WORDS, StepAdapters
+from .attention_plan import next_power_of_2
+from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
+
+_PIECE = 2048
+"""Inputs that a program multiplies with A."""
+
+_BLOCK_INPUTS, _BLOCK_OUTPUTS = 64, 64
+_VARYING = ["stride", "product", "pieces"]
+"""From product to product and step to step: no kernel is compiled again for one of them."""
+
+_WORDS = tl.constexpr(RECORD_WORDS)
+
+
+@triton.jit
+def _find_part(packed, stride, product, matrix):
+    """Where the record of part `matrix` of this block's adapter stands, and whether there is one."""
+    address = tl.load(packed + stride + tl.program_id(0))
+    there = address != 0
+    records = address.to(tl.pointer_type(tl.int64))
+    begin = tl.load(records + product, mask=there, other=0) + matrix * _WORDS
+    return records + begin, there & (begin < tl.load(records + product + 1, mask=there, other=0))
+
+
+@triton.jit
+def _block_lines(packed, stride, ROWS: tl.constexpr):
+    """This block's lines among the places that have an adapter, which of them are there, and the places."""
+    line = tl.load(packed + 2 * stride + tl.program_id(0)) + tl.arange(0, ROWS)
+    there = line < tl.load(packed + 3 * stride + tl.program_id(0))
+    return line, there, tl.load(packed + line, mask=there, other=0)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _shrink_kernel(
+    x,
+    shrunk,
+    packed,
+    stride,
+    product,
+    inputs,
+    x_stride,
+    lines,
+    ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+):
+    """Program (block, piece, matrix and tile of its rank): shrunk [pieces, places, matrices * lines] gets a piece of
+    x times A, float32."""
+    tiles = lines // LINES
+    matrix = tl.program_id(2) // tiles
+    record, there = _find_part(packed, stride, product, matrix)
+    if there:
+        rank = tl.load(record + 2).to(tl.int32)
+        low = tl.program_id(2) % tiles * LINES
+        if low < rank:
+            line, inside, place = _block_lines(packed, stride, ROWS)
+            a = tl.multiple_of(tl.load(record), 16).to(tl.pointer_type(x.dtype.element_ty))
+            of_rank = low + tl.arange(0, LINES)
+            inner = tl.program_id(1) * PIECE + tl.arange(0, BLOCK_INPUTS)
+            total = tl.zeros((ROWS, LINES), tl.float32)
+            for first in range(0, PIECE, BLOCK_INPUTS):
+                at = first + inner
+                some = tl.load(
+                    x + place[:, None] * x_stride + at[None, :], inside[:, None] & (at < inputs)[None, :], 0.0
+                )
+                mask = (of_rank < rank)[None, :] & (at < inputs)[:, None]
+                matrix_a = tl.load(a + of_rank.to(tl.int64)[None, :] * inputs + at[:, None], mask, 0.0)
+                total = tl.dot(some, matrix_a, total, "ieee")
+            row = tl.program_id(1) * stride + line
+            target = (row * tl.num_programs(2) + tl.program_id(2)) * LINES
+            tl.store(shrunk + target[:, None] + tl.arange(0, LINES)[None, :], total, inside[:, None])
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _expand_kernel(
+    shrunk,
+    out,
+    packed,
+    stride,
+    product,
+    pieces,
+    out_stride,
+    width,
+    lines,
+    ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Program (block, tile of outputs, matrix): out [places, all outputs] += scale * (x A) B, from the `width` numbers
+    of each place and piece, `lines` of each matrix. ALIGNED: each matrix has a multiple of 16 outputs."""
+    record, there = _find_part(packed, stride, product, tl.program_id(2))
+    if there:
+        outputs = tl.load(record + 5)
+        if ALIGNED:
+            outputs = tl.multiple_of(outputs, 16)
+        column = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        if tl.program_id(1) * BLOCK_OUTPUTS < outputs:
+            line, inside, place = _block_lines(packed, stride, ROWS)
+            b = tl.multiple_of(tl.load(record + 1), 16).to(tl.pointer_type(out.dtype.element_ty))
+            rank = tl.load(record + 2).to(tl.int32)
+            scale = tl.load(record + 3).to(tl.float64, bitcast=True).to(tl.float32)
+            total = tl.zeros((ROWS, BLOCK_OUTPUTS), tl.float32)
+            for low in range(0, rank, LINES):
+                of_rank = low + tl.arange(0, LINES)
+                known = (of_rank < rank)[None, :]
+                small = tl.zeros((ROWS, LINES), tl.float32)
+                for piece in range(0, pieces):
+                    row = (piece * stride + line) * width + tl.program_id(2) * lines
+                    small += tl.load(shrunk + row[:, None] + of_rank[None, :], inside[:, None] & known, 0.0)
+                mask = (of_rank < rank)[:, None] & (column < outputs)[None, :]
+                matrix_b = tl.load(b + of_rank.to(tl.int64)[:, None] * outputs + column[None, :], mask, 0.0)
+                total = tl.dot((small * scale).to(matrix_b.dtype), matrix_b, total, "ieee")
+            at = out + place[:, None] * out_stride + tl.load(record + 4) + column[None, :]
+            mask = inside[:, None] & (column < outputs)[None, :]
+            tl.store(at, (tl.load(at, mask, 0.0).to(tl.float32) + total).to(out.dtype.element_ty), mask)
+
+
+class TritonLora:
+    """The kernels for product `number`, of matrices with so many `outputs`; no adapter has a rank above `most`."""
+
+    def __init__(self, number: int, outputs: Sequence[int], most: int) -> None:
+        self._number, self._matrices, self._outputs = number, len(outputs), max(outputs)
+        self._shrink, self._expand = _plans(most, all(each % 16 == 0 for each in outputs))
+        self._lines = next_power_of_2(max(most, 16))
+
+    def add(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
+        """Adds to `out` [N, outputs] what the step's adapters make of x [N, inputs]; both in one dtype, with features
+        side by side."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        packed, blocks = step.blocks(x.device)
+        inputs, pieces, width = x.shape[1], triton.cdiv(x.shape[1], _PIECE), self._matrices * self._lines
+        shrunk = torch.empty(pieces * packed.shape[1] * width, dtype=torch.float32, device=x.device)
+        shared = packed, packed.stride(0), self._number
+        shrink = _shrink_kernel[blocks, pieces, width // self._shrink["LINES"]]
+        shrink(x, shrunk, *shared, inputs, x.stride(0), self._lines, **self._shrink)
+        expand = _expand_kernel[blocks, triton.cdiv(self._outputs, _BLOCK_OUTPUTS), self._matrices]
+        expand(shrunk, out, *shared, pieces, out.stride(0), width, self._lines, **self._expand)
+
+
+def _plans(most: int, aligned: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the two kernels are launched with, for ranks up to `most`."""
+    plan = {"ROWS": BLOCK_PLACES, "LINES": min(next_power_of_2(max(most, 16)), 64), "num_warps": 4, "num_stages": 3}
+    shrink = plan | {"PIECE": _PIECE, "BLOCK_INPUTS": _BLOCK_INPUTS}
+    return shrink, plan | {"BLOCK_OUTPUTS": _BLOCK_OUTPUTS, "ALIGNED": aligned}
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Of ranks up to 16, and of higher ones, in every dtype."""
+    for dtype, kind in TRITON_TYPES.items():
+        for most in (16, 64):
+            for kernel, plan in zip((_shrink_kernel, _expand_kernel), _plans(most, True), strict=True):
+                types = dict.fromkeys(kernel.arg_names, f"i32{DIVISIBLE}") | dict.fromkeys(_VARYING, "i32")
+                types |= {"x": f"*{kind}", "out": f"*{kind}", "shrunk": "*fp32", "packed": "*i64"}
+                types = {name: types[name] for name in kernel.arg_names if name not in plan}
+                options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
+                yield Specialisation(kernel, types, plan, options, () if dtype == torch.float32 else ("mma",))
