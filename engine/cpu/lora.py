@@ -159,7 +159,10 @@ class StepAdapters:
     _segments: list[tuple[RankAdapter, Tensor]] | None = None
 
     def among(self, rows: LongArray) -> "StepAdapters | None":
-        """The adapters of these packed places, for products with them alone in this order; None: they have none."""
+        """The adapters of these packed places, for products with them alone in this order; None: they have none, or
+        the host does not know them."""
+        if not self.adapters:
+            return None
         nobody = len(self.adapters)
         owners = np.full(max(self.places.max(), rows.max()) + 1, nobody)
         owners[self.places] = np.repeat(np.arange(nobody), np.diff(self.begins))

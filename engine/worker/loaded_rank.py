@@ -184,7 +184,7 @@ class LoadedRank:
         what comes out of it, which all share."""
         runner, config, device = self.runner, self.config, self.context.device
         tokens, sampled = config.scheduler.max_num_batched_tokens, config.most_sampled
-        adapted = config.lora is not None
+        adapted = config.lora is not None and runtime.serves(self.context.dtype, device)
         worst = _peak_bytes(device, lambda: runner.compute_worst_step(tokens, sampled, adapted))
         peaks = sum(_peak_bytes(device, graphs.compute_largest) for graphs in runner.all_graphs)
         return worst + peaks + sum(graphs.bytes for graphs in runner.all_graphs)

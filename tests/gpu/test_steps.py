@@ -1,14 +1,19 @@
 """The step path of a GPU: copies that nothing else is waited for with, and recorded steps beside launched ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from charonia.bench.adapters import linear_layers, write_adapter
 from charonia.bench.inline_loop import run_to_end
-from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
+from charonia.engine.core.drafters import ProposedDrafts
+from charonia.engine.drafters.laboratory import Record, SyntheticDrafter
 from charonia.engine.step_batch import HostCopy, StepBatch, to_device
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -16,9 +21,10 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import SamplerParams
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.speculation import Drafter, Speculation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-BLOCK, BLOCKS, ROWS = 16, 64, 5
+BLOCK, BLOCKS, ROWS, DRAFTS = 16, 64, 5, 4
 LIMITS = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=40, max_model_len=256, ahead=1)
 
 
@@ -45,13 +51,24 @@ def test_the_device_derives_what_the_host_does() -> None:
     assert [each.tolist() for each in device.on_device[:4]] == [each.tolist() for each in host.on_device[:4]]
 
 
-def load(checkpoint: Path, enforce_eager: bool) -> InlineExecutor:
+class EveryDraft(Speculation):
+    """Verifies all drafts, whatever steps cost."""
+
+    def is_due(self, step: int) -> bool:
+        return True
+
+    def observe_step(self, *times: object, **more: object) -> None:
+        """It learns nothing."""
+
+
+def load(checkpoint: Path, enforce_eager: bool, **changes: Any) -> InlineExecutor:
     config = EngineConfig(
         model=str(checkpoint),
         device="cuda",
         cache=CacheConfig(block_size=BLOCK),
         scheduler=LIMITS,
         enforce_eager=enforce_eager,
+        **changes,
     )
     executor = InlineExecutor(config)
     capacity = executor.load(lambda phase, fraction: None)
@@ -61,16 +78,41 @@ def load(checkpoint: Path, enforce_eager: bool) -> InlineExecutor:
     return executor
 
 
-def generate(executor: InlineExecutor) -> dict[int, list[int]]:
-    cache, generator = KVCacheManager(BLOCKS, BLOCK), torch.Generator().manual_seed(5)
-    requests = []
-    for key, length in enumerate((1, 7, 16, 33, 60, 90, 120)):
-        prompt = torch.randint(1, 384, (length,), generator=generator, dtype=torch.int32).numpy()
-        sampling = SamplerParams(1.0 if key % 2 else 0.0, 50, 0.9, key)
-        requests.append(
-            SequenceRequest(key=key, prompt=prompt, max_tokens=40, hashes=cache.digest(prompt), sampling=sampling)
+def prompts() -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = 1, 7, 16, 33, 60, 90, 120
+    return [torch.randint(1, 384, (each,), generator=generator, dtype=torch.int32).numpy() for each in lengths]
+
+
+def generate(
+    executor: InlineExecutor, drafter: Drafter | None = None, adapters: Sequence[str] = ("",), greedy: bool = False
+) -> dict[int, list[int]]:
+    """The answer to each prompt; sequences have the `adapters`, digests, in turn."""
+    cache, requests = KVCacheManager(BLOCKS, BLOCK), []
+    for key, prompt in enumerate(prompts()):
+        sampling = SamplerParams(1.0 if key % 2 and not greedy else 0.0, 50, 0.9, key)
+        adapter = adapters[key % len(adapters)]
+        extras = (adapter,) if adapter else ()
+        hashes = cache.digest(prompt, extras)
+        request = SequenceRequest(
+            key=key, prompt=prompt, max_tokens=40, hashes=hashes, sampling=sampling, extras=extras, adapter=adapter
         )
-    return run_to_end(Scheduler(LIMITS, cache), executor, requests).tokens
+        requests.append(request)
+    proposed = isinstance(drafter, ProposedDrafts)
+    speculation = None if drafter is None else EveryDraft({"drafter": drafter}, DRAFTS, 384, draft_model=proposed)
+    return run_to_end(Scheduler(LIMITS, cache, speculation=speculation), executor, requests).tokens
+
+
+def captured(checkpoint: Path, **changes: Any) -> InlineExecutor:
+    """One all of whose graphs are captured already."""
+    executor = load(checkpoint, enforce_eager=False, **changes)
+    if not executor.rank.attention.recordable_places:
+        pytest.skip("steps with the device's attention cannot be recorded")
+    missing = sum(len(each.buckets.keys) for each in executor.rank.runner.all_graphs)
+    for _ in range(missing):
+        executor.use_idle_time()
+    assert all(each.capture_one() is False for each in executor.rank.runner.all_graphs)
+    return executor
 
 
 def test_replayed_steps_choose_what_launched_ones_do(checkpoint: Callable[[str], Path]) -> None:
@@ -78,11 +120,53 @@ def test_replayed_steps_choose_what_launched_ones_do(checkpoint: Callable[[str],
     expected = generate(eager)
     assert eager.rank.runner.graphs is None
     eager.close()
-    executor = load(checkpoint("llama"), enforce_eager=False)
-    if not executor.rank.attention.recordable:
-        pytest.skip("the device's attention is not recordable")
-    for _ in range(50):
-        executor.use_idle_time()
+    executor = captured(checkpoint("llama"))
     assert generate(executor) == expected
     assert executor.eager_steps == 0
     executor.close()
+
+
+def generate_eagerly(checkpoint: Path) -> dict[int, list[int]]:
+    eager = load(checkpoint, enforce_eager=True)
+    found = generate(eager, greedy=True)
+    eager.close()
+    return found
+
+
+def test_replayed_steps_verify_drafts(checkpoint: Callable[[str], Path]) -> None:
+    """What is said with drafts, of which three of four are right, is what is said without."""
+    expected = generate_eagerly(checkpoint("llama"))
+    executor = captured(
+        checkpoint("llama"), speculation=SpeculationConfig(method="ngram", num_speculative_tokens=DRAFTS)
+    )
+    records = [Record(prompt.tolist(), expected[key]) for key, prompt in enumerate(prompts())]
+    assert generate(executor, SyntheticDrafter(records, (0.9, 0.8, 0.7, 0.6), 1), greedy=True) == expected
+    assert executor.eager_steps == 0
+    executor.close()
+
+
+def test_a_draft_models_passes_are_replayed(checkpoint: Callable[[str], Path]) -> None:
+    """The model drafts for itself: its proposals are right, whatever of the passes is recorded."""
+    itself = SpeculationConfig(method="draft_model", model=str(checkpoint("llama")), num_speculative_tokens=DRAFTS)
+    executor = captured(checkpoint("llama"), speculation=itself)
+    found = generate(executor, ProposedDrafts(), greedy=True)
+    assert executor.eager_steps == 0
+    executor.close()
+    assert generate_eagerly(checkpoint("llama")) == found
+
+
+def test_replayed_steps_have_adapters(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of different ranks and layers, beside rows without; one comes after the graphs were captured."""
+    layers = linear_layers(checkpoint("llama"), ("proj",))
+    some = {path: shape for path, shape in layers.items() if path.endswith(("q_proj", "v_proj", "down_proj"))}
+    paths = [write_adapter(tmp_path / "all", layers, 1), write_adapter(tmp_path / "some", some, 2, r=3)]
+    config = LoraConfig(max_rank=16, max_bytes=1 << 24)
+    said = []
+    for make in (partial(load, enforce_eager=True), captured):
+        executor = make(checkpoint("llama"), lora=config)
+        digests = ["", *(executor.load_adapter(str(path)).result().digest for path in paths)]
+        said.append(generate(executor, adapters=digests, greedy=True))
+        assert executor.eager_steps == 0
+        executor.close()
+    assert said[0] == said[1]
+    assert said[0] != generate_eagerly(checkpoint("llama"))

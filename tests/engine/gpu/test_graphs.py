@@ -4,10 +4,13 @@ Whatever they read on the host is as wrong here as in a graph, because a recorde
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,99 +19,121 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from charonia.bench.adapters import linear_layers, write_adapter
 from charonia.engine.attention import selector
-from charonia.engine.attention.backend import AttentionBackend
-from charonia.engine.attention.torch_attention import TorchStepAttention
 from charonia.engine.attention.triton_attention import TritonAttention
-from charonia.engine.config import CacheConfig, EngineConfig
-from charonia.engine.drafters.ngram import NgramDrafter
-from charonia.engine.gpu.graphs import DecodeGraphs, GraphBuckets, Launches
+from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
+from charonia.engine.core.drafters import ProposedDrafts
+from charonia.engine.cpu import library
+from charonia.engine.cpu.lora import StepAdapters
+from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets, StaticStep
+from charonia.engine.layers import linear
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.engine.worker.loaded_rank import record_decode_steps
+from charonia.engine.worker.step_drafters import DraftModel
+from charonia.engine.worker.vocabulary_map import VocabularyMap
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
-from charonia.scheduler.speculation import Speculation
+from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
+from tests.recording import DeviceAttention, Recorder
 
-BLOCK, BLOCKS, LONGEST, NEW = 8, 13, 128, 14
+BLOCK, BLOCKS, LONGEST, NEW, MOST = 8, 13, 128, 14, 3
 CPU = torch.device("cpu")
+LARGEST = GraphBuckets((1, 2, 4), (32, LONGEST), (1, 4, 16), 1 + MOST, 2)
+"""Of steps with up to MOST drafts a row, and two adapters."""
 
 
-class DeviceAttention(AttentionBackend):
-    """Reads rows on the device alone, as kernels do; padded places go to a block that belongs to nobody."""
+class DeviceLora:
+    """Reads adapters on the device alone, as `TritonLora` does; `known`: those that there are, by where they lie."""
 
-    recordable = True
+    known: ClassVar[dict[int, Any]] = {}
 
-    def allocate(self, blocks: int) -> None:
-        spec = self._spec
-        size = (spec.layers, 2, (blocks + 1) * spec.block_size, spec.kv_heads, spec.head_dim)
-        self._cache = torch.full(size, torch.nan)
+    def __init__(self, number: int) -> None:
+        self._number = number
 
-    @property
-    def device_blocks(self) -> list[Tensor]:
-        return []
-
-    def begin_step(self, batch: StepBatch) -> TorchStepAttention:
-        there, size = batch.on_device, self._spec.block_size
-        places, ends = torch.arange(there.size), there.first_places + there.counts
-        slots = torch.where(places < ends[-1], batch.slots(), self._cache.shape[2] - 1)
-        blocks = there.block_ids[there.rows[batch.owners]]
-        known = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
-        seen = torch.arange(known.shape[1]) <= batch.positions.unsqueeze(-1)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            keys, values = self._cache[layer]
-            keys[slots], values[slots] = k, v
-            group = q.shape[1] // k.shape[1]
-            mine = (each[known].repeat_interleave(group, 2) for each in (keys, values))
-            own_keys, own_values = (torch.where(seen[..., None, None], each, 0) for each in mine)
-            scores = torch.einsum("nhd,nthd->nht", q, own_keys) * q.shape[-1] ** -0.5
-            weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
-            return torch.einsum("nht,nthd->nhd", weights, own_values).flatten(1)
-
-        return TorchStepAttention(attend, self._spec)
+    def add(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
+        packed, most = step.blocks(CPU)
+        for address, first, end in packed[1:, :most].T.tolist():
+            for part in self.known[address].parts[self._number] if address else ():
+                places = packed[0, first:end]
+                added = (x[places] @ part.a.T * part.scale) @ part.b
+                out[:, part.first : part.first + part.outputs].index_add_(0, places, added)
 
 
-class Recorder:
-    """In place of `CudaRecorder`: counts captures and replays."""
+class SomeRight:
+    """Guesses what each prompt is answered with, and after as many tokens as chance has it, something else."""
 
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
+    def __init__(self, answers: Sequence[tuple[list[int], list[int]]]) -> None:
+        self._answers = {tuple(prompt): answer for prompt, answer in answers}
+        self._random = Random(7)
 
-    def __call__(self, launches: Launches) -> Launches:
-        self.captures += 1
-        launches()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._guess(each) for each in requests]
 
-        def replay() -> None:
-            self.replays += 1
-            launches()
+    def _guess(self, request: DraftRequest) -> list[int]:
+        done, most = len(request.outputs), self._random.randint(0, request.k)
+        tokens = self._answers[tuple(request.prompt.tolist())][done : done + most]
+        right = self._random.randint(0, len(tokens))
+        return [token if at < right else (token + 1) % 384 for at, token in enumerate(tokens)]
 
-        return replay
+
+class EveryDraft(Speculation):
+    """Verifies all drafts, whatever steps cost."""
+
+    def is_due(self, step: int) -> bool:
+        return True
+
+    def observe_step(self, *times: object, **more: object) -> None:
+        """It learns nothing."""
 
 
 class Setting:
-    """A tiny model whose decode steps are recorded, prompts, and how transformers goes on with them."""
+    """A tiny model whose decode steps are recorded, prompts, and how transformers goes on with them. `adapters`: the
+    digests of those that sequences have in turn."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.recorder, self.preemptions = Recorder(), 0
-        cache = CacheConfig(block_size=BLOCK)
-        config = EngineConfig(model=str(checkpoint), device="cpu", attention="device", cache=cache)
-        self.executor = InlineExecutor(config)
+    def __init__(self, checkpoint: Path, adapters: Sequence[Path] = (), **changes: Any) -> None:
+        self.recorder, self.preemptions, self.accepted, self.new = Recorder(), 0, 0, NEW
+        cache, lora = CacheConfig(block_size=BLOCK), LoraConfig(max_rank=16) if adapters else None
+        sizes = {"cache": cache, "scheduler": SchedulerConfig(max_num_seqs=4)}
+        self.config = EngineConfig(
+            model=str(checkpoint), device="cpu", attention="device", lora=lora, **sizes, **changes
+        )
+        self.executor = InlineExecutor(self.config)
         self.executor.load(lambda phase, fraction: None)
+        self.executor.allocate(BLOCKS)
+        self.paths = adapters
+        self.adapters = ["", *(self.executor.load_adapter(str(each)).result().digest for each in adapters)]
         self.set_pace(1.0)
         generator = torch.Generator().manual_seed(5)
         lengths = (1, 7, 16, 25, 33, 60)
         self.prompts = [torch.randint(1, 384, (length,), generator=generator).tolist() for length in lengths]
-        self.prompts[3] = [*self.prompts[3][:8] * 3]  # which an n-gram drafter looks up, and guesses wrong
         self.right = self.transformers_tokens(checkpoint)
 
     def set_pace(self, seconds: float) -> None:
-        """Begin anew, with so many seconds from one step to the next."""
+        """Begin anew without graphs, with so many seconds from one step to the next."""
         runner, clock = self.executor.rank.runner, (at * seconds for at in range(10**6))
-        buckets = GraphBuckets((1, 2, 4), (32, LONGEST))
-        self.graphs = DecodeGraphs(runner.compute_static, buckets, CPU, self.recorder, clock.__next__)
+        self.graphs = DecodeGraphs(runner.compute_static, LARGEST, CPU, self.recorder, clock.__next__)
         runner.graphs = self.graphs
+        if isinstance(runner.draft, DraftModel):
+            buckets = GraphBuckets((1, 2, 4), (32, LONGEST), (2, 8), 2)
+            runner.draft.graphs = DecodeGraphs(runner.draft.compute_static, buckets, CPU, self.recorder, clock.__next__)
+
+    def eager_answers(self) -> list[list[int]]:
+        """How each prompt is answered with each adapter, one after the other, by steps that are not recorded."""
+        graphs, self.executor.rank.runner.graphs = self.executor.rank.runner.graphs, None
+        answers = []
+        for key in range(len(self.prompts) * len(self.adapters)):
+            scheduler, cache = self.scheduler(0)
+            scheduler.add(self.request(key, cache))
+            found: list[int] = []
+            while plan := scheduler.schedule():
+                found += scheduler.apply(self.executor.execute(plan).result()).tokens
+            answers.append(found)
+        self.executor.rank.runner.graphs = graphs
+        return answers
 
     @torch.inference_mode()
     def transformers_tokens(self, checkpoint: Path) -> list[list[int]]:
@@ -122,31 +147,70 @@ class Setting:
             found.append(out[0, len(prompt) :].tolist())
         return found
 
-    def scheduler(self, ahead: int, drafts: bool = False) -> tuple[Scheduler, KVCacheManager]:
-        self.executor.allocate(BLOCKS)
+    def scheduler(self, ahead: int, drafter: Drafter | None = None) -> tuple[Scheduler, KVCacheManager]:
         cache = KVCacheManager(BLOCKS, BLOCK)
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=LONGEST, ahead=ahead)
-        speculation = Speculation({"ngram": NgramDrafter(2, 4)}, 3, 384) if drafts else None
+        drafts = isinstance(drafter, ProposedDrafts)
+        speculation = None if drafter is None else EveryDraft({"drafter": drafter}, MOST, 384, draft_model=drafts)
         return Scheduler(config, cache, speculation=speculation), cache
 
     def request(self, key: int, cache: KVCacheManager) -> SequenceRequest:
         prompt = np.array(self.prompts[key % len(self.prompts)], np.int32)
-        return SequenceRequest(key=key, prompt=prompt, max_tokens=NEW, hashes=cache.digest(prompt))
+        adapter = self.adapters[key // len(self.prompts) % len(self.adapters)]
+        extras = (adapter,) if adapter else ()
+        hashes = cache.digest(prompt, extras)
+        return SequenceRequest(
+            key=key, prompt=prompt, max_tokens=self.new, hashes=hashes, extras=extras, adapter=adapter
+        )
+
+
+@contextmanager
+def loaded(checkpoint: Path, adapters: Sequence[Path] = (), **changes: Any) -> Iterator[Setting]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(selector.BACKENDS, "device", DeviceAttention)
+        if adapters:
+            patch.setattr(library, "supports", lambda *_: False)
+            patch.setattr(linear, "_fastest_lora", lambda number, *_: DeviceLora(number))
+        setting = Setting(checkpoint, adapters, **changes)
+    yield setting
+    setting.executor.close()
 
 
 @pytest.fixture(scope="module")
 def setting(checkpoint: Callable[..., Path]) -> Iterator[Setting]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(selector.BACKENDS, "device", DeviceAttention)
-        made = Setting(checkpoint("llama"))
-        yield made
-        made.executor.close()
+    with loaded(checkpoint("llama")) as setting:
+        yield setting
 
 
-def run(setting: Setting, ahead: int, cancelled: dict[int, list[int]], drafts: bool = False) -> dict[int, list[int]]:
-    """Twelve requests, two at each step; `cancelled`: keys by step. The tokens of the others."""
-    scheduler, cache = setting.scheduler(ahead, drafts)
-    waiting, flying = deque(range(12)), deque[Any]()
+@pytest.fixture(scope="module")
+def adapted(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    """One whose sequences have two adapters, of different ranks and layers, or none."""
+    directory, layers = tmp_path_factory.mktemp("adapters"), linear_layers(checkpoint("llama"), ("proj",))
+    some = {path: shape for path, shape in layers.items() if path.endswith(("q_proj", "v_proj", "down_proj"))}
+    written = [write_adapter(directory / "all", layers, 1), write_adapter(directory / "some", some, 2, r=3)]
+    with loaded(checkpoint("llama"), written) as setting:
+        held = setting.executor.rank.loaded_adapters.held
+        DeviceLora.known.update({each.records.data_ptr(): each for each in held.values()})
+        setting.right = setting.eager_answers()
+        yield setting
+
+
+@pytest.fixture(scope="module")
+def drafting(checkpoint: Callable[..., Path]) -> Iterator[Setting]:
+    """One for which the same model in four bits drafts."""
+    speculation = SpeculationConfig(
+        method="draft_model", model=str(checkpoint("llama")), quantization="int4", num_speculative_tokens=MOST
+    )
+    with loaded(checkpoint("llama"), speculation=speculation) as setting:
+        yield setting
+
+
+def run(
+    setting: Setting, ahead: int, cancelled: dict[int, list[int]], drafter: Drafter | None = None, requests: int = 12
+) -> dict[int, list[int]]:
+    """So many requests, two at each step; `cancelled`: keys by step. The tokens of the others."""
+    scheduler, cache = setting.scheduler(ahead, drafter)
+    waiting, flying = deque(range(requests)), deque[Any]()
     found: dict[int, list[int]] = {key: [] for key in waiting}
     step = 0
     while waiting or scheduler.has_work:
@@ -160,6 +224,7 @@ def run(setting: Setting, ahead: int, cancelled: dict[int, list[int]], drafts: b
             stream = iter(updates.tokens)
             for key, count in zip(updates.keys, updates.counts, strict=True):
                 found[key] += (next(stream) for _ in range(count))
+            setting.accepted += sum(accepted for _, _, accepted in updates.drafts)
         scheduler.check_integrity()
         step += 1
     while flying:
@@ -186,92 +251,190 @@ def test_replayed_steps_are_transformers(setting: Setting, ahead: int) -> None:
     assert setting.preemptions
 
 
+CANCELLED = st.dictionaries(st.integers(0, 40), st.lists(st.integers(0, 11), max_size=3), max_size=6)
+
+
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.dictionaries(st.integers(0, 40), st.lists(st.integers(0, 11), max_size=3), max_size=6),
-    st.sampled_from((0, 1)),
-    st.booleans(),
-)
+@given(CANCELLED, st.sampled_from((0, 1)), st.booleans())
 def test_cancels_and_rejected_drafts_leave_the_others_as_they_are(
     setting: Setting, cancelled: dict[int, list[int]], ahead: int, drafts: bool
 ) -> None:
-    """All of the decode steps are replayed."""
+    """All of the decode steps are replayed, those with drafts of any number too."""
     setting.set_pace(1.0)
     replays = setting.recorder.replays
-    found = run(setting, ahead, cancelled, drafts)
+    drafter = SomeRight([*zip(setting.prompts, setting.right, strict=True)]) if drafts else None
+    found = run(setting, ahead, cancelled, drafter)
     assert found == expected(setting, found)
     assert not setting.graphs.eager_steps
     assert not found or setting.recorder.replays > replays
+    assert not (found and drafts) or any(key.most > 1 for key in setting.graphs._replays)
+
+
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CANCELLED, st.sampled_from((0, 1)), st.booleans())
+def test_sequences_with_adapters_and_without_say_what_they_do_alone(
+    adapted: Setting, cancelled: dict[int, list[int]], ahead: int, drafts: bool
+) -> None:
+    """Mixed, with drafts and without; all of the decode steps are replayed."""
+    adapted.set_pace(1.0)
+    answers = [*zip(adapted.prompts, adapted.right, strict=False)]  # which are wrong with an adapter
+    found = run(adapted, ahead, cancelled, SomeRight(answers) if drafts else None, requests=18)
+    assert found == expected(adapted, found)
+    assert not adapted.graphs.eager_steps
+    assert not found or any(key.adapted for key in adapted.graphs._replays)
+
+
+def test_adapters_change_what_is_said(adapted: Setting) -> None:
+    each = len(adapted.prompts)
+    plain, first, second = (adapted.right[at * each :][:each] for at in range(3))
+    assert plain != first != second != plain
+
+
+def test_an_adapter_that_comes_later_needs_no_other_graph(adapted: Setting, tmp_path: Path) -> None:
+    adapted.set_pace(1.0)
+    while adapted.graphs.capture_one():
+        pass
+    captures, before, right = adapted.recorder.captures, adapted.adapters, adapted.right
+    layers, held = linear_layers(Path(adapted.config.model)), adapted.executor.rank.loaded_adapters.held
+    later = adapted.executor.load_adapter(str(write_adapter(tmp_path, layers, 3, r=5))).result().digest
+    DeviceLora.known[held[later].records.data_ptr()] = held[later]
+    adapted.adapters = ["", later]
+    found = run(adapted, 0, {})
+    assert (adapted.recorder.captures, adapted.graphs.eager_steps) == (captures, 0)
+    adapted.right = adapted.eager_answers()
+    assert found == expected(adapted, found)
+    assert adapted.right[len(adapted.prompts) :] != right[len(adapted.prompts) :][: len(adapted.prompts)]
+    adapted.adapters, adapted.right = before, right
+
+
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CANCELLED, st.booleans())
+def test_a_draft_models_passes_are_replayed(drafting: Setting, cancelled: dict[int, list[int]], mapped: bool) -> None:
+    """Also over its own tokens, `mapped` from the model's; as many proposals are right as of launched passes."""
+    draft = drafting.executor.rank.runner.draft
+    assert isinstance(draft, DraftModel)
+    each = torch.arange(384, dtype=torch.int32)
+    same = VocabularyMap(each, each.numpy(), np.full((1, 12), -1, np.int32)) if mapped else None
+    draft._limits = draft._limits._replace(vocabulary=same)
+    drafting.set_pace(1.0)
+    assert draft.graphs is not None
+    draft.forget(BLOCKS)
+    found, before = run(drafting, 0, cancelled, ProposedDrafts(), requests=6), drafting.accepted
+    assert found == expected(drafting, found)
+    assert not drafting.executor.eager_steps
+    assert not found or {key.most for key in draft.graphs._replays} == {1, 2}
+    draft.graphs = None
+    draft.forget(BLOCKS)
+    drafting.accepted -= before
+    assert run(drafting, 0, cancelled, ProposedDrafts(), requests=6) == found
+    assert drafting.accepted == before
+    assert before or not found
+    drafting.accepted = 0
+
+
+def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    """As many places a row as drafts need, and the attention takes; two for a draft model."""
+    rank = drafting.executor.rank
+    record_decode_steps(drafting.config, rank.context, rank.runner, drafting.recorder)
+    target, draft = rank.runner.all_graphs
+    assert (target.buckets.most, target.buckets.adapters) == (1 + MOST, 0)
+    assert (draft.buckets.most, draft.buckets.contexts) == (2, target.buckets.contexts)
+    many = msgspec.structs.replace(
+        drafting.config, speculation=SpeculationConfig(num_speculative_tokens=20, method="ngram")
+    )
+    record_decode_steps(many, rank.context, rank.runner, drafting.recorder)
+    assert rank.runner.all_graphs[0].buckets.most == DeviceAttention.recordable_places
+    while any(graphs.capture_one() for graphs in rank.runner.all_graphs):
+        pass
+    assert all(len(each._replays) == len(each.buckets.keys) for each in rank.runner.all_graphs)
+    rank.runner.graphs = None
+    with caplog.at_level("INFO"):
+        eager = msgspec.structs.replace(drafting.config, enforce_eager=True)
+        record_decode_steps(eager, rank.context, rank.runner, drafting.recorder)
+    assert rank.runner.graphs is None
+    assert caplog.messages == ["decode steps are computed without CUDA graphs: enforce_eager"]
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padded places hold whatever was there
-def test_tokens_are_the_same_with_kernels(checkpoint: Callable[..., Path], setting: Setting, interpreted: None) -> None:
-    """The layers and the attention of a GPU, interpreted, in a step that is replayed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(selector.BACKENDS, "device", TritonAttention)
-        made = Setting(checkpoint("llama"))
-        made.prompts, made.right = made.prompts[:2], made.right[:2]
-        scheduler, cache = made.scheduler(1)
-        scheduler.add(made.request(1, cache))
-        found: list[int] = []
-        while plan := scheduler.schedule():
-            found += scheduler.apply(made.executor.execute(plan).result()).tokens
-        made.executor.close()
-    assert found == made.right[1]
-    assert made.recorder.replays > NEW - 3
+def test_tokens_are_the_same_with_kernels(
+    checkpoint: Callable[..., Path], adapted: Setting, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers and the attention of a GPU, interpreted, in steps that are replayed: of a row without an adapter and
+    one with, with drafts of which some are right."""
+    monkeypatch.setitem(selector.BACKENDS, "device", TritonAttention)
+    made = Setting(checkpoint("llama"), adapted.paths[:1])
+    made.prompts, made.new = made.prompts[1:2], 5
+    found = run(made, 0, {}, SomeRight([(made.prompts[0], adapted.right[1])]), requests=2)
+    made.executor.close()
+    assert found == {0: adapted.right[1][:5], 1: adapted.right[len(adapted.prompts) + 1][:5]}
+    assert made.recorder.replays > 2
+    assert not made.graphs.eager_steps
 
 
-def table(compute: Callable[[Tensor, int], Tensor], clock: Callable[[], float]) -> tuple[DecodeGraphs, Recorder]:
+def table(compute: Callable[[StaticStep], list[Tensor]], clock: Callable[[], float]) -> tuple[DecodeGraphs, Recorder]:
     recorder = Recorder()
-    return DecodeGraphs(compute, GraphBuckets((1, 2, 4), (16, 64)), CPU, recorder, clock), recorder
+    return DecodeGraphs(compute, GraphBuckets((1, 2, 4), (16, 64), (2, 8), 3), CPU, recorder, clock), recorder
 
 
-def columns(rows: int, start: int) -> list[np.ndarray]:
-    ones = np.ones(rows, np.int32)
-    return [np.arange(rows, dtype=np.int32), start * ones, ones, np.arange(rows, dtype=np.int32)]
+def batch(counts: Sequence[int], start: int) -> StepBatch:
+    rows = np.arange(len(counts))
+    return StepBatch(rows, start * np.ones_like(rows), counts, torch.zeros(9, 9), torch.zeros(9, 9), BLOCK)
 
 
-def sums(numbers: Tensor, context: int) -> Tensor:
-    return (numbers.sum(0, keepdim=True).T + context).float().repeat(1, 3)
+def sums(step: StaticStep) -> list[Tensor]:
+    found = (step.numbers.sum(0, keepdim=True).T + step.context + 1000 * step.most).float()
+    return [found.repeat(1, 3), -found]
 
 
 def test_a_bucket_is_captured_at_most_once_a_second() -> None:
     now = [0.0]
     graphs, recorder = table(sums, lambda: now[0])
-    first = graphs.replay(columns(3, 5))
+    first = graphs.replay(batch((1, 1, 1), 5))
     assert first is not None
-    assert first.tolist() == [[float(2 * row + 6 + 16)] * 3 for row in range(3)]
-    assert graphs.replay(columns(1, 5)) is None
+    assert first[0].tolist() == [[float(2 * row + 6 + 1016)] * 3 for row in range(3)]
+    assert first[1].tolist() == [[-float(2 * row + 6 + 1016)] for row in range(3)]
+    assert graphs.replay(batch((1,), 5)) is None
     now[0] = 1.0
-    assert graphs.replay(columns(1, 5)) is not None
+    assert graphs.replay(batch((1,), 5)) is not None
     assert (recorder.captures, graphs.eager_steps) == (2, 1)
-    assert graphs.replay(columns(5, 5)) is None  # larger than the largest bucket
-    assert graphs.replay(columns(1, 64)) is None
+    assert graphs.replay(batch((1,) * 5, 5)) is None  # larger than the largest bucket
+    assert graphs.replay(batch((1,), 64)) is None
+    assert graphs.replay(batch((4,), 5)) is None
+    assert graphs.eager_steps == 4
+
+
+def test_rows_of_several_places_are_packed_and_then_padded() -> None:
+    graphs, _ = table(sums, lambda: 0.0)
+    found = graphs.replay(batch((2, 1, 3), 10))
+    assert found is not None
+    rows = [0 + 10 + 2 + 0, 1 + 10 + 1 + 2, 2 + 10 + 3 + 3, 6, 6, 6]  # padded ones begin behind the last place
+    assert found[0][:, 0].tolist() == [float(number + 16 + 3000) for number in rows]
+    assert [*graphs._replays] == [(16, False, 3, 8)]
 
 
 def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
 
-    def compute(numbers: Tensor, context: int) -> Tensor:
-        assert not numbers.any()  # nothing but padded rows while a step is captured
-        asked.append((numbers.shape[1], context))
-        return sums(numbers, context)
+    def compute(step: StaticStep) -> list[Tensor]:
+        assert not step.numbers.any()  # nothing but padded rows while a step is captured
+        asked.append((step.context, step.most, step.numbers.shape[1]))
+        return sums(step)
 
     graphs, recorder = table(compute, lambda: 0.0)
-    for _ in range(9):
-        graphs.capture_one()
-    assert asked[::2] == [(rows, context) for context in (16, 64) for rows in (1, 2, 4)]
-    assert recorder.captures == 6
+    assert [graphs.capture_one() for _ in range(11)] == [True] * 10 + [False]
+    sizes = (1, 1), (1, 2), (1, 4), (3, 2), (3, 8)
+    assert asked[::2] == [(context, *each) for context in (16, 64) for each in sizes]
+    assert recorder.captures == 10
     graphs.forget()
     assert not graphs._replays
 
 
 def test_a_step_that_cannot_be_recorded_is_computed_without(caplog: pytest.LogCaptureFixture) -> None:
-    def compute(numbers: Tensor, context: int) -> Tensor:
+    def compute(step: StaticStep) -> list[Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     graphs, _ = table(compute, lambda: 0.0)
-    assert graphs.replay(columns(1, 5)) is None
+    assert graphs.replay(batch((1,), 5)) is None
     graphs.capture_one()
     assert [record.message for record in caplog.records] == [
         "decode steps are computed without CUDA graphs: operation not permitted when stream is capturing"
@@ -285,3 +448,13 @@ def test_buckets_reach_the_limits() -> None:
     assert buckets.contexts == (8192, 32768, 100_000)
     assert GraphBuckets.of_limits(5000, 4096) == GraphBuckets.of_limits(1024, 4096)
     assert GraphBuckets.of_limits(5000, 4096).contexts == (4096,)
+    assert buckets.others == ()
+    assert {key.adapted for key in buckets.keys} == {False}
+    with_drafts = GraphBuckets.of_limits(20, 4096, 5)
+    assert with_drafts.others == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    assert [key.places for key in with_drafts.keys if key.most == 5] == [*with_drafts.others[1:]]
+    assert with_drafts.places == 100
+    with_adapters = GraphBuckets.of_limits(20, 4096, 5, 8)
+    assert len(with_adapters.keys) == 6 + 10 + 11 + 10
+    assert with_adapters.bytes == (6 + 10 + 2 * (11 + 10)) * GRAPH_BYTES
+    assert GraphBuckets.of_limits(300, 4096, 5).places == 1024

@@ -15,16 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from charonia.core.errors import InvalidArgument
+from charonia.engine.attention import selector
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
+from charonia.engine.worker.loaded_rank import check_rank_config, load_rank, record_decode_steps
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import SamplerParams
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import GREEDY, SequenceRequest
 from charonia.scheduler.speculation import Speculation
+from tests.recording import DeviceAttention, Recorder
 
 LAYERS, DRAFT_VOCABULARY, MOST, BLOCK, BLOCKS, NEW = (0, 1, 1), 96, 3, 16, 40, 14
 LENGTHS = (5, 33, 40, 33)
@@ -398,3 +400,26 @@ def test_what_has_no_such_layer_is_refused(qwen: Path, mimo: MtpLayer, tmp_path:
         with pytest.raises(InvalidArgument, match=says) as refusal:
             check_rank_config(wrong)
         assert refusal.value.field == "speculative_config"
+
+
+def test_a_head_goes_on_from_the_states_of_replayed_steps(
+    target: Path, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with drafts, too, once all graphs are captured."""
+    monkeypatch.setitem(selector.BACKENDS, "device", DeviceAttention)
+    config = config_of(target, head, attention="device", scheduler=SchedulerConfig(max_num_seqs=3))
+    launched, recorder, eager = run(config), Recorder(), list[int]()
+
+    def record(executor: InlineExecutor) -> None:
+        rank = executor.rank
+        if rank.runner.graphs is None:
+            rank.runner._rows._lines = 3  # as on a GPU, where tables stay
+            executor.allocate(BLOCKS)
+            record_decode_steps(config, rank.context, rank.runner, recorder)
+            while any(each.capture_one() for each in rank.runner.all_graphs):
+                pass
+        eager.append(executor.eager_steps)
+
+    assert run(config, before_step=record) == launched
+    assert recorder.replays > 5
+    assert eager[-1] == 0
