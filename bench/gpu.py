@@ -31,7 +31,7 @@ from ..engine.checkpoint.code_forms import StoredForm
 from ..engine.checkpoint.hf_checkpoint import Checkpoint
 from ..engine.checkpoint.model_spec import LayerAttention
 from ..engine.checkpoint.weights import TensorSlice
-from ..engine.config import CacheConfig, EngineConfig
+from ..engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from ..engine.cpu.matmul import GroupedRows
 from ..engine.models.registry import NativeBuilder
 from ..engine.step_batch import StepBatch
@@ -62,9 +62,9 @@ app = App(help=__doc__, help_format="plaintext")
 
 
 class GpuWork(NamedTuple):
-    """What is measured: `batches` decode at `context`; `prompt` tokens are one prefill; `offline` sequences generate
-    `new` tokens each behind `new` others, `more_offline` beside them by our engine alone. `attended`: rows and context
-    of the attention alone."""
+    """What is measured: `batches` decode at `context`, and the second of them with `drafts` a row; `prompt` tokens are
+    one prefill; `offline` sequences generate `new` tokens each behind `new` others, `more_offline` beside them by our
+    engine alone. `attended`: rows and context of the attention alone."""
 
     config: dict[str, Any] = LLAMA_EIGHT_BILLION
     dtype: str = "bfloat16"
@@ -78,6 +78,7 @@ class GpuWork(NamedTuple):
     steps: int = 40
     copied: int = 1 << 31
     multiplied: int = 8192
+    drafts: int = 4
 
 
 class Figure(NamedTuple):
@@ -139,9 +140,14 @@ class RandomExecutor(InlineExecutor):
 
     def __init__(self, work: GpuWork, device: str, rows: int, length: int, blocks: int) -> None:
         scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(work.prompt, rows), ahead=1)
-        cache = CacheConfig(block_size=BLOCK)
         config = EngineConfig(
-            model="", device=device, dtype=work.dtype, max_model_len=length, scheduler=scheduler, cache=cache
+            model="",
+            device=device,
+            dtype=work.dtype,
+            max_model_len=length,
+            scheduler=scheduler,
+            cache=CacheConfig(block_size=BLOCK),
+            speculation=SpeculationConfig(method="ngram", num_speculative_tokens=work.drafts),
         )
         super().__init__(config)
         checkpoint = Checkpoint(Path("random"), work.config)
@@ -165,6 +171,7 @@ class GpuBench:
             self.decode_attention,
             self.prefill_attention,
             *(lambda rows=rows: self.decode_steps(rows) for rows in self.work.batches),
+            lambda: self.decode_steps(self.work.batches[1], self.work.drafts),
             self.prefill,
             self.offline,
             self.transformers_offline,
@@ -195,16 +202,18 @@ class GpuBench:
         share = 2 * tokens**2 * spec.heads * spec.head_dim / seconds / self.operations
         yield Figure(f"attention, prefill of {tokens:,}", 1e6 * seconds, "us", share, "peak", 0.45)
 
-    def decode_steps(self, rows: int) -> Iterator[Figure]:
-        """Steps that are begun one ahead; the first ones capture what is recorded."""
+    def decode_steps(self, rows: int, drafts: int = 0) -> Iterator[Figure]:
+        """Steps that are begun one ahead, each with so many drafts a row; the first ones capture what is recorded."""
         work, executor, context = self.work, self.executor, self.work.context
-        each = -(-(context + work.steps + 20) // BLOCK)
+        each = -(-(context + work.steps + 20 + drafts) // BLOCK)
         self.allocate(rows * each)
         plans = [*_decode_plans(rows, context, work.steps + 14, each)]
+        if drafts:
+            plans = [_with_drafts(plan, drafts) for plan in plans]
         runner = executor.rank.runner
         if runner.graphs is not None:
             runner.graphs.forget()
-            runner.graphs.capture_now(rows, context + work.steps + 14)
+            runner.graphs.capture_now(rows * (1 + drafts), context + work.steps + 14 + drafts, 1 + drafts)
         runner.begin_step(plans[0])
         launching, began = 0.0, 0.0
         for at, plan in enumerate(plans[1:]):
@@ -217,8 +226,8 @@ class GpuBench:
         seconds = (perf_counter() - began) / (len(plans) - 13)
         runner.finish_step()
         bound = (self.weight_bytes + rows * context * self.token_bytes) / self.read
-        bar = 0.78 if rows == 1 else 0.65
-        name = f"decode step of {rows} at {context:,}"
+        bar = None if drafts else 0.78 if rows == 1 else 0.65
+        name = f"decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
         yield Figure(name, 1e3 * seconds, "ms", bound / seconds, "bandwidth", bar)
         yield Figure(f"{name}: host's time to launch it", 1e3 * launching / (len(plans) - 13), "ms")
         eager = 0 if runner.graphs is None else runner.graphs.eager_steps
@@ -358,6 +367,13 @@ def _decode_plans(rows: int, context: int, steps: int, blocks: int) -> Iterator[
     appended = np.stack([every.repeat(blocks), np.arange(rows * blocks, dtype=np.int32)], 1)
     for step in range(steps):
         yield _plan(step, context - 1 + step, 1, every, new if not step else (), appended if not step else appended[:0])
+
+
+def _with_drafts(plan: StepPlan, each: int) -> StepPlan:
+    """The plan with so many drafts a row, all of which were wrong when the next one begins."""
+    drafts = np.full(len(plan.rows), each, np.int32)
+    columns = {"counts": plan.counts + drafts, "num_logits": plan.num_logits + drafts, "drafts": drafts}
+    return plan._replace(**columns, drafted=np.ones(int(drafts.sum()), np.int32))
 
 
 def _plan(

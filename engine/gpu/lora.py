@@ -3,7 +3,7 @@
 Places are sorted by adapter on the host and cut into blocks of one adapter each (`AdapterBlocks`). A program finds its
 adapter's matrices by the address in its block, so that adapters of any rank come and go without a table of all of them,
 and a recorded step serves those that it never saw. The input times A is cut into pieces that run side by side, and are
-added in their order where B is multiplied: a row depends on no other. The reference is `layers.linear.LayerMatmul`.
+added in their order where B is multiplied: a row depends on no other. The reference is `layers.linear.TorchLora`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,7 @@ def _shrink_kernel(
         low = tl.program_id(2) % tiles * LINES
         if low < rank:
             line, inside, place = _block_lines(packed, stride, ROWS)
-            a = tl.multiple_of(tl.load(record), 16).to(tl.pointer_type(x.dtype.element_ty))
+            a = tl.multiple_of(tl.load(record).to(tl.pointer_type(x.dtype.element_ty)), 16)
             of_rank = low + tl.arange(0, LINES)
             inner = tl.program_id(1) * PIECE + tl.arange(0, BLOCK_INPUTS)
             total = tl.zeros((ROWS, LINES), tl.float32)
@@ -114,7 +114,7 @@ def _expand_kernel(
         column = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         if tl.program_id(1) * BLOCK_OUTPUTS < outputs:
             line, inside, place = _block_lines(packed, stride, ROWS)
-            b = tl.multiple_of(tl.load(record + 1), 16).to(tl.pointer_type(out.dtype.element_ty))
+            b = tl.multiple_of(tl.load(record + 1).to(tl.pointer_type(out.dtype.element_ty)), 16)
             rank = tl.load(record + 2).to(tl.int32)
             scale = tl.load(record + 3).to(tl.float64, bitcast=True).to(tl.float32)
             total = tl.zeros((ROWS, BLOCK_OUTPUTS), tl.float32)

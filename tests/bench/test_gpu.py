@@ -33,8 +33,8 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(tmp_path: P
         "attention, decode of 2 at 40",
         "attention, prefill of 64",
         *(
-            f"decode step of {rows} at 24{what}"
-            for rows in (1, 3)
+            f"decode step of {rows}{what}"
+            for rows in ("1 at 24", "3 at 24", "3 at 24 with 4 drafts each")
             for what in ("", ": host's time to launch it", ": launched kernel by kernel so far")
         ),
         "prefill of 64",

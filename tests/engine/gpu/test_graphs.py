@@ -359,14 +359,15 @@ def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: py
 def test_tokens_are_the_same_with_kernels(
     checkpoint: Callable[..., Path], adapted: Setting, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layers and the attention of a GPU, interpreted, in steps that are replayed: of a row without an adapter and
-    one with, with drafts of which some are right."""
+    """The layers and the attention of a GPU, interpreted, in steps that are replayed: of a row with an adapter, and
+    drafts of which some are right."""
     monkeypatch.setitem(selector.BACKENDS, "device", TritonAttention)
     made = Setting(checkpoint("llama"), adapted.paths[:1])
-    made.prompts, made.new = made.prompts[1:2], 5
-    found = run(made, 0, {}, SomeRight([(made.prompts[0], adapted.right[1])]), requests=2)
+    right = adapted.right[len(adapted.prompts) + 1]
+    made.prompts, made.adapters, made.new = made.prompts[1:2], made.adapters[1:], 6
+    assert run(made, 0, {}, SomeRight([(made.prompts[0], right)]), requests=1) == {0: right[:6]}
     made.executor.close()
-    assert found == {0: adapted.right[1][:5], 1: adapted.right[len(adapted.prompts) + 1][:5]}
+    assert {key.most for key in made.graphs._replays if key.adapted} == {1, 1 + MOST}
     assert made.recorder.replays > 2
     assert not made.graphs.eager_steps
 
