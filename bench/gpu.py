@@ -372,8 +372,8 @@ def _decode_plans(rows: int, context: int, steps: int, blocks: int) -> Iterator[
 def _with_drafts(plan: StepPlan, each: int) -> StepPlan:
     """The plan with so many drafts a row, all of which were wrong when the next one begins."""
     drafts = np.full(len(plan.rows), each, np.int32)
-    columns = {"counts": plan.counts + drafts, "num_logits": plan.num_logits + drafts, "drafts": drafts}
-    return plan._replace(**columns, drafted=np.ones(int(drafts.sum()), np.int32))
+    drafted, counts = np.ones(int(drafts.sum()), np.int32), plan.counts + drafts
+    return plan._replace(counts=counts, num_logits=counts, drafts=drafts, drafted=drafted)
 
 
 def _plan(

@@ -106,6 +106,7 @@ class RowStates:
         width, table_width = self._width
         self._tokens = torch.zeros((self._lines, width), dtype=torch.int32, device=self.device)
         self._tables = torch.zeros((self._lines, table_width), dtype=torch.int64, device=self.device)
+        self._host_tables = self._tables_on_host()
         self._blocks: LongArray = np.zeros(self._lines, dtype=np.int64)
         self._sampling: SamplingArray = np.zeros(self._lines, dtype=SAMPLING_DTYPE)
         self._processed: dict[int, PreparedLogitsParams] = {}
@@ -125,7 +126,9 @@ class RowStates:
         if len(plan.appended):
             rows, blocks = plan.appended.astype(np.int64).T
             places = self._blocks[rows] + _occurrence(rows)
-            self._scatter(self._tables, rows, places, blocks)
+            self._host_tables[rows, places] = blocks
+            if self.device.type != "cpu":
+                self._scatter(self._tables, rows, places, blocks)
             np.add.at(self._blocks, rows, 1)
         if len(plan.given):
             self._scatter(self._tokens, *plan.given.T)
@@ -209,8 +212,7 @@ class RowStates:
 
     def blocks_of(self, row: int, first: int, end: int) -> LongArray:
         """The ids of the row's blocks from number `first` on."""
-        found: LongArray = self._tables[row, first:end].cpu().numpy()
-        return found
+        return self._host_tables[row, first:end]
 
     def _processed_places(self, rows: IntArray | LongArray) -> LongArray:
         """The places in `rows` of those whose logits are changed on the host."""
@@ -310,6 +312,7 @@ class RowStates:
             self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=SAMPLING_DTYPE)])
             self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
             self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
+            self._host_tables = self._tables_on_host()
         self._blocks[row] = 0
         self._forget(row)
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
@@ -325,6 +328,11 @@ class RowStates:
             self._logprobs[row] = asked.logprobs
         if asked.prompt_logprobs is not None:
             self._scoring[row] = sequence.prompt, asked.prompt_logprobs
+
+    def _tables_on_host(self) -> LongArray:
+        """The block tables for whoever must not wait for a device: on a CPU the same memory."""
+        found: LongArray = self._tables.cpu().numpy()
+        return found
 
     def _forget(self, row: int) -> None:
         self._drawing.discard(row)

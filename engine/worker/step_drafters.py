@@ -5,7 +5,7 @@ may go on."""
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from itertools import compress, islice
 from time import perf_counter
 from typing import NamedTuple
 
@@ -165,14 +165,17 @@ class DraftModel(StepDrafter):
         own[at] = vocabulary.own[theirs[at].long()]
 
     def _rows_to_compute(self, plan: StepPlan, result: StepResult) -> Iterable[_DraftRow]:
-        ends = dict(zip(result.rows.tolist(), (result.offsets + result.counts).tolist(), strict=True))
+        tokens, came = iter(result.tokens.tolist()), dict[int, tuple[int, list[int]]]()
+        for row, offset, count in zip(*(each.tolist() for each in result[1:4]), strict=True):
+            came[row] = offset, [*islice(tokens, count)]
         left = CATCH_UP_TOKENS + plan.tokens
         columns = plan.rows, plan.starts + plan.counts, plan.proposals
         for row, planned, most in zip(*(each.tolist() for each in columns), strict=True):
-            known = ends.get(row, planned)
+            offset, new = came.get(row, (planned, []))
+            known = offset + len(new)
             if not most or known + most > self._limits.positions:
                 continue
-            first = self._first_missing(row, known)
+            first = self._first_missing(row, known, new)
             last = min(known, first + left)
             if first < last and self._knows(row, first, last):
                 left -= last - first
@@ -182,12 +185,16 @@ class DraftModel(StepDrafter):
         known = self._limits.tokens
         return known is None or bool((self._rows.tokens_of(row, first, last) < known).all())
 
-    def _first_missing(self, row: int, known: int) -> int:
-        """The first of the row's tokens to compute: those that it proposed itself and that came are there."""
+    def _first_missing(self, row: int, known: int, new: Sequence[int]) -> int:
+        """The first of the row's `known` tokens, the last of which are `new`, to compute: those that it proposed itself
+        and that came are there."""
         computed = self._computed[row]
         since, guessed = self._guessed.get(row, (0, []))
         if since == computed:
-            came = self._rows.tokens_of(row, since, min(since + len(guessed), known - 1))
+            end = min(since + len(guessed), known - 1)
+            # Others than the newest tokens are on the device alone, which would be waited for.
+            after = since == known - len(new)
+            came = new[: end - since] if after else self._rows.tokens_of(row, since, end).tolist()
             computed += int((np.append(came, -1) != [*guessed[: len(came)], 0]).argmax())
         return computed
 
