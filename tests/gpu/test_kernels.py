@@ -15,6 +15,7 @@ from torch import Tensor
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.selector import create_backend
 from charonia.engine.checkpoint.model_spec import LayerAttention
+from charonia.engine.cpu.lora import LoraPart, RankAdapter, StepAdapters
 from charonia.engine.gpu import runtime
 from charonia.engine.step_batch import StepBatch
 
@@ -131,3 +132,33 @@ def test_scaled_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> No
     codes = quantise_rows(x, kind)
     right = (codes.codes.double() @ weight.codes.double().T) * codes.scales.double()[:, None] * weight.scales.double()
     assert near(TritonScaledMatmul(weight, None)(x), right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 70])
+def test_adapters(rows: int, dtype: torch.dtype) -> None:
+    """Two of them, of different ranks, on all rows but the last; the second changes the last matrix alone."""
+    from charonia.engine.gpu.lora import TritonLora
+
+    inputs, outputs = (70, (64, 32)) if INTERPRETED else (5000, (4096, 1024))
+    adapters, wide = [], list[Tensor]()
+    for seed, ranks in enumerate([(16, 64), (0, 5)]):
+        parts, added = [], torch.zeros(inputs, sum(outputs), dtype=torch.float64, device=DEVICE)
+        for first, size, rank in zip((0, outputs[0]), outputs, ranks, strict=True):
+            if rank:
+                a, b = (
+                    random(rank, inputs + seed, dtype=dtype)[:, :inputs].contiguous(),
+                    random(rank, size, dtype=dtype),
+                )
+                parts.append(LoraPart(first, size, a, b, 0.01))
+                added[:, first : first + size] = 0.01 * a.double().T @ b.double()
+        adapters.append(RankAdapter(str(seed), max(ranks), [parts], DEVICE))
+        wide.append(added)
+    cut = rows // 3
+    step = StepAdapters(adapters, np.array([0, cut, rows - 1], np.int64), np.arange(rows - 1))
+    x, out = random(rows, inputs, dtype=dtype), random(rows, sum(outputs), dtype=dtype)
+    right = out.double()
+    right[:cut] += x[:cut].double() @ wide[0]
+    right[cut : rows - 1] += x[cut : rows - 1].double() @ wide[1]
+    TritonLora(0, outputs, 64).add(x, out, step)
+    assert near(out, right)
