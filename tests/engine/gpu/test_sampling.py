@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import SAMPLING_DTYPE
-from charonia.engine.worker.sampler import GREEDY_BELOW, sample
+from charonia.engine.worker.sampler import GREEDY_BELOW, choose_sampler, sample
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -85,3 +85,16 @@ def test_rows_that_are_no_numbers_get_a_token(kernels: dict[str, ModuleType]) ->
 
 def test_the_threshold_of_greedy_rows_is_the_samplers(kernels: dict[str, ModuleType]) -> None:
     assert kernels["sampling"].GREEDY_BELOW == GREEDY_BELOW
+
+
+def test_a_sampler_is_chosen_once(
+    interpreted: None, kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the environment as it is when a runner is built."""
+    drawn = torch.tensor([5])
+    monkeypatch.setattr(kernels["sampling"], "sample_rows", lambda logits, sampling: drawn)
+    on_gpu, asked = choose_sampler(torch.device("cpu")), np.zeros(1, SAMPLING_DTYPE)
+    monkeypatch.delenv(library.LEVEL_VARIABLE)
+    assert choose_sampler(torch.device("cpu")) is sample
+    assert on_gpu(torch.eye(9)[:1], asked) is drawn
+    assert on_gpu(torch.eye(9)[3:4], None).tolist() == [3]
