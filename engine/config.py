@@ -15,8 +15,8 @@ and logits of a whole chunk would take more memory than all else in a step."""
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly. `dtype`: "auto"
-    is the model's, "int8" halves what bfloat16 takes. `host_bytes`: of the host's memory, over all ranks, for blocks
-    that the cache has no room for."""
+    is the model's, "int8" and "fp8" halve what bfloat16 takes. `host_bytes`: of the host's memory, over all ranks, for
+    blocks that the cache has no room for."""
 
     block_size: int = 16
     dtype: str = "auto"

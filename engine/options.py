@@ -104,8 +104,8 @@ class EngineOptions:
     """Admit what fits now, or only what fits to its last token."""
     block_size: AtLeastOne | None = None
     """Tokens in one block of the KV cache."""
-    kv_cache_dtype: Literal["auto", "int8"] | None = None
-    """Type of the KV cache; auto is the model's."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] | None = None
+    """Type of the KV cache; auto is the model's, fp8 is e4m3, on a GPU."""
     kv_cache_memory_fraction: Fraction | None = None
     """Share of the memory left after the weights."""
     kv_cache_bytes: Bytes | None = None
@@ -212,6 +212,8 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     if options.executor != "fake" and (stray := next(filter(given.__contains__, _FAKE_FIELDS), None)):
         raise InvalidArgument(f"{stray} is for the executor fake alone", field=stray)
     given["ahead_given"] = options.ahead is not None
+    if options.kv_cache_dtype == "fp8_e4m3":
+        given["kv_cache_dtype"] = "fp8"
     cache = CacheConfig(**_take(given, _CACHE_FIELDS))
     scheduler = SchedulerConfig(**_take(given, _SCHEDULER_FIELDS))
     fake = FakeConfig(**_take(given, _FAKE_FIELDS))

@@ -15,7 +15,7 @@ from ..step_batch import StepBatch
 class CacheSpec(NamedTuple):
     """One rank's cache: `attention` of each layer, the number of query heads and of key/value heads, in blocks of
     `block_size` tokens. Layers with a window keep all tokens, too. `kv_cache_dtype`: "auto" stores the dtype computed
-    in, "int8" a byte for each number and a scale for each token and head."""
+    in, "int8" and "fp8" (e4m3) a byte for each number and a scale for each token and head."""
 
     attention: tuple[LayerAttention, ...]
     heads: int

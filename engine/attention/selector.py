@@ -50,6 +50,8 @@ def capable_backends(
     if name != "auto" and name not in BACKENDS:
         message = f"attention must be auto or one of {', '.join(BACKENDS)}, got {name!r}"
         raise InvalidArgument(message, field="attention")
+    if kv_cache_dtype == "fp8":
+        _check_fp8(dtype, device)
     names = AUTO_ORDER[device.type] if name == "auto" else (name,)
     wanted = {"device": device.type, "dtype": dtype, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
     refusals = {each: _missing_support(each, wanted, device) for each in names}
@@ -69,6 +71,16 @@ def _missing_support(name: str, wanted: Mapping[str, Any], device: torch.device)
     if name == "triton" and not runtime.serves(wanted["dtype"], device):
         return InvalidArgument("attention 'triton' needs a GPU, and the package triton", field="attention")
     return None
+
+
+def _check_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a cache in fp8 where no attention converts it."""
+    on_gpu, capability = device.type == "cuda", runtime.capability(device)
+    if capability >= runtime.FP8_CAPABILITY if on_gpu else runtime.serves(dtype, device):
+        return
+    here = f"{device} has {capability / 10:.1f}" if on_gpu else f"it computes on {device}"
+    message = f"kv_cache_dtype fp8 is for GPUs of compute capability 8.9 or more, and {here}; int8 takes as few bytes"
+    raise InvalidArgument(message, field="kv_cache_dtype")
 
 
 def _format(value: Any) -> str:

@@ -1,5 +1,11 @@
 """Attention by Triton kernels on a GPU: decoding rows in one launch, chunks of prompts in another, whatever is mixed in
-a step. A row's result depends on its own tokens alone, but for a chunk's, on how its prompt was cut."""
+a step. A row's result depends on its own tokens alone, but for a chunk's, on how its prompt was cut.
+
+Keys and values may be kept in int8 or fp8 (e4m3), rounded once, when they are written. Either has a scale for each
+token and head, after its largest magnitude: 4 bytes beside head_dim. So nothing is calibrated, no outlier costs other
+tokens their precision, and nothing is out of range (keys of some models reach hundreds, and e4m3 ends at 448). Of
+numbers above a fourteenth of that largest one int8 keeps more than fp8, up to nine times as much, of smaller ones fp8.
+"""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -7,16 +13,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..gpu.attention_plan import AttentionSpec, CacheShape, StepTiles, plan_tiles
+from ..gpu.attention_plan import AttentionSpec, CacheShape, LayerCache, StepTiles, plan_tiles
 from ..layers.rotary import RotaryAngles, TorchAngles
 from ..step_batch import StepBatch
 from .backend import AttentionBackend, BackendSupport, CacheSpec
 
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""What the numbers of a cache are kept as, by `CacheSpec.kv_cache_dtype`."""
+
 
 class TritonAttention(AttentionBackend):
-    """A cache [layers, keys and values, blocks, kv_heads, block_size, head_dim]."""
+    """A cache [layers, keys and values, blocks, kv_heads, block_size, head_dim]; of codes also `LayerCache.scales` of
+    all layers, [layers, blocks, kv_heads, block_size, keys and values]."""
 
-    supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
+    supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(
+        devices=("cpu", "cuda"), kv_cache_dtypes=("auto", *CODES)
+    )
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
@@ -24,40 +36,60 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        self._shape = CacheShape(spec.heads, spec.kv_heads, spec.head_dim, spec.block_size)
+        codes = CODES.get(spec.kv_cache_dtype)
+        self._shape = CacheShape(spec.heads, spec.kv_heads, spec.head_dim, spec.block_size, codes)
         usual = spec.head_dim**-0.5
         self._specs = [
             AttentionSpec(self._shape, each.scale or usual, each.window or 0, each.softcap or 0.0)
             for each in spec.distinct_attention
         ]
         self._index = spec.attention_index
-        self._cache = torch.empty(0)
+        self._cache, self._scales = torch.empty(0), torch.empty(0)
+        self._layers: list[LayerCache] = []
+
+    @property
+    def block_bytes(self) -> int:
+        codes, lines = self._shape.codes, 2 * self._spec.layers * self._spec.block_size * self._spec.kv_heads
+        return super().block_bytes if codes is None else lines * (self._spec.head_dim + torch.float32.itemsize)
 
     @property
     def recordable_places(self) -> int:
         return min(each.most_decoded for each in self._specs)
 
     def allocate(self, blocks: int) -> None:
-        spec, self._cache = self._spec, torch.empty(0)  # an earlier one is freed first
-        shape = (spec.layers, 2, blocks, spec.kv_heads, spec.block_size, spec.head_dim)
-        self._cache = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        spec, codes = self._spec, self._shape.codes
+        self._layers, self._cache, self._scales = [], torch.empty(0), torch.empty(0)  # earlier ones are freed first
+        lines = blocks, spec.kv_heads, spec.block_size
+        shape = (spec.layers, 2, *lines, spec.head_dim)
+        self._cache = torch.empty(shape, dtype=codes or spec.dtype, device=spec.device)
+        if codes is None:
+            self._layers = [LayerCache(*layer) for layer in self._cache]
+            return
+        self._scales = torch.empty((spec.layers, *lines, 2), dtype=torch.float32, device=spec.device)
+        self._layers = [LayerCache(*layer, scales) for layer, scales in zip(self._cache, self._scales, strict=True)]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return (self._cache.movedim(2, 0),)
+        numbers = self._cache.movedim(2, 0)
+        return (numbers,) if self._shape.codes is None else (numbers, self._scales.movedim(1, 0))
 
     def begin_step(self, batch: StepBatch) -> "TritonStepAttention":
         tiles = [plan_tiles(each, batch) for each in self._specs]
-        return TritonStepAttention(batch, self._specs, tiles, self._index, self._cache)
+        return TritonStepAttention(batch, self._specs, tiles, self._index, self._layers)
 
 
 class TritonStepAttention:
     """One step's attention; see `StepAttention`."""
 
     def __init__(
-        self, batch: StepBatch, specs: list[AttentionSpec], tiles: list[StepTiles], index: list[int], cache: Tensor
+        self,
+        batch: StepBatch,
+        specs: list[AttentionSpec],
+        tiles: list[StepTiles],
+        index: list[int],
+        layers: list[LayerCache],
     ) -> None:
-        self._batch, self._specs, self._tiles, self._index, self._cache = batch, specs, tiles, index, cache
+        self._batch, self._specs, self._tiles, self._index, self._layers = batch, specs, tiles, index, layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         q, k, v = (each if each.stride()[1:] == (each.shape[2], 1) else each.contiguous() for each in (q, k, v))
@@ -76,6 +108,6 @@ class TritonStepAttention:
         from ..gpu.cache_write import write_cache
 
         at, batch = self._index[layer], self._batch.on_device
-        spec, keys, values = self._specs[at], self._cache[layer, 0], self._cache[layer, 1]
-        q = write_cache(spec.shape, (keys, values), batch, self._batch.owners, qkv, rotation)
-        return attend(spec, (keys, values), batch, self._tiles[at], q, sinks)
+        spec, cache = self._specs[at], self._layers[layer]
+        q = write_cache(spec.shape, cache, batch, self._batch.owners, qkv, rotation)
+        return attend(spec, cache, batch, self._tiles[at], q, sinks)

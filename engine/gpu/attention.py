@@ -5,6 +5,10 @@ once for all of them, by whole lines. Scores, their running maximum and sum stay
 2205.14135). The context of a row that decodes is cut into parts that run side by side, and are then added (arXiv
 2311.01282); how many depends on its own length alone, so its result depends on no other row. The reference is
 `attention.torch_attention.reference_attention`; sinks (arXiv 2508.10925) enter the sum before the first key.
+
+Where the cache has codes of eight bits, both kinds are exact in the queries' dtype, and products are of those: a key's
+scale multiplies its scores, a value's scale its weights, and LARGEST_CODE divides the mix when it is whole. Nothing is
+rounded that would not be in a cache without codes.
 """
 
 import math
@@ -18,15 +22,17 @@ from torch import Tensor
 
 from ..step_batch import DeviceBatch
 from .attention_plan import (
+    CODED_SHAPES,
     DECODE_PLACES,
     SHAPES,
     AttentionSpec,
+    LayerCache,
     StepTiles,
     chunk_plan,
     combine_plan,
     decode_plan,
 )
-from .runtime import Specialisation, capability
+from .runtime import CODE_TYPES, FP8_CAPABILITY, Specialisation, capability
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -37,6 +43,7 @@ def _attend_span(
     q,
     keys,
     values,
+    scales,
     blocks,
     kv_head,
     begin,
@@ -47,6 +54,7 @@ def _attend_span(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -62,10 +70,15 @@ def _attend_span(
         token = at + tl.arange(0, TILE)
         there = token < end
         block = tl.load(blocks + token // BLOCK_SIZE, mask=there, other=0)
-        line = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE)[:, None]
+        line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
         inside = there[:, None] & (dim < HEAD_DIM)
-        key = tl.load(keys + line * HEAD_DIM + dim, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        key = tl.load(keys + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if LARGEST_CODE > 0:
+            key_scale = tl.load(scales + 2 * line, mask=there, other=0.0) * (scale / LARGEST_CODE)
+            scores = scores * key_scale[None, :]
+        else:
+            scores = scores * scale
         if CAPPED:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         scores = scores * _LOG2E
@@ -78,9 +91,11 @@ def _attend_span(
         base = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp2(scores - base[:, None])
         faded = tl.exp2(maximum - base)
-        value = tl.load(values + line * HEAD_DIM + dim, mask=inside, other=0.0)
+        value = tl.load(values + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
         total = total * faded + tl.sum(weights, 1)
-        mix = mix * faded[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        if LARGEST_CODE > 0:
+            weights = weights * tl.load(scales + 2 * line + 1, mask=there, other=0.0)[None, :]
+        mix = mix * faded[:, None] + tl.dot(weights.to(q.dtype), value, input_precision="ieee")
         maximum = highest
     return maximum, total, mix
 
@@ -113,6 +128,7 @@ def _decode_kernel(
     q,
     keys,
     values,
+    scales,
     sinks,
     out,
     mixes,
@@ -131,6 +147,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -167,9 +184,11 @@ def _decode_kernel(
     state = _first_state(sinks, head, part == 0, SINKS, M, DIMS)
     blocks = block_ids + tl.load(rows + index).to(tl.int64) * table_stride
     maximum, total, mix = _attend_span(
-        state, queries, keys, values, blocks, kv_head, begin, tl.minimum(begin + size, length), start + place, scale,
-        softcap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, CAPPED, True, TILE, DIMS,
+        state, queries, keys, values, scales, blocks, kv_head, begin, tl.minimum(begin + size, length), start + place,
+        scale, softcap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, TILE, DIMS,
     )  # fmt: skip
+    if LARGEST_CODE > 0:
+        mix = mix / LARGEST_CODE
     at = token * HEADS + head
     if low + size >= length:
         mixed = mix / tl.where(asked, total, 1.0)[:, None]
@@ -228,6 +247,7 @@ def _chunk_kernel(
     q,
     keys,
     values,
+    scales,
     sinks,
     out,
     tiles,
@@ -244,6 +264,7 @@ def _chunk_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -276,31 +297,33 @@ def _chunk_kernel(
     else:
         begin = (start + offset + 1) // TILE * TILE
         state = _attend_span(
-            state, queries, keys, values, blocks, kv_head, 0, begin, start + place, scale, softcap,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, CAPPED, False, TILE, DIMS,
+            state, queries, keys, values, scales, blocks, kv_head, 0, begin, start + place, scale, softcap,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, False, TILE, DIMS,
         )  # fmt: skip
     _, total, mix = _attend_span(
-        state, queries, keys, values, blocks, kv_head, begin, end, start + place, scale, softcap,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, CAPPED, True, TILE, DIMS,
+        state, queries, keys, values, scales, blocks, kv_head, begin, end, start + place, scale, softcap,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, TILE, DIMS,
     )  # fmt: skip
+    if LARGEST_CODE > 0:
+        mix = mix / LARGEST_CODE
     mixed = (mix / tl.where(asked, total, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(out + (token * HEADS + head)[:, None] * HEAD_DIM + dim, mixed, mask=inside)
 
 
 def attend(
     spec: AttentionSpec,
-    cache: tuple[Tensor, Tensor],
+    cache: LayerCache,
     batch: DeviceBatch,
     tiles: StepTiles,
     q: Tensor,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the queries [N, heads, head_dim], heads side by side, over a layer's cache (keys, values), into
-    which the step's own are written: [N, heads * head_dim]. `sinks`: float32 [heads]."""
+    """Attention of the queries [N, heads, head_dim], heads side by side, over a layer's cache, into which the step's
+    own keys and values are written: [N, heads * head_dim]. `sinks`: float32 [heads]."""
     shape, rows = spec.shape, len(batch.counts)
     out = torch.empty(len(q), shape.heads * shape.head_dim, dtype=q.dtype, device=q.device)
     numbers = batch.rows, batch.starts, batch.counts, batch.first_places, batch.block_ids
-    inputs = q, *cache, q if sinks is None else sinks, out
+    inputs = q, *cache.pointers, q if sinks is None else sinks, out
     sizes = batch.block_ids.stride(0), q.stride(0)
     if tiles.places:
         parts = tiles.parts
@@ -321,29 +344,33 @@ def attend(
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Of published models, with and without windows, caps and sinks."""
-    specs = [AttentionSpec(shape, shape.head_dim**-0.5) for shape in SHAPES]
+    """Of published models, with and without codes, windows, caps and sinks."""
+    specs = [AttentionSpec(shape, shape.head_dim**-0.5) for shape in (*SHAPES, *CODED_SHAPES)]
     specs += [AttentionSpec(SHAPES[0], 0.1, window=4096), AttentionSpec(SHAPES[3], 0.1, window=4096, softcap=50.0)]
     for spec in specs:
         for kind in ("bf16", "fp16"):
-            yield from _forms(spec, kind, sinks=spec.shape == SHAPES[-1])
+            yield from _forms(spec, kind, sinks=spec.shape[:4] == SHAPES[-1][:4])
 
 
 def _forms(spec: AttentionSpec, kind: str, sinks: bool) -> Iterator[Specialisation]:
     most = spec.most_decoded
     for places in (each for each in DECODE_PLACES if each <= most):
-        yield _form(_decode_kernel, kind, decode_plan(spec, places, sinks), ("mma",))
-    yield _form(_combine_kernel, kind, combine_plan(spec, 1), ())
+        yield _form(_decode_kernel, spec, kind, decode_plan(spec, places, sinks), ("mma",))
+    yield _form(_combine_kernel, spec, kind, combine_plan(spec, 1), ())
     for least, most in ((80, 89), (90, 100)):
-        yield _form(_chunk_kernel, kind, chunk_plan(spec, least, sinks), ("mma",))._replace(least=least, most=most)
+        form = _form(_chunk_kernel, spec, kind, chunk_plan(spec, least, sinks), ("mma",))
+        yield form._replace(least=max(least, form.least), most=most)
 
 
-def _form(kernel: Any, kind: str, plan: dict[str, Any], wanted: tuple[str, ...]) -> Specialisation:
-    fp32 = {"mixes", "sums", "sinks"}
+def _form(kernel: Any, spec: AttentionSpec, kind: str, plan: dict[str, Any], wanted: tuple[str, ...]) -> Specialisation:
+    codes = spec.shape.codes
+    fp32 = {"mixes", "sums", "sinks", "scales"}
     int32 = {"rows", "starts", "counts", "first_places", "tiles"}
     types = {}
     for name in kernel.arg_names:
-        if name in ("q", "keys", "values", "out"):
+        if name in ("keys", "values"):
+            types[name] = f"*{kind if codes is None else CODE_TYPES[codes]}"
+        elif name in ("q", "out"):
             types[name] = f"*{kind}"
         elif name in fp32 or name in int32 or name == "block_ids":
             types[name] = "*fp32" if name in fp32 else "*i32" if name in int32 else "*i64"
@@ -353,4 +380,5 @@ def _form(kernel: Any, kind: str, plan: dict[str, Any], wanted: tuple[str, ...])
             types[name] = "i32"
     options: dict[str, int] = {name: plan[name] for name in ("num_warps", "num_stages") if name in plan}
     constants = {name: value for name, value in plan.items() if name not in options}
-    return Specialisation(kernel, types, constants, options, wanted)
+    least = FP8_CAPABILITY if codes == torch.float8_e4m3fn else 80
+    return Specialisation(kernel, types, constants, options, wanted, least)

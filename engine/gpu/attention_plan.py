@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..step_batch import StepBatch, to_device
-from .runtime import capability
+from .runtime import LARGEST_CODES, capability
 
 LEAST_PART, MOST_PARTS = 256, 16
 """Tokens of context that are worth a part of their own, and the most parts."""
@@ -18,12 +18,32 @@ DECODE_PLACES = (1, 2, 4, 8)
 
 
 class CacheShape(NamedTuple):
-    """One layer's keys, and its values: each [blocks, kv_heads, block_size, head_dim], contiguous."""
+    """One layer's `LayerCache`. `codes`: what its numbers are kept as, int8 or fp8; None is what is computed in."""
 
     heads: int
     kv_heads: int
     head_dim: int
     block_size: int
+    codes: torch.dtype | None = None
+
+    @property
+    def largest_code(self) -> float:
+        """0 where numbers are kept as they are."""
+        return 0.0 if self.codes is None else LARGEST_CODES[self.codes]
+
+
+class LayerCache(NamedTuple):
+    """Keys and values, each [blocks, kv_heads, block_size, head_dim], contiguous. Of codes also what the largest code
+    stands for in each line of both, float32 `scales` [blocks, kv_heads, block_size, keys and values]."""
+
+    keys: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As kernels take them: without scales they get what they do not read."""
+        return self.keys, self.values, self.keys if self.scales is None else self.scales
 
 
 class AttentionSpec(NamedTuple):
@@ -58,6 +78,7 @@ SHAPES = (
     CacheShape(64, 8, 64, 16),  # gpt-oss
 )
 """Of published models, for proofs."""
+CODED_SHAPES = tuple(shape._replace(codes=codes) for shape in SHAPES for codes in LARGEST_CODES)
 
 
 class StepTiles(NamedTuple):
@@ -92,6 +113,7 @@ def _chunk_tiles(spec: AttentionSpec, counts: NDArray[np.int32], places: int, de
 def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
     shape = spec.shape
     cache = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
+    cache |= {"LARGEST_CODE": shape.largest_code}
     kind = {"WINDOW": spec.window, "CAPPED": spec.softcap > 0, "SINKS": sinks}
     return cache | kind | {"BLOCK_SIZE": shape.block_size, "DIMS": max(next_power_of_2(shape.head_dim), 16)}
 

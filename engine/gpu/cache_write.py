@@ -1,8 +1,8 @@
 """Rotation (arXiv 2104.09864) and the paged cache's write, in one pass over a layer's queries, keys and values.
 
 One program holds up to sixteen query heads of a token, or as many key heads, or value heads: whole lines are read and
-written side by side. Keys and values go where the block table says; queries go into memory of their own. The references
-are `layers.rotary.TorchAngles` and a plain copy.
+written side by side. Keys and values go where the block table says, as they are or as codes of eight bits with a scale
+for each line; queries go into memory of their own. The references are `layers.rotary.TorchAngles` and a plain copy.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..step_batch import DeviceBatch
-from .attention_plan import SHAPES, CacheShape, next_power_of_2
-from .runtime import Specialisation
+from .attention_plan import CODED_SHAPES, SHAPES, CacheShape, LayerCache, next_power_of_2
+from .codes import to_codes
+from .runtime import CODE_TYPES, FP8_CAPABILITY, Specialisation
 
 
 @triton.jit
@@ -28,6 +29,7 @@ def _write_kernel(
     sin,
     keys,
     values,
+    scales,
     rows,
     starts,
     counts,
@@ -43,6 +45,7 @@ def _write_kernel(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
     LINES: tl.constexpr,
     DIMS: tl.constexpr,
 ):
@@ -62,15 +65,26 @@ def _write_kernel(
     line = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
     there = (head < KV_HEADS) & (dim < HEAD_DIM)
     if kind == 1:
-        values_at = v + place * v_stride + head * HEAD_DIM + dim
-        tl.store(values + line * HEAD_DIM + dim, tl.load(values_at, mask=there), mask=there)
+        value = tl.load(v + place * v_stride + head * HEAD_DIM + dim, mask=there, other=0.0)
+        _store(values, scales + 1, line, dim, value, there, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     elif kind == 0:
         turned = _rotate(k + place * k_stride + head * HEAD_DIM, cos, sin, place, dim, there, ROTARY_DIM)
-        tl.store(keys + line * HEAD_DIM + dim, turned, mask=there)
+        _store(keys, scales, line, dim, turned, there, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     else:
         there = (head < HEADS) & (dim < HEAD_DIM)
         turned = _rotate(q + place * q_stride + head * HEAD_DIM, cos, sin, place, dim, there, ROTARY_DIM)
         tl.store(rotated + (place * HEADS + head) * HEAD_DIM + dim, turned, mask=there)
+
+
+@triton.jit
+def _store(cache, scales, line, dim, x, there, head_there, HEAD_DIM: tl.constexpr, LARGEST_CODE: tl.constexpr):
+    """Lines x of the cache, as they are, or as codes whose largest stands for the line's largest number."""
+    if LARGEST_CODE > 0:
+        wide = x.to(tl.float32)
+        largest = tl.max(tl.abs(wide), 1, keep_dims=True)
+        tl.store(scales + 2 * line, largest, mask=head_there)
+        x = to_codes(wide, largest, cache.dtype.element_ty, LARGEST_CODE)
+    tl.store(cache + line * HEAD_DIM + dim, x, mask=there)
 
 
 @triton.jit
@@ -90,13 +104,13 @@ def _rotate(heads, cos, sin, place, dim, there, ROTARY_DIM: tl.constexpr):
 
 def write_cache(
     shape: CacheShape,
-    cache: tuple[Tensor, Tensor],
+    cache: LayerCache,
     batch: DeviceBatch,
     owners: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Store a step's keys and values [N, kv_heads, head_dim] in the cache (keys, values) of a layer.
+    """Store a step's keys and values [N, kv_heads, head_dim] in the cache of a layer.
 
     Heads of a token lie side by side; `owners`, int64 [N]: the row of each place. Queries [N, heads, head_dim] are
     returned. They and the keys are rotated if there is a `rotation`: cos and sin [N, ..., rotary_dim], as `TorchAngles`
@@ -111,7 +125,7 @@ def write_cache(
         plan = _plan(shape, rotary)
         heads = shape.heads if rotary else shape.kv_heads
         write = _write_kernel[batch.size, 3 if rotary else 2, -(-heads // plan["LINES"])]
-        write(q, k, v, rotated, cos, sin, *cache, *numbers, *strides, **plan)
+        write(q, k, v, rotated, cos, sin, *cache.pointers, *numbers, *strides, **plan)
     return rotated
 
 
@@ -120,21 +134,23 @@ def _plan(shape: CacheShape, rotary: int) -> dict[str, int]:
     lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), 16)
     dims = next_power_of_2(shape.head_dim)
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}
-    tile = {"BLOCK_SIZE": shape.block_size, "LINES": lines, "DIMS": dims}
+    tile = {"BLOCK_SIZE": shape.block_size, "LARGEST_CODE": shape.largest_code, "LINES": lines, "DIMS": dims}
     return sizes | tile | {"num_warps": min(max(lines * dims // 256, 1), 8)}
 
 
 def specialisations() -> Iterator[Specialisation]:
-    for shape in SHAPES:
+    for shape in (*SHAPES, *CODED_SHAPES):
         for kind in ("bf16", "fp16"):
             for rotary in (shape.head_dim, shape.head_dim // 2, 0):
                 plan: dict[str, Any] = _plan(shape, rotary)
                 options = {"num_warps": plan.pop("num_warps")}
-                yield Specialisation(_write_kernel, _types(kind), plan, options)
+                least = FP8_CAPABILITY if shape.codes == torch.float8_e4m3fn else 80
+                yield Specialisation(_write_kernel, _types(kind, shape), plan, options, least=least)
 
 
-def _types(kind: str) -> dict[str, str]:
-    data = dict.fromkeys(("q", "k", "v", "rotated", "cos", "sin", "keys", "values"), f"*{kind}")
+def _types(kind: str, shape: CacheShape) -> dict[str, str]:
+    data = dict.fromkeys(("q", "k", "v", "rotated", "cos", "sin"), f"*{kind}")
+    cache = dict.fromkeys(("keys", "values"), f"*{kind if shape.codes is None else CODE_TYPES[shape.codes]}")
     numbers = dict.fromkeys(("rows", "starts", "counts", "first_places"), "*i32") | {"owners": "*i64"}
     strides = dict.fromkeys(("table_stride", "q_stride", "k_stride", "v_stride"), "i32")
-    return data | numbers | {"block_ids": "*i64"} | strides
+    return data | cache | {"scales": "*fp32"} | numbers | {"block_ids": "*i64"} | strides

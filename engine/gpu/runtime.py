@@ -14,6 +14,10 @@ from ..cpu.library import LEVEL_VARIABLE
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """The dtypes that kernels compute on, by Triton's names."""
 
+CODE_TYPES = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}
+"""Eight-bit codes of numbers, by Triton's names."""
+LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels compute `dtype` on `device`; layers ask while they are built, not at each step.
@@ -35,11 +39,11 @@ def capability(device: torch.device) -> int:
 
 
 FP8_CAPABILITY = 89
-"""The least capability whose tensor cores multiply fp8."""
+"""The least capability whose tensor cores multiply fp8, and for which Triton converts it."""
 
 
 def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether they compute `dtype` on `device` by products in fp8 (e4m3)."""
+    """Whether they compute `dtype` on `device` by products in fp8 (e4m3), or over a cache in it."""
     return serves(dtype, device) and capability(device) >= FP8_CAPABILITY
 
 

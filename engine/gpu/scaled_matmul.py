@@ -16,14 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runtime import DIVISIBLE, FP8_CAPABILITY, TRITON_TYPES, Specialisation
-
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest number of each kind of codes."""
-
-_TYPES = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}
-_ROUNDER = tl.constexpr(12582912.0)
-"""1.5 * 2^23: a float32 of less than 2^22 that it is added to keeps no fraction, and was rounded half to even."""
+from .codes import to_codes
+from .runtime import CODE_TYPES, DIVISIBLE, FP8_CAPABILITY, LARGEST_CODES, TRITON_TYPES, Specialisation
 
 _FEW_ROWS = 64
 """Above, blocks are large and inputs are not split; to be measured."""
@@ -40,14 +34,8 @@ def _quantise_kernel(x, codes, scales, size, LARGEST_CODE: tl.constexpr, BLOCK: 
     there = columns < size
     wide = tl.load(x + row * size + columns, mask=there, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(wide), 0)
-    by = tl.div_rn(tl.full((), LARGEST_CODE, tl.float32), tl.where(largest > 0, largest, 1.0))
-    scaled = wide * tl.where(largest > 0, tl.minimum(by, 3e38), 0.0)
-    if codes.dtype.element_ty == tl.int8:
-        scaled = (scaled + _ROUNDER) - _ROUNDER
-    else:  # half to even, three bits of fraction: the interpreter's cast loses what is carried into the exponent
-        bits = scaled.to(tl.int32, bitcast=True)
-        scaled = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    tl.store(codes + row * size + columns, scaled.to(codes.dtype.element_ty), mask=there)
+    rounded = to_codes(wide, largest, codes.dtype.element_ty, LARGEST_CODE)
+    tl.store(codes + row * size + columns, rounded, mask=there)
     tl.store(scales + row, tl.div_rn(largest, tl.full((), LARGEST_CODE, tl.float32)))
 
 
@@ -143,7 +131,7 @@ def quantise_rows(x: Tensor, kind: torch.dtype) -> QuantisedRows:
     """x [N, n], contiguous -> codes of `kind` [N, n] and scales [N], each row's largest number at the largest code."""
     codes, scales = torch.empty_like(x, dtype=kind), x.new_empty(len(x), dtype=torch.float32)
     if len(x):
-        _quantise_kernel[len(x),](x, codes, scales, x.shape[1], LARGEST[kind], **_quantise_plan(x.shape[1]))
+        _quantise_kernel[len(x),](x, codes, scales, x.shape[1], LARGEST_CODES[kind], **_quantise_plan(x.shape[1]))
     return QuantisedRows(codes, scales)
 
 
@@ -199,13 +187,13 @@ def _plan(rows: int, outputs: int, inputs: int) -> dict[str, int]:
 
 def specialisations() -> Iterator[Specialisation]:
     """Products of few rows and many with the matrices of published models, in both kinds of codes."""
-    for kind, code in _TYPES.items():
+    for kind, code in CODE_TYPES.items():
         least = 80 if kind == torch.int8 else FP8_CAPABILITY
         for x in TRITON_TYPES.values():
             for size in (4096, 14336, 32768):
                 types = {"x": f"*{x}", "codes": f"*{code}", "scales": "*fp32", "size": f"i32{DIVISIBLE}"}
                 plan = _quantise_plan(size)
-                constants = {"LARGEST_CODE": LARGEST[kind], "BLOCK": plan.pop("BLOCK")}
+                constants = {"LARGEST_CODE": LARGEST_CODES[kind], "BLOCK": plan.pop("BLOCK")}
                 yield Specialisation(_quantise_kernel, types, constants, plan, least=least)
             for rows in (1, 16, 32, 64, 65):
                 yield from _products(kind, x, rows, least)
@@ -223,7 +211,7 @@ def _products(kind: torch.dtype, x: str, rows: int, least: int) -> Iterator[Spec
         options = {name: plan.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         sums = "i32" if kind == torch.int8 else "fp32"
         out = f"*{x if parts == 1 else sums}"
-        types = {"x": f"*{_TYPES[kind]}", "x_scales": "*fp32", "weight": f"*{_TYPES[kind]}", "scales": "*fp32"}
+        types = {"x": f"*{CODE_TYPES[kind]}", "x_scales": "*fp32", "weight": f"*{CODE_TYPES[kind]}", "scales": "*fp32"}
         types |= {"bias": "*fp32", "out": out, **sizes, "inputs": f"i32{DIVISIBLE}"}
         yield Specialisation(_scaled_kernel, types, {**one, "BIASED": biased, **plan}, options, ("mma",), least)
         if parts > 1:

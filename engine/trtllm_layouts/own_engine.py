@@ -49,9 +49,10 @@ def read_own_settings(path: str, parameters: Mapping[str, str]) -> OwnSettings:
     if _CACHE_TOKENS in settings:
         block = _number("block_size", settings.get("block_size", CacheConfig().block_size))
         settings["kv_cache_blocks"] = max(1, _number(_CACHE_TOKENS, settings.pop(_CACHE_TOKENS)) // block)
-    if str(settings.get(_CACHE_DTYPE, "auto")) not in ("auto", "int8"):
+    on_host = computes_on_host(settings.get("device"), usable_gpus())
+    if str(settings.get(_CACHE_DTYPE, "auto")) not in (("auto", "int8") if on_host else ("auto", "int8", "fp8")):
         idle.add(_CACHE_DTYPE)
-    if _CACHE_SHARE in settings and computes_on_host(settings.get("device"), usable_gpus()):
+    if _CACHE_SHARE in settings and on_host:
         del settings[_CACHE_SHARE]
         idle.add("kv_cache_free_gpu_mem_fraction (no GPU computes)")
     taken = {name: value for name, value in settings.items() if name in known and name not in idle}
