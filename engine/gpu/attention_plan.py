@@ -119,11 +119,13 @@ def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
 
 
 def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[str, Any]:
-    """Tensor cores take sixteen queries and more. As many keys at once as leave room for two tiles on their way."""
+    """Tensor cores take sixteen queries and more. As many keys at once as leave room for two tiles on their way, and
+    for four of codes, which have half the bytes."""
     queries = max(next_power_of_2(places * spec.group), 16)
     tile = 64 if spec.shape.head_dim <= 128 else 32
     cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": tile}
-    return _sizes(spec, sinks) | cut | {"num_warps": 4 if queries <= 32 else 8, "num_stages": 3}
+    stages = 3 if spec.shape.codes is None else 5
+    return _sizes(spec, sinks) | cut | {"num_warps": 4 if queries <= 32 else 8, "num_stages": stages}
 
 
 def combine_plan(spec: AttentionSpec, places: int) -> dict[str, Any]:

@@ -130,12 +130,13 @@ def write_cache(
 
 
 def _plan(shape: CacheShape, rotary: int) -> dict[str, int]:
-    """A tile of heads; a warp for each 256 of its numbers, of 1 to 8."""
+    """A tile of heads; a warp for each 256 of its numbers, of 1 to 8, and twice as many where they become codes."""
     lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), 16)
     dims = next_power_of_2(shape.head_dim)
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}
     tile = {"BLOCK_SIZE": shape.block_size, "LARGEST_CODE": shape.largest_code, "LINES": lines, "DIMS": dims}
-    return sizes | tile | {"num_warps": min(max(lines * dims // 256, 1), 8)}
+    warps = min(max(lines * dims // 256, 1), 8)
+    return sizes | tile | {"num_warps": warps if shape.codes is None else 2 * warps}
 
 
 def specialisations() -> Iterator[Specialisation]:

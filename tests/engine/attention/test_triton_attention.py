@@ -10,19 +10,21 @@ from torch import Tensor
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.attention.backend import CacheSpec
+from charonia.engine.attention.host_cache import HostCache
 from charonia.engine.attention.selector import capable_backends, create_backend
-from charonia.engine.attention.torch_attention import ReferenceAttention
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention, RopeSpec
+from charonia.engine.gpu import runtime
 from charonia.engine.layers.rotary import TorchRotary
 from charonia.engine.step_batch import DeviceBatch, StepBatch, upload_columns
+from tests.engine.kept_attention import KeptReference, keep, quantise
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 CPU = torch.device("cpu")
 FREE, BLOCKS = 7, 90
 """Blocks of the cache that no row has: what lies there is NaN."""
-
+KEPT = ("auto", "int8", "fp8")
 
 PLAIN = LayerAttention()
 
@@ -36,11 +38,12 @@ def random(*shape: int) -> Tensor:
 
 
 class Pair:
-    """The backend and the reference, with the same tokens in their caches, and rows of such lengths and counts."""
+    """The backend and the reference, which computes in float32, with the same tokens in their caches, and rows of such
+    lengths and counts. `size`: of the values."""
 
-    def __init__(self, shape: CacheSpec, rows: list[tuple[int, int]]) -> None:
-        self.shape, self.rows = shape, rows
-        self.backends = TritonAttention(shape), ReferenceAttention(shape)
+    def __init__(self, shape: CacheSpec, rows: list[tuple[int, int]], size: float = 1.0) -> None:
+        self.shape, self.rows, self.size = shape, rows, size
+        self.backends = TritonAttention(shape), KeptReference(shape._replace(dtype=torch.float32))
         order = (torch.randperm(BLOCKS - FREE, generator=torch.Generator().manual_seed(1)) + FREE).tolist()
         width = max(-(-sum(row) // shape.block_size) for row in rows)
         blocks = [[order.pop() for _ in range(-(-sum(row) // shape.block_size))] for row in rows]
@@ -48,13 +51,21 @@ class Pair:
         for backend in self.backends:
             backend.allocate(BLOCKS)
         mine, reference = (backend._cache for backend in self.backends)
-        mine.fill_(torch.nan)
+        scales, kept = self.backends[0]._scales, shape.kv_cache_dtype
+        if kept == "auto":
+            mine.fill_(torch.nan)
+        else:
+            mine.view(torch.uint8).fill_(127)
+            scales.fill_(torch.nan)
         for line, (start, _) in enumerate(rows):
-            known = random(2, start, 2, 16).to(shape.dtype)
+            known = random(2, start, 2, 16).to(shape.dtype) * torch.tensor([1, size]).view(2, 1, 1, 1).to(shape.dtype)
             token = torch.arange(start)
             blocks, offsets = self.tables[line, token // shape.block_size], token % shape.block_size
+            reference[0, :, blocks * shape.block_size + offsets] = keep(known.float(), kept)
+            if kept != "auto":
+                known, largest = quantise(known.float(), kept)
+                scales[0, blocks, :, offsets] = largest.permute(1, 2, 0)
             mine[0, :, blocks, :, offsets] = known.transpose(0, 1)
-            reference[0, :, blocks * shape.block_size + offsets] = known
 
     def batch(self, rows: list[tuple[int, int]], lines: list[int]) -> StepBatch:
         starts, counts = zip(*rows, strict=True)
@@ -63,32 +74,43 @@ class Pair:
     def step(self, rows: list[tuple[int, int]], lines: list[int], seed: int) -> list[Tensor]:
         batch, shape = self.batch(rows, lines), self.shape
         q, k, v = (random(batch.size, heads, 16 + seed)[..., :16] for heads in (6, 2, 2))
-        q, k, v = (each.to(shape.dtype).contiguous() for each in (q, k, v))
+        q, k, v = (each.to(shape.dtype).contiguous() for each in (q, k, v * self.size))
         sinks = random(6) if shape.attention[0].sinks else None
-        return [backend.begin_step(batch)(0, q, k, v, sinks) for backend in self.backends]
+        mine, reference = (backend.begin_step(batch) for backend in self.backends)
+        return [mine(0, q, k, v, sinks), reference(0, q.float(), k.float(), v.float(), sinks)]
 
     def check(self) -> None:
         found, right = self.step(self.rows, [*range(len(self.rows))], 2)
-        torch.testing.assert_close(found, right, atol=2e-5 if found.dtype == torch.float32 else 4e-3, rtol=1e-3)
+        assert found.dtype == self.shape.dtype
+        bound = 2e-5 if found.dtype == torch.float32 else 4e-3
+        torch.testing.assert_close(found.float(), right, atol=bound * self.size, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("attention", [PLAIN, LayerAttention(20, 0.3, 1.5, sinks=True)], ids=str)
-def test_decoding_rows_drafts_and_chunks_in_one_step(attention: LayerAttention) -> None:
-    Pair(spec(attention), [(40, 1), (0, 1), (15, 5), (16, 8), (0, 30), (31, 50)]).check()
+def test_decoding_rows_drafts_and_chunks_in_one_step(attention: LayerAttention, kept: str) -> None:
+    rows = [(40, 1), (0, 1), (15, 5), (16, 8), (0, 30), (31, 50)] if kept == "auto" else [(40, 1), (15, 5), (31, 20)]
+    Pair(spec(attention, kv_cache_dtype=kept), rows).check()
 
 
-def test_a_long_context_is_cut_into_parts() -> None:
-    Pair(spec(dtype=torch.float16), [(600, 1), (255, 1), (256, 1), (3, 1)]).check()
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_long_context_is_cut_into_parts(kept: str) -> None:
+    """In half precision, in which a small weight times a scale of a code of such values would be nothing."""
+    rows = [(600, 1), (255, 1), (256, 1), (3, 1)] if kept == "auto" else [(600, 1), (3, 1)]
+    Pair(spec(dtype=torch.float16, kv_cache_dtype=kept), rows, 1.0 if kept == "auto" else 0.001).check()
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.sampled_from((0, 1, 15, 16, 70)), st.sampled_from((1, 2, 7, 9, 40))), min_size=1, max_size=3),
     st.sampled_from((None, 1, 16, 17)),
     st.sampled_from((4, 16)),
+    st.sampled_from(KEPT),
 )
-def test_rows_of_any_shape(interpreted: None, rows: list[tuple[int, int]], window: int | None, block: int) -> None:
-    Pair(spec(LayerAttention(window), block_size=block * 4), rows).check()
+def test_rows_of_any_shape(
+    interpreted: None, rows: list[tuple[int, int]], window: int | None, block: int, kept: str
+) -> None:
+    Pair(spec(LayerAttention(window), block_size=block * 4, kv_cache_dtype=kept), rows).check()
 
 
 def test_a_row_says_the_same_whatever_is_beside_it() -> None:
@@ -99,8 +121,10 @@ def test_a_row_says_the_same_whatever_is_beside_it() -> None:
     assert torch.equal(together[0], alone[0])
 
 
-def test_rotation_and_write_are_those_of_torch() -> None:
-    shape = spec()
+@pytest.mark.parametrize("kept", KEPT)
+def test_rotation_and_write_are_those_of_torch(kept: str) -> None:
+    """One rounding of a rotated key may be another than torch's, and then its code."""
+    shape = spec(kv_cache_dtype=kept)
     pair = Pair(shape, [(5, 3), (40, 1), (0, 20)])
     rotary = TorchRotary(RopeSpec(partial_rotary_factor=0.5), 16, 64, torch.float32, CPU)
     batch = pair.batch(pair.rows, [0, 1, 2])
@@ -110,9 +134,70 @@ def test_rotation_and_write_are_those_of_torch() -> None:
     torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-3)
 
 
-def test_padded_rows_and_places_touch_nothing() -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in divide:RuntimeWarning")  # by the least number there is
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_codes_and_scales_are_those_of_torch(kept: str) -> None:
+    """Of numbers of any size: an outlier beside others, zeros, the least there are, and halves between two codes."""
+    shape = spec(kv_cache_dtype=kept)
+    backend = TritonAttention(shape)
+    backend.allocate(2)
+    k, v = random(30, 2, 16) * 2.0 ** torch.randint(-20, 20, (30, 2, 1)), random(30, 2, 16) ** 5
+    k[0], k[1, 0], k[2], v[3, :, 0] = 0, 1e-45, 1e30, 1e4
+    largest_code = quantise(k, kept)[0].float().max()
+    v[4], v[4, :, 0] = torch.linspace(-20.5, 9.5, 16), largest_code
+    batch = StepBatch([0], [0], [30], torch.zeros(1, 1), torch.tensor([[1, 0]]), 16)
+    backend.begin_step(batch)(0, random(30, 6, 16), k, v)
+    for which, x in enumerate((k, v)):
+        codes, largest = quantise(x, kept)
+        written = torch.cat((backend._cache[0, which, 1], backend._cache[0, which, 0]), 1)[:, :30].transpose(0, 1)
+        scales = torch.cat((backend._scales[0, 1], backend._scales[0, 0]), 1)[:, :30, which].t()
+        assert torch.equal(written.float(), codes.float())
+        assert torch.equal(scales, largest)
+
+
+@pytest.mark.parametrize(("kept", "bound"), [("int8", 1 / 254), ("fp8", 1 / 28)])
+def test_what_is_kept_is_near_what_was_given(kept: str, bound: float) -> None:
+    """Half a step of the largest codes, of each line's largest number: what a token that is alone gets back."""
+    backend, rows = create_backend("triton", spec(kv_cache_dtype=kept)), 12
+    backend.allocate(rows)
+    batch = StepBatch(np.arange(rows), [0] * rows, [1] * rows, torch.zeros(rows, 1), torch.arange(rows).view(-1, 1), 16)
+    v = random(rows, 2, 16)
+    found = backend.begin_step(batch)(0, random(rows, 6, 16), random(rows, 2, 16), v).view(rows, 6, 16)
+    error = (found - v.repeat_interleave(3, 1)).abs() / v.abs().amax(-1, keepdim=True).repeat_interleave(3, 1)
+    assert bound / 8 < error.max() <= bound * 1.0001
+
+
+def test_a_block_of_codes_takes_half_of_one_in_half_precision_and_its_scales() -> None:
+    half, *others = (
+        create_backend("triton", spec(dtype=torch.float16, kv_cache_dtype=kept)).block_bytes for kept in KEPT
+    )
+    assert half == 2 * 2 * 16 * 2 * 16
+    assert others == [half // 2 + 2 * 4 * 16 * 2] * 2
+    for kept in KEPT:
+        backend = TritonAttention(spec((PLAIN, PLAIN), kv_cache_dtype=kept)._replace(attention=(PLAIN,) * 3))
+        backend.allocate(5)
+        assert sum(each[0].nbytes for each in backend.device_blocks) == backend.block_bytes
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_blocks_go_to_the_host_and_come_back_with_their_scales(kept: str) -> None:
+    """Into other blocks of the cache, where they are attended to."""
+    pair = Pair(spec(kv_cache_dtype=kept), [(40, 1)])
+    right = pair.step(pair.rows, [0], 2)[1]
+    backend, blocks = pair.backends[0], pair.tables[0].tolist()
+    host = HostCache(backend.device_blocks, len(blocks))
+    host.move(np.array([(block, slot, 0) for slot, block in enumerate(blocks)]))
+    for tensor in backend.device_blocks:
+        tensor.copy_(torch.tensor(torch.nan if tensor.dtype == torch.float32 else 100.0))
+    host.move(np.array([(BLOCKS - 1 - slot, slot, 1) for slot in range(len(blocks))]))
+    pair.tables[0] = torch.arange(BLOCKS - 1, BLOCKS - 1 - len(blocks), -1)
+    torch.testing.assert_close(pair.step(pair.rows, [0], 2)[0], right, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
+def test_padded_rows_and_places_touch_nothing(kept: str) -> None:
     """As a recorded step has them: eight rows and places, of which three count."""
-    pair = Pair(spec(), [(40, 1), (3, 1), (64, 1)])
+    pair = Pair(spec(kv_cache_dtype=kept), [(40, 1), (3, 1), (64, 1)])
     three = [[0, 1, 2], [40, 3, 64], [1, 1, 1], [0, 1, 2]]
     columns = np.array([[*own, *[padding] * 5] for own, padding in zip(three, (0, 0, 0, 3), strict=True)])
     numbers = upload_columns(list(columns), CPU)
@@ -121,12 +206,12 @@ def test_padded_rows_and_places_touch_nothing() -> None:
     tokens = torch.zeros(3, 1)
     padded = StepBatch(columns[0], columns[1], ones, tokens, pair.tables, 16, there)
     q, k, v = (random(8, heads, 16) for heads in (6, 2, 2))
-    before = pair.backends[0]._cache.clone()
+    mine = pair.backends[0]._cache.view(torch.uint8)
+    before = mine.clone()
     found = pair.backends[0].begin_step(padded)(0, q, k, v)[:3]
     right = pair.backends[1].begin_step(pair.batch(pair.rows, [0, 1, 2]))(0, q[:3], k[:3], v[:3])
     torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-3)
-    changed = (pair.backends[0]._cache != before) & ~(pair.backends[0]._cache.isnan() & before.isnan())
-    assert changed.any((3, 5)).sum() == 2 * 3  # a key and a value of each row that counts
+    assert (mine != before).any((3, 5)).sum() == 2 * 3  # a key and a value of each row that counts
 
 
 def test_it_is_for_gpus_and_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +221,20 @@ def test_it_is_for_gpus_and_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidArgument, match="'triton' needs a GPU"):
         create_backend("triton", spec())
     assert capable_backends("auto", torch.device("cuda"), torch.bfloat16, 16, "auto")[0] == "triton"
+
+
+def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for capability, says in ((80, "and cuda:0 has 8.0; int8 takes as few bytes"), (89, "")):
+        monkeypatch.setattr(runtime, "capability", lambda device, found=capability: found)
+        if not says:
+            assert capable_backends("auto", gpu, torch.bfloat16, 16, "fp8") == ["triton"]
+            continue
+        with pytest.raises(InvalidArgument, match=says) as refusal:
+            create_backend("auto", spec(device=gpu, kv_cache_dtype="fp8"))
+        assert refusal.value.field == "kv_cache_dtype"
+        assert capable_backends("auto", gpu, torch.bfloat16, 16, "int8") == ["triton"]
+    monkeypatch.delenv("CHARONIA_KERNELS")
+    for name in ("auto", "cpu"):
+        with pytest.raises(InvalidArgument, match=r"fp8 is for GPUs .* computes on cpu; int8 takes as few bytes$"):
+            create_backend(name, spec(kv_cache_dtype="fp8"))

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.engine.attention import selector
+from charonia.engine.attention.backend import AttentionBackend
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.gpu.norm import TritonNorm
@@ -18,8 +20,11 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import SamplerParams
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
+from tests.engine.kept_attention import KeptReference
 
 BLOCK, NEW = 16, 6
+SHARED = [7, 8, 9, 10] * 5
+PROMPTS = [SHARED, [*SHARED, 3, 4, 5], [*SHARED, 11]]
 OTHERS = (
     "llama-llama3-tied",
     "phi4-mini",
@@ -38,26 +43,43 @@ OTHERS = (
 def test_greedy_text_is_that_of_transformers(
     interpreted: None, checkpoint: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, prefix hits and preemption included: the cache has room for two of three."""
     directory, normed = checkpoint(name), list[int]()
     norm = TritonNorm.add_and_norm
     monkeypatch.setattr(TritonNorm, "add_and_norm", lambda *own: normed.append(1) or norm(*own))
-    shared = [7, 8, 9, 10] * 5
-    prompts = [shared, [*shared, 3, 4, 5], [*shared, 11]]
-    executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", cache=CacheConfig(block_size=BLOCK)))
+    found = generate(directory, TritonAttention)
+    assert normed
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        right = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        assert tokens == right[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kept", [pytest.param("int8", marks=pytest.mark.proof), "fp8"])
+def test_greedy_text_over_codes_is_that_of_torch_over_the_same(
+    interpreted: None, checkpoint: Callable[[str], Path], kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the layers are the same, and attention alone is by torch, over what the codes stand for."""
+    monkeypatch.setitem(selector.BACKENDS, "kept", KeptReference)
+    directory = checkpoint("llama")
+    assert generate(directory, TritonAttention, kept) == generate(directory, KeptReference, kept, "kept")
+
+
+def generate(
+    directory: Path, backend: type[AttentionBackend], kept: str = "auto", attention: str = "auto"
+) -> list[list[int]]:
+    """What the engine says to PROMPTS. Chunks, prefix hits and preemption included: the cache has room for two of
+    three."""
+    sizes = CacheConfig(block_size=BLOCK, dtype=kept)
+    executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes))
     executor.load(lambda phase, fraction: None)
-    assert isinstance(executor.rank.runner.attention, TritonAttention)
+    assert isinstance(executor.rank.runner.attention, backend)
     cache = KVCacheManager(5, BLOCK, prefix_caching=True)
     executor.allocate(5)
     config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64)
-    requests = [_request(cache, key, prompt) for key, prompt in enumerate(prompts)]
+    requests = [_request(cache, key, prompt) for key, prompt in enumerate(PROMPTS)]
     found = run_to_end(Scheduler(config, cache), executor, requests)
     executor.close()
-    assert normed
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for key, prompt in enumerate(prompts):
-        right = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-        assert found.tokens[key] == right[0, len(prompt) :].tolist()
+    return [found.tokens[key] for key in range(len(PROMPTS))]
 
 
 def _request(cache: KVCacheManager, key: int, prompt: list[int]) -> SequenceRequest:
