@@ -65,14 +65,14 @@ class EstimatedMachine(NamedTuple):
 
 
 def estimate_machine(
-    spec: ModelSpec, precision: Precision, device: DeviceLimits, shares: DeviceShares
+    spec: ModelSpec, precision: Precision, device: DeviceLimits, shares: DeviceShares, kv_cache_dtype: str = "auto"
 ) -> EstimatedMachine:
-    """A dense model on one device.
+    """A dense model on one device, with a cache of that `CacheConfig.dtype`.
 
     Raises:
         InvalidArgument: a mixture of experts.
     """
-    demand = ModelDemand.of(spec, precision)
+    demand = ModelDemand.of(spec, precision, kv_cache_dtype)
     read = shares.read_share * device.read
     peak = shares.peak_share * (device.peak8 if precision == "int8" else device.peak16)
     token_bytes = demand.context_bytes(1)

@@ -33,6 +33,7 @@ from ..engine.checkpoint.model_spec import LayerAttention
 from ..engine.checkpoint.weights import TensorSlice
 from ..engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from ..engine.cpu.matmul import GroupedRows
+from ..engine.gpu import runtime
 from ..engine.models.registry import NativeBuilder
 from ..engine.step_batch import StepBatch
 from ..engine.worker.inline_executor import InlineExecutor
@@ -173,9 +174,16 @@ class GpuBench:
             *(lambda rows=rows: self.decode_steps(rows) for rows in self.work.batches),
             lambda: self.decode_steps(self.work.batches[1], self.work.drafts),
             self.prefill,
+            *(lambda kept=kept: self.decode_attention(kept) for kept in self.coded),
+            *(lambda kept=kept: self.prefill_attention(kept) for kept in self.coded),
             self.offline,
             self.transformers_offline,
         ]
+
+    @property
+    def coded(self) -> list[str]:
+        """The kinds of codes that a cache on this device may have."""
+        return ["fp8", "int8"] if runtime.serves_fp8(self.dtype, self.device) else ["int8"]
 
     def copy_bandwidth(self) -> Iterator[Figure]:
         source = torch.ones(self.work.copied, dtype=torch.uint8, device=self.device)
@@ -189,18 +197,20 @@ class GpuBench:
         self.operations = 2 * size**3 / self.seconds(lambda: left @ right)
         yield Figure(f"{self.work.dtype} products", self.operations / 1e12, "TFLOP/s")
 
-    def decode_attention(self) -> Iterator[Figure]:
+    def decode_attention(self, kept: str = "auto") -> Iterator[Figure]:
+        """Of codes, the bytes that are to be read are theirs and their scales'."""
         rows, context = self.work.attended
-        seconds, spec = self.attention(rows, context - 1, 1)
-        read = 2 * rows * context * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
-        share = read / seconds / self.read
-        yield Figure(f"attention, decode of {rows} at {context:,}", 1e6 * seconds, "us", share, "bandwidth", 0.8)
+        seconds, token_bytes = self.attention(rows, context - 1, 1, kept)
+        share = rows * context * token_bytes / seconds / self.read
+        name = f"attention, decode of {rows} at {context:,}{_told(kept)}"
+        yield Figure(name, 1e6 * seconds, "us", share, "bandwidth", 0.8 if kept == "auto" else None)
 
-    def prefill_attention(self) -> Iterator[Figure]:
-        tokens = self.work.prompt
-        seconds, spec = self.attention(1, 0, tokens)
-        share = 2 * tokens**2 * spec.heads * spec.head_dim / seconds / self.operations
-        yield Figure(f"attention, prefill of {tokens:,}", 1e6 * seconds, "us", share, "peak", 0.45)
+    def prefill_attention(self, kept: str = "auto") -> Iterator[Figure]:
+        tokens, config = self.work.prompt, self.work.config
+        seconds, _ = self.attention(1, 0, tokens, kept)
+        share = 2 * tokens**2 * config["num_attention_heads"] * config["head_dim"] / seconds / self.operations
+        name = f"attention, prefill of {tokens:,}{_told(kept)}"
+        yield Figure(name, 1e6 * seconds, "us", share, "peak", 0.45 if kept == "auto" else None)
 
     def decode_steps(self, rows: int, drafts: int = 0) -> Iterator[Figure]:
         """Steps that are begun one ahead, each with so many drafts a row; the first ones capture what is recorded."""
@@ -284,12 +294,13 @@ class GpuBench:
         name = f"transformers' continuous batching, {self.work.offline} sequences"
         yield Figure(name, made / (perf_counter() - began), "tokens/s")
 
-    def attention(self, rows: int, start: int, count: int) -> tuple[float, CacheSpec]:
-        """Seconds of one layer's attention, which stores the tokens first, out of several layers' caches in turn."""
+    def attention(self, rows: int, start: int, count: int, kept: str) -> tuple[float, float]:
+        """Seconds of one layer's attention, which stores the tokens first, out of several layers' caches in turn, and
+        the bytes of a token in one of them."""
         config, layers = self.work.config, 4
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         sizes = heads, kv_heads, config["head_dim"], BLOCK
-        spec = CacheSpec((LayerAttention(),) * layers, *sizes, self.dtype, self.device)
+        spec = CacheSpec((LayerAttention(),) * layers, *sizes, self.dtype, self.device, kept)
         backend, each = create_backend("auto", spec), -(-(start + count) // BLOCK)
         backend.allocate(rows * each)
         tables = torch.randperm(rows * each, device=self.device).view(rows, each)
@@ -300,7 +311,8 @@ class GpuBench:
             torch.randn(rows * count, each, spec.head_dim, dtype=self.dtype, device=self.device)
             for each in (heads, kv_heads, kv_heads)
         )
-        return self.seconds(lambda: [step(layer, q, k, v) for layer in range(layers)]) / layers, spec
+        seconds = self.seconds(lambda: [step(layer, q, k, v) for layer in range(layers)])
+        return seconds / layers, backend.block_bytes / BLOCK / layers
 
     def prompts(self, sequences: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(1)
@@ -357,6 +369,10 @@ class GpuBench:
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _told(kept: str) -> str:
+    return "" if kept == "auto" else f", cache in {kept}"
 
 
 def _decode_plans(rows: int, context: int, steps: int, blocks: int) -> Iterator[StepPlan]:

@@ -19,6 +19,8 @@ WEIGHT_BYTES: dict[Precision, float] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8":
 _HEAD_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "int4": 1}
 _KV_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2, "int4": 2}
 """Quantised weights leave the cache as it was."""
+_SCALE_BYTES = 4
+"""A cache in int8 or fp8 has a scale for each token and head."""
 
 
 class OfflineJob(NamedTuple):
@@ -50,19 +52,25 @@ class ModelDemand:
     kv_bytes: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, precision: Precision) -> "ModelDemand":
-        """Raises InvalidArgument: a mixture of experts, whose demand depends on what its router chooses."""
+    def of(cls, spec: ModelSpec, precision: Precision, kv_cache_dtype: str = "auto") -> "ModelDemand":
+        """With a cache of that `CacheConfig.dtype`.
+
+        Raises:
+            InvalidArgument: a mixture of experts, whose demand depends on what its router chooses.
+        """
         if spec.experts is not None:
             raise InvalidArgument(f"{spec.architecture}: limits are known for dense models only")
         attention = spec.hidden_size * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
         mlp = 3 * spec.hidden_size * spec.intermediate_size
         head, layers = spec.hidden_size * spec.vocab_size, spec.layers * (attention + mlp)
+        plain = kv_cache_dtype == "auto"
+        line_bytes = spec.head_dim * _KV_BYTES[precision] if plain else spec.head_dim + _SCALE_BYTES
         return cls(
             layers=layers,
             head=head,
             weight_bytes=int(layers * WEIGHT_BYTES[precision]) + head * _HEAD_BYTES[precision],
             windows=tuple(view.window for view in spec.attention),
-            kv_bytes=2 * spec.kv_heads * spec.head_dim * _KV_BYTES[precision],
+            kv_bytes=2 * spec.kv_heads * line_bytes,
         )
 
     def context_bytes(self, tokens: int) -> int:

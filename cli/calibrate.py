@@ -212,7 +212,7 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
         known = ", ".join(_ESTIMATED)
         message = f"--roofline estimates the quantizations {known}, and not {config.quantization}"
         raise InvalidArgument(message, field="quantization")
-    estimate = estimate_machine(spec, precision, device, options.shares)
+    estimate = estimate_machine(spec, precision, device, options.shares, config.cache.dtype)
     length = min(config.max_model_len or spec.max_position, spec.max_position)
     shape = _default_shape(config, length)
     block_bytes = estimate.token_bytes * shape.block_size
@@ -228,7 +228,7 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
         processor=options.roofline,
         checkpoint=_name_of(checkpoint),
         model=_sizes(checkpoint),
-        precision={"weights": precision},
+        precision={"weights": precision, "kv_cache_dtype": config.cache.dtype},
         versions={"charonia": __version__},
     )
     return MachineFile(origin=origin, machine=estimate.machine, engine=shape, block_bytes=block_bytes)

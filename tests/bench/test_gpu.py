@@ -38,6 +38,8 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(tmp_path: P
             for what in ("", ": host's time to launch it", ": launched kernel by kernel so far")
         ),
         "prefill of 64",
+        "attention, decode of 2 at 40, cache in int8",
+        "attention, prefill of 64, cache in int8",
         "offline, 2 sequences",
         "offline, 3 sequences",
     ]

@@ -75,6 +75,15 @@ def test_an_estimate_follows_from_the_limits_of_a_device(root: Path, tmp_path: P
     assert found.origin.steps == 0
 
 
+def test_a_cache_in_fp8_is_read_and_kept_in_about_half_the_bytes(root: Path, tmp_path: Path) -> None:
+    plain, half = (estimate(root, tmp_path, "--roofline", "h100", *more) for more in ((), ("--kv-cache-dtype", "fp8")))
+    assert half.block_bytes == 16 * 32 * 2 * 8 * (128 + 4)
+    assert half.engine.blocks / plain.engine.blocks == pytest.approx(plain.block_bytes / half.block_bytes, rel=1e-3)
+    ratio = half.machine.decode_context / plain.machine.decode_context
+    assert ratio == pytest.approx(132 / 256)
+    assert half.origin.precision == {"weights": "bf16", "kv_cache_dtype": "fp8"}
+
+
 def test_a_cache_may_be_named_and_one_without_room_is_refused(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,11 @@ def test_ngrams_are_of_five_tokens_unless_said_otherwise() -> None:
     assert SpeculationConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=4).lookup_range == (2, 4)
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_a_cache_in_fp8_has_both_of_its_names(name: str) -> None:
+    assert engine_config("x", parse_settings({"kv_cache_dtype": name}, EngineOptions)).cache.dtype == "fp8"
+
+
 def test_nothing_given_is_the_engines_choice() -> None:
     assert engine_config("x", EngineOptions()) == EngineConfig(model="x")
 
@@ -194,6 +199,7 @@ def test_nothing_given_is_the_engines_choice() -> None:
         ("max_num_seqs", "1.5", "parameter 'max_num_seqs' must be an integer, got '1.5'"),
         ("kv_cache_memory_fraction", "1.5", "parameter 'kv_cache_memory_fraction' must be a number <= 1"),
         ("prefix_caching", "ja", "parameter 'prefix_caching' must be a boolean, got 'ja'"),
+        ("kv_cache_dtype", "fp8_e5m2", "parameter 'kv_cache_dtype' must be one of auto, int8, fp8, fp8_e4m3, got"),
         ("dtype", "int8", "parameter 'dtype' must be one of auto, bfloat16, float16, float32, got 'int8'"),
     ],
 )

@@ -1,10 +1,12 @@
-"""Kernels on the device beside float64: attention, norms, gates and quantised products, in shapes of published models.
+"""Kernels on the device beside float64: attention, also over a cache in eight bits, norms, gates and quantised products,
+in shapes of published models.
 
 CHARONIA_KERNELS=triton runs them on the interpreter, without bf16.
 """
 
 import math
 import os
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.selector import create_backend
+from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention
 from charonia.engine.cpu.lora import LoraPart, RankAdapter, StepAdapters
 from charonia.engine.gpu import runtime
@@ -56,46 +59,93 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, attention: LayerAttention, 
     return torch.einsum("hnt,thd->nhd", scores.softmax(-1)[..., : len(k)], values).flatten(1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "attention"),
-    [(32, 8, 128, PLAIN), (14, 2, 64, PLAIN), (16, 8, 256, CAPPED), (32, 32, 96, PLAIN), (64, 8, 64, SUNK)],
-)
-def test_attention(heads: int, kv_heads: int, size: int, attention: LayerAttention, dtype: torch.dtype) -> None:
-    """Rows that decode, near and far, rows with drafts, and chunks, in one step over blocks in any order."""
-    rows = [(0, 1), (40, 1), (15, 5)] if INTERPRETED else [(0, 1), (4097, 1), (1023, 1), (15, 5), (700, 8), (0, 300)]
-    rows += [(31, 20)] if INTERPRETED else [(512, 513)]
-    needed = [-(-sum(row) // BLOCK) for row in rows]
-    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0))
-    tables = torch.zeros(len(rows), max(needed), dtype=torch.int64)
-    for line, blocks in enumerate(order.split(needed)):
-        tables[line, : len(blocks)] = blocks
-    backend = create_backend("triton", CacheSpec((attention,), heads, kv_heads, size, BLOCK, dtype, DEVICE))
-    backend.allocate(sum(needed))
-    sinks = random(heads) if attention.sinks else None
-    history = [[random(start + count, kv_heads, size + which, dtype=dtype)[..., :size] for which in range(2)]
-               for start, count in rows]  # fmt: skip
+class AttentionCase:
+    """Rows that decode, near and far, rows with drafts, and chunks, in one step over blocks in any order. `history`: the
+    keys and values of each row."""
 
-    def compute(starts: list[int], counts: list[int]) -> Tensor:
-        known = torch.zeros(len(rows), 1, dtype=torch.int32, device=DEVICE)
-        batch = StepBatch(np.arange(len(rows)), starts, counts, known, tables.to(DEVICE), BLOCK)
+    def __init__(self, spec: CacheSpec) -> None:
+        rows = (
+            [(0, 1), (40, 1), (15, 5)] if INTERPRETED else [(0, 1), (4097, 1), (1023, 1), (15, 5), (700, 8), (0, 300)]
+        )
+        rows += [(31, 20)] if INTERPRETED else [(512, 513)]
+        self.spec, self.rows = spec, rows
+        needed = [-(-sum(row) // BLOCK) for row in rows]
+        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0))
+        self.tables = torch.zeros(len(rows), max(needed), dtype=torch.int64)
+        for line, blocks in enumerate(order.split(needed)):
+            self.tables[line, : len(blocks)] = blocks
+        self.backend = create_backend("triton", spec)
+        self.backend.allocate(sum(needed))
+        self.sinks = random(spec.heads) if spec.attention[0].sinks else None
+        size, dtype = spec.head_dim, spec.dtype
+        self.history = [[random(sum(row), spec.kv_heads, size + which, dtype=dtype)[..., :size] for which in range(2)]
+                        for row in rows]  # fmt: skip
+
+    def outputs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What attention says of the last tokens of each row, and their queries; those before are written first."""
+        if not INTERPRETED:
+            self._compute([0] * len(self.rows), [max(start, 1) for start, _ in self.rows])
+        else:
+            for first in range(0, 40, 20):
+                counts = [min(max(start - first, 0), 20) for start, _ in self.rows]
+                self._compute([first] * len(self.rows), counts)
+        starts, counts = map(list, zip(*self.rows, strict=True))
+        found = self._compute(starts, counts).split(counts)
+        return zip(found, self._queries(sum(counts)).split(counts), strict=True)
+
+    def _queries(self, tokens: int) -> Tensor:
+        return random(tokens, self.spec.heads, self.spec.head_dim, dtype=self.spec.dtype)
+
+    def _compute(self, starts: list[int], counts: list[int]) -> Tensor:
+        known = torch.zeros(len(self.rows), 1, dtype=torch.int32, device=DEVICE)
+        batch = StepBatch(np.arange(len(self.rows)), starts, counts, known, self.tables.to(DEVICE), BLOCK)
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         k, v = (
-            torch.cat([each[which][start:end] for each, start, end in zip(history, starts, ends, strict=True)])
+            torch.cat([each[which][start:end] for each, start, end in zip(self.history, starts, ends, strict=True)])
             for which in range(2)
         )
-        return backend.begin_step(batch)(0, random(len(k), heads, size, dtype=dtype), k, v, sinks)
+        return self.backend.begin_step(batch)(0, self._queries(len(k)), k, v, self.sinks)
 
-    if not INTERPRETED:
-        compute([0] * len(rows), [max(start, 1) for start, _ in rows])
-    else:
-        for first in range(0, 40, 20):
-            compute([first] * len(rows), [min(max(start - first, 0), 20) for start, _ in rows])
-    starts, counts = map(list, zip(*rows, strict=True))
-    found = compute(starts, counts).split(counts)
-    queries = random(sum(counts), heads, size, dtype=dtype).split(counts)
-    for mine, q, (k, v) in zip(found, queries, history, strict=True):
-        assert near(mine, exact_attention(q, k, v, attention, sinks), 16)
+    def kept(self) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of each row in float64, as they are read out of a cache of codes."""
+        assert isinstance(self.backend, TritonAttention)
+        codes, scales = self.backend._cache[0].double(), self.backend._scales[0].double().movedim(-1, 0)
+        largest = 127.0 if self.spec.kv_cache_dtype == "int8" else 448.0
+        numbers = (codes * (scales / largest).unsqueeze(-1)).transpose(2, 3).flatten(1, 2)
+        places = [torch.arange(sum(row)) for row in self.rows]
+        slots = [
+            table[place // BLOCK] * BLOCK + place % BLOCK for table, place in zip(self.tables, places, strict=True)
+        ]
+        return [(numbers[0][at.to(DEVICE)], numbers[1][at.to(DEVICE)]) for at in slots]
+
+
+SHAPES = [(32, 8, 128, PLAIN), (14, 2, 64, PLAIN), (16, 8, 256, CAPPED), (32, 32, 96, PLAIN), (64, 8, 64, SUNK)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "attention"), SHAPES)
+def test_attention(heads: int, kv_heads: int, size: int, attention: LayerAttention, dtype: torch.dtype) -> None:
+    case = AttentionCase(CacheSpec((attention,), heads, kv_heads, size, BLOCK, dtype, DEVICE))
+    for (mine, q), (k, v) in zip(case.outputs(), case.history, strict=True):
+        assert near(mine, exact_attention(q, k, v, attention, case.sinks), 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kept", "step"), [("int8", 1 / 254), ("fp8", 1 / 28)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "attention"), SHAPES)
+def test_attention_over_codes(
+    heads: int, kv_heads: int, size: int, attention: LayerAttention, kept: str, step: float, dtype: torch.dtype
+) -> None:
+    """As exact as without codes, of what the cache holds; and that is what it was given, but for half a step of the
+    largest codes."""
+    if kept == "fp8" and not runtime.serves_fp8(dtype, DEVICE):
+        pytest.skip("this device does not convert fp8")
+    case = AttentionCase(CacheSpec((attention,), heads, kv_heads, size, BLOCK, dtype, DEVICE, kept))
+    outputs = list(case.outputs())
+    for (mine, q), read, given in zip(outputs, case.kept(), case.history, strict=True):
+        assert near(mine, exact_attention(q, *read, attention, case.sinks), 16)
+        for found, right in zip(read, given, strict=True):
+            assert ((found - right).abs() <= 1.0001 * step * right.abs().amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -80,6 +80,13 @@ def test_settings_of_a_yaml(checkpoint: str, tmp_path: Path) -> None:
     )
 
 
+def test_a_cache_in_fp8_is_kept_where_a_gpu_computes(checkpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(YAML.format(model=checkpoint, size=0))
+    found = read_own_settings(str(tmp_path), {"device": "cuda"})
+    assert found.parameters["kv_cache_dtype"] == "fp8"
+    assert found.idle == ("cuda_graph_config",)
+
+
 def test_what_our_engine_cannot_read_is_refused_with_the_way_out(checkpoint: str, tmp_path: Path) -> None:
     for name, content in (("config.json", {"pretrained_config": {}}), ("rank0.engine", {})):
         (tmp_path / name).write_text(json.dumps(content))
