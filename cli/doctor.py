@@ -103,7 +103,20 @@ def _gpus(root: Path) -> Finding:
     if not gpus:
         return Finding("GPUs", Verdict.GOOD, "none: the engine computes on the CPU")
     text = f"{len(gpus)}, and torch is built {'for' if built_for_cuda else 'without'} CUDA"
+    text += _fp8() if built_for_cuda else ""
     return _judge("GPUs", built_for_cuda, text, "install torch's build for CUDA (pytorch.org/get-started)")
+
+
+def _fp8() -> str:
+    """Which GPUs serve weights and caches in fp8; empty where CUDA finds none."""
+    try:
+        from ..engine.gpu import runtime
+    except ImportError:  # another finding says so
+        return ""
+    found = runtime.capabilities()
+    able = sum(each >= runtime.FP8_CAPABILITY for each in found)
+    told = ", ".join(f"{each / 10:.1f}" for each in found)
+    return f"; compute capability {told}: {able or 'none'} of them can do fp8, which takes 8.9" if found else ""
 
 
 def _memory(root: Path) -> Finding:

@@ -78,7 +78,7 @@ def _check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     on_gpu, capability = device.type == "cuda", runtime.capability(device)
     if capability >= runtime.FP8_CAPABILITY if on_gpu else runtime.serves(dtype, device):
         return
-    here = f"{device} has {capability / 10:.1f}" if on_gpu else f"it computes on {device}"
+    here = f"{device} has {capability / 10:.1f}" if on_gpu else f"the engine computes on {device}"
     message = f"kv_cache_dtype fp8 is for GPUs of compute capability 8.9 or more, and {here}; int8 takes as few bytes"
     raise InvalidArgument(message, field="kv_cache_dtype")
 

@@ -63,10 +63,11 @@ class TritonAttention(AttentionBackend):
         shape = (spec.layers, 2, *lines, spec.head_dim)
         self._cache = torch.empty(shape, dtype=codes or spec.dtype, device=spec.device)
         if codes is None:
-            self._layers = [LayerCache(*layer) for layer in self._cache]
+            self._layers = [LayerCache(layer[0], layer[1]) for layer in self._cache]
             return
         self._scales = torch.empty((spec.layers, *lines, 2), dtype=torch.float32, device=spec.device)
-        self._layers = [LayerCache(*layer, scales) for layer, scales in zip(self._cache, self._scales, strict=True)]
+        both = zip(self._cache, self._scales, strict=True)
+        self._layers = [LayerCache(layer[0], layer[1], scales) for layer, scales in both]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:

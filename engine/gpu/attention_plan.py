@@ -113,8 +113,7 @@ def _chunk_tiles(spec: AttentionSpec, counts: NDArray[np.int32], places: int, de
 def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
     shape = spec.shape
     cache = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
-    cache |= {"LARGEST_CODE": shape.largest_code}
-    kind = {"WINDOW": spec.window, "CAPPED": spec.softcap > 0, "SINKS": sinks}
+    kind = {"LARGEST_CODE": shape.largest_code, "WINDOW": spec.window, "CAPPED": spec.softcap > 0, "SINKS": sinks}
     return cache | kind | {"BLOCK_SIZE": shape.block_size, "DIMS": max(next_power_of_2(shape.head_dim), 16)}
 
 

@@ -129,7 +129,7 @@ def write_cache(
     return rotated
 
 
-def _plan(shape: CacheShape, rotary: int) -> dict[str, int]:
+def _plan(shape: CacheShape, rotary: int) -> dict[str, Any]:
     """A tile of heads; a warp for each 256 of its numbers, of 1 to 8, and twice as many where they become codes."""
     lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), 16)
     dims = next_power_of_2(shape.head_dim)
@@ -143,7 +143,7 @@ def specialisations() -> Iterator[Specialisation]:
     for shape in (*SHAPES, *CODED_SHAPES):
         for kind in ("bf16", "fp16"):
             for rotary in (shape.head_dim, shape.head_dim // 2, 0):
-                plan: dict[str, Any] = _plan(shape, rotary)
+                plan = _plan(shape, rotary)
                 options = {"num_warps": plan.pop("num_warps")}
                 least = FP8_CAPABILITY if shape.codes == torch.float8_e4m3fn else 80
                 yield Specialisation(_write_kernel, _types(kind, shape), plan, options, least=least)

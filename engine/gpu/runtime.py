@@ -38,6 +38,11 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def capabilities() -> list[int]:
+    """Of the GPUs that CUDA finds here, as `capability`."""
+    return [capability(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
+
+
 FP8_CAPABILITY = 89
 """The least capability whose tensor cores multiply fp8, and for which Triton converts it."""
 

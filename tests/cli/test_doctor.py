@@ -8,11 +8,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from charonia.cli import doctor
 from charonia.cli.app import app
 from charonia.cli.doctor import Finding, Verdict, examine_machine
 from charonia.cli.options import GrpcOptions, ServerOptions
+from charonia.engine.gpu import runtime
 
 FILES = {
     "proc/meminfo": "MemAvailable: 524288 kB\n",
@@ -48,6 +50,18 @@ def test_gpus_want_torch_s_build_for_cuda(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found(tmp_path)["GPUs"].verdict, found(tmp_path)["GPUs"].text[0]) == (Verdict.SLOW, "1")
     monkeypatch.setattr(doctor, "torch_has_cuda", lambda: True)
     assert found(tmp_path)["GPUs"].verdict is Verdict.GOOD
+
+
+def test_fp8_takes_a_gpu_that_converts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev" / "shm").mkdir(parents=True)
+    for number in range(2):
+        (tmp_path / f"dev/nvidia{number}").touch()
+    monkeypatch.setattr(doctor, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(runtime, "capability", lambda device: (80, 89)[device.index])
+    told = "2, and torch is built for CUDA; compute capability 8.0, 8.9: 1 of them can do fp8, which takes 8.9"
+    assert found(tmp_path)["GPUs"].text == told
 
 
 def test_a_port_that_is_taken_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_greedy_text_is_that_of_transformers(
     directory, normed = checkpoint(name), list[int]()
     norm = TritonNorm.add_and_norm
     monkeypatch.setattr(TritonNorm, "add_and_norm", lambda *own: normed.append(1) or norm(*own))
-    found = generate(directory, TritonAttention)
+    found = generate(directory, PROMPTS, TritonAttention)
     assert normed
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
@@ -60,15 +60,19 @@ def test_greedy_text_over_codes_is_that_of_torch_over_the_same(
 ) -> None:
     """Where the layers are the same, and attention alone is by torch, over what the codes stand for."""
     monkeypatch.setitem(selector.BACKENDS, "kept", KeptReference)
-    directory = checkpoint("llama")
-    assert generate(directory, TritonAttention, kept) == generate(directory, KeptReference, kept, "kept")
+    directory, prompts = checkpoint("llama"), PROMPTS[:2]
+    found = generate(directory, prompts, TritonAttention, kept)
+    assert found == generate(directory, prompts, KeptReference, kept, "kept")
 
 
 def generate(
-    directory: Path, backend: type[AttentionBackend], kept: str = "auto", attention: str = "auto"
+    directory: Path,
+    prompts: list[list[int]],
+    backend: type[AttentionBackend],
+    kept: str = "auto",
+    attention: str = "auto",
 ) -> list[list[int]]:
-    """What the engine says to PROMPTS. Chunks, prefix hits and preemption included: the cache has room for two of
-    three."""
+    """What the engine says. Chunks, prefix hits and preemption included: the cache has room for two of PROMPTS."""
     sizes = CacheConfig(block_size=BLOCK, dtype=kept)
     executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes))
     executor.load(lambda phase, fraction: None)
@@ -76,10 +80,10 @@ def generate(
     cache = KVCacheManager(5, BLOCK, prefix_caching=True)
     executor.allocate(5)
     config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64)
-    requests = [_request(cache, key, prompt) for key, prompt in enumerate(PROMPTS)]
+    requests = [_request(cache, key, prompt) for key, prompt in enumerate(prompts)]
     found = run_to_end(Scheduler(config, cache), executor, requests)
     executor.close()
-    return [found.tokens[key] for key in range(len(PROMPTS))]
+    return [found.tokens[key] for key in range(len(prompts))]
 
 
 def _request(cache: KVCacheManager, key: int, prompt: list[int]) -> SequenceRequest:
