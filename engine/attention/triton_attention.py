@@ -3,7 +3,7 @@ a step. A row's result depends on its own tokens alone, but for a chunk's, on ho
 
 Keys and values may be kept in int8 or fp8 (e4m3), rounded once, when they are written. Either has a scale for each
 token and head, after its largest magnitude: 4 bytes beside head_dim. So nothing is calibrated, no outlier costs other
-tokens their precision, and nothing is out of range (keys of some models reach hundreds, and e4m3 ends at 448). Of
+tokens their precision, and nothing is out of range (keys of some models reach hundreds, e4m3 ends at 448). Of
 numbers above a fourteenth of that largest one int8 keeps more than fp8, up to nine times as much, of smaller ones fp8.
 """
 

@@ -9,6 +9,7 @@ import torch
 
 from charonia.bench.inline_loop import run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.gpu import runtime
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
@@ -19,8 +20,12 @@ BLOCK, NEW = 16, 6
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_what_comes_back_is_what_was_evicted(checkpoint: Callable[[str], Path]) -> None:
-    config = EngineConfig(model=str(checkpoint("llama")), device="cuda", cache=CacheConfig(block_size=BLOCK))
+@pytest.mark.parametrize("kept", ["auto", "int8", "fp8"])
+def test_what_comes_back_is_what_was_evicted(checkpoint: Callable[[str], Path], kept: str) -> None:
+    if kept == "fp8" and not runtime.serves_fp8(torch.bfloat16, torch.device("cuda", 0)):
+        pytest.skip("this device does not convert fp8")
+    sizes = CacheConfig(block_size=BLOCK, dtype=kept)
+    config = EngineConfig(model=str(checkpoint("llama")), device="cuda", cache=sizes)
     executor = InlineExecutor(config)
     executor.load(lambda phase, fraction: None)
     said = []
