@@ -123,15 +123,20 @@ def test_a_row_says_the_same_whatever_is_beside_it() -> None:
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_rotation_and_write_are_those_of_torch(kept: str) -> None:
-    """One rounding of a rotated key may be another than torch's, and then its code."""
+    """And no other line of the cache is written."""
     shape = spec(kv_cache_dtype=kept)
     pair = Pair(shape, [(5, 3), (40, 1), (0, 20)])
     rotary = TorchRotary(RopeSpec(partial_rotary_factor=0.5), 16, 64, torch.float32, CPU)
     batch = pair.batch(pair.rows, [0, 1, 2])
     packed = random(batch.size, 10, 16)
     angles = rotary(batch.positions)
+    mine = pair.backends[0]
+    codes, scales = mine._cache.view(torch.uint8).clone(), mine._scales.view(torch.int32).clone()
     found, right = (each.begin_step(batch).apply_rope_and_attend(0, packed, angles) for each in pair.backends)
     torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-3)
+    lines = batch.size * 2 * 2
+    assert (mine._cache.view(torch.uint8) != codes).any(-1).sum() == lines
+    assert (mine._scales.view(torch.int32) != scales).sum() == (0 if kept == "auto" else lines)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in divide:RuntimeWarning")  # by the least number there is
