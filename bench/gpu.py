@@ -12,11 +12,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,10 +30,12 @@ from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.code_forms import StoredForm
 from ..engine.checkpoint.hf_checkpoint import Checkpoint
 from ..engine.checkpoint.model_spec import LayerAttention
-from ..engine.checkpoint.weights import TensorSlice
+from ..engine.checkpoint.weights import TensorSlice, WeightLoader
 from ..engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from ..engine.cpu.matmul import GroupedRows
 from ..engine.gpu import runtime
+from ..engine.layers.mlp import GatedMLPSpec, build_experts
+from ..engine.layers.step_context import StepContext
 from ..engine.models.registry import NativeBuilder
 from ..engine.step_batch import StepBatch
 from ..engine.worker.inline_executor import InlineExecutor
@@ -65,7 +67,8 @@ app = App(help=__doc__, help_format="plaintext")
 class GpuWork(NamedTuple):
     """What is measured: `batches` decode at `context`, and the second of them with `drafts` a row; `prompt` tokens are
     one prefill; `offline` sequences generate `new` tokens each behind `new` others, `more_offline` beside them by our
-    engine alone. `attended`: rows and context of the attention alone."""
+    engine alone. `attended`: rows and context of the attention alone. `experts`: how many there are, and of a token,
+    and their sizes: Qwen3-30B-A3B's."""
 
     config: dict[str, Any] = LLAMA_EIGHT_BILLION
     dtype: str = "bfloat16"
@@ -80,6 +83,7 @@ class GpuWork(NamedTuple):
     copied: int = 1 << 31
     multiplied: int = 8192
     drafts: int = 4
+    experts: tuple[int, int, int, int] = (128, 8, 2048, 768)
 
 
 class Figure(NamedTuple):
@@ -176,6 +180,7 @@ class GpuBench:
             self.prefill,
             *(lambda kept=kept: self.decode_attention(kept) for kept in self.coded),
             *(lambda kept=kept: self.prefill_attention(kept) for kept in self.coded),
+            self.experts,
             self.offline,
             self.transformers_offline,
         ]
@@ -257,6 +262,23 @@ class GpuBench:
             (products + 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.attention)) / seconds / self.operations
         )
         yield Figure(f"prefill of {tokens:,}", 1e3 * seconds, "ms", share, "peak", 0.6)
+
+    def experts(self) -> Iterator[Figure]:
+        """The experts of a layer, as floats and in the codes that the device multiplies."""
+        (count, per_token, hidden, inner), rows = self.work.experts, self.work.attended[0]
+        chosen = torch.rand(rows, count, device=self.device).topk(per_token, -1).indices
+        weights = torch.full(chosen.shape, 1 / per_token, device=self.device)
+        x = torch.randn(rows, hidden, dtype=self.dtype, device=self.device)
+        source, context = RandomWeights(self.dtype, self.device), StepContext(cast(Any, None), cast(Any, None))
+        specs = [GatedMLPSpec(f"experts.{number}", hidden, inner) for number in range(count)]
+        for kind in ("none", "int8", "fp8") if runtime.serves_fp8(self.dtype, self.device) else ("none",):
+            built = BuildContext(self.dtype, self.device, rows, quantization=kind)
+            layer = build_experts(WeightLoader(source, built), specs, range(count))
+            seconds = self.seconds(partial(layer, x, chosen, weights, context))
+            width = self.dtype.itemsize if kind == "none" else 1
+            share = int(chosen.flatten().bincount().count_nonzero()) * 3 * hidden * inner * width / seconds / self.read
+            name = f"{rows} tokens by {count} experts, {self.work.dtype if kind == 'none' else kind}"
+            yield Figure(name, 1e6 * seconds, "us", share, "bandwidth")
 
     def offline(self) -> Iterator[Figure]:
         for sequences in (self.work.offline, self.work.more_offline):

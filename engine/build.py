@@ -190,7 +190,7 @@ def _gguf_bytes(file: GgufFile, options: EngineOptions) -> int:
 
 def _quantised_bytes(files: Sequence[Path], stored: StoredQuantization, options: EngineOptions) -> int:
     """Codes are kept in four bits or in eight, with scales for every 32; where they are computed with as floats, and
-    FP8 anywhere, in the model's dtype. What stands beside a matrix in the file takes no memory of its own."""
+    FP8, which GPUs alone keep, in the model's dtype. What stands beside a matrix in the file takes no memory."""
     float_bytes, integers = _served_widths(options)
     bits = stored_bits(stored)
     kept, total = {"I32": _CODE_BYTES[bits <= 4], "I8": _CODE_BYTES[False]} if integers else {}, 0.0

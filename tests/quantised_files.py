@@ -194,6 +194,7 @@ def compressed(*forms: tuple[str, dict[str, Any]], activations: dict[str, Any] |
 
 
 TOKENWISE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+SMALL_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 FOUR = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 STYLES: dict[str, Callable[[], Style]] = {
@@ -216,7 +217,15 @@ STYLES: dict[str, Callable[[], Style]] = {
     "w8a8": lambda: compressed(("", CHANNEL), activations=TOKENWISE),
     "w8a8 tensor": lambda: compressed(("", CHANNEL | {"strategy": "tensor"}), activations=TOKENWISE),
     "w8a8 asymmetric": lambda: compressed(("", CHANNEL | {"symmetric": False}), activations=TOKENWISE),
-    "fp8 channel": lambda: compressed(("", {"num_bits": 8, "type": "float", "strategy": "channel"})),
+    "fp8 channel": lambda: compressed(("", SMALL_FLOATS | {"strategy": "channel"})),
+    "w8a8 fp8": lambda: compressed(
+        ("", SMALL_FLOATS | {"strategy": "channel"}),
+        activations=SMALL_FLOATS | {"strategy": "token", "dynamic": True},
+    ),
+    "w8a8 fp8 tensor": lambda: compressed(
+        ("", SMALL_FLOATS | {"strategy": "tensor"}),
+        activations=SMALL_FLOATS | {"strategy": "tensor", "dynamic": False},
+    ),
     "several of them": lambda: compressed(("down_proj", CHANNEL), ("", FOUR)),
 }
 

@@ -1,9 +1,9 @@
-"""Matrices that a checkpoint stores as integers: which forms there are, and how one is turned into another that the
-CPU's kernels compute with.
+"""Matrices that a checkpoint stores as codes: which forms there are, and how one is turned into another that kernels
+compute with.
 
-A code is an unsigned number; a group of inputs of an output shares a scale, and a zero point or an offset (see
-`GroupedRows`). Turning changes no weight: codes move into more bits, and scales are repeated for smaller groups. Knows
-no file's layout.
+A code is an unsigned number, or a float of eight bits; a group of inputs of an output shares a scale, and a zero point
+or an offset (see `GroupedRows`). Turning changes no weight: codes move into more bits, and scales are repeated for
+smaller groups. Knows no file's layout.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..cpu import library
 from ..cpu.matmul import GROUP_SIZES, GroupedRows
+from ..gpu.runtime import FP8_GROUP_SIZES
 
 
 class Zeros(Enum):
@@ -29,13 +30,15 @@ class Zeros(Enum):
 class CodeForm(NamedTuple):
     """Codes of `bits`, 4 or 8; `group_size` inputs share a scale, 0: all inputs of an output do, and activations are to
     be quantised by row, too. `exact`: eleven bits hold all scales and offsets. `order` int64 [inputs]: code i of an
-    output is multiplied with input order[i]; None: as they come."""
+    output is multiplied with input order[i]; None: as they come. `floats`: codes are e4m3, and activations are to
+    become that, too, by the same groups."""
 
     bits: int
     group_size: int
     zeros: Zeros = Zeros.MIDDLE
     exact: bool = True
     order: Tensor | None = None
+    floats: bool = False
 
     @property
     def middle(self) -> int:
@@ -46,12 +49,13 @@ class CodeForm(NamedTuple):
         return self.group_size == 0
 
     def __str__(self) -> str:
-        return f"{self.bits} bits by " + ("output" if self.by_row else f"groups of {self.group_size}")
+        kind = "fp8" if self.floats else f"{self.bits} bits"
+        return f"{kind} by " + ("output" if self.by_row else f"groups of {self.group_size}")
 
 
 class StoredForm(NamedTuple):
     """A tensor in its file: `name` tells its form to people, `bits` is what a number takes with its share of scales.
-    `codes`: the form of its integers; None: it is to be had as floats alone. `plain`: it is stored as these floats."""
+    `codes`: the form of its codes; None: it is to be had as floats alone. `plain`: it is stored as these floats."""
 
     name: str
     bits: float
@@ -78,6 +82,8 @@ def common_form(parts: Sequence[CodeRange]) -> CodeForm | None:
     most general zeros. None: there is none, their inputs come in different orders or have groups too small."""
     forms = [part.form for part in parts]
     order = forms[0].order
+    if any(form.floats for form in forms):
+        return _common_floats(parts)
     if any(not _same_order(order, form.order) for form in forms):
         return None
     if order is not None and any(len(part.columns) != part.width for part in parts):
@@ -93,6 +99,17 @@ def common_form(parts: Sequence[CodeRange]) -> CodeForm | None:
             exact = exact and not kinds >= {Zeros.OFFSETS, Zeros.POINTS}
             return CodeForm(wide, _size_of_groups(sizes, len(parts[0].columns)), zeros, exact, order)
     return None
+
+
+def _common_floats(parts: Sequence[CodeRange]) -> CodeForm | None:
+    forms = [part.form for part in parts]
+    if not all(form.floats for form in forms):
+        return None
+    if all(form.by_row for form in forms):
+        return CodeForm(8, 0, floats=True)
+    divisor = gcd(len(parts[0].columns), *(part._divisor for part in parts))
+    sizes = [size for size in FP8_GROUP_SIZES if divisor % size == 0]
+    return CodeForm(8, max(sizes), floats=True) if sizes else None
 
 
 def _size_of_groups(sizes: Sequence[int], inputs: int) -> int:
@@ -140,7 +157,7 @@ def dequantise_codes(rows: GroupedRows, form: CodeForm) -> Tensor:
         return groups if form.group_size == 0 else groups.repeat_interleave(form.group_size, 1)[:, :inputs]
 
     wide = codes.float()
-    if offsets is None:
+    if offsets is None and not form.floats:
         wide -= form.middle if zeros is None else spread(zeros)
     wide *= spread(scales)
     if offsets is not None:
@@ -155,7 +172,7 @@ def dequantise_codes(rows: GroupedRows, form: CodeForm) -> Tensor:
 def _in_c(rows: GroupedRows) -> bool:
     parts = [part for part in rows if part is not None]
     whole = all(part.device.type == "cpu" and part.is_contiguous() for part in parts)
-    return whole and library.level() is not None
+    return whole and rows.weights.dtype == torch.uint8 and library.level() is not None
 
 
 def as_int8(codes: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """Matrices as compressed-tensors, GPTQ and AWQ store them: small unsigned integers packed into 32-bit words, the first
 in the lowest bits, with scales and zero points; and floats of eight bits, which other methods store alike."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..cpu.matmul import GroupedRows
-from .code_forms import CodeForm, StoredForm, Zeros
+from .code_forms import CodeForm, StoredForm, Zeros, dequantise_codes
 from .matrix_parts import (
     BYTES,
     INTEGERS,
@@ -204,7 +206,7 @@ class Int8Matrix(CodedMatrix):
         parts.view("weight", (parts.outputs, parts.inputs), BYTES)
         narrow = parts.view("weight_scale", self._scales, SCALES).dtype in NARROW
         zeros = Zeros.POINTS if self._points else Zeros.MIDDLE
-        by_row = form.by_row and form.group_size == 0 and not self._points
+        by_row = form.activations and form.group_size == 0 and not self._points
         codes = CodeForm(8, 0 if by_row else form.group_size or parts.inputs, zeros, narrow)
         label = form_label("compressed-tensors", 8, form.group_size) + (", activations too" if by_row else "")
         self.form = StoredForm(label, 8 + 16 / (form.group_size or parts.inputs), codes)
@@ -221,37 +223,44 @@ class Int8Matrix(CodedMatrix):
         )
 
 
-class Fp8Matrix:
+class Fp8Block(NamedTuple):
+    """What one scale of floats of eight bits belongs to: a block of [outputs, inputs]; None: a whole output or matrix.
+    `activations`: they are to become such floats, too."""
+
+    sizes: tuple[int, int] | None
+    activations: bool
+
+
+class Fp8Matrix(CodedMatrix):
     """Floats of eight bits with scales by matrix, output or block."""
 
-    def __init__(self, parts: MatrixParts, blocks: list[tuple[int, int] | None]) -> None:
+    def __init__(self, parts: MatrixParts, blocks: list[Fp8Block]) -> None:
         self._parts = parts
         name = next((name for name in ("weight_scale_inv", "weight_scale") if parts.has(name)), None)
         if name is None:
             raise parts.error("it has floats of 8 bits, but neither weight_scale nor weight_scale_inv")
         self._name, self._shape = name, parts.shape(name)
-        fitting = [block for block in blocks if self._shape in _block_shapes(parts, block)]
+        fitting = [block for block in blocks if self._shape in _block_shapes(parts, block.sizes)]
         if not fitting:
             raise parts.error(f"{name} {list(self._shape)} is not what quantization_config says of it")
-        self._block = found = fitting[0]
+        self._block, activations = found, _ = fitting[0]
         parts.view("weight", (parts.outputs, parts.inputs), FP8)
         parts.view(name, self._shape, SCALES)
         by = f" by blocks of {found[0]} x {found[1]}" if found else ""
-        self.form = StoredForm(f"fp8{by}", 8)
+        self._codes = CodeForm(8, found[1] if found else 0, floats=True)
+        self.form = StoredForm(f"fp8{by}", 8, self._codes if activations else None)
 
     def codes(self, rows: slice) -> GroupedRows:
-        raise self._parts.error("it is stored as floats")
+        parts = self._parts
+        codes = parts.view("weight", (parts.outputs, parts.inputs), FP8, rows)
+        if self._block is None:
+            return GroupedRows(codes, scale_rows(parts, self._shape, rows, self._name))
+        high, some = self._block[0], range(*rows.indices(parts.outputs))
+        scales = parts.view(self._name, self._shape, SCALES, slice(some.start // high, -(-some.stop // high))).float()
+        return GroupedRows(codes, scales[torch.arange(some.start, some.stop) // high - some.start // high])
 
     def floats(self, rows: slice) -> Tensor:
-        parts = self._parts
-        wide = parts.view("weight", (parts.outputs, parts.inputs), FP8, rows).float()
-        if self._block is None:
-            return wide * scale_rows(parts, self._shape, rows, self._name)
-        high, long = self._block
-        some = range(*rows.indices(parts.outputs))
-        scales = parts.view(self._name, self._shape, SCALES, slice(some.start // high, -(-some.stop // high))).float()
-        of_rows = torch.arange(some.start, some.stop) // high - some.start // high
-        return wide * scales[of_rows].repeat_interleave(long, 1)[:, : parts.inputs]
+        return dequantise_codes(self.codes(rows), self._codes)
 
 
 def _block_shapes(parts: MatrixParts, block: tuple[int, int] | None) -> list[tuple[int, ...]]:

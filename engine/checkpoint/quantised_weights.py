@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cpu.matmul import GroupedRows
 from .code_forms import StoredForm
-from .compressed_matrices import FP8, AwqMatrix, BitStreamMatrix, Fp8Matrix, GptqMatrix, Int8Matrix
+from .compressed_matrices import FP8, AwqMatrix, BitStreamMatrix, Fp8Block, Fp8Matrix, GptqMatrix, Int8Matrix
 from .gguf_weights import GgufWeights
 from .hf_checkpoint import Checkpoint, text_tensor_name
 from .matrix_parts import MatrixParts, MatrixReader
@@ -79,10 +79,9 @@ def find_matrix(
         return None
     dtype = parts.dtype("weight")
     if dtype in (*FP8, *FP8.values()):
-        blocks = (
-            [stored.block] if isinstance(stored, ScaledFp8) else [each.block for each in stored.forms if each.floats]
-        )
-        return Fp8Matrix(parts, blocks)
+        if isinstance(stored, ScaledFp8):
+            return Fp8Matrix(parts, [Fp8Block(stored.block, True)])
+        return Fp8Matrix(parts, [Fp8Block(each.block, each.activations) for each in stored.forms if each.floats])
     if dtype in ("I8", torch.int8) and isinstance(stored, CompressedTensors):
         return Int8Matrix(parts, stored)
     return None

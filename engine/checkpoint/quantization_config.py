@@ -13,14 +13,14 @@ from .model_spec import CheckpointError
 class CompressedWeights(NamedTuple):
     """One form of matrices in compressed-tensors: integers of `bits`, or floats of eight bits. A scale belongs to
     `group_size` inputs of an output, to a `block` [outputs, inputs], or (0, None) to a whole output or matrix.
-    `by_row`: activations are to be quantised, too, token by token."""
+    `activations`: they are to become what weights of eight bits are."""
 
     bits: int
     floats: bool
     symmetric: bool
     group_size: int
     block: tuple[int, int] | None
-    by_row: bool
+    activations: bool
 
 
 class CompressedTensors(NamedTuple):
@@ -237,8 +237,10 @@ def _compressed_group(group: _Quantization) -> tuple[CompressedWeights, bool]:
     if inputs is not None:
         inputs.one_of("num_bits", (4, 8), None)
         static = inputs.values.get("dynamic") is not True
-    by_row = inputs is not None and not floats and bits == 8 and inputs.values.get("num_bits") == 8
-    return CompressedWeights(bits, floats, bool(weights.values.get("symmetric", True)), size, block, by_row), static
+    symmetric = bool(weights.values.get("symmetric", True))
+    given = {} if inputs is None else inputs.values
+    alike = given.get("num_bits") == bits == 8 and (given.get("type", "int") == "float") is floats
+    return CompressedWeights(bits, floats, symmetric, size, block, alike), static
 
 
 def _usual_strategy(weights: _Quantization) -> str:

@@ -187,7 +187,7 @@ class GroupedFormat(NamedTuple):
 class GroupedRows(NamedTuple):
     """Outputs of a matrix: `weights` uint8 [n, inputs], `scales` float32 [n, groups], and `zeros` uint8 [n, groups] or
     `offsets` float32 [n, groups]. A weight stands for (weight - zero) * scale, or weight * scale - offset. Scales and
-    offsets are kept with eleven bits of precision."""
+    offsets are kept with eleven bits of precision. Weights in e4m3 stand for weight * scale."""
 
     weights: Tensor
     scales: Tensor

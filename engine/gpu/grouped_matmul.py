@@ -41,6 +41,38 @@ def _decode(packed, zero, kind: tl.constexpr, FIXED: tl.constexpr, SIGNED: tl.co
 
 
 @triton.jit
+def load_inputs(x_at, places, inputs):
+    """x [places, rows], of rows that begin at the addresses `x_at` [1, rows]; zeros behind the last input."""
+    return tl.load(x_at + places[:, None], mask=places[:, None] < inputs, other=0.0)
+
+
+@triton.jit
+def add_group(
+    total, codes, scales, zeros, at, some, later, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr
+):
+    """`total` [outputs, rows] and the product of a group, the one `at` [outputs] of all, with its inputs of x: `some`
+    [inputs, rows] and, of four bits, the second half, `later`."""
+    length: tl.constexpr = GROUP * BITS // 8
+    kind: tl.constexpr = some.dtype
+    fixed: tl.constexpr = 0 if ZEROS == 2 else 1 << (BITS - 1)
+    packed = tl.load(codes + at[:, None] * length + tl.arange(0, length)[None, :])
+    scale = tl.load(scales + at).to(tl.float32)
+    zero = tl.load(zeros + at) if ZEROS == 1 else None
+    if BITS == 4:
+        own = tl.dot(_decode(packed & 15, zero, kind, fixed, True), some, input_precision="ieee")
+        own = tl.dot(_decode(packed >> 4, zero, kind, fixed, True), later, own, input_precision="ieee")
+    else:
+        own = tl.dot(_decode(packed, zero, kind, fixed, False), some, input_precision="ieee")
+    total += own * scale[:, None]
+    if ZEROS == 2:
+        sums = tl.sum(some.to(tl.float32), 0)
+        if BITS == 4:
+            sums += tl.sum(later.to(tl.float32), 0)
+        total -= sums[None, :] * tl.load(zeros + at).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
 def _grouped_kernel(
     x,
     codes,
@@ -67,34 +99,16 @@ def _grouped_kernel(
     lines = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(2)
     length: tl.constexpr = GROUP * BITS // 8
-    kind: tl.constexpr = x.dtype.element_ty
-    fixed: tl.constexpr = 0 if ZEROS == 2 else 1 << (BITS - 1)
     inner = tl.arange(0, length)
     # Lines beyond the last one are read again from the first on, and not stored.
     x_at = x + (lines % rows).to(tl.int64)[None, :] * inputs
     own = (columns % outputs).to(tl.int64)
     total = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
     for group in range(groups * part // PARTS, groups * (part + 1) // PARTS):
-        at = group * outputs + own
-        packed = tl.load(codes + at[:, None] * length + inner[None, :])
-        scale = tl.load(scales + at).to(tl.float32)
-        zero = tl.load(zeros + at) if ZEROS == 1 else None
         places = group * GROUP + inner
-        some = tl.load(x_at + places[:, None], mask=places[:, None] < inputs, other=0.0)
-        if BITS == 4:
-            total_group = tl.dot(_decode(packed & 15, zero, kind, fixed, True), some, input_precision="ieee")
-            places += length
-            later = tl.load(x_at + places[:, None], mask=places[:, None] < inputs, other=0.0)
-            weights = _decode(packed >> 4, zero, kind, fixed, True)
-            total_group = tl.dot(weights, later, total_group, input_precision="ieee")
-        else:
-            total_group = tl.dot(_decode(packed, zero, kind, fixed, False), some, input_precision="ieee")
-        total += total_group * scale[:, None]
-        if ZEROS == 2:
-            sums = tl.sum(some.to(tl.float32), 0)
-            if BITS == 4:
-                sums += tl.sum(later.to(tl.float32), 0)
-            total -= sums[None, :] * tl.load(zeros + at).to(tl.float32)[:, None]
+        some = load_inputs(x_at, places, inputs)
+        later = load_inputs(x_at, places + length, inputs) if BITS == 4 else some
+        total = add_group(total, codes, scales, zeros, group * outputs + own, some, later, BITS, GROUP, ZEROS)
     there = (columns < outputs)[:, None] & (lines < rows)[None, :]
     places = lines.to(tl.int64)[None, :] * outputs + columns[:, None]
     if PARTS > 1:
@@ -163,29 +177,29 @@ def _widen_kernel(
     tl.store(target, weights.to(out.dtype.element_ty), mask=mask)
 
 
-class TritonGroupedMatmul:
-    """x [N, in] -> x W^T + b [N, out] in x's dtype. Weights are to be packed, each output once."""
+class GroupedWeights:
+    """Weights of `form` as the kernels read them. They are to be packed, each output once."""
 
-    def __init__(
-        self, form: GroupedFormat, bias: Tensor | None, device: torch.device, order: Tensor | None = None
-    ) -> None:
-        """`order` [inputs]: input i of the packed weights is multiplied with x[order[i]]."""
+    def __init__(self, form: GroupedFormat, device: torch.device) -> None:
         groups, outputs = form.groups, form.outputs
-        self._form, self._zeros_kind = form, _POINTS if form.zero_points else _OFFSETS if form.offsets else _NOTHING
-        self._codes = torch.empty(groups, outputs, form.group_size * form.bits // 8, dtype=torch.uint8, device=device)
-        self._scales = torch.empty(groups, outputs, dtype=torch.float16, device=device)
-        self._zeros = self._scales
-        if self._zeros_kind:
+        self.form, self.kind = form, _POINTS if form.zero_points else _OFFSETS if form.offsets else _NOTHING
+        self.codes = torch.empty(groups, outputs, form.group_size * form.bits // 8, dtype=torch.uint8, device=device)
+        self.scales = torch.empty(groups, outputs, dtype=torch.float16, device=device)
+        self.zeros = self.scales
+        if self.kind:
             kind = torch.uint8 if form.zero_points else torch.float16
-            self._zeros = torch.empty(groups, outputs, dtype=kind, device=device)
-        self._factors = torch.empty(outputs, device=device)
-        self._bias = None if bias is None else bias.float()
-        self._order = None if order is None else order.to(device)
+            self.zeros = torch.empty(groups, outputs, dtype=kind, device=device)
+        self.factors = torch.empty(outputs, device=device)
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        """What kernels are given of them."""
+        return self.codes, self.scales, self.zeros, self.factors
 
     def pack(self, first: int, rows: GroupedRows) -> None:
         """Take `rows` as the outputs from `first` on. Scales and offsets are kept in float16, eleven bits, as shares of
         a power of two of their output."""
-        form, device = self._form, self._codes.device
+        form, device = self.form, self.codes.device
         codes, scales, zeros, offsets = (None if part is None else part.to(device) for part in rows)
         assert codes is not None, "a group has codes"
         assert scales is not None, "a group has a scale"
@@ -195,43 +209,51 @@ class TritonGroupedMatmul:
         if form.bits == 4:
             half = form.group_size // 2
             grouped = grouped[..., :half] | grouped[..., half:] << 4
-        self._codes[:, some] = grouped.transpose(0, 1)
+        self.codes[:, some] = grouped.transpose(0, 1)
         both = scales.abs() if offsets is None else torch.maximum(scales.abs(), offsets.abs())
         factors = torch.ldexp(torch.ones(len(codes), device=device), torch.frexp(both.amax(1)).exponent)
-        self._factors[some] = factors
-        self._scales[:, some] = (scales / factors.unsqueeze(1)).t().half()
+        self.factors[some] = factors
+        self.scales[:, some] = (scales / factors.unsqueeze(1)).t().half()
         if zeros is not None:
-            self._zeros[:, some] = zeros.t()
+            self.zeros[:, some] = zeros.t()
         elif offsets is not None:
-            self._zeros[:, some] = (offsets / factors.unsqueeze(1)).t().half()
+            self.zeros[:, some] = (offsets / factors.unsqueeze(1)).t().half()
+
+
+class TritonGroupedMatmul:
+    """x [N, in] -> x W^T + b [N, out] in x's dtype."""
+
+    def __init__(self, weights: GroupedWeights, bias: Tensor | None, order: Tensor | None = None) -> None:
+        """`order` [inputs]: input i of the packed weights is multiplied with x[order[i]]."""
+        self._weights, self._bias = weights, None if bias is None else bias.float()
+        self._order = None if order is None else order.to(weights.codes.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous() if self._order is None else x.index_select(1, self._order)
         if len(x) > MOST_ROWS:
             weight = self._widened(x.dtype)
             return F.linear(x, weight, None if self._bias is None else self._bias.to(x.dtype))
-        form, rows, out = self._form, len(x), x.new_empty(len(x), self._form.outputs)
+        form, rows = self._weights.form, len(x)
+        out = x.new_empty(rows, form.outputs)
         if not rows:
             return out
         plan, biased = _plan(rows, form), self._bias is not None
-        parts, bias = plan["PARTS"], self._factors if self._bias is None else self._bias
+        parts, bias = plan["PARTS"], self._weights.factors if self._bias is None else self._bias
         target = out if parts == 1 else x.new_empty(parts, *out.shape, dtype=torch.float32)
-        weights = self._codes, self._scales, self._zeros, self._factors
         grid = triton.cdiv(form.outputs, _OUTPUTS), triton.cdiv(rows, plan["BLOCK_ROWS"]), parts
-        sizes = rows, form.outputs, form.inputs, form.groups, form.bits, form.group_size, self._zeros_kind, biased
-        _grouped_kernel[grid](x, *weights, bias, target, *sizes, **plan)
+        sizes = rows, form.outputs, form.inputs, form.groups, form.bits, form.group_size, self._weights.kind, biased
+        _grouped_kernel[grid](x, *self._weights.arrays, bias, target, *sizes, **plan)
         if target is not out:
-            ends = self._factors, bias, out, rows, form.outputs, biased, parts, _COMBINED
+            ends = self._weights.factors, bias, out, rows, form.outputs, biased, parts, _COMBINED
             _join_kernel[rows, triton.cdiv(form.outputs, _COMBINED)](target, *ends, num_warps=4)
         return out
 
     def _widened(self, dtype: torch.dtype) -> Tensor:
-        form = self._form
-        out = torch.empty(form.outputs, form.inputs, dtype=dtype, device=self._codes.device)
-        weights = self._codes, self._scales, self._zeros, self._factors
-        sizes = form.outputs, form.inputs, form.bits, form.group_size, self._zeros_kind, _OUTPUTS
+        form = self._weights.form
+        out = torch.empty(form.outputs, form.inputs, dtype=dtype, device=self._weights.codes.device)
+        sizes = form.outputs, form.inputs, form.bits, form.group_size, self._weights.kind, _OUTPUTS
         grid = triton.cdiv(form.outputs, _OUTPUTS), form.groups
-        _widen_kernel[grid](*weights, out, *sizes, num_warps=8)
+        _widen_kernel[grid](*self._weights.arrays, out, *sizes, num_warps=8)
         return out
 
 
@@ -245,6 +267,13 @@ def _plan(rows: int, form: GroupedFormat) -> dict[str, int]:
     return {"PARTS": parts, "BLOCK_ROWS": block, "BLOCK_OUTPUTS": _OUTPUTS, "num_warps": warps, "num_stages": stages}
 
 
+INTEGER_FORMS = [
+    (bits, group, kind)
+    for bits, group in ((4, 32), (4, 128), (8, 16), (8, 32), (8, 128))
+    for kind in (_NOTHING, _POINTS, _OFFSETS)
+]
+"""Of checkpoints: bits, inputs of a group, and what it has beside its scale."""
+
 _SHAPES = ((28672, 4096), (4096, 14336))
 """Outputs and inputs of products of Llama-3.1-8B: one part, and several."""
 
@@ -252,20 +281,19 @@ _SHAPES = ((28672, 4096), (4096, 14336))
 def specialisations() -> Iterator[Specialisation]:
     """Products with the integers of every format, with and without zero points or offsets."""
     for x in TRITON_TYPES:
-        for bits, group in ((4, 32), (4, 128), (8, 16), (8, 32), (8, 128)):
-            for kind in (_NOTHING, _POINTS, _OFFSETS):
-                if x == torch.float32 and (bits, group, kind) != (4, 32, _NOTHING):
-                    continue  # checkpoints' own integers are floats then
-                yield _widening(x, bits, group, kind)
-                for rows, (outputs, inputs) in ((1, _SHAPES[1]), (16, _SHAPES[0]), (64, _SHAPES[1])):
-                    form = GroupedFormat(outputs, inputs, group, kind == _POINTS, x, x, bits, kind == _OFFSETS)
-                    yield _product(form, rows, kind)
+        for bits, group, kind in INTEGER_FORMS:
+            if x == torch.float32 and (bits, group, kind) != (4, 32, _NOTHING):
+                continue  # checkpoints' own integers are floats then
+            yield _widening(x, bits, group, kind)
+            for rows, (outputs, inputs) in ((1, _SHAPES[1]), (16, _SHAPES[0]), (64, _SHAPES[1])):
+                form = GroupedFormat(outputs, inputs, group, kind == _POINTS, x, x, bits, kind == _OFFSETS)
+                yield _product(form, rows, kind)
         types = {"parts": "*fp32", "factors": "*fp32", "bias": "*fp32", "out": f"*{TRITON_TYPES[x]}"}
         constants = {"BIASED": True, "PARTS": 4, "BLOCK": _COMBINED}
         yield Specialisation(_join_kernel, types | {"rows": "i32", "outputs": f"i32{DIVISIBLE}"}, constants, {})
 
 
-def _weight_types(kind: int) -> dict[str, str]:
+def weight_types(kind: int) -> dict[str, str]:
     zeros = "*u8" if kind == _POINTS else "*fp16"
     return {"codes": "*u8", "scales": "*fp16", "zeros": zeros, "factors": "*fp32"}
 
@@ -273,7 +301,7 @@ def _weight_types(kind: int) -> dict[str, str]:
 def _product(form: GroupedFormat, rows: int, kind: int) -> Specialisation:
     plan, x, number = _plan(rows, form), TRITON_TYPES[form.x], f"i32{DIVISIBLE}"
     one = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
-    types = {"x": f"*{x}", **_weight_types(kind), "bias": "*fp32", "out": f"*{x if plan['PARTS'] == 1 else 'fp32'}"}
+    types = {"x": f"*{x}", **weight_types(kind), "bias": "*fp32", "out": f"*{x if plan['PARTS'] == 1 else 'fp32'}"}
     types |= ({} if one else {"rows": "i32"}) | dict.fromkeys(("outputs", "inputs", "groups"), number)
     options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
     constants = {**one, "BITS": form.bits, "GROUP": form.group_size, "ZEROS": kind, "BIASED": False, **plan}
@@ -282,7 +310,7 @@ def _product(form: GroupedFormat, rows: int, kind: int) -> Specialisation:
 
 
 def _widening(x: torch.dtype, bits: int, group: int, kind: int) -> Specialisation:
-    types = {**_weight_types(kind), "out": f"*{TRITON_TYPES[x]}"}
+    types = {**weight_types(kind), "out": f"*{TRITON_TYPES[x]}"}
     types |= dict.fromkeys(("outputs", "inputs"), f"i32{DIVISIBLE}")
     constants = {"BITS": bits, "GROUP": group, "ZEROS": kind, "BLOCK_OUTPUTS": _OUTPUTS}
     return Specialisation(_widen_kernel, types, constants, {"num_warps": 8})

@@ -46,6 +46,9 @@ def capabilities() -> list[int]:
 FP8_CAPABILITY = 89
 """The least capability whose tensor cores multiply fp8, and for which Triton converts it."""
 
+FP8_GROUP_SIZES = (32, 64, 128)
+"""The numbers of inputs that may share a scale in fp8; such groups are whole."""
+
 
 def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether they compute `dtype` on `device` by products in fp8 (e4m3), or over a cache in it."""

@@ -28,7 +28,9 @@ from .int4 import BYTES, GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantiz
 from .step_context import StepContext
 
 if TYPE_CHECKING:
+    from ..gpu.grouped_matmul import GroupedWeights
     from ..gpu.lora import TritonLora
+    from ..gpu.scaled_matmul import QuantisedRows
 
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
@@ -132,11 +134,6 @@ def column_slices(outputs: Iterable[OutputShard], inputs: int) -> list[TensorSli
     return [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs]
 
 
-def is_kept_as_codes(loader: WeightLoader, slices: list[TensorSlice]) -> bool:
-    """Whether products with some of these matrices are computed with the integers that the checkpoint stores."""
-    return any(_Matrix(loader, [each], LAYER).codes is not None for each in slices)
-
-
 def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> LayerMatmul:
     """The product x [N, in] -> this rank's output features [N, out], those of several matrices in one."""
     biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features) for o in outputs)
@@ -184,7 +181,7 @@ def build_matmul(
     loader: WeightLoader, slices: Iterable[TensorSlice], bias: Tensor | None = None, use: MatmulUse = LAYER
 ) -> Matmul:
     """The product with the matrices `slices`, one below the other, and `bias` [out]."""
-    matrix = _Matrix(loader, list(slices), use)
+    matrix = ProductMatrix(loader, list(slices), use)
     if runtime.serves(loader.dtype, loader.device):
         product: Matmul = matrix.on_gpu(bias)
     else:
@@ -202,7 +199,7 @@ def serves_int8(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" or runtime.serves(dtype, device)
 
 
-class _Matrix:
+class ProductMatrix:
     """The matrices `slices`, one below the other, on their way into a product."""
 
     def __init__(self, loader: WeightLoader, slices: list[TensorSlice], use: MatmulUse) -> None:
@@ -221,8 +218,11 @@ class _Matrix:
     @property
     def codes(self) -> CodeForm | None:
         """The form in which kernels compute with the integers that the checkpoint stores; None: they do not."""
-        computes = self._use.quantizable and self._loader.dtype != torch.float32 and self.precision == "none"
-        return self._loader.common_form(self._slices) if computes else None
+        loader = self._loader
+        if not self._use.quantizable or loader.dtype == torch.float32 or self.precision != "none":
+            return None
+        found = loader.common_form(self._slices)
+        return found if found is None or not found.floats or runtime.serves_fp8(loader.dtype, loader.device) else None
 
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
         """For the C kernels: as an earlier load kept it, if one did."""
@@ -245,6 +245,7 @@ class _Matrix:
         if codes is not None:
             numbers = self.outputs * self._inputs
             bits = 8 if codes.by_row else 8 * self._grouped_format(codes).line_bytes / numbers
+            bits = 8 + 32 / codes.group_size if codes.floats and not codes.by_row else bits
             loader.count_served(self._slices, str(codes), bits, 0.0 if codes.exact else SCALE_ERROR)
         elif kept == "none":
             loader.count_floats(self._slices)
@@ -289,47 +290,81 @@ class _Matrix:
 
     def on_gpu(self, bias: Tensor | None) -> Matmul:
         """By Triton's kernels, or cuBLAS where nothing is quantised."""
+        if self.scaled_kind is not None:
+            from ..gpu.scaled_matmul import TritonScaledMatmul
+
+            return TritonScaledMatmul(self.quantised_rows(), bias)
         codes = self.codes
-        if codes is not None and codes.by_row:
-            self._count(codes)
-            return self._scaled(bias, torch.int8, stored=codes)
         if codes is not None or self.precision == "int4":
-            self._count(codes)
-            return self._grouped(bias, codes)
-        if (kind := _SCALED_KINDS.get(self.precision)) is not None:
-            self._count(None)
-            return self._scaled(bias, kind)
+            from ..gpu.grouped_matmul import TritonGroupedMatmul
+
+            return TritonGroupedMatmul(self.grouped_weights(), bias, None if codes is None else codes.order)
         return self.in_torch(bias)
 
-    def _grouped(self, bias: Tensor | None, stored: CodeForm | None) -> Matmul:
-        from ..gpu.grouped_matmul import TritonGroupedMatmul
+    def grouped_weights(self) -> "GroupedWeights":
+        """All outputs in groups of inputs, those of the checkpoint or of four bits made here, on the device."""
+        from ..gpu.grouped_matmul import GroupedWeights
 
-        loader = self._loader
+        loader, stored = self._loader, self.codes
+        self._count(stored)
         form = self._grouped_format(CodeForm(4, GROUP_SIZE) if stored is None else stored)
-        product = TritonGroupedMatmul(form, bias, loader.device, None if stored is None else stored.order)
+        weights = GroupedWeights(form, loader.device)
         if stored is not None:
             for first, found in loader.code_tiles(self._slices, stored):
-                product.pack(first, found)
+                weights.pack(first, found)
         else:
             for first, rows in loader.tiles(self._slices):
-                product.pack(first, quantize_int4(rows.to(loader.device), self._squares))
-        return product
+                weights.pack(first, quantize_int4(rows.to(loader.device), self._squares))
+        return weights
 
-    def _scaled(self, bias: Tensor | None, kind: torch.dtype, stored: CodeForm | None = None) -> Matmul:
-        from ..gpu.scaled_matmul import QuantisedRows, TritonScaledMatmul, quantise_rows
+    @property
+    def stacks(self) -> bool:
+        """Whether the kernels of experts multiply with it on a GPU. With one in four bits that are made here they do
+        not: what of it stays higher a calibration says of each expert."""
+        codes, loader = self.codes, self._loader
+        if codes is not None:
+            return codes.order is None
+        if self.precision != "none":
+            return self.precision != "int4"
+        return all(ProductMatrix(loader, [each], self._use).codes is None for each in self._slices)
 
-        loader = self._loader
+    def stacked(self) -> "Tensor | QuantisedRows | GroupedWeights":
+        """All of it, as one that `stacks`."""
+        if self.scaled_kind is not None:
+            return self.quantised_rows()
+        if self.codes is not None:
+            return self.grouped_weights()
+        self._count(None)
+        return self._loader.concatenate(self._slices)
+
+    @property
+    def scaled_kind(self) -> torch.dtype | None:
+        """What both sides of its product become on a GPU, with scales; None: they do not."""
+        codes = self.codes
+        if codes is None:
+            return _SCALED_KINDS.get(self.precision)
+        return torch.float8_e4m3fn if codes.floats else torch.int8 if codes.by_row else None
+
+    def quantised_rows(self) -> "QuantisedRows":
+        """All outputs in codes of `scaled_kind`, those of the checkpoint or made here, on the device."""
+        from ..gpu.scaled_matmul import QuantisedRows, quantise_rows
+
+        loader, stored, kind = self._loader, self.codes, self.scaled_kind
+        assert kind is not None, "it is to become rows with scales"
+        self._count(stored)
+        groups = () if stored is None or stored.by_row else (self._inputs // stored.group_size,)
         weight = torch.empty(self.outputs, self._inputs, dtype=kind, device=loader.device)
-        scales = torch.empty(self.outputs, device=loader.device)
+        scales = torch.empty(self.outputs, *groups, device=loader.device)
         if stored is not None:
             for first, found in loader.code_tiles(self._slices, stored):
                 some = slice(first, first + len(found.weights))
-                weight[some], scales[some] = as_int8(found.weights), found.scales.squeeze(1)
-            return TritonScaledMatmul(QuantisedRows(weight, scales), bias)
+                weight[some] = found.weights if stored.floats else as_int8(found.weights)
+                scales[some] = found.scales.reshape(-1, *groups)
+            return QuantisedRows(weight, scales)
         for first, rows in loader.tiles(self._slices):
             some = slice(first, first + len(rows))
             weight[some], scales[some] = quantise_rows(rows.to(loader.device).contiguous(), kind)
-        return TritonScaledMatmul(QuantisedRows(weight, scales), bias)
+        return QuantisedRows(weight, scales)
 
     def in_torch(self, bias: Tensor | None) -> Matmul:
         loader, sizes = self._loader, (self.outputs, self._inputs)

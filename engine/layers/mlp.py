@@ -16,14 +16,15 @@ from ..cpu import library
 from ..cpu.elementwise import FusedGate
 from ..gpu import runtime
 from .linear import (
+    LAYER,
     ROUTER,
     LayerMatmul,
     OutputShard,
+    ProductMatrix,
     RowLinear,
     build_matmul,
     column_linear,
     column_slices,
-    is_kept_as_codes,
 )
 from .step_context import StepContext
 
@@ -115,7 +116,7 @@ class MixtureOfExperts:
         if loader.context.whole_experts:
             mine, loader = mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
         named = [expert._replace(name=f"{expert.name}.experts.{number}") for number in range(spec.count)]
-        self._experts = _build_experts(loader, [named[number] for number in mine], mine)
+        self._experts = build_experts(loader, [named[number] for number in mine], mine)
         self.host_bound = isinstance(self._experts, EachExpert)
         others = (each for number, each in enumerate(named) if number not in mine)
         loader.elsewhere.update(f"{each.name}.{part}" for each in others for part in (each.gate, each.up, each.down))
@@ -127,25 +128,24 @@ class MixtureOfExperts:
         return self._group.all_reduce(self._experts(x, chosen, weights, context))
 
 
-def _build_experts(
+def build_experts(
     loader: WeightLoader, experts: Sequence[GatedMLPSpec], numbers: range
 ) -> "EachExpert | TritonExperts":
-    """The experts of these `numbers`, as grouped products where kernels serve and they are floats, without biases or
-    adapters."""
+    """The experts of these `numbers`, as grouped products where kernels serve and multiply with their weights, without
+    biases or adapters."""
     mine = rank_slice(experts[0].intermediate, loader.group) if experts else slice(0)
     gate_up = [piece for each in experts for piece in column_slices(each.gate_and_up(mine), each.hidden)]
     down = [TensorSlice(f"{e.name}.{e.down}.weight", (e.hidden, e.intermediate), columns=mine) for e in experts]
-    context = loader.context
-    plain = context.quantization == "none" and context.observer is None and loader.adaptable is None
-    plain = plain and bool(experts) and not experts[0].bias
-    if not plain or not runtime.serves(loader.dtype, loader.device) or is_kept_as_codes(loader, [*gate_up, *down]):
+    plain = bool(experts) and not experts[0].bias and loader.context.observer is None and loader.adaptable is None
+    if not plain or not runtime.serves(loader.dtype, loader.device):
+        return EachExpert(loader, experts, numbers)
+    matrices = ProductMatrix(loader, gate_up, LAYER), ProductMatrix(loader, down, LAYER)
+    if not all(matrix.stacks for matrix in matrices):
         return EachExpert(loader, experts, numbers)
     from ..gpu.experts import TritonExperts
 
-    halves = loader.concatenate(gate_up).view(len(experts), -1, experts[0].hidden)
-    downs = loader.concatenate(down).view(len(experts), experts[0].hidden, -1)
-    loader.count_floats([*gate_up, *down])
-    return TritonExperts(halves, downs, experts[0].activation, numbers.start)
+    halves, downs = (matrix.stacked() for matrix in matrices)
+    return TritonExperts(halves, downs, experts[0].activation, numbers)
 
 
 class EachExpert:

@@ -14,7 +14,7 @@ TINY = LLAMA_EIGHT_BILLION | {
     "intermediate_size": 96,
     "vocab_size": 384,
 }
-WORK = GpuWork(TINY, "float32", (1, 3), 24, (2, 40), 64, 2, 3, 8, 4, 1 << 20, 64)
+WORK = GpuWork(TINY, "float32", (1, 3), 24, (2, 40), 64, 2, 3, 8, 4, 1 << 20, 64, experts=(4, 2, 64, 32))
 
 
 class Cpu(GpuBench):
@@ -40,6 +40,7 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(tmp_path: P
         "prefill of 64",
         "attention, decode of 2 at 40, cache in int8",
         "attention, prefill of 64, cache in int8",
+        "2 tokens by 4 experts, float32",
         "offline, 2 sequences",
         "offline, 3 sequences",
     ]

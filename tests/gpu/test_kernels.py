@@ -7,6 +7,7 @@ CHARONIA_KERNELS=triton runs them on the interpreter, without bf16.
 import math
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,13 @@ from charonia.engine.attention.selector import create_backend
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention
 from charonia.engine.cpu.lora import LoraPart, RankAdapter, StepAdapters
+from charonia.engine.cpu.matmul import GroupedFormat
 from charonia.engine.gpu import runtime
+from charonia.engine.layers.int4 import dequantize_int4, quantize_int4
 from charonia.engine.step_batch import StepBatch
+
+if TYPE_CHECKING:
+    from charonia.engine.gpu.scaled_matmul import QuantisedRows
 
 INTERPRETED = os.environ.get("CHARONIA_KERNELS") == "triton"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -213,3 +219,79 @@ def test_adapters(rows: int, dtype: torch.dtype) -> None:
     right[cut : rows - 1] += x[cut : rows - 1].double() @ wide[1]
     TritonLora(0, outputs, 64).add(x, out, step)
     assert near(out, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_products_of_groups_in_fp8(rows: int, group: int, dtype: torch.dtype) -> None:
+    """Their sums are scaled in float32, and the weights are in blocks of `group` x `group`."""
+    from charonia.engine.gpu.scaled_matmul import QuantisedRows, TritonScaledMatmul, quantise_rows
+
+    if not runtime.serves_fp8(dtype, DEVICE):
+        pytest.skip("this device does not multiply fp8")
+    weight = random(192, 1152).to(torch.float8_e4m3fn)
+    scales = random(-(-192 // group), 1152 // group).abs().repeat_interleave(group, 0)[:192].contiguous()
+    x = random(rows, 1152, dtype=dtype)
+    codes = wide_rows(quantise_rows(x, torch.float8_e4m3fn, group))
+    right = codes @ wide_rows(QuantisedRows(weight, scales)).T
+    assert near(TritonScaledMatmul(QuantisedRows(weight, scales), None)(x), right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [("floats", 0), ("int4", 32), (torch.int8, 0), (torch.float8_e4m3fn, 0), (torch.float8_e4m3fn, 128)],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [1, 30, 600])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of experts elsewhere hold anything
+def test_experts(tokens: int, kind: torch.dtype | str, group: int, dtype: torch.dtype) -> None:
+    """Six of eight are here, one of which nobody chooses. A code between the products may be the next one: of it
+    there are three bits."""
+    from charonia.engine.gpu.experts import TritonExperts
+    from charonia.engine.gpu.scaled_matmul import quantise_rows
+
+    if kind == torch.float8_e4m3fn and not runtime.serves_fp8(dtype, DEVICE):
+        pytest.skip("this device does not multiply fp8")
+    if INTERPRETED and tokens > 30:
+        pytest.skip("the interpreter is slow")
+    hidden, inner, first, count = 256, 384, 2, 6
+    chosen = torch.rand(tokens, 7, generator=torch.Generator().manual_seed(tokens)).topk(2).indices.to(DEVICE)
+    routing, x = random(tokens, 2).abs(), random(tokens, hidden, dtype=dtype)
+    stacks = [random(count * 2 * inner, hidden, dtype=dtype) / 16, random(count * hidden, inner, dtype=dtype) / 16]
+    codes, wide = zip(*(coded(each, kind, group) for each in stacks), strict=True)
+    found = TritonExperts(*codes, "silu", range(first, first + count))(x, chosen, routing, None)
+
+    def through(rows: Tensor) -> Tensor:
+        return rows.double() if isinstance(kind, str) else wide_rows(quantise_rows(rows.to(dtype), kind, group))
+
+    halves, downs = (each.view(count, -1, each.shape[1]) for each in wide)
+    right, given = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE), through(x)
+    for expert in range(count):
+        token, choice = (chosen == first + expert).nonzero(as_tuple=True)
+        if len(token):
+            gate, up = (given[token] @ halves[expert].T).chunk(2, -1)
+            between = through((F.silu(gate) * up).to(dtype))
+            right.index_add_(0, token, between @ downs[expert].T * routing[token, choice, None].double())
+    assert near(found, right, 16 if isinstance(kind, str) else 64)
+
+
+def coded(weight: Tensor, kind: torch.dtype | str, group: int) -> tuple[Any, Tensor]:
+    """What kernels are given of weights, and its values in float64."""
+    from charonia.engine.gpu.grouped_matmul import GroupedWeights
+    from charonia.engine.gpu.scaled_matmul import quantise_rows
+
+    if kind == "floats":
+        return weight, weight.double()
+    if isinstance(kind, str):
+        packed = GroupedWeights(GroupedFormat(*weight.shape, group, False, weight.dtype, weight.dtype), DEVICE)
+        packed.pack(0, rows := quantize_int4(weight))
+        return packed, dequantize_int4(rows).double()
+    codes = quantise_rows(weight, kind, group)
+    return codes, wide_rows(codes)
+
+
+def wide_rows(rows: "QuantisedRows") -> Tensor:
+    scales = rows.scales.double().view(len(rows.scales), -1, 1)
+    return (rows.codes.double().unflatten(1, (-1, rows.group or rows.codes.shape[1])) * scales).flatten(1)

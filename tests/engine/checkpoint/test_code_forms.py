@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from charonia.engine.checkpoint.build_context import BuildContext
-from charonia.engine.checkpoint.code_forms import CodeForm, StoredForm, Zeros, dequantise_codes
+from charonia.engine.checkpoint.code_forms import (
+    CodeForm,
+    CodeRange,
+    StoredForm,
+    Zeros,
+    common_form,
+    dequantise_codes,
+    turn_codes,
+)
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.checkpoint.packing_cache import Packing, open_packing_cache
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
@@ -188,3 +196,34 @@ def test_plain_weights_have_no_codes(checkpoint: Callable[..., Path]) -> None:
     assert weights.form(piece).codes is None
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is stored as floats"):
         weights.codes(piece)
+
+
+FLOATS, WHOLE_ROWS = CodeForm(8, 128, floats=True), CodeForm(8, 0, floats=True)
+
+
+@pytest.mark.parametrize(
+    ("forms", "columns", "width", "group"),
+    [
+        ([WHOLE_ROWS, WHOLE_ROWS], range(7, 50), 300, 0),
+        ([FLOATS, FLOATS], range(256), 256, 128),
+        ([FLOATS, WHOLE_ROWS], range(256), 256, 128),
+        ([FLOATS], range(192, 384), 512, 64),  # a rank's columns begin within a group
+        ([FLOATS], range(192), 192, 64),  # the last group is half a one
+        ([FLOATS], range(48), 48, None),
+        ([FLOATS, CodeForm(8, 128)], range(256), 256, None),
+    ],
+)
+def test_floats_of_eight_bits_keep_their_values(
+    forms: list[CodeForm], columns: range, width: int, group: int | None
+) -> None:
+    parts = [CodeRange(form, columns, width) for form in forms]
+    common = common_form(parts)
+    assert (common and common.group_size) == group
+    for part in parts if common is not None else ():
+        values = torch.randn(5, width, generator=generator(1)).to(torch.float8_e4m3fn)
+        groups = -(-width // (part.form.group_size or width))
+        rows = GroupedRows(values, torch.rand(5, groups, generator=generator(2)))
+        turned = turn_codes(rows, part, common)
+        assert turned.weights.dtype == torch.float8_e4m3fn
+        right = dequantise_codes(rows, part.form)[:, columns.start : columns.stop]
+        assert torch.equal(dequantise_codes(turned, common), right)

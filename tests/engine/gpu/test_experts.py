@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank, TensorGroup
+from charonia.engine.checkpoint.code_forms import CodeForm, Zeros, dequantise_codes
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.weights import CheckpointWeights, WeightLoader
+from charonia.engine.cpu.matmul import GroupedFormat, GroupedRows
 from charonia.engine.layers.mlp import GatedMLPSpec, MixtureOfExperts, TorchGate
 from charonia.engine.layers.step_context import StepContext
 
 COUNT, PER_TOKEN = 6, 2
+FP8 = torch.float8_e4m3fn
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -53,9 +56,84 @@ def test_a_mixture(
     chosen = torch.tensor([each[:PER_TOKEN] for each in choices], dtype=torch.int64).view(-1, PER_TOKEN)
     x, weights = random(len(choices), hidden, dtype=dtype), random(len(choices), PER_TOKEN, dtype=torch.float32).abs()
     gate_up, down = random(count, 2 * inner, hidden, dtype=dtype) / 8, random(count, hidden, inner, dtype=dtype) / 8
-    found = module.TritonExperts(gate_up, down, "silu", first)(x, chosen, weights, None)
+    stacks = gate_up.flatten(0, 1), down.flatten(0, 1)
+    found = module.TritonExperts(*stacks, "silu", range(first, first + count))(x, chosen, weights, None)
     expected = one_by_one(x, gate_up, down, chosen, weights, first)
     torch.testing.assert_close(found, expected.to(dtype), rtol=4e-3, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def through_codes(module: Any, x: Tensor, kind: torch.dtype, group: int) -> Tensor:
+    """What is left of x [n, inputs] in codes, float64."""
+    codes, scales = module.quantise_rows(x.contiguous(), kind, group)
+    return (codes.double().unflatten(1, (-1, group or x.shape[1])) * scales.view(len(x), -1, 1)).flatten(1)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of experts elsewhere hold anything
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.permutations(range(COUNT)), max_size=12),
+    st.sampled_from(((0, COUNT), (2, 3), (5, 1))),
+    st.sampled_from(((torch.int8, 0, 40, 70), (FP8, 0, 72, 24), (FP8, 32, 64, 96), (FP8, 64, 128, 64))),
+    st.sampled_from((torch.float32, torch.float16)),
+)
+def test_a_mixture_of_codes(
+    kernels: dict[str, ModuleType],
+    choices: list[list[int]],
+    mine: tuple[int, int],
+    form: tuple[torch.dtype, int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Tokens, weights, and what is between the two products, each in codes; rounded elsewhere by float32 alone, so a
+    code may be the next one."""
+    (first, count), (kind, group, hidden, inner), module = mine, form, kernels["experts"]
+    chosen = torch.tensor([each[:PER_TOKEN] for each in choices], dtype=torch.int64).view(-1, PER_TOKEN)
+    x, weights = random(len(choices), hidden, dtype=dtype), random(len(choices), PER_TOKEN, dtype=torch.float32).abs()
+    gate_up, down = random(count * 2 * inner, hidden, dtype=dtype) / 8, random(count * hidden, inner, dtype=dtype) / 8
+    stacks = (module.quantise_rows(each, kind, group) for each in (gate_up, down))
+    found = module.TritonExperts(*stacks, "silu", range(first, first + count))(x, chosen, weights, None)
+    assert found.dtype == dtype
+    expected = torch.zeros(len(x), hidden, dtype=torch.float64)
+    halves, downs = (
+        through_codes(module, each, kind, group).view(count, -1, each.shape[1]) for each in (gate_up, down)
+    )
+    for token, row in enumerate(through_codes(module, x, kind, group) if len(x) else ()):
+        for expert, weight in zip((chosen[token] - first).tolist(), weights[token].double(), strict=True):
+            if 0 <= expert < count:
+                between = TorchGate("silu")(halves[expert] @ row).to(dtype)
+                expected[token] += weight * downs[expert] @ through_codes(module, between[None], kind, group)[0]
+    largest = float(expected.abs().max()) if len(x) else 0.0
+    torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=5e-3 * largest)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "zeros", "tokens"),
+    [(4, 32, Zeros.MIDDLE, 5), (4, 128, Zeros.POINTS, 60), (8, 16, Zeros.OFFSETS, 5), (8, 64, Zeros.POINTS, 1)],
+)
+def test_a_mixture_of_integers_in_groups(
+    kernels: dict[str, ModuleType], bits: int, group: int, zeros: Zeros, tokens: int
+) -> None:
+    """Of five experts, of which some rows choose none and nobody the last; the last group of both is not full."""
+    first, count, hidden, inner, module = 1, 4, 150, 72, kernels["grouped_matmul"]
+    generator = torch.Generator().manual_seed(bits * group)
+    chosen = torch.randint(0, 4, (tokens, PER_TOKEN), generator=generator)
+    x, weights = random(tokens, hidden, dtype=torch.float16), random(tokens, PER_TOKEN, dtype=torch.float32).abs()
+    stacks, wide = [], []
+    for outputs, inputs in ((count * 2 * inner, hidden), (count * hidden, inner)):
+        some, groups = (outputs, -(-inputs // group)), torch.Generator().manual_seed(outputs)
+        codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=groups, dtype=torch.uint8)
+        scales = torch.rand(some, generator=groups).half().float() / (1 << bits)
+        points = torch.randint(0, 1 << bits, some, generator=groups, dtype=torch.uint8)
+        kept = points if zeros is Zeros.POINTS else None, scales * 7 if zeros is Zeros.OFFSETS else None
+        form = GroupedFormat(
+            outputs, inputs, group, zeros is Zeros.POINTS, x.dtype, x.dtype, bits, zeros is Zeros.OFFSETS
+        )
+        stacks.append(module.GroupedWeights(form, x.device))
+        stacks[-1].pack(0, GroupedRows(codes, scales, *kept))
+        wide.append(dequantise_codes(GroupedRows(codes, scales, *kept), CodeForm(bits, group, zeros)))
+    numbers = range(first, first + count)
+    found = kernels["experts"].TritonExperts(*stacks, "silu", numbers)(x, chosen, weights, None)
+    expected = one_by_one(x, wide[0].view(count, -1, hidden), wide[1].view(count, -1, inner), chosen, weights, first)
+    torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 1500])

@@ -33,9 +33,10 @@ def test_groups(
         outputs, inputs, group, zeros is Zeros.POINTS, dtype, dtype, bits, offsets=zeros is Zeros.OFFSETS
     )
     bias = torch.randn(outputs, generator=generator).to(dtype) if bits == 4 else None
-    product = kernels["grouped_matmul"].TritonGroupedMatmul(form, bias, torch.device("cpu"), order)
+    weights = kernels["grouped_matmul"].GroupedWeights(form, torch.device("cpu"))
     for first in range(0, outputs, 40):
-        product.pack(first, GroupedRows(*(None if part is None else part[first : first + 40] for part in stored)))
+        weights.pack(first, GroupedRows(*(None if part is None else part[first : first + 40] for part in stored)))
+    product = kernels["grouped_matmul"].TritonGroupedMatmul(weights, bias, order)
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     right = x.double() @ dequantise_codes(stored, CodeForm(bits, group, zeros, order=order)).double().t()
     right = right if bias is None else right + bias

@@ -39,6 +39,42 @@ def test_int8_has_the_bits_of_the_cpu(
     assert torch.equal(found, expected)
 
 
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(0, 70),
+    st.sampled_from((1, 60, 130)),
+    st.sampled_from(((32, 3), (64, 1), (128, 8))),
+    st.sampled_from((torch.float32, torch.float16)),
+    st.booleans(),
+)
+def test_groups_have_scales_of_their_own(
+    kernels: dict[str, ModuleType],
+    rows: int,
+    outputs: int,
+    groups: tuple[int, int],
+    dtype: torch.dtype,
+    biased: bool,
+) -> None:
+    """Groups of x and of the weights whose sizes differ by thousands keep three bits of fraction each."""
+    module: Any = kernels["scaled_matmul"]
+    group, count = groups
+    sizes = 10.0 ** torch.arange(-1, 2).repeat(3)[:count].repeat_interleave(group)
+    x, weight = (random(rows, group * count) * sizes).to(dtype), random(outputs, group * count) / sizes
+    x[: min(rows, 1)] = 0
+    bias = random(outputs) if biased else None
+    codes, kept = (module.quantise_rows(each, FP8, group) for each in (x, weight))
+    assert (codes.group, codes.scales.shape) == (group, (rows, count))
+    wide = [(e.codes.double().unflatten(1, (count, group)) * e.scales.unsqueeze(2)).flatten(1) for e in (codes, kept)]
+    for original, found in zip((x, weight), wide, strict=True):
+        largest = original.double().abs().unflatten(1, (count, group)).amax(2, keepdim=True).expand(-1, -1, group)
+        close = (original - found).abs() <= original.abs() / 16 + largest.flatten(1) * 2**-18
+        assert bool(close.all())
+    expected = wide[0] @ wide[1].t() + (0 if bias is None else bias)
+    found = module.TritonScaledMatmul(kept, bias)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected.to(dtype), rtol=2e-3 if dtype == torch.float16 else 1e-4, atol=1e-2)
+
+
 @pytest.mark.parametrize("rows", [1, 20, 65])
 def test_fp8_is_the_product_of_its_codes(kernels: dict[str, ModuleType], rows: int) -> None:
     module: Any = kernels["scaled_matmul"]
