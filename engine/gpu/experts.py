@@ -322,7 +322,7 @@ class TritonExperts:
         if not rows:
             return out
         first, count = self._numbers.start, len(self._numbers)
-        mixed = self._gate_up.most_rows != self._down.most_rows  # each kernel has 16, and a number of its own
+        mixed = self._gate_up.most_rows != self._down.most_rows  # blocks of 16 serve both
         block = _block_rows(chosen.numel(), count, x.dtype, 16 if mixed else self._down.most_rows)
         routed = _Routed(weights.contiguous(), _align(chosen, first, count, block), block, count)
         parts = self._down.multiply(self._gate_up.multiply(x, routed, self._activation), routed, "")
@@ -367,8 +367,9 @@ def specialisations() -> Iterator[Specialisation]:
     for experts, per_token in ((8, 2), (128, 8)):
         types = {"chosen": "*i64", "order": "*i32", "blocks": "*i32", "choices": "i32"}
         types |= dict.fromkeys(("first_expert", "experts", "most_blocks"), "i32")
-        constants = {"BLOCK_ROWS": 16, "BINS": experts, "BLOCK": _SORTED}
-        yield Specialisation(_align_kernel, types, constants, {"num_warps": 4})
+        for rows in (16, _GroupedStack.most_rows, _Stack.most_rows):
+            constants = {"BLOCK_ROWS": rows, "BINS": experts, "BLOCK": _SORTED}
+            yield Specialisation(_align_kernel, types, constants, {"num_warps": 4})
         for dtype, kind in TRITON_TYPES.items():
             types = {"parts": f"*{kind}", "chosen": "*i64", "out": f"*{kind}", "size": number}
             types |= {"first_expert": "i32", "experts": "i32"}

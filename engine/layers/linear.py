@@ -217,7 +217,7 @@ class ProductMatrix:
 
     @property
     def codes(self) -> CodeForm | None:
-        """The form in which kernels compute with the integers that the checkpoint stores; None: they do not."""
+        """The form in which kernels compute with the codes that the checkpoint stores; None: they do not."""
         loader = self._loader
         if not self._use.quantizable or loader.dtype == torch.float32 or self.precision != "none":
             return None
