@@ -143,15 +143,15 @@ def build(directory: Path, **changes: object) -> list[object]:
     """The products of the model's layers."""
     made: list[object] = []
     context = BuildContext(torch.bfloat16, torch.device("cpu"), 64, quantization="int4")._replace(**changes)  # type: ignore[arg-type]
-    before = linear._Matrix.packed
+    before = linear.ProductMatrix.packed
 
-    def noting(matrix: linear._Matrix, bias: torch.Tensor | None) -> PackedMatmul | GroupedMatmul:
+    def noting(matrix: linear.ProductMatrix, bias: torch.Tensor | None) -> PackedMatmul | GroupedMatmul:
         product = before(matrix, bias)
         made.append(product)
         return product
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear._Matrix, "packed", noting)
+        patch.setattr(linear.ProductMatrix, "packed", noting)
         checkpoint_builder(open_checkpoint(directory)).build(context)
     return made
 
