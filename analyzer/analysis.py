@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
-from statistics import median
 from typing import Self, TypeAlias
 from urllib.parse import quote
 
@@ -21,7 +20,15 @@ from ..bench.load.worker import Watch, WorkerOutcome, run_here
 from ..bench.server_process import GRPC_PORT, parse_server_url
 from ..core.errors import InvalidArgument, Unavailable
 from ..planning.search import BudgetSpent, SearchEffort, rank, require_optuna, search
-from ..planning.search_goal import Configuration, ConfigurationTrial, KnobValue, LevelFigures, SearchGoal, parse_goal
+from ..planning.search_goal import (
+    Configuration,
+    ConfigurationTrial,
+    KnobValue,
+    LevelFigures,
+    SearchGoal,
+    expected_wall,
+    parse_goal,
+)
 from ..planning.search_space import Knob, SearchSpace
 from ..processes.host import usable_cores
 from ..repository.config_io import ConfigMessage, config_from_json
@@ -96,10 +103,7 @@ class ConfigurationMeter:
         return measure
 
     def _estimate(self, seconds: float) -> float:
-        """What a measurement takes, by those there were."""
-        loads = [each.loading / each.seconds for each in self._trials if each.loading]
-        setup = median(each.setup for each in self._trials) if self._trials else 0.0
-        return setup + seconds * (median(loads) if loads else len(self._plan.levels))
+        return expected_wall(self._trials, seconds, len(self._plan.levels))
 
     def _measure(
         self, configuration: Configuration, settings: Mapping[str, KnobValue], seconds: float

@@ -4,14 +4,20 @@ Knows trials and goals; measures nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 
 import msgspec
 from rich.console import RenderableType
 from rich.table import Table
 
 from ..planning.search import RankedConfiguration, are_told_apart, rank
-from ..planning.search_goal import Configuration, ConfigurationTrial, KnobValue, SearchGoal, format_metric
+from ..planning.search_goal import (
+    Configuration,
+    ConfigurationTrial,
+    KnobValue,
+    SearchGoal,
+    expected_wall,
+    format_metric,
+)
 from ..planning.search_space import SearchSpace
 from ..repository.config_io import config_to_text
 from .knobs import configured, engine_flags, owner
@@ -165,11 +171,10 @@ def _cautions(
     if failed:
         reason = next((trial.failure.splitlines()[0] for each in failed for trial in each.trials if trial.failure), "")
         yield f"{len(failed)} of the configurations failed{f', the first with: {reason[:300]}' if reason else ''}"
-    seconds, loads = sum(each.wall for each in trials), [each for each in trials if each.loading]
-    if loads:
+    seconds = sum(each.wall for each in trials)
+    if any(each.loading for each in trials):
         full = max(each.seconds for each in trials)
-        setup = median(each.setup for each in loads)
-        whole = space.size * (setup + full * median(each.loading / each.seconds for each in loads))
+        whole = space.size * expected_wall(trials, full)
         yield (
             f"{len(ranked)} of {space.size} configurations were measured, in {seconds:.0f} s; each once for {full:g} s"
             f" would be about {whole:.0f} s"

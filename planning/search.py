@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core.errors import Unsupported
-from .search_goal import Configuration, ConfigurationTrial, LevelScore, SearchGoal
+from .search_goal import Configuration, ConfigurationTrial, LevelScore, SearchGoal, expected_wall
 from .search_space import SearchSpace
 from .surrogate import Surrogate
 
@@ -153,10 +153,8 @@ class SearchRun:
         return max(self.effort.turn, self.short)
 
     def cost(self, seconds: float) -> float:
-        """What a measurement under so many seconds of load takes, by those there were."""
-        setup = median(trial.setup for trial in self.trials)
-        loads = [trial.loading / trial.seconds for trial in self.trials if trial.loading]
-        return setup + seconds * (median(loads) if loads else 1.0)
+        """What a measurement under so many seconds of load takes."""
+        return expected_wall(self.trials, seconds)
 
     @property
     def limit(self) -> float:

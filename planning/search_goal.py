@@ -5,7 +5,8 @@ Knows nothing of servers: a trial's figures come from whoever measured.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -72,6 +73,17 @@ class ConfigurationTrial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wall(self) -> float:
         return self.setup + self.loading
+
+
+def expected_wall(trials: Sequence[ConfigurationTrial], seconds: float, levels: int = 1) -> float:
+    """What a measurement under so many seconds of load at each level takes, by those there were: beside its load each
+    starts, and waits for the last answers, however long the load was. `levels`: of the first."""
+    loads = [each for each in trials if each.loading]
+    setup = median(each.setup for each in trials) if trials else 0.0
+    if not loads:
+        return setup + levels * seconds
+    beside = median(each.loading - len(each.levels) * each.seconds for each in loads)
+    return setup + median(len(each.levels) for each in loads) * seconds + beside
 
 
 class Bound(NamedTuple):

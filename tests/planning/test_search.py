@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 from charonia.core.errors import Unsupported
 from charonia.planning import search as searches
 from charonia.planning.search import BudgetSpent, SearchEffort, are_told_apart, rank, search
-from charonia.planning.search_goal import Bound, Configuration, ConfigurationTrial, LevelFigures, SearchGoal
+from charonia.planning.search_goal import (
+    Bound,
+    Configuration,
+    ConfigurationTrial,
+    LevelFigures,
+    SearchGoal,
+    expected_wall,
+)
 from charonia.planning.search_space import Knob, SearchSpace
 
 EFFORT = SearchEffort(seconds=8.0)
@@ -81,6 +89,16 @@ def test_the_time_is_never_more_than_its_share_or_the_budget(setup: float, sizes
     share = 0.2 * max(40, space.size) * (setup + EFFORT.seconds)
     list(search("quick", space, GOAL, bench, EFFORT._replace(budget=0.7 * share)))
     assert bench.spent <= 0.7 * share
+
+
+def test_what_each_measurement_takes_beside_its_load_does_not_grow_with_the_load() -> None:
+    level = LevelFigures(level="any", requests=1, throughput=1.0)
+    short = ConfigurationTrial(configuration=(0,), seconds=1.0, setup=2.0, loading=5.0, levels=(level,))
+    failed = ConfigurationTrial(configuration=(1,), seconds=1.0, setup=2.0, failure="no room")
+    assert expected_wall([short, failed], 4.0) == 2.0 + 4.0 + 4.0
+    two = msgspec.structs.replace(short, loading=10.0, levels=(level, level))
+    assert expected_wall([two], 4.0) == 2.0 + 2 * 4.0 + 8.0
+    assert expected_wall([], 4.0, levels=3) == 12.0
 
 
 def test_an_exhaustive_search_measures_everything_and_repeats_the_best() -> None:
