@@ -158,6 +158,10 @@ class ClassicModel:
             return self._infer_decoupled(request, context)
         return SingleResponseStream(partial(self._infer_queued, request, context))
 
+    @property
+    def answers_inline(self) -> bool:
+        return self._inline_runtime is not None
+
     def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         """As `infer`, for models whose runtime computes in the event loop."""
         if self._inline_runtime is None:

@@ -195,6 +195,10 @@ class SelfCheckingModel(Model, Protocol):
 class InlineModel(Model, Protocol):
     """A model that may compute in the event loop itself, in less time than a context for the request would cost."""
 
+    @property
+    def answers_inline(self) -> bool:
+        """Whether it does, once it is loaded."""
+
     def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         """The one response to a valid request, which the model has counted; None if it does not compute so. Raises as
         `infer` does."""

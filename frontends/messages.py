@@ -176,24 +176,24 @@ class CancelCall(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
     key: int
 
 
-class EndedSequence(msgspec.Struct, array_like=True):
-    """A `core.request_context.SequenceRecord`."""
+class SentSequence(msgspec.Struct, array_like=True, eq=False):
+    """A `core.request_context.SequenceRecord` of another process."""
 
-    choice: int
-    sampling: SamplingParams
-    opened: float
-    submitted: float | None
-    begun: float | None
-    first: float | None
-    last: float | None
-    prompt: int | None
-    cached: int | None
-    generated: int
-    finish_reason: FinishReason | None
-    end: RequestEnd | None
+    choice: int = 0
+    sampling: SamplingParams = SamplingParams()
+    opened: float = 0.0
+    submitted: float | None = None
+    begun: float | None = None
+    first: float | None = None
+    last: float | None = None
+    prompt: int | None = 0
+    cached: int | None = 0
+    generated: int = 0
+    finish_reason: FinishReason | None = None
+    end: RequestEnd | None = None
 
     @classmethod
-    def of(cls, record: SequenceRecord) -> "EndedSequence":
+    def of(cls, record: SequenceRecord) -> "SentSequence":
         return cls(*(getattr(record, name) for name in cls.__struct_fields__))
 
 
@@ -203,7 +203,7 @@ class EndedRequests(msgspec.Struct, array_like=True, tag="ended", frozen=True):
 
     answered: list[int]
     others: list[tuple[int, RequestEnd, str]]
-    sequences: list[tuple[int, list[EndedSequence]]] = []
+    sequences: list[tuple[int, list[SentSequence]]] = []
 
 
 class LoneRequest(msgspec.Struct, array_like=True, tag="lone", frozen=True):

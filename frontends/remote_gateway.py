@@ -36,7 +36,6 @@ from .messages import (
     CancelCall,
     CancelRequests,
     EndedRequests,
-    EndedSequence,
     FromFrontend,
     FrontendState,
     GrpcAnswer,
@@ -53,6 +52,7 @@ from .messages import (
     RequestOrigin,
     ResponsesEnded,
     SentError,
+    SentSequence,
     SequenceSteps,
     SnapshotTaken,
     StopFrontend,
@@ -119,7 +119,7 @@ class RemoteGateway:
         self._answered: list[int] = []
         self._ended_otherwise: list[tuple[int, RequestEnd, str]] = []
         self._hub_logs = self._wants_headers = shared_state.traces.sends_spans
-        self._sequences: list[tuple[int, list[EndedSequence]]] = []
+        self._sequences: list[tuple[int, list[SentSequence]]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._arriving: dict[int, asyncio.Queue[PieceMessage]] = {}
         self._telling: asyncio.TimerHandle | None = None
@@ -155,7 +155,7 @@ class RemoteGateway:
         if found is not None and found.parts is None:
             config, context.body = found.config, None
             context.model, context.version, context.model_found = config.name, config.version, True
-            return RemoteModelHandle(self, config, context, version, found.number)
+            return RemoteModelHandle(self, config, context, version, found.number if found.inline else 0)
         context.model, context.version = name, version
         key = self.key_of(context)
         call = AcquireCall(key, self.origin_of(context), printable(name), version, self._body_of(context))
@@ -417,7 +417,7 @@ class RemoteGateway:
         if not self._hub_logs:
             log_request(context)
         elif key is not None and context.sequences:
-            self._sequences.append((key, [EndedSequence.of(each) for each in context.sequences]))
+            self._sequences.append((key, [SentSequence.of(each) for each in context.sequences]))
 
     def _before_flush(self) -> None:
         if self._telling is not None:

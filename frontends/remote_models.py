@@ -3,7 +3,7 @@ language models whose text is read and written here."""
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
 from msgspec import Raw
@@ -17,13 +17,21 @@ from ..core.request import (
     GenerateRequest,
     InferRequest,
     InferResponse,
-    SamplingParams,
     TokenizeRequest,
 )
-from ..core.request_context import ExecutionTimes, RequestContext, RequestEnd
+from ..core.request_context import ExecutionTimes, RequestContext
 from ..engine.frontend.llm import LlmModel
 from ..repository.request_validation import validate_request
-from .messages import CancelCall, ModelCall, ReaderDelays, ResponseNotes, ResponsesRead, TextCall, encode_origin
+from .messages import (
+    CancelCall,
+    ModelCall,
+    ReaderDelays,
+    ResponseNotes,
+    ResponsesRead,
+    SentSequence,
+    TextCall,
+    encode_origin,
+)
 from .remote_engine import RemoteEngine
 from .snapshot import ServedModel
 
@@ -33,24 +41,6 @@ if TYPE_CHECKING:
 _READY = ModelStats(True)
 _HALF_WINDOW = 8
 """Responses of a stream that are read between two words to the hub that more may come."""
-
-
-@dataclass(slots=True, eq=False)
-class RelayedText:
-    """What the language models of the hub have generated for a request's model, as one `SequenceRecord`."""
-
-    prompt: int | None = 0
-    generated: int = 0
-    cached: int | None = 0
-    finish_reason: FinishReason | None = None
-    choice: int = 0
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    opened: float = 0.0
-    submitted: float | None = None
-    begun: float | None = None
-    first: float | None = None
-    last: float | None = None
-    end: RequestEnd | None = None
 
 
 _Item = TypeVar("_Item", InferResponse, GenerateChunk)
@@ -71,7 +61,7 @@ class RemoteResponses(Generic[_Item]):
         self._error: CharoniaError | None = None
         self._ended = False
         self._taken = 0
-        self._text: RelayedText | None = None
+        self._text: SentSequence | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -129,15 +119,15 @@ class RemoteResponses(Generic[_Item]):
             self._handle.on_other_arm(notes.model, notes.version)
         if text is not None:
             if self._text is None:
-                self._text = RelayedText()
+                self._text = SentSequence()
                 context.all_sequences.append(self._text)
             self._text.prompt, self._text.generated, self._text.cached = text.prompt, text.generated, text.cached
             self._text.finish_reason = FinishReason(text.finish_reason) if text.finish_reason else None
 
 
 class RemoteModelHandle:
-    """A model of tensors, for the request of `context`. `version`: as the request asks for it; `number`: the loaded
-    one's, 0 if the hub has looked it up."""
+    """A model of tensors, for the request of `context`. `version`: as the request asks for it; `number`: that of
+    a loaded one which the hub answers in its event loop, else 0."""
 
     def __init__(
         self,

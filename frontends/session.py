@@ -87,9 +87,15 @@ _ONLY_TEXT = ("tokenize", "detokenize")
 _BODY_TO_COME = ("infer", "generate", "generate_stream")
 """Endpoints that look their model up before they read what is asked of it."""
 
-_ANSWERED = RequestContext("")
-"""Stands for every request without a context that a model has answered: models count ends."""
-_ANSWERED.end = DONE
+
+def _ended_context(end: RequestEnd) -> RequestContext:
+    """Stands for a request without a context: models count ends."""
+    context = RequestContext("")
+    context.end = end
+    return context
+
+
+_ANSWERED = _ended_context(DONE)
 
 
 class OpenRequest:
@@ -444,18 +450,19 @@ class FrontendSession:
             if key in self._open:
                 self._open[key].context.sequences[:] = sequences
         for key in message.answered:
-            if key in self._inline:
-                self._end_inline(key, DONE)
-            else:
-                self._end(key, DONE)
+            self._end(key, DONE)
         for key, end, id_ in message.others:
             self._end(key, end, id_)
 
     def _end(self, key: int, end: RequestEnd, id_: str = "") -> None:
         """Count a request that has ended like that."""
-        opened = self._open.pop(key, None)
+        loaded, opened = self._inline.pop(key, None), self._open.pop(key, None)
+        if loaded is not None:  # which has answered one of its calls, if not all
+            loaded.in_flight.decrement()
+            self._gateway.in_flight.decrement()
         if opened is None:
-            self._end_inline(key, end)
+            if loaded is not None and loaded.measured is not None:
+                loaded.measured.count(_ANSWERED if end == DONE else _ended_context(end))
             return
         context = opened.context
         if end != DONE:
@@ -470,19 +477,6 @@ class FrontendSession:
         for task in tasks:
             task.cancel()
         asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: context.close())
-
-    def _end_inline(self, key: int, end: RequestEnd) -> None:
-        loaded = self._inline.pop(key, None)
-        if loaded is None:
-            return
-        context = _ANSWERED
-        if end != DONE:
-            context = RequestContext("")
-            context.end = end
-        if loaded.measured is not None:
-            loaded.measured.count(context)
-        loaded.in_flight.decrement()
-        self._gateway.in_flight.decrement()
 
     def _on_lone(self, message: LoneRequest) -> None:
         context = self._gateway.open_request(message.origin.endpoint, message.origin.headers)

@@ -13,13 +13,14 @@ from ..repository.model_registry import LoadedModel, ModelEntry
 
 class ServedModel(NamedTuple):
     """A loaded version. `number`: its own, which no other load gets. `names`: that requests may call it by. `parts`: of
-    a language model."""
+    a language model. `inline`: the hub answers in its event loop."""
 
     number: int
     config: ModelConfig
     latest: bool
     names: tuple[str, ...]
     parts: TextModelParts | None
+    inline: bool
 
 
 class ServedModels(NamedTuple):
@@ -88,4 +89,5 @@ class ModelCensus:
             number = self.number_of(loaded)
             if isinstance(loaded.model, LlmModel) and number not in self._parts:
                 self._parts[number] = loaded.model.parts()
-            yield ServedModel(number, loaded.config, version is entry.latest, names, self._parts.get(number))
+            told = number, loaded.config, version is entry.latest, names, self._parts.get(number)
+            yield ServedModel(*told, loaded.inline is not None)

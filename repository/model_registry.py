@@ -57,8 +57,8 @@ class InFlightCounter:
 @dataclass(slots=True)
 class LoadedModel:
     """A loaded model. `source_mark`: see `VersionSource.mark`. `resources` are closed when it is unloaded; `in_flight`
-    counts its requests; `loaded_at`: when its load ended, by the monotonic clock; `text`, `adaptable`, `inline` and
-    `measured` are the same model if it has those protocols."""
+    counts its requests; `loaded_at`: when its load ended, by the monotonic clock; `text`, `adaptable` and
+    `measured` are the same model if it has those protocols, and so is `inline` if it answers so."""
 
     model: Model
     config: ModelConfig
@@ -75,7 +75,7 @@ class LoadedModel:
     def __post_init__(self) -> None:
         self.text = self.model if isinstance(self.model, TextModel) else None
         self.adaptable = self.model if isinstance(self.model, AdaptableModel) else None
-        self.inline = self.model if isinstance(self.model, InlineModel) else None
+        self.inline = self.model if isinstance(self.model, InlineModel) and self.model.answers_inline else None
         self.measured = self.model if isinstance(self.model, MeasuredModel) else None
 
 

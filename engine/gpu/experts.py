@@ -258,10 +258,12 @@ class _Stack:
     most_rows = 64
 
     def __init__(self, rows: Tensor | QuantisedRows) -> None:
-        self._group, self._scales = 0, None if isinstance(rows, Tensor) else scales_by_group(rows)
-        self._weight = rows if isinstance(rows, Tensor) else rows.codes
+        self._scales: Tensor | None = None
+        self._group = 0
         if isinstance(rows, QuantisedRows):
-            self._group = rows.group
+            self._weight, self._scales, self._group = rows.codes, scales_by_group(rows), rows.group
+        else:
+            self._weight = rows
 
     def multiply(self, x: Tensor, routed: _Routed, activation: str) -> Tensor:
         """The product of `_experts_kernel` with x [N, inputs], in its dtype [choices, outputs]."""

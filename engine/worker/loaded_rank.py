@@ -272,7 +272,9 @@ def _unrecordable(decoder: Decoder, attention: AttentionBackend) -> str | None:
     if not isinstance(decoder, NativeDecoder):
         return "it is computed by transformers"
     if decoder.host_bound:
-        return "its experts are quantised, have biases or adapters, and each is computed by itself"
+        return (
+            "its experts have biases, adapters or weights that no grouped product takes, and each is computed by itself"
+        )
     return None if attention.recordable_places else "the attention reads rows on the host"
 
 

@@ -1,7 +1,7 @@
 """What a frontend's gateway does where nothing of a real hub is needed."""
 
 from charonia.core.request import SamplingParams
-from charonia.frontends.messages import EndedRequests, EndedSequence, FromFrontend
+from charonia.frontends.messages import EndedRequests, FromFrontend, SentSequence
 from charonia.frontends.remote_gateway import RemoteGateway
 from charonia.processes.shared_arena import new_arena_file
 from charonia.telemetry.loop_lag import LoopLag
@@ -15,6 +15,6 @@ async def test_an_end_is_told_even_if_what_was_asked_cannot_be() -> None:
     sent: list[FromFrontend] = []
     gateway.send = sent.append
     sampling = SamplingParams(stop=("\ud800",))
-    asked = EndedSequence(0, sampling, 0.0, None, None, None, None, None, None, 0, None, None)
+    asked = SentSequence(0, sampling, 0.0, None, None, None, None, None, None, 0, None, None)
     gateway._on_unsendable(EndedRequests([7], [], [(7, [asked])]), UnicodeError())
     assert sent == [EndedRequests([7], [])]

@@ -1,0 +1,60 @@
+"""The hub's end of a link, with calls as a frontend sends them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from charonia.core.request_context import DONE, RequestContext
+from charonia.core.tensor import Tensor
+from charonia.frontends.hub import FrontendHub
+from charonia.frontends.messages import CallFailed, EndedRequests, ModelAnswer, ModelCall, RequestOrigin, encode_origin
+from charonia.frontends.session import FrontendSession
+from charonia.frontends.tensors import SentTensor
+from charonia.processes.shared_arena import new_arena_file
+from charonia.repository.builder import ModelBuilder
+from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.gateway import InProcessGateway
+from charonia.repository.model_control import ModelControl
+
+from ..waiting import until
+
+CONFIG = """
+backend: "identity"
+input { name: "X" data_type: TYPE_FP32 dims: 2 }
+output { name: "Y" data_type: TYPE_FP32 dims: 2 }
+"""
+ORIGIN = RequestOrigin.of(RequestContext("infer"), False)
+
+
+def call(key: int, values: Sequence[float], checked: int = 0) -> ModelCall:
+    """Of request 1."""
+    tensor = SentTensor.of(Tensor.from_values("X", "FP32", np.array(values, np.float32)))
+    return ModelCall(key, 1, msgspec.Raw(encode_origin(ORIGIN)), "copy", "", "", [tensor], None, {}, checked)
+
+
+async def test_a_request_whose_calls_are_answered_here_and_there_ends_once(tmp_path: Path) -> None:
+    (tmp_path / "copy" / "1").mkdir(parents=True)
+    (tmp_path / "copy" / "config.pbtxt").write_text(CONFIG)
+    gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
+    catalog = RepositoryCatalog([tmp_path], config_name="")
+    gateway.model_control = ModelControl(catalog, gateway.registry, gateway.lifecycle)
+    await gateway.load_model("copy")
+    hub = FrontendHub(gateway, None, None)  # type: ignore[arg-type]
+    session = FrontendSession(hub, "one", new_arena_file(4096), new_arena_file(4096))
+    sent: list[object] = []
+    session.link.send = sent.append  # type: ignore[method-assign, assignment]
+    [loaded] = gateway.registry.entries["copy"].loaded_versions.values()
+    session._receive(call(2, [1, 2]))
+    assert isinstance(sent[-1], ModelAnswer)
+    session._receive(call(3, [1, 2, 3]))  # which does not fit: the gateway says why
+    await until(lambda: isinstance(sent[-1], CallFailed))
+    assert gateway.in_flight.count
+    session._receive(EndedRequests([1], []))
+    await until(lambda: not gateway.in_flight.count)
+    assert loaded.in_flight.count == 0
+    assert loaded.measured is not None
+    assert loaded.model._metrics.ended_requests == {DONE: 1}  # type: ignore[attr-defined]
+    gateway.begin_exit()
+    await gateway.lifecycle.close()
