@@ -118,6 +118,8 @@ def test_one_record_and_one_trace_for_every_request(
     flags = [*FLAGS, "--api-key", "alice:k", "--otlp-traces-endpoint", collector.url, "--frontends", frontends]
     with serve(str(tokenizer_only), *flags) as server:
         ask_for_everything(server)
+        ended = 'charonia_requests_total{model="m",outcome="length",version="1"} 2'  # the last one, which counts late
+        server.until(lambda: ended in httpx.get(server.metrics_url).text)
         counted = httpx.get(server.metrics_url).text
         assert server.stop() == 0
         told = records(server.said)
