@@ -9,7 +9,7 @@ from ..core.errors import InvalidArgument
 from .simulated_machine import SimulatedMachine
 from .simulation import EngineShape
 
-FORMAT = "charonia-machine-1"
+FORMAT = "charonia-machine-2"
 
 
 class MachineOrigin(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +42,12 @@ class MachineFile(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
 
 
+class _AnyFormat(msgspec.Struct):
+    """What the files of all versions have."""
+
+    format: str = FORMAT
+
+
 def write_machine_file(path: Path, content: MachineFile) -> None:
     """Raises `InvalidArgument` if the file cannot be written."""
     part = path.with_name(path.name + ".part")
@@ -55,13 +61,12 @@ def write_machine_file(path: Path, content: MachineFile) -> None:
 def read_machine_file(path: Path) -> MachineFile:
     """Raises `InvalidArgument`: there is none, or it is none; the message names the field."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=MachineFile)
+        content = path.read_bytes()
+        if (found := msgspec.json.decode(content, type=_AnyFormat).format) != FORMAT:
+            message = f"{path} has the format {found!r}, and this version reads {FORMAT}: calibrate again"
+            raise InvalidArgument(message, field="machine")
+        return msgspec.json.decode(content, type=MachineFile)
     except OSError as error:
         raise InvalidArgument(f"cannot read {path}: {error.strerror}", field="machine") from None
     except msgspec.MsgspecError as error:
         raise InvalidArgument(f"{path} is no file of charonia calibrate: {error}", field="machine") from None
-    if found.format != FORMAT:
-        raise InvalidArgument(
-            f"{path} has the format {found.format!r}, and this version reads {FORMAT}", field="machine"
-        )
-    return found

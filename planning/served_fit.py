@@ -43,12 +43,11 @@ class ServedTimes(NamedTuple):
 def add_serving(machine: SimulatedMachine, shape: EngineShape, seen: ServedTimes) -> SimulatedMachine:
     """A machine whose steps were measured without a server, with what one adds: between steps, for each of their
     tokens, and before a request's first step."""
-    usual = median(machine.spread) if machine.spread else 1.0
     rows = np.array([[1.0, each.rows] for each in seen.decodes])
     gaps = np.array([median(each.gaps) for each in seen.decodes])
-    steps = np.array([usual * machine.seconds(each.load) for each in seen.decodes])
+    steps = np.array([machine.usual_seconds(each.load) for each in seen.decodes])
     between, between_token = solve_least_squares(rows / steps[:, None], gaps / steps - 1).tolist()
-    served = msgspec.structs.replace(machine, between=between, between_token=between_token, spread=(usual,))
+    served = msgspec.structs.replace(machine.steadied(), between=between, between_token=between_token)
     alone = np.array([_ttft_alone(served, shape, each.tokens) for each in seen.prompts])
     ttft = np.array([median(each.ttft) for each in seen.prompts])
     prompts = np.array([[1.0, each.tokens] for each in seen.prompts])

@@ -2,8 +2,9 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import log
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,6 +14,23 @@ from ..scheduler.prefill_budget import StepWork
 
 SecondsTable: TypeAlias = tuple[tuple[int, float], ...]
 """Measured seconds by a count, ascending; between measurements, and beyond the last two, on a straight line."""
+
+
+class StepSpread(NamedTuple):
+    """What single steps of about so many `seconds` take over what they should: quantiles, evenly apart."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    factors: Annotated[tuple[float, ...], msgspec.Meta(min_length=1)]
+
+    def at(self, level: float) -> float:
+        """The quantile of this level, on a straight line between two."""
+        place = level * (len(self.factors) - 1)
+        low = int(place)
+        high = min(low + 1, len(self.factors) - 1)
+        return self.factors[low] + (place - low) * (self.factors[high] - self.factors[low])
+
+    def scaled(self, factor: float) -> "StepSpread":
+        return self._replace(factors=tuple(factor * each for each in self.factors))
 
 
 class StepLoad(NamedTuple):
@@ -67,8 +85,8 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
     `decode_context`, `prompt_context`: attention of decoding rows and of prompts, for each token attended to, and
     `chunk_context` for each token that a chunk of a prompt reads. The defaults are bf16 of Qwen2.5-0.5B's shape on two
     Zen 4 cores. `products`: measured seconds of all products by rows, in place of `weights` and `token`; `heads`: those
-    of the head by sampled places, in place of `head`. `spread`: quantiles, evenly apart, of what steps take over what
-    they should; empty: just that.
+    of the head by sampled places, in place of `head`. `spread`: how single steps differ from that, ascending by their
+    seconds, for what holds a short step up for half its time is little of a long one; empty: not at all.
 
     `between`: from a step's end until the next can begin, and `between_token` for each token that the step brought: the
     step loop, and what the server takes of the cores that compute. `arrival`: until a request is in the engine, and
@@ -84,7 +102,7 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
     rest: float = 2e-3
     products: SecondsTable = ()
     heads: SecondsTable = ()
-    spread: tuple[float, ...] = ()
+    spread: tuple[StepSpread, ...] = ()
     between: float = 0.0
     between_token: float = 0.0
     arrival: float = 0.0
@@ -101,13 +119,18 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
 
     def draw_seconds(self, load: StepLoad, random: Random) -> float:
         """What such a step takes this time."""
-        if not self.spread:
-            return self.seconds(load)
-        place = random.random() * (len(self.spread) - 1)
-        low = min(int(place), len(self.spread) - 2) if len(self.spread) > 1 else 0
-        high = min(low + 1, len(self.spread) - 1)
-        factor = self.spread[low] + (place - low) * (self.spread[high] - self.spread[low])
-        return factor * self.seconds(load)
+        return self._vary(self.seconds(load), random.random()) if self.spread else self.seconds(load)
+
+    def usual_seconds(self, load: StepLoad) -> float:
+        """Half of such steps take no longer."""
+        return self._vary(self.seconds(load), 0.5) if self.spread else self.seconds(load)
+
+    def _vary(self, seconds: float, level: float) -> float:
+        """Between two spreads by the logarithm of the seconds."""
+        place = bisect_left(self.spread, (seconds,))
+        low, high = self.spread[max(place - 1, 0)], self.spread[min(place, len(self.spread) - 1)]
+        near = log(seconds / low.seconds) / log(high.seconds / low.seconds) if low is not high else 0.0
+        return seconds * (low.at(level) + near * (high.at(level) - low.at(level)))
 
     def seconds_between(self, samples: int) -> float:
         """From the end of a step that brought so many tokens until the next can begin."""
@@ -119,7 +142,13 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
 
     def slowed(self, factor: float) -> "SimulatedMachine":
         """The machine whose steps take so many times as long."""
-        return msgspec.structs.replace(self, spread=tuple(factor * each for each in self.spread or (1.0,)))
+        spread = self.spread or (StepSpread(1.0, (1.0,)),)
+        return msgspec.structs.replace(self, spread=tuple(each.scaled(factor) for each in spread))
+
+    def steadied(self) -> "SimulatedMachine":
+        """The machine whose steps all take what is usual for their length."""
+        spread = tuple(StepSpread(each.seconds, (each.at(0.5),)) for each in self.spread)
+        return msgspec.structs.replace(self, spread=spread)
 
 
 def interpolate(table: Sequence[tuple[int, float]], count: int) -> float:

@@ -8,14 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from .simulated_machine import SecondsTable, SimulatedMachine, StepLoad
+from .simulated_machine import SecondsTable, SimulatedMachine, StepLoad, StepSpread
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
 LEAST_STEPS = 24
 """Fewer measured steps say too little."""
 
-_QUANTILES = 101
+_SPREAD_STEPS, _SPREAD_SPAN, _QUANTILES = 40, 2.0, 101
+"""A spread is of so many steps at least, the longest of which are expected to take so many times the shortest."""
+
 _TAIL = 1e-3
 """The shortest and the longest step in so many are not looked at: one that a neighbour held up for a second would
 otherwise make a hundredth of all steps as long."""
@@ -60,8 +62,8 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
     features = np.array([[1.0, *_features(each.load, rows, sampled)] for each in samples])
     features[:, 1:] *= np.ptp(features[:, 1:], axis=0) > 0  # what is alike in all steps is part of the constant
     found = solve_robust(features, seconds)
-    ratios = seconds / (features @ found)
-    levels = np.clip(np.linspace(0, 1, _QUANTILES), _TAIL, 1 - _TAIL)
+    expected = features @ found
+    ratios = seconds / expected
     intercept, *slopes = found.tolist()
     products, head_slopes = slopes[: len(rows) - 1], slopes[len(rows) - 1 : -3]
     decode, prompt, chunk = slopes[-3:]
@@ -77,11 +79,25 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
         rest=0.0,
         products=_table(rows, intercept, products),
         heads=_table(sampled, 0.0, head_slopes),
-        spread=tuple(np.quantile(ratios, levels).tolist()),
+        spread=_find_spreads(expected, ratios),
         between=constant,
         between_token=each_token,
     )
     return MachineFit(machine, float(np.mean(np.abs(ratios - 1))))
+
+
+def _find_spreads(expected: FloatArray, ratios: FloatArray) -> tuple[StepSpread, ...]:
+    """By what steps are expected to take. Long ones are few: the groups begin with them."""
+    order = np.argsort(-expected)
+    begins, longest = [0], expected[order[0]]
+    for place in range(_SPREAD_STEPS, len(order) - _SPREAD_STEPS + 1):
+        if place - begins[-1] >= _SPREAD_STEPS and longest > _SPREAD_SPAN * expected[order[place]]:
+            begins, longest = [*begins, place], expected[order[place]]
+    levels = np.clip(np.linspace(0, 1, _QUANTILES), _TAIL, 1 - _TAIL)
+    return tuple(
+        StepSpread(float(np.exp(np.log(expected[group]).mean())), tuple(np.quantile(ratios[group], levels).tolist()))
+        for group in reversed(np.split(order, begins[1:]))
+    )
 
 
 def _knots(counts: Iterable[int]) -> list[int]:

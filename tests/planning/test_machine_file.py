@@ -7,13 +7,13 @@ import pytest
 from charonia.cli.roofline_file import read_roofline
 from charonia.core.errors import InvalidArgument
 from charonia.planning.machine_file import MachineFile, MachineOrigin, read_machine_file, write_machine_file
-from charonia.planning.simulated_machine import SimulatedMachine
+from charonia.planning.simulated_machine import SimulatedMachine, StepSpread
 from charonia.planning.simulation import EngineShape
 from charonia.scheduler.config import SchedulerConfig
 
 FILE = MachineFile(
     origin=MachineOrigin(how="by hand", model={"hidden_size": 8}),
-    machine=SimulatedMachine(products=((1, 0.01), (2, 0.02)), spread=(0.9, 1.1)),
+    machine=SimulatedMachine(products=((1, 0.01), (2, 0.02)), spread=(StepSpread(0.01, (0.9, 1.1)),)),
     engine=EngineShape(scheduler=SchedulerConfig(max_num_seqs=4, ahead=1), blocks=7),
     block_bytes=1024,
 )
@@ -37,7 +37,11 @@ def test_explain_reads_it_too(tmp_path: Path) -> None:
         ("", "no file of charonia calibrate"),
         ('{"origin": {"how": ""}}', "missing required field `machine`"),
         ('{"origin": {"how": 3}, "machine": {}, "engine": {}, "block_bytes": 1}', r"\$.origin.how"),
-        ('{"format": "x", "origin": {"how": ""}, "machine": {}, "engine": ENGINE, "block_bytes": 1}', "format 'x'"),
+        ('{"format": "charonia-machine-1", "machine": {"spread": [1]}}', "format 'charonia-machine-1', .*: calibrate"),
+        (
+            '{"origin": {"how": ""}, "machine": {"spread": [[1, []]]}, "engine": ENGINE, "block_bytes": 1}',
+            "length >= 1",
+        ),
     ],
 )
 def test_another_file_is_refused_by_field(tmp_path: Path, content: str, says: str) -> None:

@@ -11,7 +11,7 @@ from charonia.engine.core.step_loop import EngineCore
 from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
-from charonia.planning.simulated_machine import SimulatedMachine
+from charonia.planning.simulated_machine import SimulatedMachine, StepSpread
 from charonia.planning.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import MaskSource, StepPlan
@@ -103,7 +103,7 @@ def test_nothing_to_do_takes_no_time() -> None:
 @pytest.mark.parametrize("spread", [(1.0,), (0.9, 1.1), (0.8, 0.9, 1.0, 1.1, 1.2)])
 def test_steps_vary_as_the_quantiles_say(spread: tuple[float, ...]) -> None:
     seconds: list[float] = []
-    machine = replace(MACHINE, spread=spread, decode_context=0.0)
+    machine = replace(MACHINE, spread=(StepSpread(1.0, spread),), decode_context=0.0)
     simulation = Simulation(
         machine, ENGINE, watch=lambda plan, each: seconds.append(each) if plan.tokens == 1 else None
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument
-from charonia.planning.simulated_machine import SimulatedMachine, StepLoad
+from charonia.planning.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from charonia.planning.step_fit import LEAST_STEPS, StepSample, fit_machine, solve_least_squares
 from charonia.scheduler.prefill_budget import StepWork
 
@@ -56,8 +56,23 @@ def test_neighbours_who_hold_steps_up_change_the_spread_and_not_the_formula() ->
     machine, _ = fit_machine(held)
     for load in loads(100, seed=1):
         assert machine.seconds(load) == pytest.approx(KNOWN.seconds(load), rel=0.06)
-    assert machine.spread[50] == pytest.approx(1, abs=0.02)
-    assert machine.spread[-1] == pytest.approx(9, rel=0.1)
+    for spread in machine.spread:
+        assert spread.factors[50] == pytest.approx(1, abs=0.02)
+        assert spread.factors[-1] == pytest.approx(9, rel=0.1)
+
+
+def test_what_holds_short_steps_up_is_little_of_long_ones() -> None:
+    held = [each._replace(seconds=each.seconds + (10e-3 if at % 5 == 2 else 0)) for at, each in enumerate(measured())]
+    machine, _ = fit_machine(held)
+    short, *_, long = machine.spread
+    assert short.seconds < 0.03
+    assert short.factors[95] > 1.25
+    assert long.seconds > 0.15
+    assert long.factors[95] < 1.1
+    short_step, long_step = StepLoad.of_decoding(1, 40), StepLoad.of_prompt(400)
+    for load, at_least, at_most in ((short_step, 1.5, 2.2), (long_step, 1.0, 1.1)):
+        drawn = [machine.draw_seconds(load, random) for random in [Random(0)] for _ in range(400)]
+        assert at_least <= np.quantile(drawn, 0.97) / machine.usual_seconds(load) < at_most
 
 
 def test_more_work_never_takes_less_time() -> None:
@@ -103,4 +118,13 @@ def test_least_squares_keep_the_conditions_of_a_minimum(columns: int, rows: int,
 def test_a_slower_machine_is_slower_by_that() -> None:
     load, random = StepLoad.of_prompt(100), Random(0)
     assert KNOWN.slowed(1.5).draw_seconds(load, random) == pytest.approx(1.5 * KNOWN.seconds(load))
-    assert replace(KNOWN, spread=(0.5, 2.0)).slowed(2).spread == (1.0, 4.0)
+    assert replace(KNOWN, spread=(StepSpread(1.0, (0.5, 2.0)),)).slowed(2).spread == (StepSpread(1.0, (1.0, 4.0)),)
+
+
+def test_a_steadied_machine_takes_what_is_usual() -> None:
+    load = StepLoad.of_prompt(100)
+    seconds = KNOWN.seconds(load)
+    short, long = StepSpread(seconds / 2, (0.5, 0.8, 3.0)), StepSpread(seconds * 2, (0.5, 1.2, 2.0))
+    machine = replace(KNOWN, spread=(short, long))
+    assert machine.usual_seconds(load) == pytest.approx(seconds)
+    assert {machine.steadied().draw_seconds(load, Random(seed)) for seed in range(5)} == {machine.usual_seconds(load)}
