@@ -160,12 +160,12 @@ async def decode_long_json(given: DeclaredInput, array: UnparsedContainer) -> Te
     return given.tensor(data.reshape(given.shape))
 
 
-async def read_up_to_two(responses: ResponseStream[InferResponse]) -> list[InferResponse]:
+async def read_up_to_two(responses: ResponseStream[InferResponse], decoupled: bool) -> list[InferResponse]:
     """The first response of a stream, and a second where there is one: enough to tell whether it holds exactly one. A
-    final response without outputs does not count. The caller closes the stream."""
+    final response without outputs counts only if the model is not `decoupled`. The caller closes the stream."""
     answers: list[InferResponse] = []
     async for response in responses:
-        if not is_empty_final(response):
+        if not (decoupled and is_empty_final(response)):
             answers.append(response)
         if response.final or len(answers) == 2:
             break
@@ -173,7 +173,7 @@ async def read_up_to_two(responses: ResponseStream[InferResponse]) -> list[Infer
 
 
 def is_empty_final(response: InferResponse) -> bool:
-    """Whether a response tells nothing but that it is the last."""
+    """Whether a response of a decoupled model tells nothing but that it is the last."""
     return response.final and not response.outputs
 
 

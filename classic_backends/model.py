@@ -83,7 +83,7 @@ class ClassicModel:
         combines = loader.by_request or not config.decoupled
         batching = read_batching_config(config.raw, config.max_batch_size, combines)
         self._batching = batching if sequences is None else sequences.config.batching
-        self._signature = ModelSignature(config)
+        self._signature = ModelSignature(config, relays=loader.by_request)
         self._layout = BatchLayout(self._signature, read_ragged_config(config.raw), sequences, loader.by_request)
         self._placements = read_placements(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)

@@ -98,12 +98,12 @@ class RuntimeRequest:
     """One request as the client made it. One that is rescheduled comes again as the same object, with `inputs` and
     `flags` of its next execution.
 
-    `inputs` as in `Runtime.execute`; `output_names`: those that the client wants, none for all. `correlation_id` and
-    `flags` place it in its sequence, as in Triton's API; `timeout` is in microseconds. `respond`, called in the event
-    loop, takes a response or an error, or None where only the end of the responses is told; then the last argument is
-    true, as it may be with a response and is with an error. It takes a `Rescheduled` that did not come with the other
-    answers, too. `cancelled`: nobody waits for it any more; `Runtime.cancel_request` tells it, unless that was
-    before the runtime had the request.
+    `inputs` as in `Runtime.execute`; `output_names`: those that the client wants, all of the model's if it named none,
+    and those of its sequence's states. `correlation_id` and `flags` place it in its sequence, as in Triton's API;
+    `timeout` is in microseconds. `respond`, called in the event loop, takes a response or an error, or None where only
+    the end of the responses is told; then the last argument is true, as it may be with a response and is with an error.
+    It takes a `Rescheduled` that did not come with the other answers, too. `cancelled`: nobody waits for it any more;
+    `Runtime.cancel_request` tells it, unless that was before the runtime had the request.
     """
 
     inputs: Arrays

@@ -93,7 +93,7 @@ class ModelRequests:
                 request = self._make_request(model, handle.config, inputs, outputs, stream)
                 async with aclosing(handle.infer(request)) as responses:
                     async for response in responses:
-                        if response.outputs:
+                        if response.outputs or not handle.config.decoupled:
                             yield NamedTensors(response.outputs, response.parameters, request.id)
         except CharoniaError as error:
             self.last_error = error

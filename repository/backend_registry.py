@@ -137,6 +137,11 @@ def is_own_backend(backend: str) -> bool:
     return backend in TEXT_BACKENDS or backend in CLASSIC_RUNTIME_LOADERS or backend in COMPOSITIONS
 
 
+def is_written_in_python(backend: str) -> bool:
+    """Whether a backend's models run the code of a `model.py`: each its own, or that of the backend."""
+    return backend == PYTHON or not (is_own_backend(backend) or backend in installed_backends())
+
+
 def _backends_in(directory: Path | None) -> list[str]:
     """The backends written in Python of a directory: its folders with a `model.py`."""
     return [] if directory is None else [file.parent.name for file in directory.glob("*/model.py")]

@@ -25,8 +25,7 @@ from .backend_registry import (
     classic_model_builder,
     classic_runtime_loader,
     composite_model,
-    installed_backends,
-    is_own_backend,
+    is_written_in_python,
     text_backend,
 )
 from .config_defaults import enable_default_batching, fill_defaults
@@ -202,7 +201,8 @@ class ModelBuilder:
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = self._runtime_loader(source.backend)
             whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
-            enable_default_batching(whole, size_given=source.config.max_batch_size > 0)
+            if not is_written_in_python(source.backend):  # which says so itself, by set_dynamic_batching
+                enable_default_batching(whole, size_given=source.config.max_batch_size > 0)
         self._fill_defaults(whole)
         validate_config(whole, usable_gpus())
         return whole
@@ -211,8 +211,7 @@ class ModelBuilder:
         return classic_runtime_loader(backend, self.backend_directory, services)
 
     def _classic_settings(self, backend: str) -> dict[str, str]:
-        by_python = not (is_own_backend(backend) or backend in installed_backends())
-        names = ("", PYTHON, backend) if by_python else ("", backend)
+        names = ("", PYTHON, backend) if is_written_in_python(backend) else ("", backend)
         settings = {_DEFAULT_BATCH_KEY: "4"}
         for name in names:
             settings |= self.backends.get(name, {})

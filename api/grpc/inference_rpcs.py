@@ -64,7 +64,7 @@ async def model_infer(
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
         async with aclosing(model.infer(call.request)) as stream:
-            responses = await read_up_to_two(stream)
+            responses = await read_up_to_two(stream, config.decoupled)
         if len(responses) != 1:
             raise Unsupported(_DECOUPLED)
         return await write_response_off_loop(model.config, call, _with_notes(responses[0], context))

@@ -205,6 +205,11 @@ class _TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     text: str
 
 
+class _RefusalPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: str
+    refusal: str
+
+
 class _CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     arguments: str
@@ -285,10 +290,11 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
     return ChatMessage(role, content, given.name or "", reasoning, calls, given.tool_call_id or "")
 
 
-def content_text(where: str, content: Any) -> str:
-    """The text of the `content` of what is at `where`. Raises `InvalidArgument` if it is none, nor parts of one."""
+def content_text(where: str, content: Any, between: str = "\n") -> str:
+    """The text of the `content` of what is at `where`; of its parts with `between`, by default lines as vLLM makes of
+    them. Raises `InvalidArgument` if it is none, nor parts of one."""
     if isinstance(content, list):
-        return "".join(_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+        return between.join(_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content))
     if not isinstance(content, str):
         message = f"{where}.content must be a string or a list of text parts"
         raise InvalidArgument(message, field=f"{where}.content")
@@ -313,6 +319,8 @@ def _reasoning(where: str, given: _Message) -> str:
 
 
 def _part_text(where: str, part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return convert_fields(part, _RefusalPart, where).refusal
     if isinstance(part, dict) and part.get("type") not in (None, "text"):
         raise InvalidArgument(f"{where}.type must be 'text', got {shortened(part['type'])}", field=f"{where}.type")
     return convert_fields(part, _TextPart, where).text

@@ -109,7 +109,7 @@ def _answer_options(fields: ChatBody, tools: ToolUse | None) -> dict[str, Any]:
     if tools is not None and not reads:
         message = "separate_reasoning can't be false with tools: calls are told apart from the text with the reasoning"
         raise InvalidArgument(message, field="separate_reasoning")
-    predicted = "" if fields.prediction is None else content_text("prediction", fields.prediction.content)
+    predicted = "" if fields.prediction is None else content_text("prediction", fields.prediction.content, "")
     return {
         "reads_answer": reads,
         "tools": tools,

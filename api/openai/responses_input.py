@@ -156,12 +156,12 @@ def read_input(given: str | list[JsonObject], instructions: str | None) -> Input
 
 
 def _text(content: Any, where: str) -> str:
-    """A text, or the texts of content parts put together."""
+    """A text, or the texts of content parts, each from a line of its own on, as in a chat."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidArgument(f"{where} must be a string or a list of text parts", field=where)
-    return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -185,6 +185,6 @@ async def generate_from_tensors(
 
 def _text_bytes(model: str, outputs: tuple[Tensor, ...]) -> bytes:
     for tensor in outputs:
-        if tensor.name == OUTPUT:
+        if tensor.name == OUTPUT and tensor.datatype == "BYTES":
             return b"".join(tensor.data.ravel().tolist())
-    raise Internal(f"model '{model}' has answered without its output '{OUTPUT}'")
+    raise Internal(f"model '{model}' has answered without its output '{OUTPUT}' of TYPE_STRING")

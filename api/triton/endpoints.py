@@ -82,7 +82,7 @@ class V2Endpoints:
         model, infer_request = await self._read(request, stream=False)
         request_id = infer_request.id
         async with CancelOnDisconnect(request.receive), aclosing(model.infer(infer_request)) as stream:
-            responses = await read_up_to_two(stream)
+            responses = await read_up_to_two(stream, model.config.decoupled)
         if len(responses) != 1:
             record_error(request.scope, error := Unsupported(_NOT_ONE))
             return json_response(v2_error_body(error))  # with status 200, as Triton's first response has it
@@ -140,7 +140,8 @@ class GenerateEventEncoder:
     def encode_item(self, response: InferResponse) -> bytes | Awaitable[bytes]:
         if is_long(response):
             return to_thread(self._encode, response)
-        return b"" if is_empty_final(response) else self._encode(response)
+        ended = self._model.config.decoupled and is_empty_final(response)
+        return b"" if ended else self._encode(response)
 
     def _encode(self, response: InferResponse) -> bytes:
         return sse_event(encode_generate_response(self._model.config, self._id, response))

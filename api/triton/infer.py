@@ -156,7 +156,7 @@ class InferEndpoint:
         call = await self._read(model, headers, request)
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
-        response = await _single_response(model.infer(call.request), request.receive)
+        response = await _single_response(model.infer(call.request), config.decoupled, request.receive)
         if is_long(call, response):
             encoded = await asyncio.to_thread(encode_infer_response, model.config, call, response)
         else:
@@ -194,9 +194,9 @@ class InferEndpoint:
         return call
 
 
-async def _single_response(stream: ResponseStream[InferResponse], receive: Receive) -> InferResponse:
+async def _single_response(stream: ResponseStream[InferResponse], decoupled: bool, receive: Receive) -> InferResponse:
     try:
-        answering = EagerAwaitable(read_up_to_two(stream))
+        answering = EagerAwaitable(read_up_to_two(stream, decoupled))
         if not answering.done:
             async with CancelOnDisconnect(receive):
                 await answering

@@ -38,10 +38,16 @@ class TensorBinding(NamedTuple):
     optional: bool = False
 
 
-class ModelSignature:
-    """`batched`: tensors have a batch dimension in front. `outputs`: all names, in order."""
+_RELAYED = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items() if name not in ("BF16", "UINT16")}
+"""Datatypes of outputs by numpy's; uint16 may be either of two."""
 
-    def __init__(self, config: ModelConfig) -> None:
+
+class ModelSignature:
+    """`batched`: tensors have a batch dimension in front. `outputs`: all names, in order. `relays`: clients get an
+    output in the type that the model has made it in, whatever its config says, as of Triton's Python backend."""
+
+    def __init__(self, config: ModelConfig, relays: bool = False) -> None:
+        self._relays, self._unlike_config = relays, set[str]()
         self.batched = config.max_batch_size > 0
         self.model_name = config.name
         self.inputs = _bindings(config.inputs, config.raw.get("input", ()))
@@ -93,7 +99,13 @@ class ModelSignature:
     def _to_tensor(self, binding: TensorBinding, array: NDArray[Any]) -> Tensor:
         name, datatype = binding.name, binding.datatype
         if array.dtype != self._dtypes[name]:
-            raise Internal(f"model '{self.model_name}' made output '{name}' of type {array.dtype}, not {datatype}")
+            made = f"model '{self.model_name}' made output '{name}' of type {array.dtype}, not {datatype}"
+            if not self._relays or array.dtype not in _RELAYED:
+                raise Internal(made)
+            if name not in self._unlike_config:
+                self._unlike_config.add(name)
+                log.warning("%s, as its config says: clients get what it made", made)
+            datatype = _RELAYED[array.dtype]
         if binding.reshape is None:
             return Tensor(name, datatype, array.shape, array)
         shape = self._reshaped(array.shape, binding.reshape, binding.dims)

@@ -5,7 +5,7 @@ A batch runs in the instance's thread; everything else happens in the event loop
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...core.errors import CharoniaError, Internal
-from ...core.request import InferResponse
+from ...core.request import InferResponse, ParameterValue
 from ...core.request_context import RequestContext
 from ...telemetry.model_metrics import NO_TIMING, CloseReason, ExecutionTiming
 from ..runtime import Rescheduled, Runtime, RuntimeAnswer, RuntimeRequest
@@ -40,6 +40,8 @@ class RequestExecution:
         self._timing, self._mark = NO_TIMING, started_at
         self._batch = RequestBatch([queued], CloseReason.ALONE)
         self._request = _make_request(self._layout, queued.job, self.respond, queued.context)
+        if queued.job.sequence_flags is None:
+            _place_in_sequence(self._request, queued.parameters)
         self._request.id = queued.request_id
         self._request.parameters = {name: each for name, each in queued.parameters.items() if name not in _FIELDS}
         self._request.timeout, self._request.priority = queued.timeout_ns // 1000, queued.priority
@@ -142,16 +144,26 @@ def _make_request(
 ) -> RuntimeRequest:
     """A request without inputs; it wants the job's outputs, and those of its sequence's states."""
     states = () if layout.sequences is None else layout.sequences.state_outputs
-    wanted = () if job.requested_outputs is None else tuple(dict.fromkeys((*job.requested_outputs, *states)))
+    asked = layout.signature.outputs if job.requested_outputs is None else job.requested_outputs
+    wanted = tuple(dict.fromkeys((*asked, *states)))
     sequence_id = 0 if job.sequence_flags is None else job.sequence_flags.id
     return RuntimeRequest({}, wanted, respond, context, correlation_id=sequence_id)
+
+
+def _place_in_sequence(request: RuntimeRequest, parameters: Mapping[str, ParameterValue]) -> None:
+    """Tell a model without `sequence_batching` what its client says of a sequence, as Triton does."""
+    found, start, end = (parameters.get(f"sequence_{name}") for name in ("id", "start", "end"))
+    if isinstance(found, int | str) and not isinstance(found, bool):
+        request.correlation_id = found
+    request.flags = bool(start) * _SEQUENCE_START | bool(end) * _SEQUENCE_END
 
 
 def _filled(request: RuntimeRequest, layout: BatchLayout, job: InferenceJob) -> RuntimeRequest:
     """The request with the inputs and flags of its next execution."""
     flags = job.sequence_flags
     request.inputs = gather_inputs(layout, [job])
-    request.flags = 0 if flags is None else flags.start * _SEQUENCE_START | flags.end * _SEQUENCE_END
+    if flags is not None:
+        request.flags = flags.start * _SEQUENCE_START | flags.end * _SEQUENCE_END
     return request
 
 

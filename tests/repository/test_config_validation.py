@@ -1,5 +1,6 @@
 """What Triton fills into a config, and the rules it has to keep."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument
+from charonia.repository.builder import ModelBuilder
 from charonia.repository.config_defaults import enable_default_batching, fill_defaults
 from charonia.repository.config_validation import ignored_fields, validate_config
+from charonia.repository.model_source import read_model
 
 GOOD = """
 name: "m" backend: "onnxruntime" max_batch_size: 8
@@ -89,6 +92,23 @@ def test_batching_is_invited_where_the_server_found_the_size() -> None:
         config = text_format.Parse(GOOD + scheduler, model_config_pb2.ModelConfig())
         enable_default_batching(config, given)
         assert config.HasField("dynamic_batching") is invited
+
+
+def test_a_python_model_invites_batching_itself(tmp_path: Path) -> None:
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    lines = (
+        "class TritonPythonModel:",
+        "    @staticmethod",
+        "    def auto_complete_config(config):",
+        "        config.add_input({'name': 'X', 'data_type': 'TYPE_FP32', 'dims': [1]})",
+        "        config.add_output({'name': 'Y', 'data_type': 'TYPE_FP32', 'dims': [1]})",
+        "        config.set_max_batch_size(8)",
+    )
+    (version / "model.py").write_text("\n".join(lines))
+    source = read_model(tmp_path / "m")
+    whole = ModelBuilder().complete_config(source, source.versions[0])
+    assert (whole.max_batch_size, whole.HasField("dynamic_batching")) == (8, False)
 
 
 @pytest.mark.parametrize(

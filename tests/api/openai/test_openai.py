@@ -376,11 +376,11 @@ async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> 
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "name": "Charon"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     ]
     await client.post(CHAT, json=HI | {"messages": messages})
-    expected = Conversation(
-        (ChatMessage("system", "be brief"), ChatMessage("user", "ab"), ChatMessage("assistant", "c", "Charon"))
-    )
+    told = ChatMessage("assistant", "c", "Charon"), ChatMessage("assistant", "no")
+    expected = Conversation((ChatMessage("system", "be brief"), ChatMessage("user", "a\nb"), *told))
     assert gateway.asked[0].prompt == expected
 
 

@@ -118,7 +118,7 @@ async def test_items_become_messages(client: httpx.AsyncClient, gateway: Any) ->
     await client.post(PATH, json=HI | {"input": given, "instructions": "you are a poet"})
     assert messages(gateway) == (
         ChatMessage("system", "you are a poet\n\nbe brief"),
-        ChatMessage("user", "hi"),
+        ChatMessage("user", "h\ni"),
         ChatMessage("assistant", "ho"),
         ChatMessage("system", "from now on in French"),
         ChatMessage("user", "again"),

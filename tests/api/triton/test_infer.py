@@ -557,8 +557,22 @@ async def test_one_response_is_expected(client: httpx.AsyncClient, gateway: Any,
 
 
 async def test_an_empty_end_is_no_response(client: httpx.AsyncClient, gateway: Any) -> None:
-    gateway.responses = (InferResponse((OUT,)), InferResponse((), final=True))
-    assert (await post(client, {"inputs": [MATRIX]})).status_code == 200
+    text = Tensor.from_values("text_output", "BYTES", [b"x"])
+    gateway.responses = (InferResponse((text,)), InferResponse((), final=True))
+    asked = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}
+    assert (await post(client, {"inputs": [asked]}, path=LLM)).status_code == 200
+
+
+@pytest.mark.parametrize("action", ["infer", "generate", "generate_stream"])
+async def test_a_model_that_answers_once_may_answer_nothing(
+    client: httpx.AsyncClient, gateway: Any, action: str
+) -> None:
+    gateway.responses = (InferResponse((), final=True),)
+    body = {"inputs": [MATRIX]} if action == "infer" else {"MATRIX": [1, 2]}
+    response = await post(client, body, path=f"/v2/models/numbers/{action}")
+    said: dict[str, Any] = {"model_name": "numbers", "model_version": "3"}
+    said |= {"outputs": []} if action == "infer" else {}
+    assert (response.status_code, json.loads(response.text.removeprefix("data: "))) == (200, said)
 
 
 @pytest.mark.parametrize(

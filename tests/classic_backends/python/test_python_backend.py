@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gc
+import json
 import logging
 import os
 import signal
@@ -48,6 +49,40 @@ async def test_each_request_is_seen_as_it_was_made(tmp_path: Path) -> None:
     seen = ["id", 0, 0, 5000000, {"key": "value"}, ["T"], "model", str(tmp_path / "model" / "1")]
     assert text == str(seen).replace("'", '"').encode()
     assert response.parameters == {"a": 1, "b": "c", "d": True}
+
+
+async def test_what_a_client_leaves_out_is_told_as_triton_tells_it(tmp_path: Path) -> None:
+    """All outputs are requested where none is named, and a sequence's fields need no sequence batcher."""
+    body = """
+    def execute(self, requests):
+        [r] = requests
+        told = json.dumps([r.requested_output_names(), r.correlation_id(), r.flags(), json.loads(r.parameters())])
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("T", np.array([told]))])]
+    """
+    async with python_model(tmp_path, body) as model:
+        for parameters, told in (
+            ({"k": 1}, [0, 0, {"k": 1}]),
+            ({"sequence_id": 7, "sequence_start": True}, [7, 1, {}]),
+            ({"sequence_id": "a", "sequence_start": True, "sequence_end": True}, ["a", 3, {}]),
+        ):
+            [response] = await answers(model, request(1, **parameters))
+            assert json.loads(values(response)["T"][0]) == [["Y", "T"], *told]
+
+
+async def test_an_output_of_another_type_than_the_configs_goes_out_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = """
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.full(1, x(r)[0] / 2))]) for r in requests]
+    """
+    async with python_model(tmp_path, body) as model:
+        for number in (1, 3):
+            [response] = await answers(model, request(number))
+            [output] = response.outputs
+            assert (output.datatype, output.data.tolist()) == ("FP64", [number / 2])
+    warned = "model 'model' made output 'Y' of type float64, not INT32, as its config says: clients get what it made"
+    assert caplog.messages.count(warned) == 1
 
 
 async def test_the_instance_is_told_where_it_is(tmp_path: Path) -> None:
@@ -129,7 +164,10 @@ async def test_requests_share_a_batch_and_each_has_its_own_answer(tmp_path: Path
         ("sys.exit(3)", "message: SystemExit: 3"),
         ("return [pb_utils.InferenceResponse([3])]", "An output must be a Tensor"),
         ("return [y(1, parameters={'a': 1.5})]", "Expect parameters values to have type bool/int/str"),
-        ("return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', np.ones(1))])]", "made output 'Y' of type float64"),
+        (
+            "return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', np.ones(1, np.uint16))])]",
+            "made output 'Y' of type uint16, not INT32",
+        ),
     ],
 )
 async def test_what_goes_wrong_fails_the_batch_and_not_the_instance(tmp_path: Path, body: str, text: str) -> None:
