@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How to choose tokens. None leaves the choice to the model's generation_config.
 
     `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens` None means up to the
-    model's length, 0 to compute the prompt alone. Without a `seed` the engine draws one.
+    model's length, 0 to compute the prompt alone. Without a `seed`, which -1 is too, the engine draws one.
 
     `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
     `logit_bias`: token id -> number added to its logit. `bad_words` are never written. Neither stop tokens nor `stop`
@@ -128,6 +128,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check(name, getattr(self, name), f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
         _check_words("stop", self.stop)
         _check_words("bad_words", self.bad_words)
+
+    @property
+    def chosen_seed(self) -> int | None:
+        """The seed, if the client chose one."""
+        return None if self.seed == -1 else self.seed
 
 
 def _check(name: str, value: Any, must_be: str, holds: Any) -> None:

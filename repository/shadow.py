@@ -260,8 +260,8 @@ class Shadow:
         if isinstance(request, InferRequest):
             given = {name: each.data.flat[0] for name, each in request.inputs.items() if each.data.size == 1}
             given.update(request.parameters)
-            return given.get("temperature") == 0 or not given.keys().isdisjoint(_SEEDS)
-        return request.sampling.temperature == 0 or request.sampling.seed is not None
+            return given.get("temperature") == 0 or any(given.get(name, -1) != -1 for name in _SEEDS)
+        return request.sampling.temperature == 0 or request.sampling.chosen_seed is not None
 
     def _begin(self, copy: _Copy, ended: RequestContext) -> None:
         """Ask the shadow what the arm was asked, unless that was the client's fault, or the client did not wait."""

@@ -117,7 +117,7 @@ def error_response(error: CharoniaError, path: str) -> Response:
 
 def is_openai_path(path: str) -> bool:
     """Whether errors on `path` have OpenAI's form or Anthropic's, and not v2's."""
-    return path.startswith(("/v1/", "/tokenize", "/detokenize"))
+    return path.startswith(("/v1/", "/v2/rerank", "/rerank", "/tokenize", "/detokenize"))
 
 
 def is_anthropic_path(path: str) -> bool:

@@ -29,6 +29,8 @@ _ENDPOINTS = {
     "/v1/messages/count_tokens": "tokenize",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }

@@ -1,4 +1,4 @@
-"""/v1/embeddings in OpenAI's format, and /v1/rerank in Cohere's and Jina's.
+"""/v1/embeddings in OpenAI's format, and /v1/rerank, also under its other names, in Cohere's and Jina's.
 
 Both become v2 inference requests: any model with an encoder's tensors serves them, an ensemble too.
 """
@@ -34,6 +34,8 @@ _RERANK_NO_OP_VALUES: NoOpValues = {"rank_fields": (), "max_chunks_per_doc": (),
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
+_RERANK_PATHS = "/v1/rerank", "/v2/rerank", "/rerank"
+"""Jina's clients ask the first, Cohere's the first or the second, and vLLM serves all of them."""
 _PADDING = -1
 """Fills the rows of token ids that are shorter than the longest."""
 
@@ -108,7 +110,7 @@ class EncoderRoutes:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            Route("/v1/rerank", self.rerank, methods=["POST"]),
+            *(Route(path, self.rerank, methods=["POST"]) for path in _RERANK_PATHS),
         ]
 
     async def embeddings(self, request: Request) -> Response:

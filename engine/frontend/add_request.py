@@ -220,7 +220,7 @@ def build_add_request(
             temperature=min(defaults.resolve(asked, "temperature"), _FLAT),
             top_k=min(max(0, defaults.resolve(asked, "top_k")), engine.vocab_size),
             top_p=max(defaults.resolve(asked, "top_p"), _ONE_TOKEN),
-            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+            seed=secrets.randbits(63) if asked.chosen_seed is None else asked.chosen_seed,
             choice=request.choice,
             min_p=defaults.resolve(asked, "min_p"),
             logits=_logits_params(asked, defaults, stops, bad_words, engine),
@@ -316,9 +316,10 @@ def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     new = fitting if asked is None else asked
     new = min(new, fitting) if request.lenient_limits else new
     if prompt + new > length:
-        prompt_field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
-        field = "max_tokens" if prompt < length else prompt_field
-        raise TokenLimit(length).error(f"a prompt of {prompt} with max_tokens {new} exceeds it", field)
+        if prompt < length:
+            raise TokenLimit(length).error(f"a prompt of {prompt} with max_tokens {new} exceeds it", "max_tokens")
+        field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+        raise TokenLimit(length).error(f"a prompt of {prompt} leaves no room for an answer", field)
     return new
 
 

@@ -170,6 +170,15 @@ async def test_documents_come_back_best_first(client: httpx.AsyncClient, gateway
     assert {request.inputs["text_input"].data[0, 0] for request in gateway.asked} == {b"q"}
 
 
+@pytest.mark.parametrize("path", ["/v2/rerank", "/rerank"])
+async def test_a_ranking_is_where_other_servers_have_it(client: httpx.AsyncClient, path: str) -> None:
+    asked = {"model": "ranker", "query": "q", "documents": ["a", "abc"], "top_n": 1}
+    answered = await client.post(path, json=asked)
+    assert [each["index"] for each in answered.json()["results"]] == [1]
+    refused = await client.post(path, json=asked | {"top_n": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_n")
+
+
 async def test_the_best_documents_with_their_texts(client: httpx.AsyncClient) -> None:
     documents = ["a", {"text": "abc"}]
     body = (await rank(client, documents=documents, top_n=1, return_documents=True)).json()

@@ -98,8 +98,9 @@ CHAT = Conversation((ChatMessage("user", "x"),))
 )
 def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_tokens: int | None, field: str) -> None:
     asked = GenerateRequest(id="", prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens))
+    said = f"with max_tokens {max_tokens} exceeds it" if field == "max_tokens" else "leaves no room for an answer"
     with pytest.raises(
-        ContextLengthExceeded, match=f"maximum context length is 64 tokens: a prompt of {tokens} "
+        ContextLengthExceeded, match=f"maximum context length is 64 tokens: a prompt of {tokens} {said}"
     ) as refusal:
         build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY)
     assert refusal.value.field == field

@@ -85,8 +85,9 @@ def test_a_target_is_a_time(value: float) -> None:
     assert refusal.value.field == "target_ttft_ms"
 
 
-def test_an_unseeded_request_draws_its_own_seed() -> None:
-    request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1))
+@pytest.mark.parametrize("seed", [None, -1])
+def test_an_unseeded_request_draws_its_own_seed(seed: int | None) -> None:
+    request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1, seed=seed))
     ready = CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
     seeds = {
         build_add_request(request, RequestContext("test"), [1], GenerationDefaults(()), ready).sampling.seed
