@@ -99,7 +99,7 @@ class HttpServer:
             ssl_certfile=None if tls is None else tls.certificate,
             ssl_keyfile=None if tls is None else tls.key,
         )
-        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
+        logging.getLogger("uvicorn.error").addFilter(_is_error)
         self._server = UvicornServer(config, HttpServerState(body_timeout, access_log))
         self._socket = sock
         self._serving: asyncio.Task[None] | None = None
@@ -125,6 +125,9 @@ class HttpServer:
         await self._serving
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """A log filter: drops uvicorn's traceback for a request that was cancelled on purpose, at a forced stop."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+def _is_error(record: logging.LogRecord) -> bool:
+    """A log filter: drops uvicorn's traceback for a request that was cancelled on purpose, at a forced stop, and its
+    word for TLS clients that are slow to close connections without a request."""
+    cancelled = record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)
+    idle = record.args == (0,) and "graceful shutdown exceeded" in record.msg
+    return not (cancelled or idle)

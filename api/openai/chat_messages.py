@@ -180,6 +180,7 @@ def _deeper_than(value: Any, most: int) -> bool:
 
 
 MESSAGE_NO_OP_VALUES: NoOpValues = {
+    "type": ("text", "message"),
     "refusal": (),
     "audio": (),
     "annotations": ([],),

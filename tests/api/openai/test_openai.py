@@ -373,7 +373,7 @@ async def test_how_a_chat_is_rendered(client: httpx.AsyncClient, gateway: Any) -
 async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
-        {"role": "developer", "content": "be brief"},
+        {"role": "developer", "content": "be brief", "type": "text"},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "name": "Charon"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
