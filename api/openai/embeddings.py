@@ -30,7 +30,12 @@ MAX_INPUTS = 2048
 """Texts of one request; OpenAI's limit."""
 
 _EMBEDDINGS_NO_OP_VALUES: NoOpValues = {"truncate_prompt_tokens": (-1,)}
-_RERANK_NO_OP_VALUES: NoOpValues = {"rank_fields": (), "max_chunks_per_doc": (), "max_tokens_per_doc": ()}
+_RERANK_NO_OP_VALUES: NoOpValues = {
+    **_EMBEDDINGS_NO_OP_VALUES,
+    "rank_fields": (),
+    "max_chunks_per_doc": (),
+    "max_tokens_per_doc": (),
+}
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
@@ -141,8 +146,10 @@ class EncoderRoutes:
         if body.return_documents:
             for each in results:
                 each["document"] = {"text": body.documents[each["index"]]}
-        response_id, usage = f"rerank-{request_id_of(request.scope)}", {"total_tokens": tokens}
-        return json_response({"id": response_id, "model": model.config.name, "results": results, "usage": usage})
+        response_id = f"rerank-{request_id_of(request.scope)}"
+        return json_response(
+            {"id": response_id, "model": model.config.name, "results": results, "usage": _usage(tokens)}
+        )
 
     async def _acquire(self, request: Request, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelHandle:
         with model_field():
@@ -219,9 +226,12 @@ def _embeddings_json(body: EmbeddingsBody, vectors: NDArray[np.float32], tokens:
         orjson.dumps({"object": "embedding", "index": index, "embedding": vector})
         for index, vector in enumerate(encoded)
     )
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    rest = orjson.dumps({"model": body.model, "usage": usage})
+    rest = orjson.dumps({"model": body.model, "usage": _usage(tokens)})
     return b'{"object":"list","data":[' + b",".join(data) + b"]," + rest[1:]
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def _cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:

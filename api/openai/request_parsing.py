@@ -32,7 +32,7 @@ CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_f
 
 
 class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of the response to a body.
+    """The form of the response to a body. `model`: as the body names it, empty for the only one that there is.
 
     `best_of` choices are generated for each prompt, and the best `n` shown. `logprobs`: how many of the likeliest
     tokens stand beside each one of the text, which with `echo` begins with the prompt; `prompt_logprobs`: beside those
@@ -140,7 +140,7 @@ def _response_spec(
     options = fields.stream_options or StreamOptions()
     return ResponseSpec(
         id=response_id,
-        model=fields.model,
+        model=fields.model or "",
         best_of=best_of,
         n=_choices(fields.n),
         echo=echo,

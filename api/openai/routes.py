@@ -81,7 +81,7 @@ class OpenAIRoutes:
         parsed = parse(await read_members(request, self._info.max_input_size), request_id_of(request.scope))
         context = context_of(request.scope)
         with model_field():
-            model = await self._gateway.acquire(context, parsed.response.model)
+            model = await self._acquire(request, parsed.response.model)
         # Whatever name it was asked by, an answer has the model's own, or its adapter's.
         response = msgspec.structs.replace(parsed.response, model=model.name)
         writer = OpenAIResponseWriter(api_format, response, self._fingerprint(model.config))
@@ -119,7 +119,7 @@ class OpenAIRoutes:
 
     async def _acquire(self, request: Request, name: str | None) -> ModelHandle:
         """The model of a request, which need not name the only one that there is."""
-        if name is None:
+        if not name:
             models = self._gateway.model_configs()
             if not models and not self._gateway.ready():
                 raise NotReady("the server is not ready")

@@ -168,7 +168,7 @@ class PredictedContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     type: Literal["content"]
 
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """What `reasoning_effort` may be."""
 
 StringOrList: TypeAlias = str | tuple[str, ...] | None
@@ -177,7 +177,7 @@ StringOrList: TypeAlias = str | tuple[str, ...] | None
 class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     """Fields that completions and chat have, beside `SamplingFields`."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

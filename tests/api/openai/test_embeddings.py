@@ -166,13 +166,13 @@ async def test_documents_come_back_best_first(client: httpx.AsyncClient, gateway
     body = (await rank(client)).json()
     assert [each["index"] for each in body["results"]] == [1, 2, 0]
     assert [each["relevance_score"] for each in body["results"]] == pytest.approx([0.05, 0.03, 0.02])
-    assert (body["model"], body["usage"]) == ("ranker", {"total_tokens": 10})
+    assert (body["model"], body["usage"]) == ("ranker", {"prompt_tokens": 10, "total_tokens": 10})
     assert {request.inputs["text_input"].data[0, 0] for request in gateway.asked} == {b"q"}
 
 
 @pytest.mark.parametrize("path", ["/v2/rerank", "/rerank"])
 async def test_a_ranking_is_where_other_servers_have_it(client: httpx.AsyncClient, path: str) -> None:
-    asked = {"model": "ranker", "query": "q", "documents": ["a", "abc"], "top_n": 1}
+    asked = {"model": "ranker", "query": "q", "documents": ["a", "abc"], "top_n": 1, "truncate_prompt_tokens": -1}
     answered = await client.post(path, json=asked)
     assert [each["index"] for each in answered.json()["results"]] == [1]
     refused = await client.post(path, json=asked | {"top_n": 0})

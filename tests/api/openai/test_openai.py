@@ -370,6 +370,15 @@ async def test_how_a_chat_is_rendered(client: httpx.AsyncClient, gateway: Any) -
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
 
 
+async def test_the_only_model_need_not_be_named(
+    client: httpx.AsyncClient, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = [each for each in gateway.model_configs() if each.name == "llm"]
+    monkeypatch.setattr(gateway, "model_configs", lambda: only)
+    for path, body in ((TEXT, {"prompt": "hi"}), (CHAT, HI | {"model": ""})):
+        assert (await client.post(path, json=body)).json()["model"] == "llm"
+
+
 async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [

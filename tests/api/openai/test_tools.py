@@ -189,7 +189,7 @@ SILENT = {"enable_thinking": False, "thinking": False}
 @pytest.mark.parametrize(
     ("fields", "variables", "budget"),
     [
-        ({"reasoning_effort": "high"}, THINKS | {"reasoning_effort": "high"}, None),
+        ({"reasoning_effort": "max"}, THINKS | {"reasoning_effort": "max"}, None),
         ({"reasoning_effort": "none"}, SILENT | {"reasoning_effort": "none"}, None),
         (
             {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
