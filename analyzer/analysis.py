@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ..bench.load.worker import Watch, WorkerOutcome, run_here
 from ..bench.server_process import GRPC_PORT, parse_server_url
 from ..core.errors import InvalidArgument, Unavailable
+from ..planning.budget import parse_budget
 from ..planning.search import BudgetSpent, SearchEffort, rank, require_optuna, search
 from ..planning.search_goal import (
     Configuration,
@@ -40,6 +41,9 @@ from .options import LevelOptions, SearchOptions
 from .report import write_report
 from .results_file import AnalysisSubject, ResultsFile
 from .tuned_models import TunedModels, is_composed, is_language_model, open_models, streams_text
+
+_ANSWER_SECONDS = 30.0
+"""For which a server that somebody runs may be silent."""
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
@@ -141,12 +145,9 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
         CharoniaError: there is nothing to analyze, or the options mean nothing.
     """
     began = time.perf_counter()
-    budget, seconds, levels = search_for.budget_seconds(), search_for.full_seconds(), plan_levels(load)
-    effort = SearchEffort(seconds, budget=budget)
-    least = (effort.seconds if search_for.search == "exhaustive" else effort.short) * len(levels)
-    if least > budget:
-        message = f"the budget of {budget:g} s is too small for one measurement, which takes {least:g} s and the load"
-        raise InvalidArgument(f"{message} of the models: give more --budget, or less --seconds", field="budget")
+    budget, levels = parse_budget(search_for.budget), plan_levels(load)
+    _check_report(search_for.report)
+    least = _least_seconds(search_for, SearchEffort(search_for.full_seconds()), len(levels))
     if search_for.search == "optuna":
         require_optuna()
     with ExitStack() as stack:
@@ -156,21 +157,25 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
         parse_sweeps(search_for.sweep, models)  # what is wrong is told before anything is started
         server = MeasuredServer(models.repository, models.models, _server_flags(search_for, goal))
         stack.callback(server.close)
-        results = ResultsFile(search_for.report.with_suffix(".jsonl"), _results_subject(source, models, plan))
+        subject = _results_subject(source, models, plan, search_for.full_seconds())
+        results = ResultsFile(search_for.report.with_suffix(".jsonl"), subject)
         stack.callback(results.close)
+        # One that goes on measures as long as it did, whatever its budget is now: else nothing would be there.
+        seconds = results.seconds if search_for.seconds is None else search_for.seconds
         _ = server.place  # one that does not start is no fault of a configuration
         models = _completed(models, server)
         knobs = parse_sweeps(search_for.sweep, models) or default_knobs(models, plan.loop, usable_cores().threads)
         space = SearchSpace(knobs, equivalence(knobs, models, plan.loop))
         meter = ConfigurationMeter(models, server, plan, budget)
         meter.spent = time.perf_counter() - began
-        console.print(_beginning(models, space, plan, results), highlight=False, soft_wrap=True)
+        console.print(_beginning(models, space, plan, results), soft_wrap=True)
         progress = AnalysisProgress(console, budget, meter, goal)
         try:
+            effort = SearchEffort(seconds, budget=budget)
             found = search(search_for.search, space, goal, meter.meter(space, results), effort)
             ended = _run_search(found, space, progress)
         except (KeyboardInterrupt, SystemExit):
-            console.print(f"broken off; the same command goes on from {results.path}", highlight=False, soft_wrap=True)
+            console.print(f"broken off; the same command goes on from {results.path}", soft_wrap=True)
             raise
         if not progress.trials:
             message = f"the budget was spent before a first measurement: after {meter.spent:.1f} s the models were"
@@ -179,11 +184,29 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
     return _tell(conclusion, plan, search_for.report, console)
 
 
+def _least_seconds(search_for: SearchOptions, effort: SearchEffort, levels: int) -> float:
+    """Of load of the first measurement. Raises `InvalidArgument` where the budget has no room for it."""
+    least = (effort.short if search_for.search != "exhaustive" and not search_for.url else effort.seconds) * levels
+    if least > (budget := parse_budget(search_for.budget)):
+        message = f"the budget of {budget:g} s is too small for one measurement, which takes {least:g} s and the load"
+        raise InvalidArgument(f"{message} of the models: give more --budget, or less --seconds", field="budget")
+    return least
+
+
+def _check_report(report: Path) -> None:
+    """Raises `InvalidArgument` where the report could not be written when all is measured."""
+    if report.suffix == ".jsonl":
+        message = f"--report is a page of HTML, and {report} would be its results: name it otherwise"
+        raise InvalidArgument(message, field="report")
+    if not report.name or report.is_dir():
+        raise InvalidArgument(f"cannot write the report to {report}: it is a directory", field="report")
+
+
 def _tell(conclusion: Conclusion, plan: LoadPlan, report: Path, console: Console) -> int:
     for each in conclusion.console_parts():
-        console.print(each, highlight=False, markup=False, soft_wrap=True)
+        console.print(each, soft_wrap=True)
     write_report(report, conclusion, [str(level) for level in plan.levels])
-    console.print(f"report: {report}", highlight=False, soft_wrap=True)
+    console.print(f"report: {report}", soft_wrap=True)
     return 0 if conclusion.best is not None and conclusion.best.feasible else 1
 
 
@@ -199,10 +222,13 @@ def _load_subject(model: str, config: ConfigMessage) -> LoadSubject:
 def _server_flags(search_for: SearchOptions, goal: SearchGoal) -> list[str]:
     """What is given, and the bound on memory: models that cannot keep it are not even loaded."""
     limits = [f"--memory-limit={bound.limit:.0f}" for bound in goal.bounds if bound.metric == "memory"]
-    return [*limits[:1], *shlex.split(search_for.server_args)]
+    try:
+        return [*limits[:1], *shlex.split(search_for.server_args)]
+    except ValueError as error:
+        raise InvalidArgument(f"--server-args: {error}, in {search_for.server_args}", field="server_args") from None
 
 
-def _results_subject(source: str, models: TunedModels, plan: LoadPlan) -> AnalysisSubject:
+def _results_subject(source: str, models: TunedModels, plan: LoadPlan, seconds: float) -> AnalysisSubject:
     described = {**msgspec.to_builtins(plan.options, enc_hook=str), "levels": [str(level) for level in plan.levels]}
     return AnalysisSubject(
         source=str(Path(source).resolve()) if Path(source).exists() else source,
@@ -211,6 +237,7 @@ def _results_subject(source: str, models: TunedModels, plan: LoadPlan) -> Analys
         # As it is read back from JSON.
         load=msgspec.json.decode(msgspec.json.encode(described)),
         machine=str(usable_cores()),
+        seconds=seconds,
     )
 
 
@@ -279,7 +306,7 @@ class AnalysisProgress:
         if not self._console.is_terminal:
             text = f"{len(self.trials):3} {trial.seconds:.3g} s  {describe_settings(settings)}"
             text += f": {describe_trial(self._goal, trial)}"
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)
 
 
 def _run_search(trials: Iterator[ConfigurationTrial], space: SearchSpace, progress: AnalysisProgress) -> str:
@@ -301,21 +328,20 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
         InvalidArgument: something is to be searched, or the options mean nothing.
         Unavailable: there is no such server or model, or requests fail.
     """
-    if search_for.sweep:
-        raise InvalidArgument(
-            "--url measures a server that is in use, and changes nothing of it: --sweep is for others"
-        )
-    if not search_for.model:
-        raise InvalidArgument("--url needs the name of the model that takes the load: --model", field="model")
+    _check_measured_only(search_for)
     seconds, levels = search_for.full_seconds(), plan_levels(load)
+    _check_report(search_for.report)
+    _least_seconds(search_for, SearchEffort(seconds), len(levels))
     place = parse_server_url(search_for.url, GRPC_PORT, search_for.allow_remote)
     try:
-        raw = ask_server(place, f"/v2/models/{quote(search_for.model, safe='')}/config")
+        raw = ask_server(place, f"/v2/models/{quote(search_for.model, safe='')}/config", timeout=_ANSWER_SECONDS)
     except (OSError, HTTPException) as error:
         raise Unavailable(f"{search_for.url} does not answer: {error}") from None
     config = config_from_json(raw)
     subject = _load_subject(search_for.model, config)
     goal = parse_goal(search_for.objective, search_for.constraint, streams=subject.door is not None)
+    if "memory" in (goal.objective, *(bound.metric for bound in goal.bounds)):
+        raise InvalidArgument("memory is known of servers that are started here, and not of one by --url")
     plan = LoadPlan(subject, levels, load, goal)
     space = SearchSpace([Knob(name="server", values=(search_for.url,))])
 
@@ -328,3 +354,13 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
         configuration=space.start, seconds=seconds, setup=0.0, loading=time.perf_counter() - began, levels=figures
     )
     return _tell(conclude_levels(search_for.model, space, goal, trial), plan, search_for.report, console)
+
+
+def _check_measured_only(search_for: SearchOptions) -> None:
+    default = SearchOptions()
+    for name in ("sweep", "search", "server_args"):
+        if getattr(search_for, name) != getattr(default, name):
+            message = "--url measures a server that is in use, and changes nothing of it"
+            raise InvalidArgument(f"{message}: --{name.replace('_', '-')} is for others", field=name)
+    if not search_for.model:
+        raise InvalidArgument("--url needs the name of the model that takes the load: --model", field="model")

@@ -74,7 +74,7 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         """What a row says at its end."""
         middle = ranked.middle
         if middle is None:
-            return next((each.failure.splitlines()[0][:120] for each in ranked.trials if each.failure), "no figures")
+            return next((in_a_line(each.failure, 120) for each in ranked.trials if each.failure), "no figures")
         missed = ", ".join(f"misses {bound}" for bound in self.goal.missed(middle.level))
         now = "now, or nearest" if ranked.configuration == self.start else ""
         return "; ".join(filter(None, (now, missed)))
@@ -169,8 +169,8 @@ def _cautions(
 ) -> Iterator[str]:
     failed = [each for each in ranked if not each.scores]
     if failed:
-        reason = next((trial.failure.splitlines()[0] for each in failed for trial in each.trials if trial.failure), "")
-        yield f"{len(failed)} of the configurations failed{f', the first with: {reason[:300]}' if reason else ''}"
+        reason = next((in_a_line(trial.failure) for each in failed for trial in each.trials if trial.failure), "")
+        yield f"{len(failed)} of the configurations failed{f', the first with: {reason}' if reason else ''}"
     seconds = sum(each.wall for each in trials)
     if any(each.loading for each in trials):
         full = max(each.seconds for each in trials)
@@ -198,6 +198,11 @@ def _texts(models: TunedModels, settings: Mapping[str, KnobValue]) -> Iterator[C
             yield ConclusionText(title, config_to_text(configs[source.name]).strip())
 
 
+def in_a_line(failure: str, most: int = 300) -> str:
+    """What failed, without line breaks: of a server that ended those are its last words."""
+    return " ".join(failure.split())[:most]
+
+
 def describe_settings(settings: Mapping[str, KnobValue]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
@@ -218,6 +223,6 @@ def describe_spread(goal: SearchGoal, ranked: RankedConfiguration) -> str:
 def describe_trial(goal: SearchGoal, trial: ConfigurationTrial) -> str:
     score = goal.score(trial)
     if score is None:
-        return trial.failure.splitlines()[0] if trial.failure else "no figures: every request failed"
+        return in_a_line(trial.failure) if trial.failure else "no figures: every request failed"
     missed = "".join(f", misses {bound}" for bound in goal.missed(score.level))
     return f"{goal.objective} {describe_value(goal, score.value)} under {score.level.level}{missed}"

@@ -5,6 +5,7 @@ to the token.
 """
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from statistics import fmean
 from typing import Any
 
@@ -50,8 +51,14 @@ def plan_levels(options: LevelOptions) -> list[LoadLevel]:
         raise InvalidArgument("give one of --concurrency, --rate and --trace")
     for name in ("concurrency", "rate", "speedup", "prompt", "new", "batch", "timeout"):
         value = getattr(options, name)
-        if any(each <= 0 for each in (value if isinstance(value, tuple) else (value,))):
-            raise InvalidArgument(f"{name} must be above 0", field=name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if not 0 < each < inf:
+                raise InvalidArgument(f"{name} must be above 0, got {each:g}", field=name)
+    for name in ("seed", "shared_prefix"):
+        if (value := getattr(options, name)) < 0:
+            raise InvalidArgument(f"{name} must be at least 0, got {value}", field=name)
+    if options.speedup != 1 and options.trace is None:
+        raise InvalidArgument("--speedup is of --trace, which is not given", field="speedup")
     if options.trace is not None:
         read_trace(options.trace, limit=1)
         return [LoadLevel(trace=options.trace.name)]
@@ -101,8 +108,7 @@ def _jobs(level: LoadLevel, options: LevelOptions, seconds: float, streams: bool
     if level.concurrency:
         yield from uniform_jobs([0.0] * _ENDLESS, prompt, new)
     elif level.rate:
-        count = round(2 * level.rate * seconds) + 100
-        yield from due_within(uniform_jobs(poisson(level.rate, count, options.seed), prompt, new), seconds)
+        yield from uniform_jobs(poisson(level.rate, options.seed, duration=seconds), prompt, new)
     elif options.trace is not None:
         jobs = due_within(read_trace(options.trace, speedup=options.speedup), seconds)
         yield from jobs if streams else uniform_jobs([job.due for job in jobs], prompt, new)

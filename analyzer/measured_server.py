@@ -7,7 +7,7 @@ ends is started again for the next.
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -113,14 +113,14 @@ class MeasuredServer:
         return True
 
 
-def ask_server(place: ServerAddress, path: str, body: Any = None) -> Any:
+def ask_server(place: ServerAddress, path: str, body: Any = None, timeout: float = _LOAD_SECONDS) -> Any:
     """The content of a JSON answer: to a POST of `body`, without one to a GET.
 
     Raises:
         Unavailable: an error's status; with its message.
         OSError, HTTPException: there is no such server, or it broke off.
     """
-    connection = HTTPConnection(place.host, place.http_port, timeout=_LOAD_SECONDS)
+    connection = HTTPConnection(place.host, place.http_port, timeout=timeout)
     try:
         data = None if body is None else json.dumps(body)
         connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
@@ -143,7 +143,7 @@ def _error_text(content: bytes) -> str:
 
 
 @contextmanager
-def peak_memory(pid: int) -> "Iterator[Any]":
+def peak_memory(pid: int) -> Iterator[Callable[[], int]]:
     """A function that tells the most bytes of a process and all that it started, sampled during the block."""
     enough, most = threading.Event(), [resident_memory_of([pid])]
 

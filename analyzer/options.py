@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from ..core.errors import InvalidArgument
+from ..planning.budget import parse_budget
 
 DEFAULT_CONCURRENCY = 16
 _SEVERAL = Parameter(consume_multiple=True, negative=())
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _MOST_SECONDS, _LEAST_SECONDS = 10.0, 0.4
 _TURNS_IN_BUDGET = 40
 """Full measurements that a budget is to have room for, unless they would be too short for anything."""
@@ -71,20 +71,9 @@ class SearchOptions:
     allow_remote: Annotated[bool, Parameter(negative=())] = False
     """Allow --url to be another machine's."""
 
-    def budget_seconds(self) -> float:
-        """Raises `InvalidArgument` for another form."""
-        number, unit = self.budget[:-1], self.budget[-1:]
-        try:
-            seconds = float(number) * _UNITS[unit]
-        except (ValueError, LookupError):
-            seconds = 0.0
-        if not 0 < seconds < float("inf"):
-            raise InvalidArgument(f"budget must be a time as in 90s, 10m or 2h, got '{self.budget}'", field="budget")
-        return seconds
-
     def full_seconds(self) -> float:
-        """Of load of a full measurement. Raises `InvalidArgument` if it is no time, or longer than the budget."""
-        budget = self.budget_seconds()
+        """Of load of a full measurement. Raises `InvalidArgument` if it is no time."""
+        budget = parse_budget(self.budget)
         if self.seconds is None:
             return min(_MOST_SECONDS, max(_LEAST_SECONDS, budget / _TURNS_IN_BUDGET))
         if not 0 < self.seconds < float("inf"):

@@ -142,8 +142,7 @@ def plan_requests(work: LoadFlags) -> list[PlannedRequest]:
         raise InvalidArgument("give --requests or --duration, or both: else it never ends")
     if work.rate is None:
         return uniform_jobs([0.0] * (work.requests or ENDLESS), work.prompt, work.new)
-    count = work.requests or round(2 * work.rate * (work.duration or 0)) + 100
-    return due_within(uniform_jobs(poisson(work.rate, count, work.seed), work.prompt, work.new), work.duration)
+    return uniform_jobs(poisson(work.rate, work.seed, work.requests, work.duration), work.prompt, work.new)
 
 
 def _form(server: ServerFlags, work: LoadFlags) -> Form:

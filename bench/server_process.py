@@ -14,8 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
@@ -31,6 +32,14 @@ _FAILED = ": FAILED: "
 """What a server says behind the name of a model that it cannot load."""
 _TAIL = 2000
 """Characters of what a server said that are shown when it ends."""
+_END_WITH_PARENT = """\
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(parent):
+    os.execv(command[0], command)
+"""
+"""Becomes the command behind it, which the kernel ends (PR_SET_PDEATHSIG) when the thread that started it ends."""
 
 # No proxy stands between us and a server we measure.
 _http = build_opener(ProxyHandler({}))
@@ -85,12 +94,16 @@ def parse_server_url(url: str, grpc_port: int, allow_remote: bool) -> ServerAddr
     Raises:
         InvalidArgument: not such a URL, or not this machine and `allow_remote` is false.
     """
-    parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-    if parts.scheme != "http" or not parts.hostname:
-        raise InvalidArgument(f"give the server as http://host:port, not {url}")
-    if not allow_remote and not is_loopback(parts.hostname):
-        raise InvalidArgument(f"{parts.hostname} is not this machine; if its owner agrees, add --allow-remote")
-    return ServerAddress(parts.hostname, parts.port or 8000, grpc_port)
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+        host, port = parts.hostname, 8000 if parts.port is None else parts.port
+    except ValueError:  # a port that is none, or half an IPv6 address
+        host = None
+    if not host or parts.scheme != "http" or parts.path.strip("/") or parts.query or not port:
+        raise InvalidArgument(f"give the server as http://host:port, not {url}", field="url")
+    if not allow_remote and not is_loopback(host):
+        raise InvalidArgument(f"{host} is not this machine; if its owner agrees, add --allow-remote", field="url")
+    return ServerAddress(host, port, grpc_port)
 
 
 def is_loopback(host: str) -> bool:
@@ -121,7 +134,7 @@ def fetch(
 
     Raises:
         HTTPError: an error's status, in `code`.
-        OSError: there is no such server, or no answer in time.
+        OSError: there is no such server, or no answer in time, or none that HTTP knows.
     """
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     try:
@@ -131,6 +144,8 @@ def fetch(
     except HTTPError as error:
         error.close()
         raise
+    except HTTPException as error:
+        raise ConnectionError(f"what answers speaks no HTTP: {error!r}") from None
 
 
 def first_model(place: ServerAddress) -> str:
@@ -140,12 +155,12 @@ def first_model(place: ServerAddress) -> str:
         NotFound, Unavailable: there is none, or no such server.
     """
     try:
-        models: list[dict[str, Any]] = json.loads(fetch(place, "/v1/models"))["data"]
-    except (OSError, ValueError, LookupError) as error:
+        models = [str(each["id"]) for each in json.loads(fetch(place, "/v1/models"))["data"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise Unavailable(f"{_netloc(place)} does not list its models: {error}; name one with --model") from None
     if not models:
         raise NotFound(f"{_netloc(place)} has no language model")
-    return str(models[0]["id"])
+    return models[0]
 
 
 @contextmanager
@@ -199,7 +214,10 @@ class LivenessCheck:
 def run_process(
     command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, LivenessCheck]]:
-    """Run a process of ours, its output kept for when it fails, and end it by its pid; `environment` joins ours."""
+    """Run a process of ours, its output kept for when it fails, and end it by its pid; `environment` joins ours. On
+    Linux it ends with this thread, too, whatever ends that."""
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid()), *command]
     with ExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="charonia-bench-"))) / "output"
         file = stack.enter_context(output.open("wb"))
@@ -207,6 +225,18 @@ def run_process(
         running = subprocess.Popen(command, env=whole, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         stack.callback(_end, running)
         yield running.pid, LivenessCheck(running, output)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that goes away, end the block as `sys.exit` does, and so its servers."""
+    numbers = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _end(running: "subprocess.Popen[bytes]") -> None:

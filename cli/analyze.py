@@ -1,16 +1,10 @@
-"""`charonia analyze`: what to analyze or to measure, and an end at SIGTERM that ends its servers too."""
-
-import signal
-import sys
-
-from rich.console import Console
+"""`charonia analyze`: what to analyze or to measure, and an end at signals that ends its servers too."""
 
 from ..analyzer.analysis import analyze_models, measure_url
 from ..analyzer.options import LevelOptions, SearchOptions
+from ..bench.server_process import exit_on_signals
 from ..core.errors import InvalidArgument
-
-_WIDTH = 160
-"""Of what is written to a file, in characters."""
+from .tables import table_console
 
 
 def print_analysis(model: str | None, search_for: SearchOptions, load: LevelOptions) -> int:
@@ -21,11 +15,8 @@ def print_analysis(model: str | None, search_for: SearchOptions, load: LevelOpti
     """
     if (model is None) == (not search_for.url):
         raise InvalidArgument("nothing to analyze: name a repository or a checkpoint, or a server by --url")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    with exit_on_signals():
+        console = table_console()
         if model is None:
             return measure_url(search_for, load, console)
         return analyze_models(model, search_for, load, console)
-    finally:
-        signal.signal(signal.SIGTERM, before)

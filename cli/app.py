@@ -241,7 +241,7 @@ def explain(
     /,
     *,
     url: str = "",
-    seconds: Annotated[float, Parameter(validator=Number(gte=0, lte=3600))] = 5,
+    seconds: Annotated[float | None, Parameter(validator=Number(gte=0, lte=3600))] = None,
     header: str = "",
     model: str = "",
     machine: Path | None = None,
@@ -258,7 +258,7 @@ def explain(
     url
         A server to look at instead, as http://HOST:PORT of its metrics or of its HTTP port.
     seconds
-        Time between two looks at it; with 0 there is one, of the time since its start.
+        Time between two looks at it, 5 if unset; with 0 there is one, of the time since its start.
     header
         A header that the server wants, as NAME: VALUE.
     model
@@ -274,9 +274,10 @@ def explain(
     try:
         if bool(files) == bool(url):
             raise InvalidArgument("nothing to explain: name saved scrapes, or a server by --url")
-        if header and files:
-            raise InvalidArgument("--header is for a server: name it by --url")
-        print_reports(read_saved(files) if files else watch_server(url, header, seconds), model, machine, json)
+        if files and (header or seconds is not None):
+            raise InvalidArgument("--header and --seconds are for a server: name it by --url")
+        interval = read_saved(files) if files else watch_server(url, header, 5.0 if seconds is None else seconds)
+        print_reports(interval, model, machine, json)
     except CharoniaError as error:
         return _failed(error)
     return 0

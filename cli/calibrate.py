@@ -1,6 +1,5 @@
 """`charonia calibrate`: measures what steps take of an engine here, or estimates it, into a file for `simulate`."""
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,20 +20,22 @@ from ..bench.device_roofline import DEVICES, DeviceShares, estimate_machine
 from ..bench.load.driver import RequestOptions
 from ..bench.roofline import Precision
 from ..bench.served_steps import ServedSteps
-from ..bench.server_process import first_model, own_server, parse_server_url, require_open
+from ..bench.server_process import exit_on_signals, first_model, own_server, parse_server_url, require_open
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.build import granted_config
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.checkpoint.model_spec import CheckpointError, ModelSpec
 from ..engine.config import EngineConfig
 from ..engine.options import EngineOptions, engine_config
+from ..planning.budget import parse_budget
 from ..planning.calibration import LONGEST, Tell, measure_engine
-from ..planning.machine_file import MachineFile, MachineOrigin, write_machine_file
+from ..planning.machine_file import MachineFile, MachineOrigin, require_writable, write_machine_file
 from ..planning.served_fit import add_serving, fit_served_machine
 from ..planning.simulated_machine import StepLoad
 from ..planning.simulation import EngineShape
 from ..planning.step_fit import fit_machine
 from ..processes.host import processor_name, usable_cores
+from .tables import table_console
 
 _SERVED_SHARE = 0.35
 """Of the budget, for what a server adds."""
@@ -46,7 +47,6 @@ _NOISY = 0.06
 """From this difference on the machine was not idle; steps on an idle one differ by three percent. At nine, percentiles
 of gaps were simulated a third too long."""
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZES = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden_size",
@@ -110,7 +110,7 @@ def calibrate(
     except CharoniaError as error:
         print(f"charonia: {error.message}", file=sys.stderr)
         return 1
-    _print_machine(Console(), options.output, found)
+    _print_machine(table_console(), options.output, found)
     return 0
 
 
@@ -120,27 +120,33 @@ def _calibrate(checkpoint: str, options: CalibrationOptions, engine: EngineOptio
         raise InvalidArgument("name a checkpoint to measure, or a server by --url")
     if options.url and options.roofline:
         raise InvalidArgument("--roofline estimates a checkpoint, and --url measures a server: give one")
+    _check_belonging(options)
+    require_writable(options.output, "output")
     if options.roofline:
         return _estimate(checkpoint, options, engine)
-    with _progress() as tell:
+    with exit_on_signals(), _progress() as tell:
         if options.url:
             return _measure_server(options, engine, seconds, tell)
         return _measure_checkpoint(checkpoint, options, engine, seconds, tell)
 
 
-def parse_budget(text: str) -> float:
-    """Seconds as in 90s, 3m or 1h. Raises `InvalidArgument`."""
-    match = re.fullmatch(r"(\d*\.?\d+)([smh]?)", text)
-    if match is None or float(match[1]) <= 0:
-        raise InvalidArgument(f"--budget must be a time as in 90s or 10m, got {text!r}", field="budget")
-    return float(match[1]) * _UNITS[match[2]]
+def _check_belonging(options: CalibrationOptions) -> None:
+    """Nothing is given that this way of measuring would not look at."""
+    for name in ("model", "api_key", "allow_remote") if not options.url else ("engine_alone",):
+        if getattr(options, name):
+            message = "is of --url" if not options.url else "means nothing with --url"
+            raise InvalidArgument(f"--{name.replace('_', '-')} {message}", field=name)
+    if options.shares != DeviceShares() and not options.roofline:
+        raise InvalidArgument("shares of a device's limits are of --roofline, which is not given", field="roofline")
 
 
 @contextmanager
 def _progress() -> Iterator[Tell]:
     columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     # Drawn seldom: what draws shares the interpreter with the steps that are measured.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=1) as bar:
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, refresh_per_second=1, disable=quiet) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda share, text: bar.update(task, completed=min(share, 1.0), description=text)
 
@@ -310,10 +316,10 @@ def _print_machine(console: Console, path: Path, file: MachineFile) -> None:
     console.print(table)
     if origin.steps:
         text = f"{origin.steps:,} steps in {origin.seconds:,.0f} s, which differ by {origin.error:.1%} from the formula"
-        console.print(text, highlight=False)
+        console.print(text)
         if origin.error > _NOISY:
-            console.print("[yellow]something else ran here: measure again when nothing does, or believe less[/yellow]")
-    console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
+            console.print("something else ran here: measure again when nothing does, or believe less", style="yellow")
+    console.print(f"written to {path}", soft_wrap=True)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from ..core.errors import InvalidArgument, NotFound
 from ..telemetry.bottlenecks import ModelReport, explain, is_language_model
 from ..telemetry.roofline import StepRoofline
-from ..telemetry.scrape import Interval, ModelInterval, parse_scrape
+from ..telemetry.scrape import Interval, ModelInterval, Scrape, parse_scrape, require_in_order
 from .roofline_file import read_roofline
 from .server_client import check_url, fetch, parse_header
 
@@ -21,6 +21,8 @@ def choose_rooflines(interval: Interval, model: str, machine: Path | None) -> Ma
     if machine is None:
         return {}
     names = {each.name for each in interval.models() if is_language_model(ModelInterval(interval, each))}
+    if model in {each.name for each in interval.models()} - names:
+        raise InvalidArgument(f"--machine is of a language model, and '{model}' is none")
     if not model and len(names) != 1:
         known = ", ".join(sorted(names)) or "none"
         raise InvalidArgument(f"--machine is of one language model, and there are {known}: name it by --model")
@@ -29,15 +31,23 @@ def choose_rooflines(interval: Interval, model: str, machine: Path | None) -> Ma
 
 def read_saved(files: Sequence[Path]) -> Interval:
     """The interval between saved scrapes, or since the start of the server if there is one file. Raises
-    `InvalidArgument` for a file that cannot be read or is no scrape."""
+    `InvalidArgument` for a file that cannot be read or is no scrape, and for two that do not belong together."""
     texts = []
     for file in files:
         try:
             texts.append(file.read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{file}: {error}") from None
-    scrapes = [parse_scrape(text, str(file)) for text, file in zip(texts, files, strict=True)]
-    return Interval(scrapes[0] if len(scrapes) > 1 else None, scrapes[-1])
+        except OSError as error:
+            raise InvalidArgument(f"cannot read {file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise InvalidArgument(f"{file}: this is no text of metrics") from None
+    *before, after = [parse_scrape(text, str(file)) for text, file in zip(texts, files, strict=True)]
+    return _interval(before[0] if before else None, after)
+
+
+def _interval(before: Scrape | None, after: Scrape) -> Interval:
+    if before is not None:
+        require_in_order(before, after)
+    return Interval(before, after)
 
 
 def watch_server(url: str, header: str, seconds: float) -> Interval:
@@ -45,7 +55,7 @@ def watch_server(url: str, header: str, seconds: float) -> Interval:
     port, or of the metrics themselves.
 
     Raises:
-        InvalidArgument: `url` or `header` has another form, or what is there is no metrics.
+        InvalidArgument: `url` or `header` has another form, or what is there is no metrics, or of two servers.
         Unavailable: the server does not answer, or refuses.
     """
     headers = parse_header(header)
@@ -55,7 +65,7 @@ def watch_server(url: str, header: str, seconds: float) -> Interval:
     if seconds:
         before = parse_scrape(fetch(source, headers).decode(errors="replace"), source)
         time.sleep(seconds)
-    return Interval(before, parse_scrape(fetch(source, headers).decode(errors="replace"), source))
+    return _interval(before, parse_scrape(fetch(source, headers).decode(errors="replace"), source))
 
 
 def print_reports(interval: Interval, model: str, machine: Path | None, as_json: bool) -> None:
@@ -67,6 +77,8 @@ def print_reports(interval: Interval, model: str, machine: Path | None, as_json:
         reports = [each for each in reports if each.model == model]
         if not reports:
             raise NotFound(f"there is no model '{model}' to explain, only {names}")
+    if not reports and not as_json:
+        print("the server has no models")
     if as_json:
         print(msgspec.json.encode(reports).decode())
         return

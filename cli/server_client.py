@@ -3,13 +3,16 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from urllib.error import HTTPError, URLError
+from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from ..core.errors import InvalidArgument, Unavailable
 
 _SECONDS = 30.0
+_REASON = 300
+"""Characters of a refusal that are shown where it is no JSON of ours: a page, say."""
 
 
 def parse_header(header: str) -> dict[str, str]:
@@ -22,18 +25,23 @@ def parse_header(header: str) -> dict[str, str]:
 
 def check_url(url: str) -> None:
     """Raises `InvalidArgument` unless it is one over HTTP."""
-    if urlsplit(url).scheme not in ("http", "https"):
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        good = False
+    if not good:
         raise InvalidArgument(f"--url must be http://HOST:PORT, got '{url}'")
 
 
 class ServerRefused(Unavailable):
-    """The server answered with an error; `reason` is its own words."""
+    """The server answered with an error; `reason` is its own words, in a line."""
 
     def __init__(self, url: str, status: int, text: str) -> None:
-        super().__init__(f"{url}: {status} {text}")
-        self.status, self.reason = status, text
+        self.status, self.reason = status, " ".join(text.split())[:_REASON]
         with suppress(ValueError, KeyError, TypeError):
             self.reason = str(json.loads(text)["error"])
+        super().__init__(f"{url}: {status} {self.reason}")
 
 
 def fetch(
@@ -57,5 +65,7 @@ def fetch(
     except HTTPError as error:
         with error:
             raise ServerRefused(url, error.code, error.read(1000).decode(errors="replace")) from None
-    except (URLError, OSError, ValueError) as error:
-        raise Unavailable(f"{url}: {error}") from None
+    except HTTPException as error:
+        raise Unavailable(f"{url}: what answers speaks no HTTP, or broke off: {error!r}") from None
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{url}: {getattr(error, 'reason', error)}") from None

@@ -26,12 +26,15 @@ from ..planning.figures import (
     parse_slo,
 )
 from ..planning.line_chart import ChartLine, LineChart, draw_chart, write_page
-from ..planning.machine_file import MachineFile, MachineOrigin, read_machine_file
+from ..planning.machine_file import MachineFile, MachineOrigin, read_machine_file, require_writable
 from ..planning.requests import FleetLoad, make_requests
 from ..planning.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
+from .tables import table_console
 
 _PLOTTED = 4.0
 """Times of what is allowed: what fleets that are far too small come to would leave no room for the others."""
+
+_HOUR_MS = 3_600_000
 
 _Positive = Annotated[int | None, Parameter(validator=Number(gt=0))]
 
@@ -46,9 +49,9 @@ class SimulatedEngineOptions:
     """Sequences that run at once."""
     max_num_batched_tokens: _Positive = None
     """Tokens computed in one step."""
-    target_ttft_ms: Annotated[float | None, Parameter(validator=Number(gt=0))] = None
+    target_ttft_ms: Annotated[float | None, Parameter(validator=Number(gt=0, lte=_HOUR_MS))] = None
     """Milliseconds to the first token that are wanted."""
-    target_itl_ms: Annotated[float | None, Parameter(validator=Number(gte=0))] = None
+    target_itl_ms: Annotated[float | None, Parameter(validator=Number(gte=0, lte=_HOUR_MS))] = None
     """Milliseconds between tokens that are wanted; 0 is no limit."""
     ahead: Annotated[int | None, Parameter(validator=Number(gte=0, lte=8))] = None
     """Steps scheduled before the last result is there."""
@@ -76,7 +79,7 @@ class FleetOptions:
     """Look for the fewest replicas that keep these, as in ttft_p95=1s,itl_p99=100ms,rejected=1%."""
     most_replicas: Annotated[int, Parameter(validator=Number(gt=0))] = 256
     """With --slo: more are not tried."""
-    slower: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
+    slower: Annotated[float, Parameter(validator=Number(gt=0, lte=1000))] = 1.0
     """Let every step take so many times as long as the file says."""
     json: Annotated[bool, Parameter(negative=())] = False
     """Print an object instead of tables."""
@@ -142,8 +145,7 @@ def simulate_fleets(machine: Path, load: FleetLoad, engine: SimulatedEngineOptio
     Raises:
         InvalidArgument: a file cannot be read, or an option means nothing.
     """
-    if fleet.plot is not None and fleet.plot.suffix not in (".svg", ".html"):
-        raise InvalidArgument(f"--plot draws .svg or .html, got {fleet.plot}", field="plot")
+    _check_fleet(fleet)
     file = read_machine_file(machine)
     shape, slo = resolve_engine(file, engine), parse_slo(fleet.slo) if fleet.slo else []
     requests = make_requests(load, shape.scheduler.max_model_len)
@@ -171,10 +173,22 @@ def simulate_fleets(machine: Path, load: FleetLoad, engine: SimulatedEngineOptio
     if fleet.json:
         print(msgspec.json.encode(report, enc_hook=str).decode())
     else:
-        _print_report(Console(), report, found or tried[-1], wall)
+        _print_report(table_console(), report, found or tried[-1], wall)
     if fleet.plot is not None:
         _write_plot(fleet.plot, report, found or tried[-1])
     return 0 if found is not None else 1
+
+
+def _check_fleet(fleet: FleetOptions) -> None:
+    default = FleetOptions()
+    if fleet.slo and fleet.replicas != default.replicas:
+        raise InvalidArgument("--slo looks for the number of replicas: leave --replicas out", field="replicas")
+    if not fleet.slo and fleet.most_replicas != default.most_replicas:
+        raise InvalidArgument("--most-replicas is of --slo, which is not given", field="most_replicas")
+    if fleet.plot is not None:
+        if fleet.plot.suffix not in (".svg", ".html"):
+            raise InvalidArgument(f"--plot draws .svg or .html, got {fleet.plot}", field="plot")
+        require_writable(fleet.plot, "plot")
 
 
 def resolve_engine(file: MachineFile, options: SimulatedEngineOptions) -> EngineShape:
@@ -218,13 +232,13 @@ def _runner(
 def _print_report(console: Console, report: SimulationReport, shown: SimulatedFleet, wall: float) -> None:
     if report.slo:
         console.print(_fleets_table(report))
-        console.print(f"{_slo_text(report.slo)}: {_answer(report)}", highlight=False)
+        console.print(f"{_slo_text(report.slo)}: {_answer(report)}")
     console.print(_latency_table(shown.figures))
     console.print(_totals_table(shown.figures))
     origin = report.origin
     about = ", ".join(filter(None, (origin.how, origin.checkpoint, origin.processor or None)))
-    console.print(f"step times: {about}", highlight=False, markup=False)
-    console.print(f"{wall:.1f} s: a replica is simulated {report.speed:.0f} times as fast as it runs", highlight=False)
+    console.print(f"step times: {about}")
+    console.print(f"{wall:.1f} s: a replica is simulated {report.speed:.0f} times as fast as it runs")
 
 
 def _answer(report: SimulationReport) -> str:
@@ -257,10 +271,10 @@ def _fleets_table(report: SimulationReport) -> Table:
 def _latency_table(figures: FleetFigures) -> Table:
     replicas = f"{figures.replicas} replica{'s' if figures.replicas > 1 else ''}"
     table = Table(title=f"{replicas}, {figures.seconds:,.1f} s; latencies in ms")
+    table.add_column("", overflow="fold")
     table.add_column("", no_wrap=True)
-    table.add_column("")
     for name in ("count", "mean", "p50", "p90", "p95", "p99", "max"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name, traffic in (("all", figures.all), *figures.tenants.items()):
         for label, spread in (("TTFT", traffic.ttft), ("ITL", traffic.itl), ("e2e", traffic.e2e)):
             table.add_row(name, label, *_cells(spread), end_section=label == "e2e")
@@ -298,7 +312,7 @@ def _write_plot(path: Path, report: SimulationReport, shown: SimulatedFleet) -> 
     if path.suffix == ".svg":
         content = draw_chart(chart)
     else:
-        console = Console(width=110, record=True, file=StringIO())
+        console = Console(width=110, record=True, file=StringIO(), markup=False, highlight=False)
         _print_report(console, report, shown, shown.wall)
         content = write_page(chart, console.export_text())
     try:
@@ -330,6 +344,8 @@ def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:
         "e2e": [each.tokens[-1] - each.arrival.at for each in served],
     }
     lines = [ChartLine(name, _distribution(found)) for name, found in values.items() if found]
+    if not lines:
+        raise InvalidArgument("no request was served: there is nothing to draw", field="plot")
     return LineChart("latency", "ms", "share", lines, log_x=True)
 
 

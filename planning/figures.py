@@ -11,9 +11,10 @@ import numpy as np
 from ..core.errors import InvalidArgument
 from .simulation import SimulatedResult, Simulation
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
-_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
-_LATENCIES = ("ttft", "itl", "e2e")
+LATENCIES = ("ttft", "itl", "e2e")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
+"""Of each unit that a bound on a latency may have."""
 
 _IDLE, _GAIN = 0.3, 0.02
 """Replicas that compute for less of the time are idle enough; what comes nearer by less does not."""
@@ -147,10 +148,10 @@ def parse_slo(text: str) -> list[Objective]:
 def _parse_objective(text: str) -> Objective:
     if match := re.fullmatch(r"rejected=(\d*\.?\d+)%", text):
         return Objective("rejected", "", float(match[1]) / 100)
-    pattern = rf"({'|'.join(_LATENCIES)})_({'|'.join(_STATISTICS)})=(\d*\.?\d+)({'|'.join(_UNITS)})"
+    pattern = rf"({'|'.join(LATENCIES)})_({'|'.join(STATISTICS)})=(\d*\.?\d+)({'|'.join(SECONDS)})"
     if match := re.fullmatch(pattern, text):
-        return Objective(match[1], match[2], float(match[3]) * _UNITS[match[4]])
-    forms = f"{'|'.join(_LATENCIES)}, then _{'|'.join(_STATISTICS)}, then a time, as in ttft_p95=1s; or rejected=1%"
+        return Objective(match[1], match[2], float(match[3]) * SECONDS[match[4]])
+    forms = f"{'|'.join(LATENCIES)}, then _{'|'.join(STATISTICS)}, then a time, as in ttft_p95=1s; or rejected=1%"
     raise InvalidArgument(f"slo: {text!r} is no objective: {forms}", field="slo")
 
 

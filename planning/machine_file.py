@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -39,7 +40,7 @@ class MachineFile(msgspec.Struct, frozen=True, kw_only=True):
     origin: MachineOrigin
     machine: SimulatedMachine
     engine: EngineShape
-    block_bytes: int
+    block_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _AnyFormat(msgspec.Struct):
@@ -58,8 +59,21 @@ def write_machine_file(path: Path, content: MachineFile) -> None:
         raise InvalidArgument(f"cannot write {path}: {error.strerror}", field="output") from None
 
 
+def require_writable(path: Path, field: str) -> None:
+    """Raises `InvalidArgument` where no file can be written: what takes minutes asks before it begins."""
+    why = ""
+    if not path.parent.is_dir():
+        why = f"there is no directory {path.parent}"
+    elif path.is_dir():
+        why = "it is a directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise InvalidArgument(f"cannot write {path}: {why}", field=field)
+
+
 def read_machine_file(path: Path) -> MachineFile:
-    """Raises `InvalidArgument`: there is none, or it is none; the message names the field."""
+    """Raises `InvalidArgument`: there is none, it is none, or its numbers cannot be; the message names the field."""
     try:
         content = path.read_bytes()
         if (found := msgspec.json.decode(content, type=_AnyFormat).format) != FORMAT:
@@ -68,5 +82,5 @@ def read_machine_file(path: Path) -> MachineFile:
         return msgspec.json.decode(content, type=MachineFile)
     except OSError as error:
         raise InvalidArgument(f"cannot read {path}: {error.strerror}", field="machine") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, InvalidArgument) as error:
         raise InvalidArgument(f"{path} is no file of charonia calibrate: {error}", field="machine") from None

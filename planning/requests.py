@@ -5,9 +5,10 @@ Knows nothing of servers or clocks. The same seed makes the same requests.
 
 import csv
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import cycle, islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import cycle, islice, takewhile
+from math import inf, isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,15 @@ _COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
 _ARRIVALS, _LENGTHS, _TENANTS, _PREFIXES = 1, 3, 4, 5
 """Streams of random numbers."""
 
+_DRAWN = 1024
+"""Arrivals that are drawn at a time."""
+
+_MOST_REQUESTS, _MOST_TOKENS = 5_000_000, 100_000_000
+"""Of a load, and of a request: more is a slip, and would not fit into memory."""
+
+_EVEN, _BURSTIEST, _WIDEST = 1e-6, 100.0, 10.0
+"""The least burstiness that differs from none, the most, and the most sigma of a lognormal distribution."""
+
 
 class PlannedRequest(msgspec.Struct, frozen=True):
     """One request: `prompt` and `new` in tokens, `due` in seconds after the start (0 in a closed loop)."""
@@ -31,19 +41,33 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     new: int
 
 
-def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """Arrival times in seconds: `rate` a second on average, independent of one another."""
-    return _arrivals(rate, 1.0, count, seed)
+def poisson(rate: float, seed: int, count: int | None = None, duration: float | None = None) -> list[float]:
+    """Arrival times in seconds: `rate` a second on average, independent of one another; `count` of them, or as many as
+    come within `duration`. Raises `InvalidArgument`: there would be millions."""
+    return _bounded(_arrivals(rate, 1.0, seed), count, duration)
 
 
-def _arrivals(rate: float, burstiness: float, count: int, seed: int) -> list[float]:
-    random, shape = np.random.default_rng((seed, _ARRIVALS)), burstiness**-2 if burstiness else 0.0
-    if burstiness == 1:
-        gaps = random.exponential(1 / rate, count)
-    else:
-        gaps = random.gamma(shape, 1 / rate / shape, count) if shape else np.full(count, 1 / rate)
-    times: list[float] = np.cumsum(gaps).tolist()
-    return times
+def _arrivals(rate: float, burstiness: float, seed: int) -> Iterator[float]:
+    """Arrival times without end."""
+    random, now = np.random.default_rng((seed, _ARRIVALS)), 0.0
+    while True:
+        if burstiness == 1:
+            gaps = random.exponential(1 / rate, _DRAWN)
+        elif burstiness > _EVEN:
+            gaps = random.gamma(burstiness**-2, burstiness**2 / rate, _DRAWN)
+        else:
+            gaps = np.full(_DRAWN, 1 / rate)
+        times = now + np.cumsum(gaps)
+        now = float(times[-1])
+        yield from times.tolist()
+
+
+def _bounded(times: Iterator[float], count: int | None, duration: float | None) -> list[float]:
+    end, too_many = inf if duration is None else duration, _MOST_REQUESTS + 1
+    found = list(islice(takewhile(lambda at: at < end, times), min(count or too_many, too_many)))
+    if len(found) > _MOST_REQUESTS:
+        raise InvalidArgument(f"the load has more than {_MOST_REQUESTS:,} requests", field="duration")
+    return found
 
 
 def uniform_jobs(arrivals: Iterable[float], prompt: int, new: int) -> list[PlannedRequest]:
@@ -54,31 +78,47 @@ def uniform_jobs(arrivals: Iterable[float], prompt: int, new: int) -> list[Plann
 def read_trace(
     path: Path, *, speedup: float = 1.0, limit: int | None = None, longest: int | None = None
 ) -> list[PlannedRequest]:
-    """The first `limit` jobs of a CSV with arrived_at (seconds), num_prefill_tokens and num_decode_tokens.
+    """The first `limit` jobs of a CSV with arrived_at (seconds), num_prefill_tokens and num_decode_tokens, in the order
+    of their arrival.
 
     The first is due at once; `speedup` divides the times. Prompts are cut so that no job exceeds `longest` tokens.
 
     Raises:
-        InvalidArgument: the file cannot be read; the message names the line.
+        InvalidArgument: the file cannot be read, or has no jobs; the message names the line.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file)
             missing = [column for column in _COLUMNS if column not in (rows.fieldnames or ())]
             if missing:
-                raise InvalidArgument(f"{path} has no column {missing[0]}")
-            jobs = [_job(path, index, row) for index, row in zip(range(limit or 2**31), rows, strict=False)]
+                raise InvalidArgument(f"{path} has no column {missing[0]}", field="trace")
+            found = enumerate(islice(rows, limit))
+            jobs = [_job(f"{path}:{rows.line_num}", index, row) for index, row in found]
     except OSError as error:
-        raise InvalidArgument(f"cannot read {path}: {error.strerror}") from None
+        raise InvalidArgument(f"cannot read {path}: {error.strerror}", field="trace") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidArgument(f"{path} is no CSV: {error}", field="trace") from None
+    if not jobs:
+        raise InvalidArgument(f"{path} has no requests", field="trace")
+    jobs.sort(key=lambda job: job.due)
     return [_adapted(job, jobs[0].due, speedup, longest) for job in jobs]
 
 
-def _job(path: Path, index: int, row: dict[str, str]) -> PlannedRequest:
+def _job(place: str, index: int, row: dict[str, str | None]) -> PlannedRequest:
+    arrived, prompt, new = (_number(place, column, row[column] or "") for column in _COLUMNS)
+    return PlannedRequest(index, arrived, int(prompt), int(new))
+
+
+def _number(place: str, column: str, text: str) -> float:
+    is_time = column == _COLUMNS[0]
     try:
-        arrived, prompt, new = (row[column] for column in _COLUMNS)
-        return PlannedRequest(index, float(arrived), int(prompt), int(new))
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{path}:{index + 2}: {error}") from None
+        value = float(text) if is_time else int(text)
+    except ValueError:
+        value = inf
+    if not (isfinite(value) if is_time else 0 <= value <= _MOST_TOKENS):
+        what = "a number of seconds" if is_time else f"a number of tokens, at most {_MOST_TOKENS:,}"
+        raise InvalidArgument(f"{place}: {column} must be {what}, got {text[:40]!r}", field="trace")
+    return value
 
 
 def _adapted(job: PlannedRequest, first: float, speedup: float, longest: int | None) -> PlannedRequest:
@@ -139,7 +179,9 @@ def make_requests(load: FleetLoad, max_model_len: int) -> list[SimulatedRequest]
     Raises:
         InvalidArgument: it says too little, or what cannot be; or the trace cannot be read.
     """
-    tenants = [_parse_tenant(text) for text in load.tenant] or [TenantShare("", 1.0)]
+    _check_numbers(load)
+    _check_belonging(load)
+    tenants = _parse_tenants(load.tenant)
     shares = np.array([tenant.share for tenant in tenants])
     drawn, prefix = (np.random.default_rng((load.seed, stream)) for stream in (_TENANTS, _PREFIXES))
     found = []
@@ -164,12 +206,6 @@ def make_requests(load: FleetLoad, max_model_len: int) -> list[SimulatedRequest]
 
 def _planned(load: FleetLoad, max_model_len: int) -> list[PlannedRequest]:
     longest = max_model_len if load.longest is None else load.longest
-    for name in ("speedup", "rate", "longest", "prefixes", "requests", "duration"):
-        if (value := getattr(load, name)) is not None and value <= 0:
-            raise InvalidArgument(f"{name} must be above 0, got {value:g}", field=name)
-    for name in ("burstiness", "shared_prefix"):
-        if (value := getattr(load, name)) < 0:
-            raise InvalidArgument(f"{name} must be at least 0, got {value:g}", field=name)
     if load.rate is None:
         if load.trace is None:
             raise InvalidArgument("give --trace or --rate: nothing says when requests come", field="rate")
@@ -177,17 +213,45 @@ def _planned(load: FleetLoad, max_model_len: int) -> list[PlannedRequest]:
         return due_within(jobs, load.duration)
     if load.requests is None and load.duration is None:
         raise InvalidArgument("give --requests or --duration, or both: else it never ends", field="duration")
-    count = load.requests or round(2 * load.rate * (load.duration or 0)) + 100
-    times = _arrivals(load.rate, load.burstiness, count, load.seed)
-    jobs = [_adapted(job, 0.0, 1.0, longest) for job in _drawn_lengths(load, times)]
-    return due_within(jobs, load.duration)
+    times = _bounded(_arrivals(load.rate, load.burstiness, load.seed), load.requests, load.duration)
+    return [_adapted(job, 0.0, 1.0, longest) for job in _drawn_lengths(load, times)]
+
+
+def _check_numbers(load: FleetLoad) -> None:
+    for name in ("speedup", "rate", "longest", "prefixes", "requests", "duration"):
+        if (value := getattr(load, name)) is not None and not 0 < value < inf:
+            raise InvalidArgument(f"{name} must be above 0, got {value:g}", field=name)
+    for name in ("shared_prefix", "seed"):
+        if (value := getattr(load, name)) < 0:
+            raise InvalidArgument(f"{name} must be at least 0, got {value}", field=name)
+    if not 0 <= load.burstiness <= _BURSTIEST:
+        message = f"burstiness must be at least 0 and at most {_BURSTIEST:g}, got {load.burstiness:g}"
+        raise InvalidArgument(message, field="burstiness")
+    if (load.longest or 2) < 2:
+        raise InvalidArgument("longest must be at least 2: a token of a prompt, and a new one", field="longest")
+    if load.prefixes > _MOST_TOKENS:
+        raise InvalidArgument(f"prefixes must be at most {_MOST_TOKENS:,}, got {load.prefixes:,}", field="prefixes")
+
+
+def _check_belonging(load: FleetLoad) -> None:
+    """Nothing is given that this kind of load would not look at."""
+    idle = {
+        "a trace has its own": ("prompt", "new") if load.trace else (),
+        "a trace alone, without --rate, has times to play": ("speedup",) if load.trace is None or load.rate else (),
+        "it is of --rate": () if load.rate else ("burstiness",),
+        "it is of --shared-prefix": () if load.shared_prefix else ("prefixes",),
+    }
+    defaults = {field.name: field.default for field in fields(FleetLoad)}
+    for why, names in idle.items():
+        for name in names:
+            if getattr(load, name) != defaults[name]:
+                raise InvalidArgument(f"--{name} means nothing here: {why}", field=name)
 
 
 def _drawn_lengths(load: FleetLoad, times: Sequence[float]) -> list[PlannedRequest]:
     if load.trace is not None:
-        jobs = islice(cycle(read_trace(load.trace)), len(times))
-        found = zip(times, jobs, strict=False)
-        return [PlannedRequest(index, at, job.prompt, job.new) for index, (at, job) in enumerate(found)]
+        jobs = zip(times, cycle(read_trace(load.trace)), strict=False)
+        return [PlannedRequest(index, at, job.prompt, job.new) for index, (at, job) in enumerate(jobs)]
     random = np.random.default_rng((load.seed, _LENGTHS))
     prompts, news = (_draw(load, name, random, len(times)) for name in ("prompt", "new"))
     return [PlannedRequest(index, *job) for index, job in enumerate(zip(times, prompts, news, strict=True))]
@@ -196,25 +260,31 @@ def _drawn_lengths(load: FleetLoad, times: Sequence[float]) -> list[PlannedReque
 def _draw(load: FleetLoad, name: str, random: np.random.Generator, count: int) -> list[int]:
     text: str = getattr(load, name)
     match = re.fullmatch(r"(\d+)(?:-(\d+)|~(\d*\.?\d+))?", text)
-    low = int(match[1]) if match else 0
-    if match is None or low < 1 or (match[2] and int(match[2]) < low):
+    low, high, sigma = (float(each or 0) for each in match.groups()) if match else (0.0, 0.0, 0.0)
+    high = high or low
+    if not (1 <= low <= high <= _MOST_TOKENS and sigma <= _WIDEST):
         message = f"{name} must be a number of tokens, a range as in 100-900, or median~sigma, got {text!r}"
         raise InvalidArgument(message, field=name)
-    if match[3]:
-        values = np.maximum(random.lognormal(np.log(low), float(match[3]), count).astype(np.int64), 1)
+    if sigma:
+        values = np.clip(random.lognormal(np.log(low), sigma, count), 1, _MOST_TOKENS).astype(np.int64)
     else:
-        values = random.integers(low, int(match[2] or low), count, endpoint=True)
+        values = random.integers(int(low), int(high), count, endpoint=True)
     lengths: list[int] = values.tolist()
     return lengths
 
 
+def _parse_tenants(texts: Sequence[str]) -> list[TenantShare]:
+    found = [_parse_tenant(text) for text in texts]
+    names = [tenant.name for tenant in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InvalidArgument(f"the tenant {twice[0]!r} is there twice", field="tenant")
+    return found or [TenantShare("", 1.0)]
+
+
 def _parse_tenant(text: str) -> TenantShare:
-    name, _, numbers = text.partition("=")
-    try:
-        share, weight, priority, *more = [*map(float, numbers.split(",")), *(1.0, 0.0)[numbers.count(",") :]]
-        found = TenantShare(name, share, weight, int(priority))
-    except ValueError:
-        share, found, more = 0.0, TenantShare(name, 0.0), []
-    if share <= 0 or found.weight <= 0 or found.priority < 0 or more or not name:
+    form = r"([^=]+)=(\d*\.?\d+)(?:,(\d*\.?\d+)(?:,(\d{1,3}))?)?"
+    match = re.fullmatch(form, text)
+    share, weight = (float(match[2]), float(match[3] or 1)) if match else (0.0, 0.0)
+    if match is None or not (0 < share < inf and 0 < weight < inf):
         raise InvalidArgument(f"tenant must be NAME=SHARE[,WEIGHT[,PRIORITY]], got {text!r}", field="tenant")
-    return found
+    return TenantShare(match[1], share, weight, int(match[4] or 0))

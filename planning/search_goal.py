@@ -12,22 +12,19 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from ..core.errors import InvalidArgument
-from .figures import Spread
+from .figures import LATENCIES, SECONDS, STATISTICS, Spread
 
 KnobValue: TypeAlias = int | float | str
 Configuration: TypeAlias = tuple[KnobValue, ...]
 """A value for each knob of a search space, in the order of the knobs."""
 
-LATENCIES = ("e2e", "ttft", "itl")
-_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 _PLAIN = ("throughput", "memory", "failed")
-METRICS = (*_PLAIN, *(f"{latency}_{statistic}" for latency in LATENCIES for statistic in _STATISTICS))
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
+METRICS = (*_PLAIN, *(f"{latency}_{statistic}" for latency in LATENCIES for statistic in STATISTICS))
 _BYTES = {"MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30}
 _NUMBER = r"(\d*\.?\d+)"
 _FORMS = (
     "as in e2e_p99=20ms, ttft_p95=1s, itl_p99=100ms, memory=2GiB, throughput=100 (at least), or failed=1%; "
-    f"latencies are {', '.join(LATENCIES)} with {', '.join(_STATISTICS)}"
+    f"latencies are {', '.join(LATENCIES)} with {', '.join(STATISTICS)}"
 )
 _VIOLATION_WEIGHT = 5.0
 """What a bound that is missed by a share costs, in shares of the objective: enough that none pays for the other."""
@@ -183,9 +180,9 @@ def _parse_bound(text: str) -> Bound:
         return Bound("throughput", float(match[1]), at_least=True)
     if match := re.fullmatch(rf"memory={_NUMBER}({'|'.join(_BYTES)})", text):
         return Bound("memory", float(match[1]) * _BYTES[match[2]])
-    pattern = rf"(({'|'.join(LATENCIES)})_({'|'.join(_STATISTICS)}))={_NUMBER}({'|'.join(_SECONDS)})"
+    pattern = rf"(({'|'.join(LATENCIES)})_({'|'.join(STATISTICS)}))={_NUMBER}({'|'.join(SECONDS)})"
     if match := re.fullmatch(pattern, text):
-        return Bound(match[1], float(match[4]) * _SECONDS[match[5]])
+        return Bound(match[1], float(match[4]) * SECONDS[match[5]])
     raise InvalidArgument(f"constraint: '{text}' is none, {_FORMS}", field="constraint")
 
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from math import log
 from random import Random
 from typing import Annotated, NamedTuple, TypeAlias
@@ -12,7 +13,9 @@ import numpy as np
 from ..scheduler.plan import StepPlan
 from ..scheduler.prefill_budget import StepWork
 
-SecondsTable: TypeAlias = tuple[tuple[int, float], ...]
+_NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+
+SecondsTable: TypeAlias = tuple[tuple[int, _NotNegative], ...]
 """Measured seconds by a count, ascending; between measurements, and beyond the last two, on a straight line."""
 
 
@@ -20,7 +23,7 @@ class StepSpread(NamedTuple):
     """What single steps of about so many `seconds` take over what they should: quantiles, evenly apart."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0)]
-    factors: Annotated[tuple[float, ...], msgspec.Meta(min_length=1)]
+    factors: Annotated[tuple[_NotNegative, ...], msgspec.Meta(min_length=1)]
 
     def at(self, level: float) -> float:
         """The quantile of this level, on a straight line between two."""
@@ -77,7 +80,7 @@ class StepLoadReader:
         return StepLoad(StepWork(*work), int(plan.samples.sum()), reads)
 
 
-class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest. And
     the seconds around steps.
 
@@ -93,20 +96,26 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True):
     `arrival_token` for each of its prompt.
     """
 
-    weights: float = 27.4e-3
-    token: float = 1.8e-3
-    head: float = 0.7e-3
-    decode_context: float = 0.8e-6
-    prompt_context: float = 0.3e-6
-    chunk_context: float = 0.0
-    rest: float = 2e-3
+    weights: _NotNegative = 27.4e-3
+    token: _NotNegative = 1.8e-3
+    head: _NotNegative = 0.7e-3
+    decode_context: _NotNegative = 0.8e-6
+    prompt_context: _NotNegative = 0.3e-6
+    chunk_context: _NotNegative = 0.0
+    rest: _NotNegative = 2e-3
     products: SecondsTable = ()
     heads: SecondsTable = ()
     spread: tuple[StepSpread, ...] = ()
-    between: float = 0.0
-    between_token: float = 0.0
-    arrival: float = 0.0
-    arrival_token: float = 0.0
+    between: _NotNegative = 0.0
+    between_token: _NotNegative = 0.0
+    arrival: _NotNegative = 0.0
+    arrival_token: _NotNegative = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError`, which a reader of JSON makes its own: a table does not ascend."""
+        for name, table in (("products", self.products), ("heads", self.heads), ("spread", self.spread)):
+            if any(fewer[0] >= more[0] for fewer, more in pairwise(table)):
+                raise ValueError(f"`{name}` must ascend")
 
     def seconds(self, load: StepLoad) -> float:
         """Of a step, on average."""

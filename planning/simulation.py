@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -33,15 +33,18 @@ MakeBudget = Callable[[SchedulerConfig], PrefillBudget]
 WatchStep = Callable[[StepPlan, float], None]
 
 
-class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
+_AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, and what may wait."""
 
     scheduler: SchedulerConfig
-    blocks: int
-    block_size: int = 16
+    blocks: _AtLeastOne
+    block_size: _AtLeastOne = 16
     prefix_caching: bool = True
-    max_queued_requests: int = 512
-    max_queued_tokens: int = 1_048_576
+    max_queued_requests: _AtLeastOne = 512
+    max_queued_tokens: _AtLeastOne = 1_048_576
 
 
 def unlimited_engine(scheduler: SchedulerConfig) -> EngineShape:
@@ -288,7 +291,9 @@ class Simulation:
             replica, cached = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
             replica.submit(key, request, self.now, cached)
         except (InvalidArgument, QueueFull) as error:
-            result.refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else error.message
+            # Without the numbers of the request, so that they can be counted.
+            too_long = f"tokens exceed{error.message.partition('exceed')[2]}"
+            result.refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else too_long
             if key in self._tickets:
                 self._tickets.pop(key).release()
 

@@ -1,6 +1,6 @@
 """The numbers that shape a step."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,8 +22,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    max_model_len: int = 2048
-    ahead: int = 0
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)] = 2048
+    ahead: Annotated[int, msgspec.Meta(ge=0)] = 0
     in_flight_per_sequence: int | None = None
     admission: Literal["optimistic", "no_evict"] = "optimistic"
     ageing_steps: int = 256

@@ -17,11 +17,13 @@ _ALONE = 1.5
 
 class BatchFigures(NamedTuple):
     """The batches of an interval: the mean `size`, and the `most` items one could have; requests `in_flight` in the
-    mean; the part of the time that instances executed; and why most of the batches took no more."""
+    mean, and the items of each; the part of the time that instances executed; and why most of the batches took no
+    more."""
 
     size: float
     most: float
     in_flight: float
+    items: float
     instances: float
     busy: float
     reason: CloseReason
@@ -29,8 +31,13 @@ class BatchFigures(NamedTuple):
     @property
     def missing(self) -> float:
         """The part of a batch that stays empty though requests are there for it, 0 to 1."""
-        possible = min(self.most, self.in_flight / max(self.instances, 1.0))
+        possible = min(self.most, self.there)
         return max(1 - self.size / possible, 0.0) if possible > 0 else 0.0
+
+    @property
+    def there(self) -> float:
+        """Items in flight for each instance."""
+        return self.in_flight * self.items / max(self.instances, 1.0)
 
     @property
     def empty(self) -> float:
@@ -79,11 +86,13 @@ def _figures(seen: ModelInterval, latency: float) -> BatchFigures | None:
         return None
     reasons = seen.grown_by("charonia_batches_total", "reason")
     reason = max(reasons, key=lambda each: reasons[each], default=CloseReason.ALONE.value)
-    executions = seen.grown("nv_inference_exec_count")
+    executions, inferred = seen.grown("nv_inference_exec_count"), seen.grown("nv_inference_count")
+    answered = seen.grown("nv_inference_request_success")
     return BatchFigures(
-        size=seen.grown("nv_inference_count") / executions if executions else 0.0,
+        size=inferred / executions if executions else 0.0,
         most=seen.gauge("charonia_max_batch_size"),
         in_flight=latency / seen.whole.seconds,
+        items=inferred / answered if answered else 1.0,
         instances=instances,
         busy=min(seen.grown("charonia_execution_seconds_total") / seen.whole.seconds / instances, 1.0),
         reason=CloseReason(reason),
@@ -113,7 +122,7 @@ def _batching_claim(figures: BatchFigures, delayed: float, unformed: float) -> T
         turn = "clients that ask side by side, or larger requests"
         if delayed:
             what, turn = f"{what}, and batches wait for others", f"max_queue_delay_microseconds 0, or {turn}"
-    elif figures.reason is CloseReason.DELAY and figures.size < figures.in_flight / figures.instances / 2:
+    elif figures.reason is CloseReason.DELAY and figures.size < figures.there / 2:
         what, turn = "batches leave before others come", "max_queue_delay_microseconds up"
     why = (
         f"{figures.size:.1f} of {figures.most:.0f} items in a batch ({figures.reason.value}), "

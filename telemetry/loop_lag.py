@@ -61,6 +61,7 @@ class LoopLag:
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._began = self._window_began = clock()
+        self._started = time.time()
         self._delays = Histogram(_DELAYS)
         self._longest = self._longest_before = 0.0
         self._closed = threading.Event()
@@ -96,7 +97,8 @@ class LoopLag:
     def measure(self) -> Iterator[Measurement]:
         """For a scrape; called by the loop's thread."""
         uptime = Reading("charonia_uptime_seconds", self._clock() - self._began)
-        yield Measurement({}, [*self.state().readings(), uptime])
+        started = Reading("charonia_start_time_seconds", self._started)
+        yield Measurement({}, [*self.state().readings(), uptime, started])
 
     def _on_timer(self) -> None:
         now = self._clock()

@@ -90,6 +90,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_event_loop_delay_seconds", "histogram", "Delays of an event loop"),
     MetricFamily("charonia_event_loop_cpu_seconds_total", "counter", "CPU time of the event loop's thread"),
     MetricFamily("charonia_uptime_seconds", "gauge", "Time since the frontend started"),
+    MetricFamily("charonia_start_time_seconds", "gauge", "When the frontend started, in Unix time"),
     MetricFamily("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
     MetricFamily("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
     MetricFamily("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ..core.errors import InvalidArgument
 
-_UPTIME = "charonia_uptime_seconds"
+_UPTIME, _STARTED = "charonia_uptime_seconds", "charonia_start_time_seconds"
 _READY = "charonia_model_ready"
 
 SeriesLabels: TypeAlias = frozenset[tuple[str, str]]
@@ -43,6 +43,22 @@ def parse_scrape(text: str, source: str) -> Scrape:
     return found
 
 
+def require_in_order(before: Scrape, after: Scrape) -> None:
+    """Raises `InvalidArgument` unless `after` is a later look at the same server, or at one that was started in its
+    place meanwhile. One that does not tell when it started is believed."""
+    (first, earlier), (second, later) = ((_own(look, _STARTED), _own(look, _UPTIME)) for look in (before, after))
+    if first == second != 0 and later <= earlier:
+        raise InvalidArgument("the second scrape is not later than the first: the order is before, then after")
+    if 0 < second < first + earlier and second != first:
+        message = "the second scrape is of another server, which ran when the first was taken, or is the earlier one"
+        raise InvalidArgument(message)
+
+
+def _own(look: Scrape, family: str) -> float:
+    """The value of the server's own gauge; 0 where there is none."""
+    return sum(look.get(family, {}).get("", {}).values())
+
+
 class ModelId(NamedTuple):
     name: str
     version: str
@@ -53,7 +69,7 @@ class Interval:
     between them, and it is the time since the start."""
 
     def __init__(self, before: Scrape | None, after: Scrape) -> None:
-        earlier, uptime = (0.0 if look is None else sum(look[_UPTIME][""].values()) for look in (before, after))
+        earlier, uptime = (0.0 if look is None else _own(look, _UPTIME) for look in (before, after))
         self.since_start = before is None or earlier >= uptime
         self._before: Scrape = {} if before is None or self.since_start else before
         self._after = after

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from ...planning.requests import PlannedRequest, due_within, poisson, uniform_jobs
+from ...planning.requests import PlannedRequest, poisson, uniform_jobs
 from ..load.driver import OK, LoadRecord, LoopMode, RequestOptions
 from ..load.fake_model import NAME, write_repository
 from ..load.plan import Prompts
@@ -36,8 +36,7 @@ class RequestShape(NamedTuple):
 
 def poisson_jobs(shape: RequestShape, rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
     """`rate` requests a second on average, which arrive at random."""
-    arrivals = poisson(rate, round(2 * rate * seconds) + 100, seed)
-    return due_within(uniform_jobs(arrivals, *shape), seconds)
+    return uniform_jobs(poisson(rate, seed, duration=seconds), *shape)
 
 
 def open_load(

@@ -9,7 +9,9 @@ from charonia.analyzer.results_file import AnalysisSubject, ResultsFile
 from charonia.core.errors import InvalidArgument
 from charonia.planning.search_goal import ConfigurationTrial, LevelFigures
 
-SUBJECT = AnalysisSubject(source="models", model="m", digest="d", load={"levels": ["8"]}, machine="2 cores")
+SUBJECT = AnalysisSubject(
+    source="models", model="m", digest="d", load={"levels": ["8"]}, machine="2 cores", seconds=4.0
+)
 
 
 def trial(throughput: float, seconds: float = 1.0) -> ConfigurationTrial:
@@ -60,16 +62,41 @@ def test_a_line_that_was_broken_off_is_overwritten(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"load": {"levels": ["9"]}}, "another load"),
-        ({"digest": "e"}, "another digest"),
+        ({"digest": "e"}, "another state of the models' files"),
         ({"machine": "4 cores"}, "another machine"),
     ],
 )
 def test_results_of_something_else_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
-    ResultsFile(tmp_path / "r.jsonl", SUBJECT).close()
+    file = ResultsFile(tmp_path / "r.jsonl", SUBJECT)
+    file.add({"batch": 1}, trial(10.0))
+    file.close()
     before = (tmp_path / "r.jsonl").read_bytes()
     with pytest.raises(InvalidArgument, match=f"has results of {message}"):
         ResultsFile(tmp_path / "r.jsonl", msgspec.structs.replace(SUBJECT, **change))
     assert (tmp_path / "r.jsonl").read_bytes() == before
+
+
+def test_another_budget_goes_on_with_the_seconds_that_were_measured(tmp_path: Path) -> None:
+    longer = msgspec.structs.replace(SUBJECT, seconds=9.0)
+    ResultsFile(tmp_path / "r.jsonl", SUBJECT).close()
+    file = ResultsFile(tmp_path / "r.jsonl", longer)
+    assert file.seconds == 9.0, "nothing was measured yet"
+    file.add({"batch": 1}, trial(10.0, seconds=9.0))
+    file.close()
+    again = ResultsFile(tmp_path / "r.jsonl", SUBJECT)
+    assert (again.seconds, again.count) == (9.0, 1)
+    again.close()
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    first = ResultsFile(tmp_path / "r.jsonl", SUBJECT)
+    first.add({"batch": 1}, trial(10.0))
+    with pytest.raises(InvalidArgument, match=r"another run writes its results to .*r\.jsonl"):
+        ResultsFile(tmp_path / "r.jsonl", SUBJECT)
+    first.close()
+    again = ResultsFile(tmp_path / "r.jsonl", SUBJECT)
+    assert again.count == 1
+    again.close()
 
 
 def test_another_file_is_left_alone(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """The load generator against a real server that counts instead of computing."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from charonia.bench.serve import app
 from charonia.bench.server_process import ServerAddress, first_model, is_loopback, own_server, parse_server_url
 from charonia.core.errors import InvalidArgument, Unavailable
 from charonia.planning.requests import uniform_jobs
+
+from ..odd_server import NO_SERVERS_OF_OURS, answering
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +156,41 @@ def test_only_this_machine_unless_allowed() -> None:
         "http://localhost.example.com",
         "https://localhost",
         "http://",
+        "http://localhost:many",
+        "http://localhost:99999",
+        "http://localhost:0",
+        "http://localhost/v2",
+        "http://[::1",
     ):
         with pytest.raises(InvalidArgument):
             parse_server_url(url, 8001, False)
     assert not is_loopback("example.com")
+
+
+@pytest.mark.parametrize("raw", NO_SERVERS_OF_OURS)
+def test_what_is_no_server_of_ours_lists_no_models(raw: bytes) -> None:
+    with answering(raw) as url, pytest.raises(Unavailable, match="does not list its models: "):
+        first_model(parse_server_url(url, 8001, False))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part in it is Linux's")
+def test_what_was_started_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """However that ends: here it is killed."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from charonia.bench.server_process import run_process\n"
+        "sleeper = 'import time; print(1, flush=True); time.sleep(60)'\n"
+        "with run_process([sys.executable, '-c', sleeper]) as (pid, alive):\n"
+        "    while not alive.output.read_text(): time.sleep(0.01)\n"
+        "    print(pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    stat, deadline = Path("/proc") / killed.stdout.strip() / "stat", time.monotonic() + 30
+    while stat.exists() and " Z " not in stat.read_text():
+        assert time.monotonic() < deadline, "it was left behind"
+        time.sleep(0.01)
 
 
 def test_the_pace_is_one_and_has_an_end() -> None:

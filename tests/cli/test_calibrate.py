@@ -5,17 +5,12 @@ from pathlib import Path
 import pytest
 
 from charonia.cli.app import app
-from charonia.cli.calibrate import _flags_of, parse_budget
+from charonia.cli.calibrate import _flags_of
 from charonia.engine.options import EngineOptions
 from charonia.planning.machine_file import MachineFile, read_machine_file
 from charonia.planning.simulated_machine import StepLoad
 
 SHAPE = str(Path(__file__).parents[2] / "examples/shapes/llama-3.1-8b")
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("3m", 180), ("1.5h", 5400), ("20", 20)])
-def test_a_budget_is_read_with_its_unit(text: str, seconds: float) -> None:
-    assert parse_budget(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -29,6 +24,10 @@ def test_a_budget_is_read_with_its_unit(text: str, seconds: float) -> None:
         (("/no/where",), "/no/where"),
         (("/no/where", "--roofline", "tpu"), "--roofline knows h100, h200, and not 'tpu'"),
         (("x", "--budget", "soon"), "--budget must be a time"),
+        (("x", "--model", "m"), "--model is of --url"),
+        (("--url", "http://127.0.0.1:1", "--engine-alone"), "--engine-alone means nothing with --url"),
+        (("x", "--read-share", "0.4"), "are of --roofline, which is not given"),
+        (("--url", "http://127.0.0.1:many"), "give the server as http://host:port, not http://127.0.0.1:many"),
         ((SHAPE, "--roofline", "h200", "--quantization", "int4"), "estimates the quantizations none, int8, fp8"),
     ],
 )
@@ -40,6 +39,12 @@ def test_what_cannot_be_calibrated_is_refused_in_a_line(
     assert status == 1
     assert says in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_where_no_file_can_be_written_nothing_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for output, says in ((tmp_path / "none/machine.json", "there is no directory"), (tmp_path, "it is a directory")):
+        assert app(["calibrate", "/no/where", "--output", str(output)], result_action="return_value") == 1
+        assert f"cannot write {output}: {says}" in capsys.readouterr().err
 
 
 def test_a_server_gets_the_options_that_were_measured() -> None:

@@ -42,9 +42,9 @@ def report(capsys: pytest.CaptureFixture[str], machine: str, *arguments: str) ->
 
 
 def test_a_load_is_told_of_as_a_table_and_as_an_object(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = run(capsys, machine, *LOAD, "--tenant", "a=1", "--tenant", "b=2,4")
+    status, said = run(capsys, machine, *LOAD, "--tenant", "[/a]=1", "--tenant", "b=2,4")
     assert status == 0
-    for word in ("TTFT", "ITL", "e2e", "cache in use", "requests, b", "preemptions", "times as fast", "by hand"):
+    for word in ("TTFT", "ITL", "e2e", "cache in use", "requests, [/a]", "preemptions", "times as fast", "by hand"):
         assert word in said
     [fleet] = report(capsys, machine, "--tenant", "a=1", "--tenant", "b=2,4").fleets
     assert fleet.all.requests == sum(each.requests for each in fleet.tenants.values())
@@ -109,14 +109,17 @@ def test_engines_that_cannot_be_are_refused() -> None:
     [
         (("--slo", "fast"), "'fast' is no objective"),
         (("--plot", "x.png"), "--plot draws .svg or .html, got x.png"),
-        (("--plot", "/no/where/x.svg"), "cannot write /no/where/x.svg"),
-        (("--trace", "/no/where.csv"), "cannot read /no/where.csv"),
+        (("--plot", "/no/where/x.svg"), "cannot write /no/where/x.svg: there is no directory /no/where"),
+        (("--kv-cache-blocks", "1", "--plot", "{tmp}/x.svg"), "no request was served: there is nothing to draw"),
+        (("--slo", "ttft_p95=1s", "--replicas", "2"), "leave --replicas out"),
+        (("--most-replicas", "2"), "--most-replicas is of --slo"),
     ],
 )
 def test_what_means_nothing_is_refused_in_a_line(
-    machine: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+    machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
 ) -> None:
-    status = app(["simulate", "--machine", machine, *LOAD, *arguments], result_action="return_value")
+    given = [each.format(tmp=tmp_path) for each in arguments]
+    status = app(["simulate", "--machine", machine, *LOAD, *given], result_action="return_value")
     assert status == 1
     assert says in capsys.readouterr().err
 

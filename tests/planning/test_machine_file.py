@@ -42,6 +42,27 @@ def test_explain_reads_it_too(tmp_path: Path) -> None:
             '{"origin": {"how": ""}, "machine": {"spread": [[1, []]]}, "engine": ENGINE, "block_bytes": 1}',
             "length >= 1",
         ),
+        (
+            '{"origin": {"how": ""}, "machine": {"between": -1}, "engine": ENGINE, "block_bytes": 1}',
+            r">= 0.0 - at `\$.machine.between`",
+        ),
+        (
+            '{"origin": {"how": ""}, "machine": {"weigths": 1}, "engine": ENGINE, "block_bytes": 1}',
+            "unknown field `weigths`",
+        ),
+        (
+            '{"origin": {"how": ""}, "machine": {"heads": [[4, 1], [4, 2]]}, "engine": ENGINE, "block_bytes": 1}',
+            "`heads` must ascend",
+        ),
+        (
+            '{"origin": {"how": ""}, "machine": {}, "engine": {"scheduler": {}, "blocks": 0}, "block_bytes": 1}',
+            r">= 1 - at `\$.engine.blocks`",
+        ),
+        (
+            '{"origin": {"how": ""}, "machine": {}, "block_bytes": 1,'
+            ' "engine": {"scheduler": {"max_num_seqs": 0}, "blocks": 1}}',
+            "machine.json is no file of charonia calibrate: max_num_seqs 0 must be",
+        ),
     ],
 )
 def test_another_file_is_refused_by_field(tmp_path: Path, content: str, says: str) -> None:

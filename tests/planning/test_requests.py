@@ -28,12 +28,12 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_seeds_reproduce_arrivals() -> None:
-    assert poisson(3.0, 50, seed=7) == poisson(3.0, 50, seed=7)
-    assert poisson(3.0, 50, seed=7) != poisson(3.0, 50, seed=8)
+    assert poisson(3.0, 7, 50) == poisson(3.0, 7, 50)
+    assert poisson(3.0, 7, 50) != poisson(3.0, 8, 50)
 
 
 def test_arrivals_have_their_rate_and_no_memory() -> None:
-    times = poisson(4.0, 20_000, seed=1)
+    times = poisson(4.0, 1, 20_000)
     gaps = np.diff(times)
     assert np.mean(gaps) == pytest.approx(0.25, rel=0.05)
     assert np.std(gaps) == pytest.approx(0.25, rel=0.05)
@@ -60,15 +60,27 @@ def test_long_requests_of_a_trace_are_cut(trace: Path) -> None:
     [
         ("arrived_at,num_prefill_tokens\n1,2\n", "num_decode_tokens"),
         ("", "arrived_at"),
-        (TRACE + "x,1,1\n", "trace.csv:5"),
-        (TRACE + "15.0,1\n", "trace.csv:5"),
+        (TRACE + "x,1,1\n", "trace.csv:5: arrived_at must be a number of seconds, got 'x'"),
+        (TRACE + "\n\nnan,1,1\n", "trace.csv:7: arrived_at must be a number of seconds, got 'nan'"),
+        (TRACE + "15.0,1\n", "trace.csv:5: num_decode_tokens must be a number of tokens, at most 100,000,000, got ''"),
+        (TRACE + "15.0,-1,1\n", "trace.csv:5: num_prefill_tokens must be"),
+        (TRACE + f"15.0,{'9' * 5000},1\n", "trace.csv:5: num_prefill_tokens must be .* got '9{40}'"),
+        (TRACE.splitlines()[0], "trace.csv has no requests"),
+        (TRACE + "\0", "trace.csv:5: |is no CSV"),
+        (TRACE + "\xff", "trace.csv is no CSV: .*utf-8"),
     ],
 )
 def test_a_bad_trace_is_refused_by_line_or_column(tmp_path: Path, text: str, names: str) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidArgument, match=names):
         read_trace(path)
+
+
+def test_a_trace_may_come_in_any_order_and_from_a_spreadsheet(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("num_decode_tokens,arrived_at,num_prefill_tokens,model\n5,2.5,20,m\n40,1,300,m\n", "utf-8-sig")
+    assert [(job.due, job.prompt, job.new) for job in read_trace(path)] == [(0.0, 300, 40), (1.5, 20, 5)]
 
 
 def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
@@ -112,10 +124,17 @@ def test_burstiness_spreads_the_gaps_and_leaves_the_rate() -> None:
         assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness, rel=0.1, abs=1e-9)
 
 
+def test_bursts_fill_the_whole_time() -> None:
+    loads = [FleetLoad(rate=20, duration=10, prompt="8", new="1", burstiness=20, seed=seed) for seed in range(8)]
+    found = max((make_requests(load, 64) for load in loads), key=len)
+    assert len(found) > 3 * 20 * 10
+    assert max(each.at for each in found) < 10
+
+
 def test_with_a_rate_a_trace_gives_lengths_alone_again_and_again(trace: Path) -> None:
     found = make_requests(FleetLoad(trace=trace, rate=5, requests=4), 100)
     assert [(each.prompt, each.new) for each in found] == [(60, 40), (20, 5), (7, 1), (60, 40)]
-    assert [each.at for each in found] == poisson(5, 4, seed=0)
+    assert [each.at for each in found] == poisson(5, 0, 4)
     assert [each.at for each in make_requests(FleetLoad(trace=trace, speedup=2, duration=1.0), 4096)] == [0.0, 0.75]
 
 
@@ -132,6 +151,21 @@ def test_with_a_rate_a_trace_gives_lengths_alone_again_and_again(trace: Path) ->
         ({"rate": 1.0, "requests": 1, "tenant": ("gold",)}, "tenant must be NAME"),
         ({"rate": 1.0, "requests": 1, "tenant": ("gold=0",)}, "tenant must be NAME"),
         ({"rate": 1.0, "requests": 1, "tenant": ("gold=1,2,3,4",)}, "tenant must be NAME"),
+        ({"rate": 1.0, "requests": 1, "tenant": ("gold=1,1,0.5",)}, "tenant must be NAME"),
+        ({"rate": 1.0, "requests": 1, "tenant": ("gold=nan",)}, "tenant must be NAME"),
+        ({"rate": 1.0, "requests": 1, "tenant": ("gold=1", "gold=2")}, "the tenant 'gold' is there twice"),
+        ({"rate": float("nan"), "requests": 1}, "rate must be above 0, got nan"),
+        ({"rate": 1.0, "duration": float("inf")}, "duration must be above 0, got inf"),
+        ({"rate": 1e9, "duration": 1e9}, "more than 5,000,000 requests"),
+        ({"rate": 1.0, "requests": 1, "burstiness": float("inf")}, "burstiness must be at least 0 and at most 100"),
+        ({"rate": 1.0, "requests": 1, "prompt": "100~999"}, "prompt must be a number of tokens"),
+        ({"rate": 1.0, "requests": 1, "prompt": "9" * 30}, "prompt must be a number of tokens"),
+        ({"rate": 1.0, "requests": 1, "seed": -1}, "seed must be at least 0"),
+        ({"rate": 1.0, "requests": 1, "longest": 1}, "longest must be at least 2"),
+        ({"rate": 1.0, "requests": 1, "speedup": 2.0}, "--speedup means nothing here"),
+        ({"rate": 1.0, "requests": 1, "prefixes": 2}, "--prefixes means nothing here: it is of --shared-prefix"),
+        ({"trace": Path("t.csv"), "prompt": "9"}, "--prompt means nothing here: a trace has its own"),
+        ({"trace": Path("t.csv"), "burstiness": 2.0}, "--burstiness means nothing here: it is of --rate"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], says: str) -> None:

@@ -34,7 +34,7 @@ def test_what_is_no_bound_is_refused(text: str) -> None:
 
 
 def test_unknown_objectives_and_tokens_where_there_are_none_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="'speed' is none of throughput, memory, e2e_mean"):
+    with pytest.raises(InvalidArgument, match="'speed' is none of throughput, memory, ttft_mean"):
         parse_goal("speed", [], streams=True)
     with pytest.raises(InvalidArgument, match="ttft_p99: the model's answers are no streams"):
         parse_goal("throughput", ["ttft_p99=1s"], streams=False)

@@ -168,6 +168,19 @@ def test_a_queue_for_slots_or_resources_is_told_as_such() -> None:
     assert report.bottlenecks[0].turn.endswith("--rate-limit-resource, for which 2 instances wait")
 
 
+def test_requests_of_several_items_could_share_batches_too() -> None:
+    """Four at a time of eight items each, of which a batch of 64 has room for all, take one batch each."""
+    seen = {"nv_inference_request_duration_us": 40e6, "nv_inference_queue_duration_us": 30e6}
+    seen |= {"nv_inference_compute_infer_duration_us": 10e6, "charonia_execution_seconds_total": 10.0}
+    seen |= {"nv_inference_exec_count": 125, "nv_inference_request_success": 125, "nv_inference_count": 1000}
+    seen |= {"charonia_instances": 1, "charonia_max_batch_size": 64, 'charonia_batches_total{reason="differs"}': 125}
+    [report] = reports_of(seen)
+    assert [(each.cause, each.share) for each in report.bottlenecks[:2]] == [
+        (Cause.BATCHING, pytest.approx(0.5625)),
+        (Cause.COMPUTATION, pytest.approx(0.25)),
+    ]
+
+
 def test_an_ensemble_is_told_to_look_at_its_models() -> None:
     [report] = reports_of({"nv_inference_request_duration_us": 9e6})
     assert [(each.cause, each.turn) for each in report.bottlenecks] == [(Cause.COMPUTATION, "explain those")]

@@ -119,6 +119,7 @@ async def test_a_stuck_loop_is_noticed_and_forgotten() -> None:
     read = {reading.family: reading.value for reading in readings}
     assert (labels, read["charonia_event_loop_lag_seconds"]) == ({}, 0)
     assert read["charonia_uptime_seconds"] == 7.25 + 29
+    assert 0 < time.time() - read["charonia_start_time_seconds"] < 3600
     delays = read["charonia_event_loop_delay_seconds"]
     assert (sum(delays.counts), delays.sum) == (1 + 4 * 29 + 1, 7.0)
     assert 0 < read["charonia_event_loop_cpu_seconds_total"] <= time.thread_time()

@@ -1,9 +1,11 @@
 """What grew between two scrapes."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.telemetry.scrape import Interval, ModelId, ModelInterval, parse_scrape
+from charonia.telemetry.scrape import Interval, ModelId, ModelInterval, parse_scrape, require_in_order
 
 BEFORE = """\
 # TYPE charonia_uptime_seconds gauge
@@ -66,3 +68,27 @@ def test_one_scrape_and_a_restart_are_of_the_time_since_the_start(before: str | 
 def test_what_is_no_scrape_is_told(text: str, error: str) -> None:
     with pytest.raises(InvalidArgument, match=f"saved.txt: {error}"):
         parse_scrape(text, "saved.txt")
+
+
+def look(started: float, uptime: float) -> str:
+    return f"charonia_start_time_seconds {started}\ncharonia_uptime_seconds {uptime}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        ((1000, 50), (1000, 60), ""),
+        ((1000, 50), (1060, 5), ""),  # started again
+        ((0, 50), (0, 40), ""),  # a server that does not tell
+        ((1000, 60), (1000, 50), "not later than the first"),
+        ((1000, 50), (1000, 50), "not later than the first"),
+        ((1000, 50), (900, 160), "of another server"),
+        ((1060, 5), (1000, 50), "or is the earlier one"),
+    ],
+)
+def test_two_looks_are_of_one_server_in_their_order(
+    before: tuple[float, float], after: tuple[float, float], error: str
+) -> None:
+    scrapes = parse_scrape(look(*before), "before"), parse_scrape(look(*after), "after")
+    with pytest.raises(InvalidArgument, match=error) if error else nullcontext():
+        require_in_order(*scrapes)
