@@ -334,11 +334,14 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
     _least_seconds(search_for, SearchEffort(seconds), len(levels))
     place = parse_server_url(search_for.url, GRPC_PORT, search_for.allow_remote)
     try:
-        raw = ask_server(place, f"/v2/models/{quote(search_for.model, safe='')}/config", timeout=_ANSWER_SECONDS)
+        path = f"/v2/models/{quote(search_for.model, safe='')}/config"
+        raw = ask_server(place, path, api_key=search_for.api_key, timeout=_ANSWER_SECONDS)
     except (OSError, HTTPException) as error:
-        raise Unavailable(f"{search_for.url} does not answer: {error}") from None
+        raise Unavailable(f"{search_for.url} does not answer: {error!r}") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("input"), list):
+        raise Unavailable(f"{search_for.url} does not tell the config of a model: it is no server of v2's protocol")
     config = config_from_json(raw)
-    subject = _load_subject(search_for.model, config)
+    subject = msgspec.structs.replace(_load_subject(search_for.model, config), api_key=search_for.api_key)
     goal = parse_goal(search_for.objective, search_for.constraint, streams=subject.door is not None)
     if "memory" in (goal.objective, *(bound.metric for bound in goal.bounds)):
         raise InvalidArgument("memory is known of servers that are started here, and not of one by --url")

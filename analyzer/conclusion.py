@@ -189,7 +189,7 @@ def _busy(trials: Sequence[ConfigurationTrial]) -> Iterator[str]:
 
 def _texts(models: TunedModels, settings: Mapping[str, KnobValue]) -> Iterator[ConclusionText]:
     if models.is_checkpoint:
-        yield ConclusionText("flags of charonia serve:", engine_flags(settings))
+        yield ConclusionText("flags of charonia serve:", engine_flags(settings) or "(none)")
         return
     configs, turned = configured(models, settings), {owner(name, models)[0].name for name in settings}
     for source in models.models:

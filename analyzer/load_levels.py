@@ -69,11 +69,12 @@ def plan_levels(options: LevelOptions) -> list[LoadLevel]:
 
 class LoadSubject(msgspec.Struct, frozen=True, kw_only=True):
     """What the load is put to. `door`: the endpoint of a model that streams text; without one it is v2's infer.
-    `counts_tokens`: the server tells how many tokens an answer has."""
+    `counts_tokens`: the server tells how many tokens an answer has. `api_key`: what to show, if anything."""
 
     model: str
     door: EndpointName | None = None
     counts_tokens: bool = True
+    api_key: str = ""
 
 
 def plan_load(
@@ -82,7 +83,7 @@ def plan_load(
     """The load of one level. `config`: the model's, as the server tells it in JSON. Raises `InvalidArgument` where its
     inputs cannot be made."""
     payload = None if subject.door is not None else infer_payload(config, options)
-    manner = RequestOptions(subject.model, counted=subject.counts_tokens)
+    manner = RequestOptions(subject.model, counted=subject.counts_tokens, api_key=subject.api_key)
     # Nothing that measures more tokens than it was asked for: text has about a token a word.
     form: Form = "ids" if subject.door == "completions" else "text"
     jobs = list(_jobs(level, options, seconds, subject.door is not None))

@@ -113,7 +113,9 @@ class MeasuredServer:
         return True
 
 
-def ask_server(place: ServerAddress, path: str, body: Any = None, timeout: float = _LOAD_SECONDS) -> Any:
+def ask_server(
+    place: ServerAddress, path: str, body: Any = None, *, api_key: str = "", timeout: float = _LOAD_SECONDS
+) -> Any:
     """The content of a JSON answer: to a POST of `body`, without one to a GET.
 
     Raises:
@@ -123,7 +125,8 @@ def ask_server(place: ServerAddress, path: str, body: Any = None, timeout: float
     connection = HTTPConnection(place.host, place.http_port, timeout=timeout)
     try:
         data = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        connection.request("GET" if body is None else "POST", path, data, headers)
         answer = connection.getresponse()
         content = answer.read()
     finally:
@@ -139,7 +142,7 @@ def ask_server(place: ServerAddress, path: str, body: Any = None, timeout: float
 def _error_text(content: bytes) -> str:
     with suppress(ValueError, LookupError, TypeError):
         return str(json.loads(content)["error"]).strip()
-    return content.decode(errors="replace")[:500]
+    return " ".join(content.decode(errors="replace").split())[:300]
 
 
 @contextmanager

@@ -68,6 +68,8 @@ class SearchOptions:
     """More arguments of `charonia serve`, for the servers that are measured."""
     url: str = ""
     """Measure the server there at every level, and search nothing."""
+    api_key: str = ""
+    """With --url: the key to show."""
     allow_remote: Annotated[bool, Parameter(negative=())] = False
     """Allow --url to be another machine's."""
 

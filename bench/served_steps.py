@@ -80,8 +80,9 @@ class ServedSteps:
 
     def _put(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
         records = asyncio.run(self._put_at_once(concurrency, requests, prompt, new))
-        if failed := next((each.status for each in records if each.status != OK), ""):
-            raise Unavailable(f"a request for {prompt} + {new} tokens failed: {failed}")
+        if failed := next((each for each in records if each.status != OK), None):
+            told = f"{failed.status}{failed.detail and f': {failed.detail}'}"
+            raise Unavailable(f"a request to {self._target.manner.model} for {prompt} + {new} tokens failed: {told}")
         return records
 
     async def _put_at_once(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:

@@ -149,18 +149,38 @@ def fetch(
 
 
 def first_model(place: ServerAddress) -> str:
-    """The name of the first model the server offers.
+    """The name of the first model the server offers. Raises as `list_models` does."""
+    return list_models(place)[0]
+
+
+def list_models(place: ServerAddress, api_key: str = "") -> list[str]:
+    """The names of the language models and pipelines that the server offers.
 
     Raises:
         NotFound, Unavailable: there is none, or no such server.
     """
     try:
-        models = [str(each["id"]) for each in json.loads(fetch(place, "/v1/models"))["data"]]
+        told = json.loads(fetch(place, "/v1/models", headers=_headers(api_key)))
+        names = [str(each["id"]) for each in told["data"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise Unavailable(f"{_netloc(place)} does not list its models: {error}; name one with --model") from None
-    if not models:
+    if not names:
         raise NotFound(f"{_netloc(place)} has no language model")
-    return models[0]
+    return names
+
+
+def model_length(place: ServerAddress, model: str, api_key: str = "") -> int | None:
+    """The tokens of a model's longest sequence, which our server and vLLM's tell beside those of a text; None where
+    there is no such answer."""
+    try:
+        told = json.loads(fetch(place, "/tokenize", {"model": model, "prompt": "a"}, headers=_headers(api_key)))
+        return int(told["max_model_len"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _headers(api_key: str) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
 
 @contextmanager

@@ -20,7 +20,16 @@ from ..bench.device_roofline import DEVICES, DeviceShares, estimate_machine
 from ..bench.load.driver import RequestOptions
 from ..bench.roofline import Precision
 from ..bench.served_steps import ServedSteps
-from ..bench.server_process import exit_on_signals, first_model, own_server, parse_server_url, require_open
+from ..bench.server_process import (
+    ServerAddress,
+    exit_on_signals,
+    first_model,
+    list_models,
+    model_length,
+    own_server,
+    parse_server_url,
+    require_open,
+)
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.build import granted_config
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
@@ -75,9 +84,9 @@ class CalibrationOptions:
     url: str = ""
     """Measure a server instead, as its client, by http://HOST:PORT; it should have nothing else to do."""
     model: str = ""
-    """With --url: the model to ask; by default the server's first."""
+    """With --url: the model to ask; by default the server's first that is no pipeline."""
     api_key: str = ""
-    """With --url: the key to show; the model must be named then."""
+    """With --url: the key to show."""
     allow_remote: Annotated[bool, Parameter(negative=())] = False
     """With --url: allow a server that is not this machine."""
     roofline: str = ""
@@ -188,10 +197,10 @@ def _measure_checkpoint(
 
 
 def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell) -> MachineFile:
-    place = parse_server_url(options.url, 0, options.allow_remote)
+    place, began = parse_server_url(options.url, 0, options.allow_remote), perf_counter()
     require_open(place, place.http_port, "the server")
-    shape, began = _default_shape(engine_config("", engine), LONGEST), perf_counter()
-    model = options.model or first_model(place)
+    config, (model, told) = engine_config("", engine), _served_model(place, options)
+    shape = _default_shape(config, min(filter(None, (config.max_model_len, told)), default=LONGEST))
     manner = RequestOptions(model, api_key=options.api_key)
     steps = ServedSteps(place, manner, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
     seen = steps.measure(seconds, tell, contexts=True)
@@ -205,6 +214,14 @@ def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds:
         error=error,
     )
     return MachineFile(origin=origin, machine=machine, engine=shape, block_bytes=0)
+
+
+def _served_model(place: ServerAddress, options: CalibrationOptions) -> tuple[str, int | None]:
+    """The model that is named, or the first that is no pipeline of others, and its longest sequence; where the server
+    tells no lengths the first model."""
+    names = [options.model] if options.model else list_models(place, options.api_key)
+    lengths = ((name, model_length(place, name, options.api_key)) for name in names)
+    return next(((name, length) for name, length in lengths if length), (names[0], None))
 
 
 def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOptions) -> MachineFile:
@@ -240,9 +257,8 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
     return MachineFile(origin=origin, machine=estimate.machine, engine=shape, block_bytes=block_bytes)
 
 
-def _default_shape(config: EngineConfig, longest: int) -> EngineShape:
-    """The engine with these options, as far as no checkpoint says more."""
-    length = min(config.max_model_len or longest, longest)
+def _default_shape(config: EngineConfig, length: int) -> EngineShape:
+    """The engine with these options and sequences of this length, as far as no checkpoint says more."""
     scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length)
     size = config.cache.block_size
     return EngineShape(

@@ -350,6 +350,7 @@ def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:
 
 
 def _distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
-    """At most a few hundred points of how many are no longer."""
+    """At most a few hundred points of how many are no longer, up to the longest."""
     ordered, step = sorted(seconds), max(1, len(seconds) // 300)
-    return [(1e3 * max(each, 1e-6), (at + 1) / len(ordered)) for at, each in enumerate(ordered)][::step]
+    points = [(1e3 * max(each, 1e-6), (at + 1) / len(ordered)) for at, each in enumerate(ordered)]
+    return points[::-step][::-1]

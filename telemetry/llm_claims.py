@@ -15,6 +15,9 @@ from .time_claims import Cause, TimeClaim, percent
 _OUTPUT_WEIGHT = 2.0
 """A generated token counts as much as so many of a prompt, as in the engine's fair shares."""
 
+_ANOTHER = 1.5
+"""A roofline by which steps would take so many times as long as they do is that of another model or machine."""
+
 _MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or more --data-parallel-size"
 
 
@@ -184,8 +187,12 @@ def _step_claims(
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, turn, evidence)
         return
     context = seen.gauge("charonia_kv_cache_usage_ratio") * seen.gauge("charonia_kv_cache_tokens")
-    reads = min(roofline.reading_seconds(context) / each, 1.0)
-    works = min(roofline.arithmetic_seconds(tokens, rows) / each, 1.0)
+    reading, multiplying = roofline.reading_seconds(context), roofline.arithmetic_seconds(tokens, rows)
+    if (least := max(reading, multiplying)) > _ANOTHER * each:
+        another = f"--machine has the file of another model or machine, where such a step takes {1e3 * least:.2f} ms"
+        yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, f"{faster}; {another}", evidence)
+        return
+    reads, works = min(reading / each, 1.0), min(multiplying / each, 1.0)
     evidence |= {"bandwidth_share": reads, "arithmetic_share": works}
     why = f"{why}; reading takes {percent(reads)} of it, arithmetic {percent(works)}"
     if reads >= works:

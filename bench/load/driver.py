@@ -198,7 +198,8 @@ def _read_usage(event: Any, heard: RequestResult) -> None:
 class LoadRecord(msgspec.Struct, kw_only=True):
     """One request and what came of it; all times in seconds after the start of the load.
 
-    `times` are those at which tokens came, `tokens` and `prompt_tokens` as the server counted them, where it did.
+    `times` are those at which tokens came, `tokens` and `prompt_tokens` as the server counted them, where it did;
+    `detail`: what it said of an error.
     """
 
     index: int
@@ -211,6 +212,7 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     frames: int
     size: int
+    detail: str = ""
 
 
 class LoopMode(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +296,7 @@ class LoadDriver:
             prompt_tokens=heard.prompt_tokens if heard.prompt_tokens >= 0 else job.prompt,
             frames=heard.frames,
             size=heard.size,
+            detail=heard.detail,
         )
 
     async def _until(self, due: float) -> None:

@@ -37,6 +37,12 @@ def test_calibrates_file_tells_reading_from_arithmetic(tmp_path: Path, capsys: p
         assert app(["explain", *scrapes, "--machine", str(file), "--json"]) == 0
         [report] = json.loads(capsys.readouterr().out)
         assert report["bottlenecks"][0]["cause"] == cause
+        assert "of another model" not in report["bottlenecks"][0]["turn"]
+    file.write_text(json.dumps({**measured, "machine": {"weights": 0.19}}))
+    assert app(["explain", *scrapes, "--machine", str(file), "--json"]) == 0
+    [report] = json.loads(capsys.readouterr().out)
+    assert report["bottlenecks"][0]["cause"] == "computation"
+    assert "the file of another model or machine, where such a step takes 19" in report["bottlenecks"][0]["turn"]
 
 
 def test_scrapes_of_two_servers_and_a_server_without_models_are_told(
