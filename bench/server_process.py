@@ -249,13 +249,16 @@ def run_process(
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that goes away, end the block as `sys.exit` does, and so its servers."""
-    numbers = signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
+    """SIGTERM, and SIGHUP of a terminal that goes away, end the block as `sys.exit` does, and so its servers; but not
+    where they are ignored, as nohup has it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heard:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in heard.items():
             signal.signal(number, handler)
 
 

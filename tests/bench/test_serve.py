@@ -22,7 +22,14 @@ from charonia.bench.load.figures import compute_figures
 from charonia.bench.load.plan import Form, Prompts
 from charonia.bench.load.worker import LoadRun, LoadTarget, RequestProgress, run
 from charonia.bench.serve import app
-from charonia.bench.server_process import ServerAddress, first_model, is_loopback, own_server, parse_server_url
+from charonia.bench.server_process import (
+    ServerAddress,
+    exit_on_signals,
+    first_model,
+    is_loopback,
+    own_server,
+    parse_server_url,
+)
 from charonia.core.errors import InvalidArgument, Unavailable
 from charonia.planning.requests import uniform_jobs
 
@@ -191,6 +198,18 @@ def test_what_was_started_ends_with_whoever_started_it(tmp_path: Path) -> None:
     while stat.exists() and " Z " not in stat.read_text():
         assert time.monotonic() < deadline, "it was left behind"
         time.sleep(0.01)
+
+
+def test_signals_end_a_block_in_order_unless_they_are_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
+    try:
+        with exit_on_signals():
+            signal.raise_signal(signal.SIGHUP)  # as under nohup
+            with pytest.raises(SystemExit, match="143"):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is before[1]
+    finally:
+        signal.signal(signal.SIGHUP, before[0])
 
 
 def test_the_pace_is_one_and_has_an_end() -> None:
