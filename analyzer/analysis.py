@@ -338,6 +338,8 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
         raw = ask_server(place, path, api_key=search_for.api_key, timeout=_ANSWER_SECONDS)
     except (OSError, HTTPException) as error:
         raise Unavailable(f"{search_for.url} does not answer: {error!r}") from None
+    except Unavailable as error:
+        raise Unavailable(f"{search_for.url}: {error.message}") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("input"), list):
         raise Unavailable(f"{search_for.url} does not tell the config of a model: it is no server of v2's protocol")
     config = config_from_json(raw)

@@ -60,7 +60,7 @@ def plan_levels(options: LevelOptions) -> list[LoadLevel]:
     if options.speedup != 1 and options.trace is None:
         raise InvalidArgument("--speedup is of --trace, which is not given", field="speedup")
     if options.trace is not None:
-        read_trace(options.trace, limit=1)
+        read_trace(options.trace)  # what is wrong is told before anything is started
         return [LoadLevel(trace=options.trace.name)]
     if options.rate:
         return [LoadLevel(rate=rate) for rate in sorted(options.rate)]

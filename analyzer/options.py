@@ -64,7 +64,7 @@ class SearchOptions:
     """Seconds of load of a full measurement, at each level; unset: a fortieth of the budget, at most 10."""
     report: Path = Path("analysis.html")
     """The report; the results lie beside it, in a file that ends with .jsonl."""
-    server_args: str = ""
+    server_args: Annotated[str, Parameter(allow_leading_hyphen=True)] = ""
     """More arguments of `charonia serve`, for the servers that are measured."""
     url: str = ""
     """Measure the server there at every level, and search nothing."""

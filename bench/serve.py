@@ -55,7 +55,7 @@ class ServerFlags:
     """Start a server of our own over this repository."""
     checkpoint: Path | None = None
     """Start a server of our own over this checkpoint."""
-    server_args: str = ""
+    server_args: Annotated[str, Parameter(allow_leading_hyphen=True)] = ""
     """More arguments of `charonia serve` for a server of our own."""
     model: str = ""
     """The model to ask; by default the server's first."""

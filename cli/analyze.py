@@ -14,7 +14,8 @@ def print_analysis(model: str | None, search_for: SearchOptions, load: LevelOpti
         CharoniaError: there is nothing to analyze, or the options mean nothing.
     """
     if (model is None) == (not search_for.url):
-        raise InvalidArgument("nothing to analyze: name a repository or a checkpoint, or a server by --url")
+        what = "nothing" if model is None else "two things"
+        raise InvalidArgument(f"{what} to analyze: name a repository or a checkpoint, or a server by --url")
     if model is not None and (search_for.api_key or search_for.allow_remote):
         raise InvalidArgument("--api-key and --allow-remote are for a server: name it by --url")
     with exit_on_signals():

@@ -183,7 +183,7 @@ def _parse_bound(text: str) -> Bound:
     pattern = rf"(({'|'.join(LATENCIES)})_({'|'.join(STATISTICS)}))={_NUMBER}({'|'.join(SECONDS)})"
     if match := re.fullmatch(pattern, text):
         return Bound(match[1], float(match[4]) * SECONDS[match[5]])
-    raise InvalidArgument(f"constraint: '{text}' is none, {_FORMS}", field="constraint")
+    raise InvalidArgument(f"constraint: '{text}' is of no form that is known: {_FORMS}", field="constraint")
 
 
 def format_metric(name: str, value: float) -> str:

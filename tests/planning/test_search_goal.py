@@ -29,7 +29,7 @@ def test_bounds_are_read_with_their_units() -> None:
 
 @pytest.mark.parametrize("text", ["e2e=1s", "e2e_p99=1", "p99=20ms", "memory=2", "speed=3", "failed=1", "e2e_p42=1s"])
 def test_what_is_no_bound_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"constraint: '{text}' is none, as in"):
+    with pytest.raises(InvalidArgument, match=f"constraint: '{text}' is of no form that is known: as in"):
         parse_goal("throughput", [text], streams=True)
 
 
