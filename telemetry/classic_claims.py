@@ -84,8 +84,7 @@ def _figures(seen: ModelInterval, latency: float) -> BatchFigures | None:
     instances = seen.gauge("charonia_instances")
     if not instances:
         return None
-    reasons = seen.grown_by("charonia_batches_total", "reason")
-    reason = max(reasons, key=lambda each: reasons[each], default=CloseReason.ALONE.value)
+    batches = seen.grown_by("charonia_batches_total", "reason")
     executions, inferred = seen.grown("nv_inference_exec_count"), seen.grown("nv_inference_count")
     answered = seen.grown("nv_inference_request_success")
     return BatchFigures(
@@ -95,7 +94,7 @@ def _figures(seen: ModelInterval, latency: float) -> BatchFigures | None:
         items=inferred / answered if answered else 1.0,
         instances=instances,
         busy=min(seen.grown("charonia_execution_seconds_total") / seen.whole.seconds / instances, 1.0),
-        reason=CloseReason(reason),
+        reason=max(CloseReason, key=lambda each: batches.get(each.value, 0.0)),
     )
 
 

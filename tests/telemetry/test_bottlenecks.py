@@ -173,7 +173,12 @@ def test_requests_of_several_items_could_share_batches_too() -> None:
     seen = {"nv_inference_request_duration_us": 40e6, "nv_inference_queue_duration_us": 30e6}
     seen |= {"nv_inference_compute_infer_duration_us": 10e6, "charonia_execution_seconds_total": 10.0}
     seen |= {"nv_inference_exec_count": 125, "nv_inference_request_success": 125, "nv_inference_count": 1000}
-    seen |= {"charonia_instances": 1, "charonia_max_batch_size": 64, 'charonia_batches_total{reason="differs"}': 125}
+    seen |= {
+        "charonia_instances": 1,
+        "charonia_max_batch_size": 64,
+        'charonia_batches_total{reason="shapes_differ"}': 120,
+    }
+    seen |= {'charonia_batches_total{reason="what_a_later_version_knows"}': 125}
     [report] = reports_of(seen)
     assert [(each.cause, each.share) for each in report.bottlenecks[:2]] == [
         (Cause.BATCHING, pytest.approx(0.5625)),
