@@ -15,6 +15,7 @@ from urllib.parse import quote
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from ..bench.load.worker import Watch, WorkerOutcome, run_here
 from ..bench.server_process import GRPC_PORT, parse_server_url
@@ -203,8 +204,7 @@ def _check_report(report: Path) -> None:
 
 
 def _tell(conclusion: Conclusion, plan: LoadPlan, report: Path, console: Console) -> int:
-    for each in conclusion.console_parts():
-        console.print(each, soft_wrap=True)
+    conclusion.print_to(console)
     write_report(report, conclusion, [str(level) for level in plan.levels])
     console.print(f"report: {report}", soft_wrap=True)
     return 0 if conclusion.best is not None and conclusion.best.feasible else 1
@@ -276,8 +276,15 @@ class AnalysisProgress:
 
     def __init__(self, console: Console, budget: float, meter: ConfigurationMeter, goal: SearchGoal) -> None:
         self._console, self._meter, self._goal = console, meter, goal
-        columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        columns = (
+            SpinnerColumn(),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", markup=False, table_column=rest),
+        )
+        quiet = not console.is_terminal
+        self._bar = Progress(*columns, console=console, transient=True, expand=True, disable=quiet)
         self._task = self._bar.add_task("", total=budget)
         self._now, self._began = "", time.perf_counter()
         self.trials: list[ConfigurationTrial] = []

@@ -4,9 +4,10 @@ Knows trials and goals; measures nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import msgspec
-from rich.console import RenderableType
+from rich.console import Console
 from rich.table import Table
 
 from ..planning.search import RankedConfiguration, are_told_apart, rank
@@ -25,6 +26,8 @@ from .tuned_models import TunedModels
 
 _ROWS, _SEPARATE = 10, 5
 """Configurations that the terminal shows, and knobs that have a column of their own there."""
+_FOLDED = 12
+"""Characters that a column whose text may be folded has at least."""
 _BUSY = 0.85
 """From this share of a core on, the load generator may be what was measured."""
 _SHOWN = ("throughput", "e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "memory", "failed")
@@ -62,12 +65,14 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         there = [name for name in names if any(level.metric(name) is not None for level in levels)]
         return [name for name in there if name != "failed" or any(level.failed for level in levels)]
 
-    def cells(self, ranked: RankedConfiguration) -> list[str]:
-        """The text of each of `columns`."""
+    def cells(self, ranked: RankedConfiguration, columns: Sequence[str]) -> list[str]:
+        """The text of each column: of the objective the median, as in the sentences, and beside it what came with the
+        middle measurement."""
         middle = ranked.middle
         if middle is None:
-            return ["-" for _ in self.columns]
-        values = [(name, middle.level.metric(name)) for name in self.columns]
+            return ["-" for _ in columns]
+        told = {self.goal.objective: ranked.value}
+        values = [(name, told.get(name, middle.level.metric(name))) for name in columns]
         return ["-" if value is None else format_metric(name, value) for name, value in values]
 
     def remark(self, ranked: RankedConfiguration) -> str:
@@ -79,20 +84,39 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         now = "now, or nearest" if ranked.configuration == self.start else ""
         return "; ".join(filter(None, (now, missed)))
 
-    def console_parts(self) -> Iterator[RenderableType]:
+    def print_to(self, console: Console) -> None:
+        """Print a table with what the console has room for, the sentences, and what to paste."""
         if known := [each for each in self.ranked if each.scores]:
-            names = [knob.name for knob in self.space.knobs]
-            together = len(names) > _SEPARATE
-            table = Table(*(["configuration"] if together else names), *self.columns, "turns", "")
-            for each in known[:_ROWS]:
-                values = list(map(str, each.configuration))
-                if together:
-                    values = [describe_settings(self.space.settings(each.configuration))]
-                table.add_row(*values, *self.cells(each), str(len(each.scores)), self.remark(each))
-            yield table
-        yield from self.sentences
-        for text in self.texts:
-            yield f"\n{text.title}\n{text.text}"
+            console.print(self._table(known[:_ROWS], console.width))
+        for text in (*self.sentences, *(f"\n{each.title}\n{each.text}" for each in self.texts)):
+            console.print(text, soft_wrap=True)
+
+    def _table(self, known: Sequence[RankedConfiguration], width: int) -> Table:
+        """Metrics beside the objective are left out from the last on where there is no room, and the knobs share a
+        column where that is not enough, or there are many; the report has them all."""
+        separate = [False] if len(self.space.knobs) > _SEPARATE else [True, False]
+        for is_separate, count in product(separate, range(len(self.columns), 0, -1)):
+            rows = self._rows(known, self.columns[:count], is_separate)
+            fixed = [max(map(len, column)) for column in zip(*rows, strict=True)][not is_separate : -1]
+            if sum(fixed) + 3 * len(rows[0]) + 1 + _FOLDED * (2 - is_separate) <= width:
+                break
+        table = Table(*rows[0])
+        for place, column in enumerate(table.columns):
+            is_folded = place == len(rows[0]) - 1 or (place == 0 and not is_separate)
+            column.no_wrap, column.overflow = not is_folded, "fold"
+        for row in rows[1:]:
+            table.add_row(*row)
+        return table
+
+    def _rows(self, known: Sequence[RankedConfiguration], columns: Sequence[str], is_separate: bool) -> list[list[str]]:
+        """The heads of the columns, and a row for each configuration."""
+        names = [knob.name for knob in self.space.knobs]
+        rows = [[*(names if is_separate else ["configuration"]), *columns, "turns", ""]]
+        for each in known:
+            together = [describe_settings(self.space.settings(each.configuration))]
+            values = list(map(str, each.configuration)) if is_separate else together
+            rows.append([*values, *self.cells(each, columns), str(len(each.scores)), self.remark(each)])
+        return rows
 
 
 def conclude(

@@ -64,7 +64,7 @@ def _table(conclusion: Conclusion) -> str:
     rows = [f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"]
     for each in conclusion.ranked:
         values = [str(value) for value in each.configuration]
-        cells = [*values, *conclusion.cells(each), str(len(each.scores)), conclusion.remark(each)]
+        cells = [*values, *conclusion.cells(each, conclusion.columns), str(len(each.scores)), conclusion.remark(each)]
         kind = _kind(conclusion, each)
         rows.append(f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>')
     return f"<table>{''.join(rows)}</table>"

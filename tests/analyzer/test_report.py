@@ -40,11 +40,10 @@ def concluded(opened: Opened, trials: Sequence[ConfigurationTrial], *constraints
     return conclude(models, SearchSpace(knobs), parse_goal("throughput", constraints, streams=False), trials, ended)
 
 
-def said(conclusion: Conclusion) -> str:
-    console = Console(width=160)
+def said(conclusion: Conclusion, width: int = 160) -> str:
+    console = Console(width=width, highlight=False, markup=False)
     with console.capture() as captured:
-        for part in conclusion.console_parts():
-            console.print(part, highlight=False, markup=False, soft_wrap=True)
+        conclusion.print_to(console)
     return captured.get()
 
 
@@ -68,6 +67,24 @@ def test_the_best_is_told_with_what_it_is_not_told_apart_from(opened: Opened) ->
     assert "5 of 6 configurations were measured" in text
     assert "onnx/config.pbtxt:" in text
     assert "instance_group {\n  count: 2\n}" in text
+
+
+def test_a_narrow_terminal_gets_whole_figures_and_fewer_of_them(opened: Opened) -> None:
+    conclusion = concluded(opened, FINAL)
+    for width, knobs, last in ((160, "execution_mode", "memory"), (80, "execution_mode", "e2e_p50"), (50, "", "")):
+        table = [line for line in said(conclusion, width).splitlines() if line[:1] in "┃│"]
+        assert max(map(len, table)) <= width
+        assert knobs in table[0]
+        assert last in table[0]
+        assert not any("…" in line for line in table)
+        assert any("200/s" in line for line in table)
+
+
+def test_the_table_has_the_median_as_the_sentences_have(opened: Opened) -> None:
+    two = [trial((2, 0), (rate, 0.1), seconds=2.0) for rate in (190.0, 210.0)]
+    text = said(concluded(opened, two))
+    assert "throughput 200/s (190/s to 210/s)" in text
+    assert "│ 200/s " in text
 
 
 def test_bounds_that_nothing_keeps_are_told_with_the_nearest(opened: Opened) -> None:
