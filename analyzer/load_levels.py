@@ -116,16 +116,18 @@ def _jobs(level: LoadLevel, options: LevelOptions, seconds: float, streams: bool
 
 
 def infer_payload(config: Any, options: LevelOptions) -> InferPayload:
-    """A request with values of no meaning for every input that is not optional.
+    """A request with values of no meaning for every input that is not optional, or whose shape is given; where all are
+    optional, for the first.
 
     Raises:
         InvalidArgument: an input has free dimensions, and nothing says how large they are; or there is no such input.
     """
-    shapes = dict(map(_parse_shape, options.shape))
-    inputs = [each for each in config["input"] if not each.get("optional")]
+    shapes, inputs = dict(map(_parse_shape, options.shape)), config["input"]
     if unknown := shapes.keys() - {each["name"] for each in inputs}:
-        message = f"shape: model '{config['name']}' has no input '{min(unknown)}' that has to be there"
+        known = ", ".join(each["name"] for each in inputs) or "none"
+        message = f"shape: model '{config['name']}' has no input '{min(unknown)}', only {known}"
         raise InvalidArgument(message, field="shape")
+    inputs = [each for each in inputs if not each.get("optional") or each["name"] in shapes] or inputs[:1]
     batched = int(config.get("max_batch_size") or 0) > 0
     if options.batch > 1 and not batched:
         raise InvalidArgument(f"batch: model '{config['name']}' takes no batches", field="batch")

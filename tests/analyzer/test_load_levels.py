@@ -66,6 +66,17 @@ def test_a_request_has_every_input_that_must_be_there() -> None:
     assert struct.unpack_from("<I", raw, numbers) == (texts // 2 - 4,)
 
 
+def test_an_optional_input_is_sent_where_its_shape_is_given_or_nothing_else_is_there() -> None:
+    def sent(config: dict[str, object], *shape: str) -> list[str]:
+        payload = infer_payload(config, LevelOptions(shape=shape))
+        return [each["name"] for each in json.loads(payload.body[: payload.header_length])["inputs"]]
+
+    assert sent(CONFIG, "X:2,5", "MASK:3") == ["X", "TEXT", "MASK"]
+    either = [{**each, "optional": True} for each in reversed(INPUTS)]
+    assert sent({**CONFIG, "input": either}) == ["MASK"]
+    assert sent({**CONFIG, "input": either}, "TEXT:1") == ["TEXT"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -74,7 +85,7 @@ def test_a_request_has_every_input_that_must_be_there() -> None:
         (LevelOptions(shape=("X:2",)), "say its shape with --shape X"),
         (LevelOptions(shape=("X",)), "'X' is not of the form NAME:8,128"),
         (LevelOptions(shape=("X:2,0",)), "is not of the form"),
-        (LevelOptions(shape=("Z:2",)), "model 'm' has no input 'Z'"),
+        (LevelOptions(shape=("Z:2",)), "model 'm' has no input 'Z', only X, TEXT, MASK"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(options: LevelOptions, message: str) -> None:
