@@ -200,7 +200,7 @@ def _cautions(
         full = max(each.seconds for each in trials)
         whole = space.size * expected_wall(trials, full)
         yield (
-            f"{len(ranked)} of {space.size} configurations were measured, in {seconds:.0f} s; each once for {full:g} s"
+            f"{len(ranked)} of {space.size} configurations were measured, in {seconds:.0f} s; each once for {full:.3g} s"
             f" would be about {whole:.0f} s"
         )
     yield from _busy(trials)

@@ -277,7 +277,7 @@ def _latency_table(figures: FleetFigures) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name, traffic in (("all", figures.all), *figures.tenants.items()):
         for label, spread in (("TTFT", traffic.ttft), ("ITL", traffic.itl), ("e2e", traffic.e2e)):
-            table.add_row(name, label, *_cells(spread), end_section=label == "e2e")
+            table.add_row(name if label == "TTFT" else "", label, *_cells(spread), end_section=label == "e2e")
     return table
 
 
