@@ -36,7 +36,7 @@ from ..processes.host import usable_cores
 from ..repository.config_io import ConfigMessage, config_from_json
 from .conclusion import Conclusion, conclude, conclude_levels, describe_settings, describe_trial, describe_value
 from .knobs import ClosedLoop, configured, default_knobs, equivalence, parse_sweeps
-from .load_levels import LoadLevel, LoadSubject, level_figures, plan_levels, plan_load
+from .load_levels import LoadLevel, LoadSubject, check_levels, level_figures, plan_levels, plan_load
 from .measured_server import MeasuredServer, ask_server
 from .options import LevelOptions, SearchOptions
 from .report import write_report
@@ -149,6 +149,7 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
     budget, levels = parse_budget(search_for.budget), plan_levels(load)
     _check_report(search_for.report)
     least = _least_seconds(search_for, SearchEffort(search_for.full_seconds()), len(levels))
+    check_levels(levels, load, least / len(levels))
     if search_for.search == "optuna":
         require_optuna()
     with ExitStack() as stack:
@@ -339,6 +340,7 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
     seconds, levels = search_for.full_seconds(), plan_levels(load)
     _check_report(search_for.report)
     _least_seconds(search_for, SearchEffort(seconds), len(levels))
+    check_levels(levels, load, seconds)
     place = parse_server_url(search_for.url, GRPC_PORT, search_for.allow_remote)
     try:
         path = f"/v2/models/{quote(search_for.model, safe='')}/config"

@@ -21,7 +21,7 @@ from ..planning.search_goal import (
 )
 from ..planning.search_space import SearchSpace
 from ..repository.config_io import config_to_text
-from .knobs import configured, engine_flags, owner
+from .knobs import configured, engine_flags, owner, value_now
 from .tuned_models import TunedModels
 
 _ROWS, _SEPARATE = 10, 5
@@ -125,7 +125,13 @@ def conclude(
     """`ended`: why the search stopped before it was through, if it did."""
     ranked = rank(trials, goal)
     best = next((each for each in ranked if each.scores), None)
-    sentences = [*_verdict(space, goal, ranked), *_cautions(space, goal, ranked, trials)]
+    sentences, texts = [*_verdict(space, goal, ranked)], list[ConclusionText]()
+    if best is not None and best.feasible:
+        found = space.settings(best.configuration)
+        kept = _kept(models, space, goal, best.configuration)
+        sentences += [f"{name} may stay {now}: this load tells no {found[name]} from it" for name, now in kept.items()]
+        texts += _texts(models, found | kept)
+    sentences += _cautions(space, goal, ranked, trials)
     if ended:
         sentences.append(ended)
     return Conclusion(
@@ -135,7 +141,7 @@ def conclude(
         ranked=ranked,
         start=space.start,
         sentences=sentences,
-        texts=[] if best is None or not best.feasible else list(_texts(models, space.settings(best.configuration))),
+        texts=texts,
     )
 
 
@@ -199,16 +205,30 @@ def _cautions(
     if any(each.loading for each in trials):
         full = max(each.seconds for each in trials)
         whole = space.size * expected_wall(trials, full)
-        yield (
-            f"{len(ranked)} of {space.size} configurations were measured, in {seconds:.0f} s; each once for {full:.3g} s"
-            f" would be about {whole:.0f} s"
-        )
+        measured = f"{len(ranked)} of {space.size} configurations were measured, in {seconds:.0f} s"
+        yield f"{measured}; each once for {full:.3g} s would be about {whole:.0f} s"
     yield from _busy(trials)
 
 
 def _busy(trials: Sequence[ConfigurationTrial]) -> Iterator[str]:
     if any(level.generator > _BUSY for each in trials for level in each.levels):
         yield "the load generator was busy itself: believe differences, less the rates"
+
+
+def _kept(models: TunedModels, space: SearchSpace, goal: SearchGoal, best: Configuration) -> Mapping[str, KnobValue]:
+    """What holds now of knobs that nothing speaks for turning: the load cannot tell it from the best's. Nothing where
+    memory counts, in which the two may differ."""
+    kept: dict[str, KnobValue] = {}
+    if "memory" in (goal.objective, *(bound.metric for bound in goal.bounds)):
+        return kept
+    for knob in space.knobs:
+        settings = space.settings(best) | kept
+        now = value_now(*owner(knob.name, models))
+        if now is None or now == settings[knob.name] or now not in knob.values:
+            continue
+        if space.canonical(tuple((settings | {knob.name: now}).values())) == best:
+            kept[knob.name] = now
+    return kept
 
 
 def _texts(models: TunedModels, settings: Mapping[str, KnobValue]) -> Iterator[ConclusionText]:

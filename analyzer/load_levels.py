@@ -4,7 +4,7 @@ A level is a number of requests at a time, a rate, or a trace. The same level is
 to the token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from statistics import fmean
 from typing import Any
@@ -87,8 +87,7 @@ def plan_load(
     # Nothing that measures more tokens than it was asked for: text has about a token a word.
     form: Form = "ids" if subject.door == "completions" else "text"
     jobs = list(_jobs(level, options, seconds, subject.door is not None))
-    if not jobs:
-        raise InvalidArgument(f"no request of the load is due within {seconds:g} s: measure longer, with --seconds")
+    require_requests(jobs, level, seconds)
     return LoadRun(
         target=LoadTarget(
             host=place.host,
@@ -102,6 +101,19 @@ def plan_load(
         pace=LoopMode(concurrency=level.concurrency, duration=seconds, timeout=options.timeout),
         warm_up=2,
     )
+
+
+def require_requests(jobs: Iterable[PlannedRequest], level: LoadLevel, seconds: float) -> None:
+    """Raises `InvalidArgument` where a measurement of a level would have none."""
+    if not any(True for _ in jobs):
+        message = f"no request of {level} is due within the {seconds:.3g} s of a measurement: give more --seconds"
+        raise InvalidArgument(message, field="seconds")
+
+
+def check_levels(levels: Sequence[LoadLevel], options: LevelOptions, seconds: float) -> None:
+    """Raises as `require_requests` does, before anything is started."""
+    for level in levels:
+        require_requests(_jobs(level, options, seconds, True), level, seconds)
 
 
 def _jobs(level: LoadLevel, options: LevelOptions, seconds: float, streams: bool) -> Iterator[PlannedRequest]:

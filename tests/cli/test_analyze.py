@@ -16,6 +16,7 @@ MODELS = str(Path(__file__).parents[2] / "examples/model_repository")
         ((MODELS, "--url", "http://127.0.0.1:1"), "two things to analyze"),
         ((MODELS, "--api-key", "k"), "--api-key and --allow-remote are for a server"),
         ((MODELS, "--model", "demo", "--budget", "1s", "--seconds", "9"), "the budget of 1 s is too small"),
+        ((MODELS, "--model", "demo", "--rate", "0.01"), "no request of 0.01 requests/s is due within the 2.5 s"),
         ((MODELS, "--model", "demo", "--report", "."), "cannot write the report to .: it is a directory"),
         ((MODELS, "--model", "demo", "--report", "x.jsonl"), "x.jsonl would be its results"),
         ((MODELS, "--model", "demo", "--server-args", "--threads '1"), "--server-args: No closing quotation"),
