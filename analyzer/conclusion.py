@@ -215,7 +215,7 @@ def _busy(trials: Sequence[ConfigurationTrial]) -> Iterator[str]:
         yield "the load generator was busy itself: believe differences, less the rates"
 
 
-def _kept(models: TunedModels, space: SearchSpace, goal: SearchGoal, best: Configuration) -> Mapping[str, KnobValue]:
+def _kept(models: TunedModels, space: SearchSpace, goal: SearchGoal, best: Configuration) -> dict[str, KnobValue]:
     """What holds now of knobs that nothing speaks for turning: the load cannot tell it from the best's. Nothing where
     memory counts, in which the two may differ."""
     kept: dict[str, KnobValue] = {}
