@@ -253,7 +253,9 @@ def _slo_text(slo: Sequence[Objective]) -> str:
 
 
 def _value(objective: Objective, value: float) -> str:
-    return f"{value:.1%}" if objective.metric == "rejected" else f"{value * 1e3:,.0f} ms"
+    if objective.metric == "rejected":
+        return f"{value:.1%}"
+    return f"{value * 1e3:,.0f} ms" if value >= 0.01 or not value else f"{value * 1e3:.3g} ms"
 
 
 def _fleets_table(report: SimulationReport) -> Table:

@@ -76,11 +76,11 @@ def read_machine_file(path: Path) -> MachineFile:
     """Raises `InvalidArgument`: there is none, it is none, or its numbers cannot be; the message names the field."""
     try:
         content = path.read_bytes()
-        if (found := msgspec.json.decode(content, type=_AnyFormat).format) != FORMAT:
-            message = f"{path} has the format {found!r}, and this version reads {FORMAT}: calibrate again"
-            raise InvalidArgument(message, field="machine")
-        return msgspec.json.decode(content, type=MachineFile)
+        if (found := msgspec.json.decode(content, type=_AnyFormat).format) == FORMAT:
+            return msgspec.json.decode(content, type=MachineFile)
     except OSError as error:
         raise InvalidArgument(f"cannot read {path}: {error.strerror}", field="machine") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, InvalidArgument) as error:
         raise InvalidArgument(f"{path} is no file of charonia calibrate: {error}", field="machine") from None
+    message = f"{path} has the format {found!r}, and this version reads {FORMAT}: calibrate again"
+    raise InvalidArgument(message, field="machine")

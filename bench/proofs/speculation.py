@@ -25,7 +25,7 @@ from rich.text import Text
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS
 from ...engine.worker.model_runner import verify_samples
 from ...kvcache.manager import KVCacheManager
-from ...planning.simulated_machine import SimulatedMachine, StepLoad
+from ...planning.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, SamplerParams, StepPlan, StepResult
 from ...scheduler.prefill_budget import StepWork
@@ -44,7 +44,7 @@ MACHINES = {
     "VNNI": INT8_VNNI,
     "tiles": INT8_TILES,
     "computing": SimulatedMachine(weights=0.0, token=4e-3, rest=1e-3),
-    "noisy": replace(INT8_VNNI, spread=(1.0, 1.3)),
+    "noisy": replace(INT8_VNNI, spread=(StepSpread(1.0, (1.0, 1.3)),)),
 }
 """Where decoding waits for memory, where it does not, and where the time of a step says little of the next."""
 

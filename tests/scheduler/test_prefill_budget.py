@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from charonia.bench.scheduler_latency import BF16, INT8, INT8_VNNI, burst, mixed, stall
-from charonia.planning.simulated_machine import SimulatedMachine
+from charonia.planning.simulated_machine import SimulatedMachine, StepSpread
 from charonia.planning.simulation import SimulatedRequest, SimulatedResult, Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
@@ -41,7 +41,7 @@ def test_a_long_prompt_does_not_freeze_running_streams(machine: SimulatedMachine
 
 def test_noise_does_not_freeze_them_either() -> None:
     """The slowest steps take 1.2 / 1.1 times as long as usual ones, whatever they compute."""
-    noisy = stall(replace(BF16, spread=(1.0, 1.2)), PACED, 4)
+    noisy = stall(replace(BF16, spread=(StepSpread(1.0, (1.0, 1.2)),)), PACED, 4)
     assert noisy.beside <= 2.5 * 1.2 / 1.1 * noisy.alone
 
 
