@@ -4,17 +4,19 @@ The client runs in this process, which has nothing else to do.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from time import perf_counter
 
 from ..core.errors import Unavailable
+from ..planning.calibration import Tell
 from ..planning.requests import uniform_jobs
-from ..planning.served_fit import ServedDecode, ServedPrompt, ServedTimes
+from ..planning.served_fit import ServedDecode, ServedLoad, ServedPrompt, ServedTimes
+from ..telemetry.scrape import parse_scrape
 from .load.driver import OK, LoadDriver, LoadRecord, LoopMode, RequestOptions
 from .load.figures import inter_token_times, ttft
 from .load.plan import Prompts
 from .load.worker import LoadTarget, make_sender
-from .server_process import ServerAddress
+from .server_process import ServerAddress, fetch
 
 _SHORT, _NEW = 16, 48
 """Tokens of the prompts of sequences that decode together, and new ones."""
@@ -24,6 +26,7 @@ _MOST_ROWS = 32
 _PROMPTS = (16, 128, 512, 1500)
 _REPEATS = 3
 _REQUEST_SECONDS = 600.0
+_STEPS = "charonia_step_seconds"
 
 
 class ServedSteps:
@@ -31,23 +34,61 @@ class ServedSteps:
     time."""
 
     def __init__(self, place: ServerAddress, manner: RequestOptions, most: int, longest: int) -> None:
+        self._place = place
         self._target = LoadTarget(host=place.host, port=place.http_port, door="completions", manner=manner)
         self._most, self._longest = most, longest
         self._seed = 0
 
-    def measure(self, seconds: float, tell: Callable[[float, str], None], contexts: bool) -> ServedTimes:
-        """Measure everything once, and again while there is time. `contexts`: sequences with long prompts, too, which
-        tell what attention takes.
+    def measure_waits(self, seconds: float, tell: Tell) -> list[ServedLoad]:
+        """Of a server that was started here and tells how long its steps take: measure every load once, and again while
+        there is time.
+
+        Raises:
+            Unavailable: a request failed.
+        """
+        began, found = perf_counter(), list[ServedLoad]()
+        while not found or perf_counter() - began < seconds:
+            for rows, prompt in self._decode_cases():
+                tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
+                found.append(self._wait(rows, rows, prompt, min(_NEW, self._longest - prompt - 1)))
+            for tokens in self._prompts():
+                tell((perf_counter() - began) / seconds, f"over HTTP, a prompt of {tokens} tokens")
+                found.append(self._wait(1, _REPEATS, tokens, 2))
+        return found
+
+    def _wait(self, concurrency: int, requests: int, prompt: int, new: int) -> ServedLoad:
+        """Requests all at once, or one after the other."""
+        before = self._step_totals()
+        records = self._put(concurrency, requests, prompt, new)
+        steps, computing = (after - earlier for after, earlier in zip(self._step_totals(), before, strict=True))
+        if concurrency == 1:
+            busy, begun = sum(each.times[-1] - each.sent for each in records), requests
+        else:
+            busy, begun = max(each.times[-1] for each in records) - min(each.sent for each in records), 1
+        tokens = sum(each.tokens for each in records) - requests
+        return ServedLoad(begun, begun * prompt, round(steps), tokens, busy - computing)
+
+    def _step_totals(self) -> tuple[float, float]:
+        """How many steps there were, and their seconds."""
+        assert self._place.metrics_port is not None
+        place = self._place._replace(http_port=self._place.metrics_port)
+        scrape = parse_scrape(fetch(place, "/metrics").decode(), "/metrics")
+        model = self._target.manner.model
+        count, seconds = (sum(scrape[f"{_STEPS}_{part}"][model].values()) for part in ("count", "sum"))
+        return count, seconds
+
+    def measure_times(self, seconds: float, tell: Tell) -> ServedTimes:
+        """Of any server, what its client sees: measure everything once, and again while there is time.
 
         Raises:
             Unavailable: a request failed, or no two tokens came apart.
         """
         began, decodes, prompts = perf_counter(), dict[tuple[int, int], list[float]](), dict[int, list[float]]()
         while not prompts or perf_counter() - began < seconds:
-            for rows, context in self._decode_cases(contexts):
+            for rows, context in (*self._decode_cases(), *self._context_cases()):
                 tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
                 decodes.setdefault((rows, context), []).extend(self._decode(rows, context))
-            for tokens in (each for each in _PROMPTS if each + 2 <= self._longest):
+            for tokens in self._prompts():
                 tell((perf_counter() - began) / seconds, f"over HTTP, a prompt of {tokens} tokens")
                 records = self._put(1, _REPEATS, tokens, 2)
                 prompts.setdefault(tokens, []).extend(map(ttft, records))
@@ -58,13 +99,19 @@ class ServedSteps:
             [ServedPrompt(tokens, found) for tokens, found in prompts.items()],
         )
 
-    def _decode_cases(self, contexts: bool) -> Iterator[tuple[int, int]]:
+    def _prompts(self) -> Iterator[int]:
+        yield from (each for each in _PROMPTS if each + 2 <= self._longest)
+
+    def _decode_cases(self) -> Iterator[tuple[int, int]]:
         """Rows, and tokens of their prompts."""
         rows = 1
         while rows <= min(self._most, _MOST_ROWS):
             yield rows, min(_SHORT, self._longest // 4)
             rows *= 4 if rows == 1 else 2
-        if contexts and self._longest >= _CONTEXT + 2 * _NEW:
+
+    def _context_cases(self) -> Iterator[tuple[int, int]]:
+        """The same, with prompts long enough to tell what attention takes."""
+        if self._longest >= _CONTEXT + 2 * _NEW:
             yield from ((rows, _CONTEXT) for rows in sorted({min(self._most, each) for each in _CONTEXT_ROWS}))
 
     def _decode(self, rows: int, prompt: int) -> list[float]:

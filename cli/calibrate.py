@@ -175,10 +175,8 @@ def _measure_checkpoint(
             limits = found.shape.scheduler.max_num_seqs, found.shape.scheduler.max_model_len
             steps = ServedSteps(place, RequestOptions(first_model(place)), *limits)
             rest = 1 - served
-            seen = steps.measure(
-                served * seconds, lambda share, text: tell(rest + served * share, text), contexts=False
-            )
-        machine, how = add_serving(machine, found.shape, seen), f"{how}, and a server over HTTP"
+            seen = steps.measure_waits(served * seconds, lambda share, text: tell(rest + served * share, text))
+        machine, how = add_serving(machine, seen, found.overhead), f"{how}, and a server over HTTP"
     origin = MachineOrigin(
         how=how,
         processor=processor_name(),
@@ -203,7 +201,7 @@ def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds:
     shape = _default_shape(config, min(filter(None, (config.max_model_len, told)), default=LONGEST))
     manner = RequestOptions(model, api_key=options.api_key)
     steps = ServedSteps(place, manner, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
-    seen = steps.measure(seconds, tell, contexts=True)
+    seen = steps.measure_times(seconds, tell)
     machine, error = fit_served_machine(seen)
     origin = MachineOrigin(
         how="a server measured over HTTP",

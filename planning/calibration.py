@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import cycle
 from math import exp, inf, log
 from random import Random
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -47,11 +48,13 @@ Tell = Callable[[float, str], None]
 
 
 class EngineMeasurement(NamedTuple):
-    """The steps of an engine, its sizes as a server would have them, and the bytes of a cache block."""
+    """The steps of an engine, its sizes as a server would have them, the bytes of a cache block, and the seconds that
+    the step loop counts to a step and `samples` do not."""
 
     samples: list[StepSample]
     shape: EngineShape
     block_bytes: int
+    overhead: float
 
 
 class ChunkRule:
@@ -159,8 +162,9 @@ def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int =
             max_queued_tokens=config.max_queued_tokens,
         )
         executor.allocate(shape.blocks)
-        samples = _EngineRun(executor, capacity.vocab_size, shape, Random(seed)).measure(seconds, tell)
-    return EngineMeasurement(samples, shape, capacity.block_bytes)
+        run = _EngineRun(executor, capacity.vocab_size, shape, Random(seed))
+        samples = run.measure(seconds, tell)
+    return EngineMeasurement(samples, shape, capacity.block_bytes, max(0.0, median(run.overheads)))
 
 
 @contextmanager
@@ -173,7 +177,8 @@ def _loaded(config: EngineConfig) -> Iterator[tuple[Executor, Capacity]]:
 
 
 class _EngineRun:
-    """An engine whose cache is allocated, and the requests that it is given."""
+    """An engine whose cache is allocated, and the requests that it is given. `overheads`: seconds that the step loop
+    counts to each step, beyond the step's own."""
 
     def __init__(self, executor: Executor, vocab_size: int, shape: EngineShape, random: Random) -> None:
         self._executor, self._vocab_size, self._shape, self._random = executor, vocab_size, shape, random
@@ -181,6 +186,7 @@ class _EngineRun:
         self._rule = ChunkRule(random)
         self._scheduler = RecordedScheduler(shape.scheduler, self._cache, self._rule)
         self._last_key = 0
+        self.overheads: list[float] = []
 
     def measure(self, seconds: float, tell: Tell) -> list[StepSample]:
         EngineCore(self._scheduler, self._cache, self._executor).warm_up()
@@ -230,6 +236,8 @@ class _EngineRun:
                 raise InvalidArgument(message.message)
             if isinstance(message, RequestUpdates):
                 left -= len(message.updates.finished)
+                if message.stats.seconds and self._scheduler.samples:
+                    self.overheads.append(message.stats.seconds - self._scheduler.samples[-1].seconds)
             if not left or self._is_over(deadline):
                 core.inbox.accept(Shutdown())
 

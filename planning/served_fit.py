@@ -1,5 +1,6 @@
 """What a server adds to its engine's steps, or a whole machine's formula, out of what a client saw."""
 
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -7,11 +8,25 @@ import msgspec
 import numpy as np
 
 from .simulated_machine import SimulatedMachine, StepLoad
-from .simulation import EngineShape, SimulatedRequest, Simulation
-from .step_fit import MachineFit, StepSample, fit_machine, solve_least_squares
+from .step_fit import MachineFit, StepSample, fit_machine, solve_least_squares, solve_robust
 
 _BEYOND = 512
 """Tokens behind the last measured number of rows, to which a line is drawn that has a prompt's slope."""
+
+_LEAST = 1e-6
+"""Seconds without a step: no load had none, but clocks differ."""
+
+
+class ServedLoad(NamedTuple):
+    """Requests to a server that had nothing else to do, which began with a prompt `begun` times after everything was
+    answered: tokens of these `prompts`, its `steps`, `tokens` that came before the last ones, and seconds in which a
+    request `waited` and no step ran. However long steps take meanwhile, this stays."""
+
+    begun: int
+    prompts: int
+    steps: int
+    tokens: int
+    waited: float
 
 
 class ServedDecode(NamedTuple):
@@ -34,25 +49,23 @@ class ServedPrompt(NamedTuple):
 
 
 class ServedTimes(NamedTuple):
-    """All that a client saw."""
+    """All that a client saw of a server whose steps it cannot know."""
 
     decodes: list[ServedDecode]
     prompts: list[ServedPrompt]
 
 
-def add_serving(machine: SimulatedMachine, shape: EngineShape, seen: ServedTimes) -> SimulatedMachine:
+def add_serving(machine: SimulatedMachine, loads: Sequence[ServedLoad], overhead: float) -> SimulatedMachine:
     """A machine whose steps were measured without a server, with what one adds: between steps, for each of their
-    tokens, and before a request's first step."""
-    rows = np.array([[1.0, each.rows] for each in seen.decodes])
-    gaps = np.array([median(each.gaps) for each in seen.decodes])
-    steps = np.array([machine.usual_seconds(each.load) for each in seen.decodes])
-    between, between_token = solve_least_squares(rows / steps[:, None], gaps / steps - 1).tolist()
-    served = msgspec.structs.replace(machine.steadied(), between=between, between_token=between_token)
-    alone = np.array([_ttft_alone(served, shape, each.tokens) for each in seen.prompts])
-    ttft = np.array([median(each.ttft) for each in seen.prompts])
-    prompts = np.array([[1.0, each.tokens] for each in seen.prompts])
-    arrival, arrival_token = solve_least_squares(prompts / alone[:, None], ttft / alone - 1).tolist()
-    return msgspec.structs.replace(served, arrival=arrival, arrival_token=arrival_token, spread=machine.spread)
+    tokens, and before a request's first step. `overhead`: seconds that a server counts to a step and they do not."""
+    features = np.array(
+        [[each.steps - each.begun, each.tokens, each.begun, each.prompts] for each in loads], dtype=np.float64
+    )
+    seconds = np.array([each.waited + overhead * each.steps for each in loads])
+    between, between_token, arrival, arrival_token = solve_robust(features, np.maximum(seconds, _LEAST)).tolist()
+    return msgspec.structs.replace(
+        machine, between=between, between_token=between_token, arrival=arrival, arrival_token=arrival_token
+    )
 
 
 def fit_served_machine(seen: ServedTimes) -> MachineFit:
@@ -77,8 +90,3 @@ def fit_served_machine(seen: ServedTimes) -> MachineFit:
         arrival=max(0.0, constant - products[0][1]),
     )
     return MachineFit(machine, found.error)
-
-
-def _ttft_alone(machine: SimulatedMachine, shape: EngineShape, tokens: int) -> float:
-    [result] = Simulation(machine, shape).run([SimulatedRequest(0.0, tokens, 1)])
-    return result.ttft

@@ -130,10 +130,6 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """What such a step takes this time."""
         return self._vary(self.seconds(load), random.random()) if self.spread else self.seconds(load)
 
-    def usual_seconds(self, load: StepLoad) -> float:
-        """Half of such steps take no longer."""
-        return self._vary(self.seconds(load), 0.5) if self.spread else self.seconds(load)
-
     def _vary(self, seconds: float, level: float) -> float:
         """Between two spreads by the logarithm of the seconds."""
         place = bisect_left(self.spread, (seconds,))
@@ -153,11 +149,6 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """The machine whose steps take so many times as long."""
         spread = self.spread or (StepSpread(1.0, (1.0,)),)
         return msgspec.structs.replace(self, spread=tuple(each.scaled(factor) for each in spread))
-
-    def steadied(self) -> "SimulatedMachine":
-        """The machine whose steps all take what is usual for their length."""
-        spread = tuple(StepSpread(each.seconds, (each.at(0.5),)) for each in self.spread)
-        return msgspec.structs.replace(self, spread=spread)
 
 
 def interpolate(table: Sequence[tuple[int, float]], count: int) -> float:

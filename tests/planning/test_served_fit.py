@@ -3,7 +3,14 @@
 import pytest
 from msgspec.structs import replace
 
-from charonia.planning.served_fit import ServedDecode, ServedPrompt, ServedTimes, add_serving, fit_served_machine
+from charonia.planning.served_fit import (
+    ServedDecode,
+    ServedLoad,
+    ServedPrompt,
+    ServedTimes,
+    add_serving,
+    fit_served_machine,
+)
 from charonia.planning.simulated_machine import SimulatedMachine, StepLoad
 from charonia.planning.simulation import EngineShape, SimulatedRequest, Simulation
 from charonia.scheduler.config import SchedulerConfig
@@ -27,17 +34,33 @@ def seen(machine: SimulatedMachine) -> ServedTimes:
     return ServedTimes(decodes, prompts)
 
 
-def test_what_a_server_adds_is_found_again() -> None:
-    found = add_serving(ALONE, ENGINE, seen(SERVED))
+def waits(machine: SimulatedMachine, overhead: float = 0.0) -> list[ServedLoad]:
+    """What a server on that machine tells, which counts so much more to each step."""
+    found = []
+    together = [[SimulatedRequest(0.0, 16, 48)] * rows for rows in (1, 4, 8, 16, 32)]
+    alone = [[SimulatedRequest(100.0 * at, tokens, 2) for at in range(3)] for tokens in (16, 128, 512, 1500)]
+    for requests, begun in (*((each, 1) for each in together), *((each, 3) for each in alone)):
+        simulation = Simulation(machine, ENGINE)
+        ends = [each.tokens[-1] - each.arrival.at for each in simulation.run(requests)]
+        [replica] = simulation.replicas
+        waited = (sum(ends) if begun > 1 else max(ends)) - replica.busy - overhead * replica.steps
+        tokens = sum(each.new - 1 for each in requests)
+        found.append(ServedLoad(begun, begun * requests[0].prompt, replica.steps, tokens, waited))
+    return found
+
+
+@pytest.mark.parametrize(("slower", "overhead"), [(1.0, 0.0), (1.4, 0.3e-3)])
+def test_what_a_server_adds_is_found_again_however_long_its_steps_take(slower: float, overhead: float) -> None:
+    found = add_serving(ALONE, waits(SERVED.slowed(slower), overhead), overhead)
     for rows in (1, 8, 32):
-        assert found.seconds_between(rows) == pytest.approx(SERVED.seconds_between(rows), rel=0.1)
+        assert found.seconds_between(rows) == pytest.approx(SERVED.seconds_between(rows), rel=0.05)
     for tokens in (16, 512, 1500):
-        assert found.arrival_seconds(tokens) == pytest.approx(SERVED.arrival_seconds(tokens), rel=0.1, abs=0.3e-3)
+        assert found.arrival_seconds(tokens) == pytest.approx(SERVED.arrival_seconds(tokens), rel=0.05)
     assert replace(found, between=0.0, between_token=0.0, arrival=0.0, arrival_token=0.0) == ALONE
 
 
 def test_a_server_that_adds_nothing_adds_nothing() -> None:
-    found = add_serving(replace(ALONE, between=1.0), ENGINE, seen(ALONE))
+    found = add_serving(replace(ALONE, between=1.0), waits(ALONE), 0.0)
     assert max(found.between, found.between_token, found.arrival, found.arrival_token) == pytest.approx(0, abs=1e-5)
 
 

@@ -72,7 +72,7 @@ def test_what_holds_short_steps_up_is_little_of_long_ones() -> None:
     short_step, long_step = StepLoad.of_decoding(1, 40), StepLoad.of_prompt(400)
     for load, at_least, at_most in ((short_step, 1.5, 2.2), (long_step, 1.0, 1.1)):
         drawn = [machine.draw_seconds(load, random) for random in [Random(0)] for _ in range(400)]
-        assert at_least <= np.quantile(drawn, 0.97) / machine.usual_seconds(load) < at_most
+        assert at_least <= np.quantile(drawn, 0.97) / machine.seconds(load) < at_most
 
 
 def test_more_work_never_takes_less_time() -> None:
@@ -121,10 +121,9 @@ def test_a_slower_machine_is_slower_by_that() -> None:
     assert replace(KNOWN, spread=(StepSpread(1.0, (0.5, 2.0)),)).slowed(2).spread == (StepSpread(1.0, (1.0, 4.0)),)
 
 
-def test_a_steadied_machine_takes_what_is_usual() -> None:
-    load = StepLoad.of_prompt(100)
-    seconds = KNOWN.seconds(load)
-    short, long = StepSpread(seconds / 2, (0.5, 0.8, 3.0)), StepSpread(seconds * 2, (0.5, 1.2, 2.0))
-    machine = replace(KNOWN, spread=(short, long))
-    assert machine.usual_seconds(load) == pytest.approx(seconds)
-    assert {machine.steadied().draw_seconds(load, Random(seed)) for seed in range(5)} == {machine.usual_seconds(load)}
+def test_between_two_lengths_a_step_varies_as_between_their_spreads() -> None:
+    seconds = KNOWN.seconds(load := StepLoad.of_prompt(100))
+    short, long = StepSpread(seconds / 2, (2.0,)), StepSpread(seconds * 2, (1.0,))
+    for spread, factor in (((short, long), 1.5), ((long,), 1.0), ((short,), 2.0)):
+        drawn = replace(KNOWN, spread=spread).draw_seconds(load, Random(0))
+        assert drawn == pytest.approx(factor * seconds)
