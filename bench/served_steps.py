@@ -84,7 +84,7 @@ class ServedSteps:
             Unavailable: a request failed, or no two tokens came apart.
         """
         began, decodes, prompts = perf_counter(), dict[tuple[int, int], list[float]](), dict[int, list[float]]()
-        while not prompts or perf_counter() - began < seconds:
+        while not decodes or perf_counter() - began < seconds:
             for rows, context in (*self._decode_cases(), *self._context_cases()):
                 tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
                 decodes.setdefault((rows, context), []).extend(self._decode(rows, context))
