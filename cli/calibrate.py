@@ -53,8 +53,8 @@ _ESTIMATED: dict[str, Precision] = {"none": "bf16", "int8": "int8", "fp8": "int8
 """What is estimated of a quantization."""
 
 _NOISY = 0.06
-"""From this difference on the machine was not idle; steps on an idle one differ by three percent. At nine, percentiles
-of gaps were simulated a third too long."""
+"""From this difference on the machine was not idle; steps on an idle one differ by three percent. At so much already a
+99th percentile of gaps was simulated a sixth too long."""
 
 _SIZES = {
     "num_hidden_layers": "layers",
