@@ -132,13 +132,14 @@ def routed_app(routes: Sequence[Route]) -> ASGIApp:
     return PostRouter(routes, fastapi)
 
 
-_STATIC_PATHS = ("/", "/version", "/v2", "/v2/health/live")
+_HEALTH_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready")
+_STATIC_PATHS = ("/", "/version", "/v2", "/console", "/console/{file}")
 """What depends on no model, and on no state."""
 
 
 def _forwarded(route: Route, forward: Endpoint) -> Route:
-    """The route, or one that `forward` answers."""
-    if asks_model(route.path) or route.path in _STATIC_PATHS:
+    """The route, or one that `forward` answers. Health is also that of the process that is asked."""
+    if asks_model(route.path) or route.path in (*_HEALTH_PATHS, *_STATIC_PATHS):
         return route
     replaced = Route(route.path, forward, methods=sorted(route.methods or ()))
     replaced.path_regex = route.path_regex

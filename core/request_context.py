@@ -133,6 +133,7 @@ class RequestContext:
     first of those that ended before this one. `background`: no client waits for the answer, so all others come first.
     `warnings`: what the client is told beside the answer, of this request and of those that its model made.
     `body`: the members of a body that was parsed before the model is looked up, until it was; routes may go by them.
+    `prompt_count`, `choice_count`: as `GenerateRequest` has them, where they are known before the model is looked up.
     `logged`: another process logs its end.
     """
 
@@ -166,6 +167,8 @@ class RequestContext:
     background: bool = False
     route: str = ""
     body: Mapping[str, Any] | None = None
+    prompt_count: int = 1
+    choice_count: int = 1
     logged: bool = False
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)

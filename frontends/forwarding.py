@@ -23,8 +23,8 @@ from .remote_gateway import RemoteGateway
 _IN_PIECES = re.compile(r"/v1/files(/[^/]*/content)?")
 """Paths whose bodies may be files."""
 
-_ANSWERED_HERE = ("ServerLive",)
-"""RPCs that ask for no state."""
+_ANSWERED_HERE = ("ServerLive", "ServerReady")
+"""RPCs whose answer is also that of the process that is asked."""
 
 
 class HttpForwarder:

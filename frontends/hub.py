@@ -6,6 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
+
 from ..engine.frontend.llm import LlmModel
 from ..repository.gateway import InProcessGateway
 from .messages import CancelRequests, HubSnapshot, LogLevels
@@ -75,7 +77,7 @@ class FrontendHub:
             gateway.shared_state.shared_memory.registered_cuda(),
         )
         if before is None or snapshot != before:
-            self._snapshot = before = HubSnapshot(snapshot.number + 1, *_members(snapshot)[1:])
+            self._snapshot = before = msgspec.structs.replace(snapshot, number=snapshot.number + 1)
             for session in self.sessions:
                 session.link.send(before)
         return before
@@ -116,7 +118,3 @@ class FrontendHub:
                 for session in self.sessions:
                     session.beat()
             await asyncio.sleep(_LOOK_SECONDS)
-
-
-def _members(snapshot: HubSnapshot) -> list[Any]:
-    return [getattr(snapshot, name) for name in snapshot.__struct_fields__]

@@ -4,6 +4,7 @@ A call that the hub answers has a `key`, and so has each request that it knows, 
 the monotonic clock, which all processes of a machine share.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -148,13 +149,16 @@ class TextCall(msgspec.Struct, array_like=True, tag="text", frozen=True):
 
 class AcquireCall(msgspec.Struct, array_like=True, tag="acquire", frozen=True):
     """Find the model of the request `key`, and keep it until the request ends; `AcquiredModel` or `CallFailed` answers.
-    `body`: see `RequestContext`, where routes may go by it."""
+    `prompts`, `choices`: the request's counts of them, as far as they are known. `body`: see `RequestContext`, where
+    routes may go by it."""
 
     key: int
     origin: RequestOrigin
     model: str
     version: str
-    body: dict[str, Any] | None = None
+    prompts: int = 1
+    choices: int = 1
+    body: Mapping[str, Any] | None = None
 
 
 class TensorsRead(msgspec.Struct, array_like=True, tag="tensors", frozen=True):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.errors import CharoniaError
 from ..core.request import FinishReason, GenerateRequest
 from ..core.tensor import NUMPY_TYPES, Tensor
 from ..engine.core.messages import AddRequest, CoreReady
@@ -58,8 +59,13 @@ class RemoteStreams:
     def add(self, key: int, stream: TokenStream) -> None:
         self._streams[key] = stream
 
-    def remove(self, key: int) -> TokenStream:
-        return self._streams.pop(key)
+    def remove(self, key: int) -> None:
+        self._streams.pop(key).close()
+
+    def fail(self, key: int, error: CharoniaError) -> None:
+        """End one with an error, if it is read."""
+        if key in self._streams:
+            self._streams[key].fail(error)
 
     def on_steps(self, steps: SequenceSteps) -> None:
         """Write what the hub tells of into the streams."""
@@ -85,8 +91,7 @@ class RemoteStreams:
             if key in streams:
                 streams[key].finish(FinishReason(reason))
         for key, error in steps.failed:
-            if key in streams:
-                streams[key].fail(error.error())
+            self.fail(key, error.error())
 
 
 class RemoteEngine:
@@ -126,8 +131,8 @@ class RemoteEngine:
         """The engine is the hub's."""
 
     def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
-        """The hub has admitted or refused a sequence when the model was acquired. Of several sequences it may refuse
-        the others when they are submitted: `TokenStream.read` raises what it says."""
+        """The hub has admitted or refused a request's sequences when the model was acquired. Those that it did not know
+        of it may refuse when they are submitted: `TokenStream.read` raises what it says."""
         if self._refusal is not None:
             raise self._refusal.error()
         return RemoteTicket(_NOBODY_WAITS, tenant, request.choice_count, asked=request)
@@ -140,6 +145,7 @@ class RemoteEngine:
         assert ticket.asked is not None
         assert stats is not None
         asked, key = ticket.asked, self._hub.next_key()
+        stats.time_left(add.timeout)
         stats.record_submission(len(add.prompt))
         stream = TokenStream(stats, ticket, add.priority)
         self._streams.add(key, stream)

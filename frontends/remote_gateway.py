@@ -157,8 +157,10 @@ class RemoteGateway:
             context.model, context.version, context.model_found = config.name, config.version, True
             return RemoteModelHandle(self, config, context, version, found.number if found.inline else 0)
         context.model, context.version = name, version
-        key = self.key_of(context)
-        call = AcquireCall(key, self.origin_of(context), printable(name), version, self._body_of(context))
+        # A name that the snapshot has is that of no route: only those go by bodies.
+        body = context.body if found is None and self._snapshot is not None and self._snapshot.has_routes else None
+        key, counts = self.key_of(context), (context.prompt_count, context.choice_count)
+        call = AcquireCall(key, self.origin_of(context), printable(name), version, *counts, body)
         acquired: AcquiredHere = await self._ask(key, call)
         context.body, answer, text = None, acquired.answer, acquired.text
         if text is not None:
@@ -175,10 +177,6 @@ class RemoteGateway:
             return FollowedTextHandle(self, acquired.config, context, text.model, stats)
         model = text.model.over(text.engine.for_request(key, answer.refusal))
         return RemoteTextHandle(self, acquired.config, context, model, stats)
-
-    def _body_of(self, context: RequestContext) -> dict[str, Any] | None:
-        asked = self._snapshot is not None and self._snapshot.has_routes and context.body is not None
-        return dict(context.body) if asked and context.body is not None else None
 
     def ready(self) -> bool:
         silence = time.monotonic() - self._heard
@@ -301,8 +299,10 @@ class RemoteGateway:
             responses.on_end(error, message.notes)
         elif waiting is not None and not waiting.done():
             waiting.set_exception(error)
-        else:
+        elif message.key in self._arriving:
             self._on_piece(message)
+        else:
+            self._streams.fail(message.key, error)
 
     def _on_unsendable(self, message: FromFrontend, error: Exception) -> None:
         refusal = InvalidArgument(f"the request cannot be understood: {error}")

@@ -7,6 +7,7 @@ says when and how it ended. What is not inference is answered by the same endpoi
 import asyncio
 import logging
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -80,9 +81,13 @@ log = logging.getLogger(__name__)
 _WINDOW = 16
 """Responses of one stream that may be on their way, unread."""
 
-_ONE_SEQUENCE = GenerateRequest(id="", prompt=())
 _ONLY_TEXT = ("tokenize", "detokenize")
 """Endpoints that ask no engine."""
+
+_READING = re.compile(
+    r"(GET|HEAD) .*|POST /v2/repository/([^/]+/)?index|\w+(Config|Index|Metadata|Ready|Statistics|Status)", re.DOTALL
+)
+"""Calls that change nothing of what frontends know: methods with their paths, and RPCs."""
 
 _BODY_TO_COME = ("infer", "generate", "generate_stream")
 """Endpoints that look their model up before they read what is asked of it."""
@@ -99,15 +104,15 @@ _ANSWERED = _ended_context(DONE)
 
 
 class OpenRequest:
-    """A request of a frontend that has not ended, with its calls. `ticket`: the place in the queue of its first
-    sequence, until that is submitted."""
+    """A request of a frontend that has not ended, with its calls. `tickets`: places in the queue of sequences that are
+    not submitted yet."""
 
-    __slots__ = ("calls", "context", "finding", "handle", "ticket", "told_warnings")
+    __slots__ = ("calls", "context", "finding", "handle", "tickets", "told_warnings")
 
     def __init__(self, context: RequestContext) -> None:
         self.context = context
         self.handle: LoadedModelHandle | None = None
-        self.ticket: QueueTicket | None = None
+        self.tickets: list[QueueTicket] = []
         self.finding: asyncio.Task[None] | None = None
         self.calls: dict[int, OpenCall] = {}
         self.told_warnings = 0
@@ -117,6 +122,10 @@ class OpenRequest:
         """Those that still run."""
         tasks = [self.finding, *(call.task for call in self.calls.values())]
         return [task for task in tasks if task is not None and not task.done()]
+
+    def release_tickets(self) -> None:
+        while self.tickets:
+            self.tickets.pop().release()
 
     def notes(self) -> ResponseNotes | None:
         """What is to be told beside the next message."""
@@ -242,6 +251,7 @@ class FrontendSession:
             call.cancel()
         for key in [*self._open, *self._inline]:
             self._end(key, CANCELLED)
+        self._exchange.close()
         self.lost.set()
         self._hub.on_progress()
 
@@ -409,7 +419,7 @@ class FrontendSession:
         config = b"" if number in hub.told and not context.route else pickle.dumps(handle.config)
         names = context.model, context.version, context.adapter, context.route
         kv_tokens = stats.kv_tokens, stats.kv_token_capacity
-        refusal = None if follows else self._admit(opened, loaded)
+        refusal = None if follows else self._admit(opened, loaded, call)
         self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens, follows, refusal))
 
     def _keeps_tensors(self, context: RequestContext) -> bool:
@@ -417,21 +427,22 @@ class FrontendSession:
         trace = request_trace(context, self._traces) if self._traces.wants_children else None
         return trace is not None and trace.settings.records_tensors
 
-    def _admit(self, opened: OpenRequest, loaded: LoadedModel) -> SentError | None:
-        """Take the place in the queue of the request's first sequence, before a frontend makes tokens of its text; the
-        error if there is none."""
+    def _admit(self, opened: OpenRequest, loaded: LoadedModel, call: AcquireCall) -> SentError | None:
+        """Take the places in the queue of the request's sequences, before a frontend makes tokens of its text; the
+        error if there are too few."""
         context = opened.context
         if not isinstance(loaded.model, LlmModel) or context.endpoint in _ONLY_TEXT:
             return None
+        asked = GenerateRequest(id="", prompt=(), prompt_count=call.prompts, choice_count=call.choices)
+        context.on_end(lambda _: opened.release_tickets())
         try:
-            ticket = loaded.model.client.admit(_ONE_SEQUENCE, context.tenant)
+            for _ in range(call.prompts * call.choices):
+                opened.tickets.append(loaded.model.client.admit(asked, context.tenant))
         except CharoniaError as error:
+            opened.release_tickets()
             return SentError.of(error)
         if context.endpoint in _BODY_TO_COME:  # which may take its client a minute
-            ticket.release()
-        else:
-            opened.ticket = ticket
-            context.on_end(lambda _: ticket.release())
+            opened.release_tickets()
         return None
 
     def _on_read(self, message: ResponsesRead) -> None:
@@ -491,7 +502,7 @@ class FrontendSession:
             return
         model = opened.handle.loaded.model
         assert isinstance(model, LlmModel)
-        ticket, opened.ticket = opened.ticket, None
+        ticket = opened.tickets.pop() if opened.tickets else None
         self._relay.submit(message, opened.context, model, ticket)
 
     # What is not inference
@@ -510,7 +521,7 @@ class FrontendSession:
                 del self._in_pieces[call.key]
             return
         answer = await ask_app(self._hub.app, request, call.tenant, call.tenant_weight)
-        if call.method != "GET":
+        if not _READING.fullmatch(f"{call.method} {call.path}"):
             await self._hub.settle()
         self.link.send(HttpAnswer(call.key, answer.status, answer.headers, answer.body))
 
@@ -525,7 +536,8 @@ class FrontendSession:
     async def _grpc(self, call: GrpcCall) -> None:
         try:
             fields = await self._hub.control(call.rpc, call.message)
-            await self._hub.settle()
+            if not _READING.fullmatch(call.rpc):
+                await self._hub.settle()
             self.link.send(GrpcAnswer(call.key, fields))
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))

@@ -113,7 +113,8 @@ class FrontendPool:
                 raise Unavailable(f"{name} cannot be started: {why}, {deaths} times")
             self._restarts += 1
             log.error("%s is gone: %s; it is being restarted", name, why)
-            await asyncio.sleep(backoff.next_delay(time.monotonic() - began if listened else 0.0))
+            delay = backoff.next_delay(time.monotonic() - began if listened else 0.0)
+            await wait_for_first(self._stopping.wait(), timeout=delay)
 
     async def _run(self, number: int, name: str) -> tuple[int, bool]:
         """The exit code of one frontend, and whether it took connections."""

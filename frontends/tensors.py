@@ -109,6 +109,11 @@ class TensorExchange:
         for offset in offsets:
             self.arena.release(offset)
 
+    def close(self) -> None:
+        """The other end is gone: give the memory back that nobody reads."""
+        self.arena.close()
+        self._view.close()
+
     def _let_go(self, offset: int) -> None:
         self._unread.append(offset)
         self._on_unread()

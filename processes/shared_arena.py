@@ -54,6 +54,11 @@ class SharedArena:
             begin, end = min(begin, at), max(end, at + length)
         insort(self._free, (begin, end - begin))
 
+    def close(self) -> None:
+        """Unmap it: the reader is gone, and there is no room for anything more."""
+        self._free.clear()
+        self._memory.close()
+
     def check_integrity(self) -> None:
         """Every byte is in one block, and no two free ones touch."""
         blocks = sorted([*self._free, *self._used.items()])
@@ -73,3 +78,7 @@ class SharedArenaView:
     def read(self, offset: int, size: int) -> memoryview:
         """The bytes of a block, which must not be touched once it is let go of."""
         return self._memory[offset : offset + size]
+
+    def close(self) -> None:
+        """Read nothing more: the memory is unmapped with the last bytes that were read."""
+        self._memory.release()

@@ -79,7 +79,8 @@ class OpenAIRoutes:
         self, request: Request, parse: Callable[[JsonBody, str], ParsedCompletion], api_format: ApiFormat
     ) -> ASGIApp:
         parsed = parse(await read_members(request, self._info.max_input_size), request_id_of(request.scope))
-        context = context_of(request.scope)
+        context, first = context_of(request.scope), parsed.requests[0]
+        context.prompt_count, context.choice_count = first.prompt_count, first.choice_count
         with model_field():
             model = await self._acquire(request, parsed.response.model)
         # Whatever name it was asked by, an answer has the model's own, or its adapter's.

@@ -110,7 +110,7 @@ class Replica:
     def release(self, key: int) -> None:
         """The reader of this request is gone: abort it, unless it ended."""
         stream = self._streams.pop(key)
-        stream.end_unread()
+        stream.close()
         self._settle(stream)
         if not stream.ended:
             self.core.send(AbortRequests([key]))

@@ -119,7 +119,6 @@ def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: Reques
         stats.end = end_for_error(error, stats.submitted is not None)
         raise
     finally:
-        stats.end_wait()
         if stats.end is None:
             stats.end = CANCELLED
 
@@ -243,7 +242,12 @@ class TokenStream:
             self._lags = True
             self.stats.metrics.unread.add(1)
 
-    def end_unread(self) -> None:
+    def close(self) -> None:
+        """Its reader has left: it neither waits to begin nor for somebody to read it. May be called again."""
+        self.stats.end_wait()
+        self._end_unread()
+
+    def _end_unread(self) -> None:
         """No token is unread any more: all were read, or nobody will."""
         if self._lags:
             self._lags = False
@@ -287,7 +291,7 @@ class TokenStream:
     def take(self) -> TokenDelta:
         """Take all that is unread, without waiting. Raises as `read`."""
         self._unread = False
-        self.end_unread()
+        self._end_unread()
         if error := self._interruption or self._error:
             raise error
         tokens, self._tokens = tuple(self._tokens), []

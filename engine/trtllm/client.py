@@ -240,7 +240,7 @@ class TrtllmClient:
         if self._requests.pop(request.add.key, None) is None:
             return
         request.stream.ticket.release()
-        request.stream.end_unread()
+        request.stream.close()
         request.stop()
         self._queue.release(request.queued)
         self._submit_next()

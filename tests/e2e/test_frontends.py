@@ -254,22 +254,31 @@ def test_what_finds_the_queue_full_is_refused_before_its_prompt_is_read(server: 
     asked = {"/v1/completions": wrong, "/v2/models/fake/generate": {"input_ids": [10**6]}}
     with one_each(server) as connections, ExitStack() as stack:
         states = [partial(metric, server, f"charonia_requests_{each}", model="fake") for each in ("running", "waiting")]
-        for expected in ([2, 0], [2, 2]):
-            for _ in range(2):
+
+        def begin(count: int, expected: list[int]) -> None:
+            for _ in range(count):
                 client = HTTPConnection(*server.address, timeout=30)
                 stack.callback(client.close)
                 client.request("POST", "/v1/completions", json.dumps(LONG | {"max_tokens": 200}))
-            server.until(lambda expected=expected: [state() for state in states] == expected)
+            server.until(lambda: [state() for state in states] == expected)
+
         refused = metric(server, "charonia_requests_total", model="fake", reason="queue_full_requests")
+        begin(2, [2, 0])
+        begin(1, [2, 1])
+        status, said = ask(next(iter(connections.values())), "/v1/completions", wrong | {"n": 2})
+        assert (status, b"2 requests are waiting already" in said) == (429, True), said
+        begin(1, [2, 2])
         for connection in connections.values():
             for path, body in asked.items():
                 status, said = ask(connection, path, body)
                 assert (status, b"2 requests are waiting already" in said) == (429, True), said
             assert ask(connection, "/tokenize", {"model": "fake", "prompt": "a"})[0] == 200
         counted = partial(metric, server, "charonia_requests_total", model="fake", reason="queue_full_requests")
-        server.until(lambda: counted() == refused + 4)
+        server.until(lambda: counted() == refused + 5)
         stack.close()
         server.until(lambda: [state() for state in states] == [0, 0])
+        waited = partial(metric, server, "charonia_tenant_waiting_seconds_total", model="fake")
+        assert waited() == waited()
         for path, body in asked.items():  # and nothing is left of those that were refused
             assert [ask(connection, path, body)[0] for connection in connections.values()] == [400, 400]
         for _ in range(3):

@@ -1,5 +1,6 @@
 """The hub's end of a link, with calls as a frontend sends them."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from charonia.core.tensor import Tensor
 from charonia.frontends.hub import FrontendHub
 from charonia.frontends.messages import CallFailed, EndedRequests, ModelAnswer, ModelCall, RequestOrigin, encode_origin
 from charonia.frontends.session import FrontendSession
-from charonia.frontends.tensors import SentTensor
+from charonia.frontends.tensors import PLACED_BYTES, SentTensor, TensorExchange
 from charonia.processes.shared_arena import new_arena_file
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
@@ -32,6 +33,30 @@ def call(key: int, values: Sequence[float], checked: int = 0) -> ModelCall:
     """Of request 1."""
     tensor = SentTensor.of(Tensor.from_values("X", "FP32", np.array(values, np.float32)))
     return ModelCall(key, 1, msgspec.Raw(encode_origin(ORIGIN)), "copy", "", "", [tensor], None, {}, checked)
+
+
+async def test_the_memory_of_a_frontend_that_is_gone_is_given_back() -> None:
+    """At once, not when the collector comes by."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("charonia-arena")
+
+    before, files = mapped(), (new_arena_file(1 << 20), new_arena_file(1 << 20))
+    gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
+    session = FrontendSession(FrontendHub(gateway, None, None), "one", *files)  # type: ignore[arg-type]
+    other = TensorExchange(*reversed(files), lambda: None)
+    large = Tensor.from_values("X", "FP32", np.ones(PLACED_BYTES // 4, np.float32))
+    kept = session._exchange.tensor(other.message(large))
+    assert mapped() == before + 4
+    session._on_lost()
+    assert mapped() == before + 3
+    assert session._exchange.message(large).place is None
+    assert kept.data[-1] == 1
+    del kept
+    assert mapped() == before + 2
+    await gateway.lifecycle.close()
+    for file in files:
+        os.close(file)
 
 
 async def test_a_request_whose_calls_are_answered_here_and_there_ends_once(tmp_path: Path) -> None:

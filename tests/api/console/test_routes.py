@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
@@ -178,6 +180,18 @@ async def test_the_address_that_a_client_reached_is_a_name(gateway: Any) -> None
             return (await client.get("/console")).status_code
 
     assert [await status(host) for host in ("10.1.2.3:8000", "10.1.2.4:8000")] == [200, 403]
+
+
+async def test_one_of_several_frontends_serves_it_by_itself_as_it_does_health(gateway: Any) -> None:
+    """Another process knows neither the connection nor how late this one is."""
+
+    async def forward(_: Request) -> Response:
+        raise AssertionError("it was asked of the hub")
+
+    app = build_app(gateway, ServerInfo(), rules=HttpRules(console_hosts=frozenset()), forward=forward)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        paths = "/console", "/console/", "/console/main.js", "/v2/health/ready", "/health", "/ping"
+        assert [(await client.get(path)).status_code for path in paths] == [200, 308, 200, 200, 200, 200]
 
 
 async def test_it_belongs_to_the_metadata(gateway: Any) -> None:

@@ -93,13 +93,19 @@ def test_every_finish_reason_is_an_outcome(reason: FinishReason) -> None:
 def test_a_tenant_waits_from_submission_until_its_sequence_begins_or_is_given_up() -> None:
     metrics, context = LlmMetrics(), of_tenant("t")
     context.tenant_weight = 2.5
+    admission = AdmissionControl(QueueLimits(1, 100))
     for begins in (True, False):
-        with open_sequence(metrics, GenerateRequest(id="1", prompt=""), context) as account:
+        with admission.admit() as ticket:
+            account = SequenceStats(metrics, context=context)
             account.record_submission(prompt=3)
+            stream = TokenStream(account, ticket)
             waited = metrics.tenant("t").waiting.seconds
             assert metrics.tenant("t").waiting.seconds > waited
             if begins:
-                account.record_start(cached=0, at=account.opened)
+                stream.start(cached=0, at=account.opened)
+                waited = metrics.tenant("t").waiting.seconds
+                assert metrics.tenant("t").waiting.seconds == waited
+            stream.close()
         waited = metrics.tenant("t").waiting.seconds
         assert metrics.tenant("t").waiting.seconds == waited
     assert metrics.tenant("t").weight == 2.5
@@ -120,6 +126,6 @@ async def test_tokens_that_come_while_others_are_unread_are_counted_and_how_long
     assert metrics.merged_tokens == 3
     for tokens in ([6], [7]):
         stream.push(tokens, at=3.0)
-    stream.end_unread()  # its reader has left
+    stream.close()
     behind = metrics.unread.seconds
     assert metrics.unread.seconds == behind
