@@ -10,7 +10,7 @@ import msgspec
 
 from ..engine.frontend.llm import LlmModel
 from ..repository.gateway import InProcessGateway
-from .messages import CancelRequests, HubSnapshot, LogLevels
+from .messages import BEAT_SECONDS, CancelRequests, HubSnapshot, LogLevels
 from .snapshot import ModelCensus
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ ControlAnswer: TypeAlias = Callable[[str, bytes], Awaitable[dict[str, Any]]]
 _LOOK_SECONDS = 0.2
 """Between two looks at what is served; calls that change something look by themselves."""
 
-_LOOKS_PER_BEAT = 5
+_LOOKS_PER_BEAT = round(BEAT_SECONDS / _LOOK_SECONDS)
 
 _SETTLE_SECONDS = 30.0
 """For which a change waits, at most, until every frontend knows of it."""

@@ -134,6 +134,11 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
             self.flush()
             self._transport.close()
 
+    def abort(self) -> None:
+        """Hang up at once: the other end does not read."""
+        if self._transport is not None:
+            self._transport.abort()
+
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -492,6 +492,10 @@ class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
     cuda_regions: list[CudaMemoryRegion]
 
 
+BEAT_SECONDS = 1.0
+"""Between two heartbeats."""
+
+
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     """The hub's loop turns; `FrontendState` answers."""
 

@@ -30,6 +30,7 @@ from ..telemetry.request_log import log_request
 from ..telemetry.shared_state import SharedState
 from .link import FrameLink
 from .messages import (
+    BEAT_SECONDS,
     AcquireCall,
     AcquiredModel,
     CallFailed,
@@ -93,7 +94,8 @@ class RemoteGateway:
     """The gateway of one frontend, and its end of the link. `shared_state` mirrors the hub's, which logs requests where
     it sends spans. `stop_requested`: the hub wants this process to end; `stop_by_force`: at once; `lost`: the hub is
     gone. `told`: there was a first snapshot. `files`: of the shared memory of this end, and of the hub's; closed here.
-    `max_silence`: seconds without a word of the hub after which nothing is ready; `lag`: of this process's loop."""
+    `max_silence`: seconds that a word of the hub may be overdue before nothing is ready; `lag`: of this process's
+    loop."""
 
     def __init__(self, shared_state: SharedState, files: tuple[int, int], max_silence: float, lag: LoopLag) -> None:
         self.shared_state = shared_state
@@ -179,7 +181,7 @@ class RemoteGateway:
         return RemoteTextHandle(self, acquired.config, context, model, stats)
 
     def ready(self) -> bool:
-        silence = time.monotonic() - self._heard
+        silence = time.monotonic() - self._heard - BEAT_SECONDS
         healthy = silence < self._max_silence and not self._lag.stuck
         return self._snapshot is not None and self._snapshot.ready and healthy
 

@@ -81,6 +81,10 @@ log = logging.getLogger(__name__)
 _WINDOW = 16
 """Responses of one stream that may be on their way, unread."""
 
+_MOST_UNANSWERED = 60
+"""Heartbeats in a row, one a second, after which a frontend is given up: nobody else notices that a fourth, say, of
+all connections gets no answer."""
+
 _ONLY_TEXT = ("tokenize", "detokenize")
 """Endpoints that ask no engine."""
 
@@ -175,6 +179,7 @@ class FrontendSession:
         self.taken = 0
         self._loop: LoopState | None = None
         self._asked_at: float | None = None
+        self._unanswered = 0
         self._hub, self._gateway, self._name = hub, hub.gateway, name
         self._traces = hub.gateway.shared_state.traces
         self._logs_here = self._traces.sends_spans
@@ -216,10 +221,15 @@ class FrontendSession:
         self.link.send(StopFrontend(force))
 
     def beat(self) -> None:
-        """Tell it that this loop turns; it tells how its own does."""
+        """Tell it that this loop turns; it tells how its own does. One that hangs is given up."""
         if self._asked_at is None:
             self._asked_at = time.monotonic()
-        self.link.send(Heartbeat())
+        self._unanswered += self.listening.is_set()
+        if self._unanswered <= _MOST_UNANSWERED:
+            self.link.send(Heartbeat())
+        else:
+            log.error("%s hangs: it has not answered for a minute", self._name)
+            self.link.abort()
 
     def loop_readings(self, labels: Labels) -> Iterator[Reading]:
         """Its event loop for a scrape; one that does not answer is late by as long."""
@@ -228,7 +238,7 @@ class FrontendSession:
             yield from msgspec.structs.replace(self._loop, lag=max(self._loop.lag, silence)).readings(labels)
 
     def _on_state(self, message: FrontendState) -> None:
-        self._loop, self._asked_at = message.loop, None
+        self._loop, self._asked_at, self._unanswered = message.loop, None, 0
         for each in message.readers:
             loaded = self._hub.census.model(each.model)
             if loaded is not None and isinstance(loaded.model, LlmModel):

@@ -30,7 +30,9 @@ def series(scraped: str) -> dict[str, set[str]]:
             name, _, rest = line.partition("{")
             labels = re.findall(r'(\w+)="', rest) if rest else []
             found.setdefault(name.split(" ")[0], set()).update(labels)
-    found["charonia_event_loop_lag_seconds"].add("frontend")  # where there are several: tests/e2e/test_frontends.py
+    # Where there are several: tests/e2e/test_frontends.py.
+    found["charonia_event_loop_lag_seconds"].add("frontend")
+    found["charonia_frontend_restarts_total"] = set()
     return found
 
 

@@ -1,5 +1,7 @@
 """What a frontend's gateway and engine do where nothing of a real hub is needed."""
 
+import time
+
 import pytest
 
 from charonia.core.errors import InvalidArgument
@@ -7,11 +9,19 @@ from charonia.core.metrics import TimeInState
 from charonia.core.request import GenerateRequest, SamplingParams
 from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.engine.frontend.token_stream import SequenceStats
-from charonia.frontends.messages import EndedRequests, FromFrontend, SentSequence, SubmitSequence
+from charonia.frontends.messages import (
+    EndedRequests,
+    FromFrontend,
+    HubSnapshot,
+    LogLevels,
+    SentSequence,
+    SubmitSequence,
+)
 from charonia.frontends.remote_engine import RemoteEngine
 from charonia.frontends.remote_gateway import RemoteGateway
 from charonia.processes.shared_arena import new_arena_file
 from charonia.telemetry.llm_metrics import LlmMetrics
+from charonia.telemetry.logging_setup import LogSettings
 from charonia.telemetry.loop_lag import LoopLag
 from charonia.telemetry.shared_state import SharedState
 
@@ -32,6 +42,15 @@ async def test_an_end_is_told_even_if_what_was_asked_cannot_be() -> None:
     asked = SentSequence(0, sampling, 0.0, None, None, None, None, None, None, 0, None, None)
     gateway._on_unsendable(EndedRequests([7], [], [(7, [asked])]), UnicodeError())
     assert sent == [EndedRequests([7], [])]
+
+
+async def test_nothing_is_ready_while_the_hub_is_silent_for_longer_than_between_two_of_its_words() -> None:
+    gateway, _ = make_gateway()
+    levels = LogLevels.of(LogSettings())
+    gateway._snapshot = HubSnapshot(1, True, False, False, False, b"", levels, [], [])
+    for silence, ready in ((0.0, True), (1.5, True), (2.5, False)):  # of a second that it may be overdue
+        gateway._heard = time.monotonic() - silence
+        assert gateway.ready() == ready
 
 
 async def test_a_sequence_that_cannot_be_told_ends_and_nobody_waits_for_its_reader() -> None:

@@ -1,16 +1,28 @@
 """The hub's end of a link, with calls as a frontend sends them."""
 
+import asyncio
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 from charonia.core.request_context import DONE, RequestContext
 from charonia.core.tensor import Tensor
 from charonia.frontends.hub import FrontendHub
-from charonia.frontends.messages import CallFailed, EndedRequests, ModelAnswer, ModelCall, RequestOrigin, encode_origin
+from charonia.frontends.messages import (
+    CallFailed,
+    EndedRequests,
+    FrontendListening,
+    FrontendState,
+    ModelAnswer,
+    ModelCall,
+    RequestOrigin,
+    encode_origin,
+)
 from charonia.frontends.session import FrontendSession
 from charonia.frontends.tensors import PLACED_BYTES, SentTensor, TensorExchange
 from charonia.processes.shared_arena import new_arena_file
@@ -18,6 +30,7 @@ from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_control import ModelControl
+from charonia.telemetry.loop_lag import LoopState
 
 from ..waiting import until
 
@@ -27,6 +40,10 @@ input { name: "X" data_type: TYPE_FP32 dims: 2 }
 output { name: "Y" data_type: TYPE_FP32 dims: 2 }
 """
 ORIGIN = RequestOrigin.of(RequestContext("infer"), False)
+
+
+def make_hub(gateway: InProcessGateway) -> FrontendHub:
+    return FrontendHub(gateway, None, None)  # type: ignore[arg-type]
 
 
 def call(key: int, values: Sequence[float], checked: int = 0) -> ModelCall:
@@ -43,7 +60,7 @@ async def test_the_memory_of_a_frontend_that_is_gone_is_given_back() -> None:
 
     before, files = mapped(), (new_arena_file(1 << 20), new_arena_file(1 << 20))
     gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
-    session = FrontendSession(FrontendHub(gateway, None, None), "one", *files)  # type: ignore[arg-type]
+    session = FrontendSession(make_hub(gateway), "one", *files)
     other = TensorExchange(*reversed(files), lambda: None)
     large = Tensor.from_values("X", "FP32", np.ones(PLACED_BYTES // 4, np.float32))
     kept = session._exchange.tensor(other.message(large))
@@ -59,6 +76,29 @@ async def test_the_memory_of_a_frontend_that_is_gone_is_given_back() -> None:
         os.close(file)
 
 
+async def test_a_frontend_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
+    session = FrontendSession(make_hub(gateway), "one", new_arena_file(4096), new_arena_file(4096))
+    mine, theirs = socket.socketpair()
+    with theirs:
+        await asyncio.get_running_loop().create_unix_connection(lambda: session.link, sock=mine)
+        for _ in range(100):  # it starts
+            session.beat()
+        session._receive(FrontendListening())
+        for _ in range(2):  # it answers at last
+            for _ in range(60):
+                session.beat()
+            session._receive(FrontendState(LoopState(0.0, [], 0.0, 0.0), []))
+        for _ in range(60):
+            session.beat()
+        await asyncio.sleep(0)
+        assert not session.lost.is_set()
+        session.beat()
+        await until(session.lost.is_set)
+    assert "one hangs" in caplog.text
+    await gateway.lifecycle.close()
+
+
 async def test_a_request_whose_calls_are_answered_here_and_there_ends_once(tmp_path: Path) -> None:
     (tmp_path / "copy" / "1").mkdir(parents=True)
     (tmp_path / "copy" / "config.pbtxt").write_text(CONFIG)
@@ -66,8 +106,7 @@ async def test_a_request_whose_calls_are_answered_here_and_there_ends_once(tmp_p
     catalog = RepositoryCatalog([tmp_path], config_name="")
     gateway.model_control = ModelControl(catalog, gateway.registry, gateway.lifecycle)
     await gateway.load_model("copy")
-    hub = FrontendHub(gateway, None, None)  # type: ignore[arg-type]
-    session = FrontendSession(hub, "one", new_arena_file(4096), new_arena_file(4096))
+    session = FrontendSession(make_hub(gateway), "one", new_arena_file(4096), new_arena_file(4096))
     sent: list[object] = []
     session.link.send = sent.append  # type: ignore[method-assign, assignment]
     [loaded] = gateway.registry.entries["copy"].loaded_versions.values()
