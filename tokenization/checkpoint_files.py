@@ -122,11 +122,13 @@ def _fetch_gguf(hub_id: str, quantization: str) -> Path:
 
 
 def checkpoint_fingerprint(directory: Path) -> str:
-    """A digest of the names and sizes of a checkpoint's files, and of its revision if it is of the hub."""
+    """A digest of the names and sizes of a checkpoint's files, or of its revision if it is of the hub, which says all
+    while files are still to come."""
+    if directory.match("models--*/snapshots/*"):
+        return sha256(directory.name.encode()).hexdigest()
     here = directory.iterdir() if directory.is_dir() else [directory]
     files = sorted((path.name, path.stat().st_size) for path in here if path.is_file())
-    revision = directory.name if directory.parent.name == "snapshots" else ""
-    return sha256(json.dumps([revision, files]).encode()).hexdigest()
+    return sha256(json.dumps(files).encode()).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -61,21 +62,25 @@ def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) ->
 @dataclass(frozen=True, slots=True)
 class TokenizerBundle:
     """Everything that the frontend reads of a checkpoint. `async_tokenizer`: for texts that may take long.
-    `fingerprint`: of the checkpoint's files."""
+    `fingerprint`: of the checkpoint's files. `checkpoint`, `tokenizer_of`: where these were found, the latter empty if
+    the tokenizer is the checkpoint's own."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     async_tokenizer: AsyncTokenizer
     fingerprint: str = ""
+    checkpoint: str = ""
+    tokenizer_of: str = ""
 
     @classmethod
     def load(cls, model: str, chat_template: str = "", tokenizer_of: str = "") -> "TokenizerBundle":
         """Read a checkpoint directory or hub id. `chat_template`, and the tokenizer of another directory or hub id,
         replace its own. Raises as `Tokenizer.load` does."""
         directory = locate_checkpoint(model)
-        tokenizer = Tokenizer.load(locate_checkpoint(tokenizer_of) if tokenizer_of else directory, chat_template)
-        defaults = read_generation_defaults(directory, tokenizer)
-        return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), checkpoint_fingerprint(directory))
+        tokenizer_of = str(locate_checkpoint(tokenizer_of)) if tokenizer_of else ""
+        tokenizer = Tokenizer.load(Path(tokenizer_of) if tokenizer_of else directory, chat_template)
+        defaults, fingerprint = read_generation_defaults(directory, tokenizer), checkpoint_fingerprint(directory)
+        return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint, str(directory), tokenizer_of)
 
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
@@ -195,8 +200,11 @@ class LlmModel:
         return other
 
     def parts(self) -> TextModelParts:
-        """It as other processes have it, once it is loaded; adapters go by their names there."""
-        return TextModelParts(replace(self._spec, connect=_no_engine, lora=None), self._layout, self._info)
+        """It as other processes have it, once it is loaded: from the same files, whatever the hub has by then. Adapters
+        go by their names there."""
+        found, spec = self._bundle, replace(self._spec, connect=_no_engine, lora=None)
+        spec = replace(spec, checkpoint=found.checkpoint, tokenizer=found.tokenizer_of)
+        return TextModelParts(spec, self._layout, self._info)
 
     def stats(self) -> ModelStats:
         total, (used, capacity) = self._metrics.total, self._client.kv_tokens

@@ -71,3 +71,14 @@ def test_a_hub_id_with_a_quantisation_is_the_file_that_has_it_in_its_name(
         with pytest.raises(InvalidArgument, match="no name of a quantisation"):
             locate_checkpoint("owner/name:*")
     assert calls == [("owner/name", "v1"), ("owner/name", None)]
+
+
+def test_a_fingerprint_is_of_a_directory_s_files_and_of_the_hub_s_revision_while_they_come(tmp_path: Path) -> None:
+    local = files(tmp_path / "local", "config.json")
+    revisions = [files(tmp_path / "models--a--b" / "snapshots" / name, "config.json") for name in ("0a", "0b")]
+    here, first, second = map(checkpoint_fingerprint, (local, *revisions))
+    assert len({here, first, second}) == 3
+    for directory in (local, *revisions):
+        files(directory, "model.safetensors")
+    assert checkpoint_fingerprint(local) != here
+    assert [*map(checkpoint_fingerprint, revisions)] == [first, second]
