@@ -5,10 +5,12 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from starlette.responses import Response
 
 from charonia.core.request_context import DONE, RequestContext
 from charonia.core.tensor import Tensor
@@ -18,9 +20,12 @@ from charonia.frontends.messages import (
     EndedRequests,
     FrontendListening,
     FrontendState,
+    GrpcCall,
+    HttpCall,
     ModelAnswer,
     ModelCall,
     RequestOrigin,
+    SnapshotTaken,
     encode_origin,
 )
 from charonia.frontends.session import FrontendSession
@@ -96,6 +101,29 @@ async def test_a_frontend_that_hangs_is_given_up(caplog: pytest.LogCaptureFixtur
         session.beat()
         await until(session.lost.is_set)
     assert "one hangs" in caplog.text
+    await gateway.lifecycle.close()
+
+
+async def test_what_changes_something_is_answered_when_all_know_of_it_and_what_reads_at_once() -> None:
+    gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
+
+    async def control(rpc: str, message: bytes) -> dict[str, Any]:
+        return {}
+
+    hub = FrontendHub(gateway, Response(), control)
+    asked, slow = (FrontendSession(hub, name, new_arena_file(4096), new_arena_file(4096)) for name in ("one", "two"))
+    sent: list[Any] = []
+    asked.link.send = sent.append  # type: ignore[method-assign]
+    asked._receive(SnapshotTaken(1))
+    for key, rpc in enumerate(("RepositoryModelLoad", "LogSettings", "ModelReady", "SystemSharedMemoryStatus")):
+        asked._receive(GrpcCall(key, rpc, b""))
+    for key, call in enumerate(("POST /v2/logging", "PUT /v2/routes/index", "POST /v2/repository/index", "GET /v2"), 4):
+        method, path = call.split()
+        asked._receive(HttpCall(key, method, path, b"", [], b"", "", 1.0))
+    await until(lambda: len(sent) == 4)
+    assert {each.key for each in sent} == {2, 3, 6, 7}
+    slow._receive(SnapshotTaken(1))
+    await until(lambda: len(sent) == 8)
     await gateway.lifecycle.close()
 
 
