@@ -209,6 +209,9 @@ class Gateway(Protocol):
         on, also if there is none, and releases the handle when the request ends. `name`: also of an adapter, or
         `model:adapter`. Waits while a model is loaded that its first request loads; `NotReady` if that takes long."""
 
+    def alive(self) -> bool:
+        """Whether the process that has the models goes on; one that hangs is to be ended from outside."""
+
     def ready(self) -> bool:
         """Whether every known model is ready and the server is not exiting."""
 

@@ -495,6 +495,9 @@ class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
 BEAT_SECONDS = 1.0
 """Between two heartbeats."""
 
+HUNG_SECONDS = 60.0
+"""Of silence, after which the other end is taken to hang."""
+
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     """The hub's loop turns; `FrontendState` answers."""

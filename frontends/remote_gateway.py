@@ -31,6 +31,7 @@ from ..telemetry.shared_state import SharedState
 from .link import FrameLink
 from .messages import (
     BEAT_SECONDS,
+    HUNG_SECONDS,
     AcquireCall,
     AcquiredModel,
     CallFailed,
@@ -180,10 +181,17 @@ class RemoteGateway:
         model = text.model.over(text.engine.for_request(key, answer.refusal))
         return RemoteTextHandle(self, acquired.config, context, model, stats)
 
+    def alive(self) -> bool:
+        return self._silence < HUNG_SECONDS
+
     def ready(self) -> bool:
-        silence = time.monotonic() - self._heard - BEAT_SECONDS
-        healthy = silence < self._max_silence and not self._lag.stuck
+        healthy = self._silence < self._max_silence and not self._lag.stuck
         return self._snapshot is not None and self._snapshot.ready and healthy
+
+    @property
+    def _silence(self) -> float:
+        """Seconds for which a word of the hub is overdue."""
+        return time.monotonic() - self._heard - BEAT_SECONDS
 
     def exiting(self) -> bool:
         return self._snapshot is not None and self._snapshot.exiting

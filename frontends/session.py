@@ -35,6 +35,8 @@ from ..telemetry.request_trace import request_trace
 from .hub import FrontendHub
 from .link import FrameLink
 from .messages import (
+    BEAT_SECONDS,
+    HUNG_SECONDS,
     AbortSequence,
     AcquireCall,
     AcquiredModel,
@@ -81,9 +83,9 @@ log = logging.getLogger(__name__)
 _WINDOW = 16
 """Responses of one stream that may be on their way, unread."""
 
-_MOST_UNANSWERED = 60
-"""Heartbeats in a row, one a second, after which a frontend is given up: nobody else notices that a fourth, say, of
-all connections gets no answer."""
+_MOST_UNANSWERED = round(HUNG_SECONDS / BEAT_SECONDS)
+"""Heartbeats in a row, after which a frontend is given up: nobody else notices that a fourth, say, of all connections
+gets no answer."""
 
 _ONLY_TEXT = ("tokenize", "detokenize")
 """Endpoints that ask no engine."""

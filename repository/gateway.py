@@ -301,6 +301,9 @@ class InProcessGateway:
 
     # For endpoints
 
+    def alive(self) -> bool:
+        return True
+
     def ready(self) -> bool:
         if self._exiting or not self._healthy():
             return False

@@ -26,7 +26,7 @@ _FILE = "file:"
 
 
 async def server_live(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    return {"live": True}
+    return {"live": gateway.alive()}
 
 
 async def server_ready(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:

@@ -64,7 +64,7 @@ class V2Endpoints:
         return json_response(server_metadata(self._info))
 
     async def live(self, request: Request) -> Response:
-        return Response()
+        return Response(status_code=200 if self._gateway.alive() else 400)
 
     async def ready(self, request: Request) -> Response:
         if self._gateway.exiting():

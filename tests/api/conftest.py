@@ -156,6 +156,9 @@ class FakeGateway:
     def ready(self) -> bool:
         return self.is_ready
 
+    def alive(self) -> bool:
+        return True
+
     def exiting(self) -> bool:
         return self.is_exiting
 

@@ -190,7 +190,7 @@ def test_probes_ask_what_there_is(overlay: str, rendered: Callable[[str], list[A
             serving = int(value_of(each, "--http-port", 8000))
             assert serving in ports.values()
             probes = [probe for name, probe in each.items() if name.endswith("Probe")]
-            assert probes
+            assert {"readinessProbe", "livenessProbe"} <= each.keys()
             for asked in (probe["httpGet"] for probe in probes):
                 assert ports.get(asked["port"], asked["port"]) == serving
                 assert httpx.get(served.url + asked["path"]).status_code == 200

@@ -44,13 +44,15 @@ async def test_an_end_is_told_even_if_what_was_asked_cannot_be() -> None:
     assert sent == [EndedRequests([7], [])]
 
 
-async def test_nothing_is_ready_while_the_hub_is_silent_for_longer_than_between_two_of_its_words() -> None:
+async def test_health_allows_for_the_time_between_two_words_of_the_hub() -> None:
     gateway, _ = make_gateway()
     levels = LogLevels.of(LogSettings())
     gateway._snapshot = HubSnapshot(1, True, False, False, False, b"", levels, [], [])
-    for silence, ready in ((0.0, True), (1.5, True), (2.5, False)):  # of a second that it may be overdue
-        gateway._heard = time.monotonic() - silence
-        assert gateway.ready() == ready
+    for silence, live, ready in ((0.0, True, True), (1.5, True, True), (2.5, True, False), (60.0, True, False)):
+        gateway._heard = time.monotonic() - silence  # of a second that it may be overdue
+        assert (gateway.alive(), gateway.ready()) == (live, ready)
+    gateway._heard = time.monotonic() - 61.5
+    assert not gateway.alive()
 
 
 async def test_a_sequence_that_cannot_be_told_ends_and_nobody_waits_for_its_reader() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from charonia.api.grpc.control_rpcs import server_live
 from charonia.api.json_tensors import parse_json
 from charonia.api.triton.generate import generate_body_to_infer_request
 from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, ServerExiting, Unavailable, Unsupported
@@ -60,6 +61,14 @@ async def test_answers(client: httpx.AsyncClient, method: str, path: str, status
     else:
         assert response.headers["content-type"] == "application/json"
         assert response.json() == body
+
+
+async def test_a_server_whose_models_hang_elsewhere_is_not_live(
+    client: httpx.AsyncClient, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "alive", lambda: False)
+    assert (await client.get("/v2/health/live")).status_code == 400
+    assert await server_live(gateway, None) == {"live": False}
 
 
 @pytest.mark.parametrize(
