@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ...core.errors import InvalidArgument
 from ..cpu import library
-from ..cpu.lora import LoraPart, RankAdapter, pack_outputs
+from ..cpu.lora import CAdapterTable, pack_outputs
 from ..cpu.memory import HugePageArena
+from ..gpu import runtime
+from ..step_adapters import LoraPart, RankAdapter, RankAdapterTable
 from .adapter_files import AdaptedModule, AdapterFiles, StoredMatrix
 from .hf_checkpoint import text_tensor_name
 from .weights import STORED, TensorSlice
@@ -100,7 +102,15 @@ class AdapterTargets:
         memory = _AdapterMemory(self._dtype, self._device, self._native)
         for number, part, adapted in matched:
             parts[number].append(part.share(adapted, memory))
-        return RankAdapter(files.digest, files.rank, parts, self._device)
+        return RankAdapter(files.digest, files.rank, parts, self._table(parts))
+
+    def _table(self, parts: Sequence[Sequence[LoraPart]]) -> RankAdapterTable | None:
+        """What the kernels of `layers.linear` read; None where torch computes."""
+        if runtime.serves(self._dtype, self._device):
+            from ..gpu.lora import AdapterRecords
+
+            return AdapterRecords(parts, self._device)
+        return CAdapterTable(parts) if self._native else None
 
     def _matched(self, files: AdapterFiles) -> Iterator[tuple[int, _TargetPart, AdaptedModule]]:
         """Every matrix of this rank's layers; those of other ranks are theirs to check."""

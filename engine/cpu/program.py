@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import MaskArray
+from ..step_adapters import StepAdapters
 from ..step_batch import SampledTokens, StepBatch
 from . import library
 from .attention import LayerCaches, StepStruct
 from .library import struct_fields
-from .lora import StepAdapters
 from .memory import aligned_empty
 from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cpu.lora import BLOCK_PLACES, AdapterBlocks, StepAdapters
+from ..step_adapters import BLOCK_PLACES, AdapterBlocks, StepAdapters
 from ..step_batch import StepBatch
 
 log = logging.getLogger(__name__)

@@ -9,12 +9,13 @@ added in their order where B is multiplied: a row depends on no other. The refer
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cpu.lora import BLOCK_PLACES, RECORD_WORDS, StepAdapters
+from ..step_adapters import BLOCK_PLACES, LoraPart, StepAdapters
 from .attention_plan import next_power_of_2
 from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
 
@@ -25,7 +26,27 @@ _BLOCK_INPUTS, _BLOCK_OUTPUTS = 64, 64
 _VARYING = ["stride", "product", "pieces"]
 """From product to product and step to step: no kernel is compiled again for one of them."""
 
-_WORDS = tl.constexpr(RECORD_WORDS)
+_RECORD_WORDS = 6
+"""int64 numbers of a part in `AdapterRecords`."""
+_WORDS = tl.constexpr(_RECORD_WORDS)
+
+
+class AdapterRecords:
+    """An adapter's `parts` of each product as the kernels find them, int64 on the device: where the records of each
+    product begin, and those of the last end; then of each part the addresses of `a` and `b`, its rank, the bits of its
+    scale as float64, `first` and `outputs`."""
+
+    def __init__(self, parts: Sequence[Sequence[LoraPart]], device: torch.device) -> None:
+        ends = len(parts) + 1 + _RECORD_WORDS * np.cumsum([0, *map(len, parts)])
+        flat = [part for product in parts for part in product]
+        scales = np.array([part.scale for part in flat], np.float64).view(np.int64).tolist()
+        words = [
+            (part.a.data_ptr(), part.b.data_ptr(), len(part.a), scale, part.first, part.outputs)
+            for part, scale in zip(flat, scales, strict=True)
+        ]
+        numbers = np.concatenate([ends, np.array(words, np.int64).reshape(-1)]).astype(np.int64)
+        self._numbers = torch.from_numpy(numbers).to(device)
+        self.address = self._numbers.data_ptr()
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..cpu.lora import StepAdapters
+from ..step_adapters import StepAdapters
 from ..step_batch import StepBatch
 from .rotary import Rotary, RotaryAngles
 

@@ -50,7 +50,7 @@ class InlineExecutor:
         return self.rank.loaded_adapters.load(path)
 
     def unload_adapter(self, digest: str) -> None:
-        self.rank.loaded_adapters.held.pop(digest, None)
+        self.rank.unload_adapter(digest)
 
     @property
     def eager_steps(self) -> int:

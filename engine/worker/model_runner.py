@@ -15,12 +15,12 @@ from ...scheduler.plan import IntArray, LongArray, MaskArray, MaskSource, StepPl
 from ..attention.backend import AttentionBackend
 from ..attention.host_cache import HostCache
 from ..config import LOGITS_PIECE
-from ..cpu.lora import AdapterBlocks, StepAdapters
 from ..cpu.program import StepRun
 from ..gpu.graphs import DecodeGraphs, StaticStep
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
+from ..step_adapters import AdapterBlocks, RankAdapter, StepAdapters
 from ..step_batch import SAMPLING_DTYPE, HostCopy, SampledTokens, to_device
 from .logprobs import sampled_logprobs
 from .row_states import RowStates, StepInputs
@@ -129,6 +129,10 @@ class ModelRunner:
         """Its own, and those of the model that drafts."""
         found = self.graphs, None if self.draft is None else self.draft.graphs
         return [each for each in found if each is not None]
+
+    def forget_adapter(self, adapter: RankAdapter) -> None:
+        """See `RowStates.forget_adapter`."""
+        self._rows.forget_adapter(adapter)
 
     def _forget_graphs(self) -> None:
         for each in self.all_graphs:

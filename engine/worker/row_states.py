@@ -4,7 +4,7 @@ Plans are differences; this is what they are differences to. Token ids and table
 token sampled there can be computed on in the next step before the host has heard of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...scheduler.plan import IntArray, LongArray, MaskArray, NewSequence, StepPlan
 from ..config import LOGITS_PIECE
-from ..cpu.lora import RankAdapter, StepAdapters
 from ..cpu.sampling import forbid_tokens
 from ..gpu.graphs import StaticStep
+from ..step_adapters import RankAdapter, StepAdapters
 from ..step_batch import (
     SAMPLING_COLUMNS,
     SAMPLING_DTYPE,
@@ -136,6 +136,10 @@ class RowStates:
             positions = end_ranges(plan.starts + plan.counts - 1, plan.drafts)
             self._scatter(self._tokens, plan.rows.repeat(plan.drafts), positions, plan.drafted)
 
+    def forget_adapter(self, adapter: RankAdapter) -> None:
+        """Let go of an adapter that no sequence has: rows are told of their end with the next plan."""
+        self._adapters = {row: each for row, each in self._adapters.items() if each is not adapter}
+
     def has_room_for(self, plan: StepPlan) -> bool:
         """Whether `apply_plan` leaves the tables of token and block ids where they are."""
         return all(sequence.row < len(self._blocks) for sequence in plan.new)
@@ -206,8 +210,13 @@ class RowStates:
         sampling["position"] = positions
         return sampling
 
-    def tokens_of(self, row: int, first: int, end: int) -> IntArray:
-        found: IntArray = self._tokens[row, first:end].cpu().numpy()
+    def tokens_between(self, spans: Sequence[tuple[int, int, int]]) -> IntArray:
+        """The tokens of each (row, first, end), one behind the other; for any at all the device is waited for, once."""
+        if not spans:
+            return np.zeros(0, np.int32)
+        rows, firsts, ends = np.array(spans).T
+        positions = end_ranges(ends - 1, ends - firsts)
+        found: IntArray = gather_entries(self._tokens, rows.repeat(ends - firsts), positions).cpu().numpy()
         return found
 
     def blocks_of(self, row: int, first: int, end: int) -> LongArray:

@@ -19,10 +19,10 @@ from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.selector import create_backend
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention
-from charonia.engine.cpu.lora import LoraPart, RankAdapter, StepAdapters
 from charonia.engine.cpu.matmul import GroupedFormat
 from charonia.engine.gpu import runtime
 from charonia.engine.layers.int4 import dequantize_int4, quantize_int4
+from charonia.engine.step_adapters import LoraPart, RankAdapter, StepAdapters
 from charonia.engine.step_batch import StepBatch
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def test_scaled_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("rows", [3, 70])
 def test_adapters(rows: int, dtype: torch.dtype) -> None:
     """Two of them, of different ranks, on all rows but the last; the second changes the last matrix alone."""
-    from charonia.engine.gpu.lora import TritonLora
+    from charonia.engine.gpu.lora import AdapterRecords, TritonLora
 
     inputs, outputs = (70, (64, 32)) if INTERPRETED else (5000, (4096, 1024))
     adapters, wide = [], list[Tensor]()
@@ -209,7 +209,7 @@ def test_adapters(rows: int, dtype: torch.dtype) -> None:
                 )
                 parts.append(LoraPart(first, size, a, b, 0.01))
                 added[:, first : first + size] = 0.01 * a.double().T @ b.double()
-        adapters.append(RankAdapter(str(seed), max(ranks), [parts], DEVICE))
+        adapters.append(RankAdapter(str(seed), max(ranks), [parts], AdapterRecords([parts], DEVICE)))
         wide.append(added)
     cut = rows // 3
     step = StepAdapters(adapters, np.array([0, cut, rows - 1], np.int64), np.arange(rows - 1))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from charonia.engine.cpu.lora import LoraPart, NativeLora, RankAdapter, StepAdapters, pack_outputs
+from charonia.engine.cpu.lora import CAdapterTable, NativeLora, pack_outputs
+from charonia.engine.step_adapters import LoraPart, RankAdapter, StepAdapters
 
 INPUTS, OUTPUTS = 67, 150
 PARTS = ((0, 33), (40, 64), (110, 40))
@@ -28,7 +29,8 @@ def adapter(dtype: torch.dtype, ranks: Sequence[int], seed: int) -> tuple[RankAd
         added.append(scale * (b.double() @ a.double()))
         if rank:
             parts.append(LoraPart(first, outputs, a, pack_outputs(b).contiguous(), scale))
-    return RankAdapter(str(seed), max(ranks), [[], parts]), added
+    products = [[], parts]
+    return RankAdapter(str(seed), max(ranks), products, CAdapterTable(products)), added
 
 
 def step(adapters: Sequence[RankAdapter], places: Sequence[Sequence[int]]) -> StepAdapters:

@@ -25,9 +25,10 @@ from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.cpu import library
-from charonia.engine.cpu.lora import StepAdapters
+from charonia.engine.cpu.lora import CAdapterTable
 from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets, StaticStep
 from charonia.engine.layers import linear
+from charonia.engine.step_adapters import StepAdapters
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import record_decode_steps
@@ -92,9 +93,11 @@ class EveryDraft(Speculation):
 
 class Setting:
     """A tiny model whose decode steps are recorded, prompts, and how transformers goes on with them. `adapters`: the
-    digests of those that sequences have in turn."""
+    digests of those that sequences have in turn, each with a `table` by whose address it is found, if not its own."""
 
-    def __init__(self, checkpoint: Path, adapters: Sequence[Path] = (), **changes: Any) -> None:
+    def __init__(
+        self, checkpoint: Path, adapters: Sequence[Path] = (), table: Callable[..., Any] | None = None, **changes: Any
+    ) -> None:
         self.recorder, self.preemptions, self.accepted, self.new = Recorder(), 0, 0, NEW
         cache, lora = CacheConfig(block_size=BLOCK), LoraConfig(max_rank=16) if adapters else None
         sizes = {"cache": cache, "scheduler": SchedulerConfig(max_num_seqs=4)}
@@ -104,6 +107,8 @@ class Setting:
         self.executor = InlineExecutor(self.config)
         self.executor.load(lambda phase, fraction: None)
         self.executor.allocate(BLOCKS)
+        if adapters and table is not None:
+            self.executor.rank.loaded_adapters._targets._table = table  # type: ignore[method-assign]
         self.paths = adapters
         self.adapters = ["", *(self.executor.load_adapter(str(each)).result().digest for each in adapters)]
         self.set_pace(1.0)
@@ -171,7 +176,7 @@ def loaded(checkpoint: Path, adapters: Sequence[Path] = (), **changes: Any) -> I
         if adapters:
             patch.setattr(library, "supports", lambda *_: False)
             patch.setattr(linear, "_fastest_lora", lambda number, *_: DeviceLora(number))
-        setting = Setting(checkpoint, adapters, **changes)
+        setting = Setting(checkpoint, adapters, CAdapterTable, **changes)
     yield setting
     setting.executor.close()
 
@@ -190,7 +195,7 @@ def adapted(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     written = [write_adapter(directory / "all", layers, 1), write_adapter(directory / "some", some, 2, r=3)]
     with loaded(checkpoint("llama"), written) as setting:
         held = setting.executor.rank.loaded_adapters.held
-        DeviceLora.known.update({each.records.data_ptr(): each for each in held.values()})
+        DeviceLora.known.update({each.address: each for each in held.values()})
         setting.right = setting.eager_answers()
         yield setting
 
@@ -297,7 +302,7 @@ def test_an_adapter_that_comes_later_needs_no_other_graph(adapted: Setting, tmp_
     captures, before, right = adapted.recorder.captures, adapted.adapters, adapted.right
     layers, held = linear_layers(Path(adapted.config.model)), adapted.executor.rank.loaded_adapters.held
     later = adapted.executor.load_adapter(str(write_adapter(tmp_path, layers, 3, r=5))).result().digest
-    DeviceLora.known[held[later].records.data_ptr()] = held[later]
+    DeviceLora.known[held[later].address] = held[later]
     adapted.adapters = ["", later]
     found = run(adapted, 0, {})
     assert (adapted.recorder.captures, adapted.graphs.eager_steps) == (captures, 0)

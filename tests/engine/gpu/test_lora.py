@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from charonia.engine.cpu.lora import AdapterBlocks, LoraPart, RankAdapter, StepAdapters
 from charonia.engine.layers.linear import TorchLora
+from charonia.engine.step_adapters import AdapterBlocks, LoraPart, RankAdapter, StepAdapters
 
 SIZES, MOST, GUARD = (33, 64, 40), 70, 3
 """The outputs of a product's three matrices, which begin at 0, 40 and 110: some of its outputs are nobody's."""
@@ -22,14 +22,20 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def adapter(inputs: int, ranks: Sequence[int], seed: int) -> RankAdapter:
+def adapter(kernels: dict[str, ModuleType], inputs: int, ranks: Sequence[int], seed: int) -> RankAdapter:
     """One that changes product 1 alone; a rank of 0 leaves the part out."""
     parts = [
         LoraPart(first, outputs, random(rank, inputs, seed=seed), random(rank, outputs, seed=seed + 1), 0.25)
         for first, outputs, rank in zip(BEGINS, SIZES, ranks, strict=True)
         if rank
     ]
-    return RankAdapter(str(seed), max(ranks), [[], parts], torch.device("cpu"))
+    return recorded(kernels, str(seed), max(ranks), [[], parts])
+
+
+def recorded(
+    kernels: dict[str, ModuleType], digest: str, rank: int, parts: Sequence[Sequence[LoraPart]]
+) -> RankAdapter:
+    return RankAdapter(digest, rank, parts, kernels["lora"].AdapterRecords(parts, torch.device("cpu")))
 
 
 def step(adapters: Sequence[RankAdapter], counts: Sequence[int], order: Sequence[int]) -> StepAdapters:
@@ -48,7 +54,7 @@ def test_rows_get_what_their_adapter_adds(
 ) -> None:
     """Ranks beyond a tile, parts left out, places in any order, and some without an adapter, which stay as they are;
     so does what lies behind the outputs. The same with blocks that are nobody's, as in a recorded step."""
-    made = [adapter(inputs, ranks, 10 * at) for at, (_, ranks) in enumerate(asked)]
+    made = [adapter(kernels, inputs, ranks, 10 * at) for at, (_, ranks) in enumerate(asked)]
     counts = [count for count, _ in asked]
     rows = sum(counts) + 2
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -58,8 +64,8 @@ def test_rows_get_what_their_adapter_adds(
     right = whole.double()
     TorchLora(1).add(x.double(), right[:, :OUTPUTS], step([_double(each) for each in made], counts, order))
     lora = kernels["lora"].TritonLora(1, SIZES, MOST)
-    recorded = StepAdapters.on_device(AdapterBlocks(torch.from_numpy(adapters.pack(rows + 2)), rows))
-    for each in (adapters, recorded):
+    replayed = StepAdapters.on_device(AdapterBlocks(torch.from_numpy(adapters.pack(rows + 2)), rows))
+    for each in (adapters, replayed):
         found = whole.clone()
         lora.add(x, found[:, :OUTPUTS], each)
         assert torch.allclose(found.double(), right, rtol=1e-4, atol=1e-3)
@@ -73,7 +79,7 @@ def _double(made: RankAdapter) -> RankAdapter:
 
 
 def test_a_row_depends_on_no_other(kernels: dict[str, ModuleType]) -> None:
-    made = [adapter(67, (5, 16, 1), 0), adapter(67, (70, 0, 3), 10)]
+    made = [adapter(kernels, 67, (5, 16, 1), 0), adapter(kernels, 67, (70, 0, 3), 10)]
     x, out = random(40, 67, seed=1), random(40, OUTPUTS, seed=2)
     lora, together = kernels["lora"].TritonLora(1, SIZES, MOST), out.clone()
     lora.add(x, together, step(made, (21, 17), range(40)))
@@ -85,9 +91,9 @@ def test_a_row_depends_on_no_other(kernels: dict[str, ModuleType]) -> None:
 
 
 def test_halves_are_rounded_once(kernels: dict[str, ModuleType]) -> None:
-    made = adapter(128, (16, 16, 16), 0)
+    made = adapter(kernels, 128, (16, 16, 16), 0)
     half = [[part._replace(a=part.a.half(), b=part.b.half()) for part in each] for each in made.parts]
-    adapters = step([RankAdapter("", 16, half)], (9,), range(9))
+    adapters = step([recorded(kernels, "", 16, half)], (9,), range(9))
     x, out = random(9, 128, seed=1).half(), torch.zeros(9, OUTPUTS, dtype=torch.float16)
     kernels["lora"].TritonLora(1, SIZES, 16).add(x, out, adapters)
     for part in half[1]:
@@ -97,8 +103,8 @@ def test_halves_are_rounded_once(kernels: dict[str, ModuleType]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(), (1,), (16, 17), (40, 1, 1, 33)])
-def test_blocks_have_one_adapter_each(lengths: tuple[int, ...]) -> None:
-    adapters = [adapter(4, (1, 0, 0), seed) for seed in range(len(lengths))]
+def test_blocks_have_one_adapter_each(kernels: dict[str, ModuleType], lengths: tuple[int, ...]) -> None:
+    adapters = [adapter(kernels, 4, (1, 0, 0), seed) for seed in range(len(lengths))]
     total = sum(lengths)
     places = np.arange(100, 100 + total)
     found = StepAdapters(adapters, np.cumsum([0, *lengths], dtype=np.int64), places).pack(max(total, 1) + 3)
@@ -106,7 +112,7 @@ def test_blocks_have_one_adapter_each(lengths: tuple[int, ...]) -> None:
     seen = []
     for address, first, end in found[1:].T.tolist():
         if address:
-            [owner] = [each for each in adapters if each.records.data_ptr() == address]
+            [owner] = [each for each in adapters if each.address == address]
             assert 0 < end - first <= 16
             seen += [(owner.digest, line) for line in range(first, end)]
     owners = np.repeat([each.digest for each in adapters], lengths).tolist()

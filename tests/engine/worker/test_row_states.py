@@ -1,8 +1,11 @@
 """The rows an executor keeps, against the same told with lists."""
 
+import weakref
+
 import numpy as np
 import torch
 
+from charonia.engine.step_adapters import RankAdapter
 from charonia.engine.worker.row_states import RowStates
 from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan
 
@@ -93,6 +96,19 @@ def test_a_row_taken_over_begins_a_table_of_its_own() -> None:
     inputs = rows.gather_inputs(step)
     assert inputs.batch.tokens.tolist() == [8, 9]
     assert inputs.batch.tables.tolist() == [[7]]
+
+
+def test_an_adapter_that_is_unloaded_is_nobodys_when_its_sequences_have_ended() -> None:
+    """Before a plan says so: none comes while nothing runs."""
+    held = {"a": RankAdapter("a", 1, []), "b": RankAdapter("b", 1, [])}
+    rows = RowStates(32, 4, torch.device("cpu"), held)
+    sequences = (new(0, ints(1, 2))._replace(adapter="a"), new(1, ints(3))._replace(adapter="b"))
+    rows.apply_plan(plan(ints(0, 1), ints(0, 0), ints(2, 1), new=sequences, appended=pairs((0, 1), (1, 2))))
+    gone, stays = (weakref.ref(each) for each in held.values())
+    rows.forget_adapter(held["a"])
+    held.clear()
+    assert gone() is None
+    assert stays() is not None
 
 
 def test_rows_grow_and_keep_what_they_hold() -> None:
