@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import Unavailable
+from ..engine.kernel_choice import FP8_CAPABILITY, LEVEL_VARIABLE
 from ..processes.host import available_memory, torch_has_cuda, usable_cores
 from ..repository.memory_budget import format_bytes
 from ..telemetry.host_metrics import usable_gpus
@@ -94,7 +95,7 @@ def _kernels() -> Finding:
     text = library.describe()
     mend = "raise the limit of signal stacks (ulimit -s), or allow AMX in the container's seccomp profile"
     if library.level() is None:
-        mend = f"unset {library.LEVEL_VARIABLE}, or install a C compiler and run {library.BUILD_COMMAND}"
+        mend = f"unset {LEVEL_VARIABLE}, or install a C compiler and run {library.BUILD_COMMAND}"
     return _judge("kernels", library.level() is not None and "AMX" not in text, text, mend)
 
 
@@ -114,7 +115,7 @@ def _fp8() -> str:
     except ImportError:  # another finding says so
         return ""
     found = runtime.capabilities()
-    able = sum(each >= runtime.FP8_CAPABILITY for each in found)
+    able = sum(each >= FP8_CAPABILITY for each in found)
     told = ", ".join(f"{each / 10:.1f}" for each in found)
     return f"; compute capability {told}: {able or 'none'} of them can do fp8, which takes 8.9" if found else ""
 

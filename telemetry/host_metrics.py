@@ -120,6 +120,15 @@ class Gpus:
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(number)).free)
         return _UNLIMITED
 
+    def capability(self, number: int) -> int:
+        """The compute capability, times ten, of the GPU with this number, as for `free`; 0 where it is not known."""
+        if not self._gpus:
+            return 0
+        with suppress(self._nvml.NVMLError, LookupError):
+            major, minor = self._nvml.nvmlDeviceGetCudaComputeCapability(self._handle(number))
+            return 10 * int(major) + int(minor)
+        return 0
+
     def _handle(self, number: int) -> Any:
         """The GPU with CUDA's number, or a part of one, which has a name of its own.
 

@@ -8,6 +8,7 @@ import torch
 from ...core.errors import InvalidArgument
 from ..cpu import library
 from ..gpu import runtime
+from ..kernel_choice import FP8_CAPABILITY
 from .backend import AttentionBackend, CacheSpec
 from .native import NativeAttention
 from .torch_attention import ReferenceAttention, TorchSdpaAttention
@@ -76,7 +77,7 @@ def _missing_support(name: str, wanted: Mapping[str, Any], device: torch.device)
 def _check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a cache in fp8 where no attention converts it."""
     on_gpu, capability = device.type == "cuda", runtime.capability(device)
-    if capability >= runtime.FP8_CAPABILITY if on_gpu else runtime.serves(dtype, device):
+    if capability >= FP8_CAPABILITY if on_gpu else runtime.serves(dtype, device):
         return
     here = f"{device} has {capability / 10:.1f}" if on_gpu else f"the engine computes on {device}"
     message = f"kv_cache_dtype fp8 is for GPUs of compute capability 8.9 or more, and {here}; int8 takes as few bytes"

@@ -6,13 +6,13 @@ import os
 import platform
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import torch  # before the library is opened: its OpenMP then is torch's, with the same pool of threads
 
 from ...core.errors import Internal
+from ..kernel_choice import LEVEL_VARIABLE, native_library
 from ..step_batch import SAMPLING_DTYPE
 from .source_stamp import source_stamp
 
@@ -21,9 +21,6 @@ LEVELS_OF = {"x86_64": ("avx2", "avx512", "avx512bf16", "amx"), "aarch64": ("dot
 
 LEVELS = ("portable", *LEVELS_OF.get(platform.machine(), ()))
 """This machine's, as `enum charonia_level` in level.h."""
-
-LEVEL_VARIABLE = "CHARONIA_KERNELS"
-"""The environment variable that caps the level; "none" is the torch path, "triton" that of GPUs (gpu/runtime.py)."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that kernels compute on, with C's number for each (`enum kind` in simd.h)."""
@@ -133,14 +130,13 @@ def bind_function(name: str) -> Callable[..., Any]:
 
 @cache
 def _open_library() -> ctypes.CDLL | None:
-    wanted = os.environ.get(LEVEL_VARIABLE, LEVELS[-1])
-    found = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"_native{suffix}")).exists()]
-    if wanted in ("none", "triton") or not found:
+    wanted, found = os.environ.get(LEVEL_VARIABLE, LEVELS[-1]), native_library()
+    if found is None:
         return None
     if wanted not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE} must be none, triton or one of {', '.join(LEVELS)}, got {wanted!r}")
-    library = ctypes.CDLL(str(found[0]))
-    _check_sources(library, found[0])
+    library = ctypes.CDLL(str(found))
+    _check_sources(library, found)
     _check_sampling_layout(library)
     library.charonia_limit(LEVELS.index(wanted))
     return library

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernel_choice import FP8_CAPABILITY
 from ..step_batch import DeviceBatch
 from .attention_plan import (
     CODED_SHAPES,
@@ -32,7 +33,7 @@ from .attention_plan import (
     combine_plan,
     decode_plan,
 )
-from .runtime import CODE_TYPES, FP8_CAPABILITY, Specialisation, capability
+from .runtime import CODE_TYPES, Specialisation, capability
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 

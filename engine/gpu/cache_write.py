@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernel_choice import FP8_CAPABILITY
 from ..step_batch import DeviceBatch
 from .attention_plan import CODED_SHAPES, SHAPES, CacheShape, LayerCache, next_power_of_2
 from .codes import to_codes
-from .runtime import CODE_TYPES, FP8_CAPABILITY, Specialisation
+from .runtime import CODE_TYPES, Specialisation
 
 
 @triton.jit

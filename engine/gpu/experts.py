@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernel_choice import FP8_CAPABILITY
 from .gate import activate
 from .grouped_matmul import INTEGER_FORMS, GroupedWeights, add_group, load_inputs, weight_types
-from .runtime import CODE_TYPES, DIVISIBLE, FP8_CAPABILITY, FP8_GROUP_SIZES, TRITON_TYPES, Specialisation
+from .runtime import CODE_TYPES, DIVISIBLE, FP8_GROUP_SIZES, TRITON_TYPES, Specialisation
 from .scaled_matmul import QuantisedRows, add_codes, quantise_rows, scale_sums, scales_by_group
 
 _SORTED = 1024

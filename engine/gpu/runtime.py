@@ -4,12 +4,11 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
-from ..cpu.library import LEVEL_VARIABLE
+from ..kernel_choice import FP8_CAPABILITY, computes_with_triton
 
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """The dtypes that kernels compute on, by Triton's names."""
@@ -23,10 +22,12 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels compute `dtype` on `device`; layers ask while they are built, not at each step.
     CHARONIA_KERNELS=none leaves a GPU to torch; with CHARONIA_KERNELS=triton a CPU interprets the kernels, slowly: so
     what runs on a GPU is proved without one."""
-    if dtype not in TRITON_TYPES or not _is_installed():
+    if dtype not in TRITON_TYPES or device.type not in ("cpu", "cuda"):
         return False
-    wanted = os.environ.get(LEVEL_VARIABLE)
-    return wanted != "none" if device.type == "cuda" else device.type == "cpu" and wanted == "triton"
+    found = computes_with_triton(device.type == "cuda")
+    if found and device.type == "cpu" and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
+    return found
 
 
 @cache
@@ -43,9 +44,6 @@ def capabilities() -> list[int]:
     return [capability(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
 
 
-FP8_CAPABILITY = 89
-"""The least capability whose tensor cores multiply fp8, and for which Triton converts it."""
-
 FP8_GROUP_SIZES = (32, 64, 128)
 """The numbers of inputs that may share a scale in fp8; such groups are whole."""
 
@@ -53,13 +51,6 @@ FP8_GROUP_SIZES = (32, 64, 128)
 def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether they compute `dtype` on `device` by products in fp8 (e4m3), or over a cache in it."""
     return serves(dtype, device) and capability(device) >= FP8_CAPABILITY
-
-
-@cache
-def _is_installed() -> bool:
-    if os.environ.get(LEVEL_VARIABLE) == "triton" and "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
-    return find_spec("triton") is not None
 
 
 DIVISIBLE = ":16"

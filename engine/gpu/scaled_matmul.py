@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernel_choice import FP8_CAPABILITY
 from .codes import to_codes
 from .runtime import (
     CODE_TYPES,
     DIVISIBLE,
-    FP8_CAPABILITY,
     FP8_GROUP_SIZES,
     LARGEST_CODES,
     TRITON_TYPES,

@@ -20,10 +20,12 @@ from ..checkpoint.packing_cache import Array
 from ..checkpoint.served_forms import SCALE_ERROR
 from ..checkpoint.weights import TensorSlice, WeightLoader, dtype_name
 from ..cpu import library
-from ..cpu.lora import NativeLora, StepAdapters
+from ..cpu.lora import NativeLora
 from ..cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, MatmulFormat, PackedMatmul
 from ..cpu.op_trace import SymbolicTensor
 from ..gpu import runtime
+from ..kernel_choice import keeps_codes
+from ..step_adapters import StepAdapters
 from .int4 import BYTES, GROUP_SIZE, DequantizedMatmul, TorchInt4Matmul, quantize_int4
 from .step_context import StepContext
 
@@ -219,10 +221,11 @@ class ProductMatrix:
     def codes(self) -> CodeForm | None:
         """The form in which kernels compute with the codes that the checkpoint stores; None: they do not."""
         loader = self._loader
-        if not self._use.quantizable or loader.dtype == torch.float32 or self.precision != "none":
+        if not self._use.quantizable or self.precision != "none":
             return None
         found = loader.common_form(self._slices)
-        return found if found is None or not found.floats or runtime.serves_fp8(loader.dtype, loader.device) else None
+        able = runtime.capability(loader.device) if loader.device.type == "cuda" else None
+        return found if found is not None and keeps_codes(dtype_name(loader.dtype), found.floats, able) else None
 
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
         """For the C kernels: as an earlier load kept it, if one did."""
@@ -368,8 +371,7 @@ class ProductMatrix:
 
     def in_torch(self, bias: Tensor | None) -> Matmul:
         loader, sizes = self._loader, (self.outputs, self._inputs)
-        dry = loader.device.type == "meta"  # the kernels will compute it, where they can
-        self._count(self.codes if dry and library.supports(loader.dtype, torch.device("cpu")) else None)
+        self._count(self.codes if loader.device.type == "meta" else None)  # kernels will compute it, where they can
         if self.precision == "int4":
             tiles = (quantize_int4(rows.to(loader.device), self._squares) for _, rows in loader.tiles(self._slices))
             weights, scales = (

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import MemoryNeed, ModelConfig
@@ -21,7 +23,8 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
     shards = {"model-1.safetensors": 600, "model-2.safetensors": 400}
     for name, size in {**shards, "consolidated.safetensors": 1000}.items():  # the same once more, as Mistral ships it
-        (tmp_path / name).write_bytes(bytes(size))
+        half = torch.zeros(2, size // 4, dtype=torch.bfloat16)
+        save_file({f"tensor of {name}": half}, tmp_path / name)
     index = {"weight_map": {f"tensor of {name}": name for name in shards}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "tokenizer.json").write_bytes(bytes(50))
@@ -105,3 +108,24 @@ def test_a_core_is_told_what_it_may_take(checkpoint: Path) -> None:
     assert told(language_model(*place, {}, lambda *phase: None)) == [(None, None)]
     two = {"data_parallel_size": "2", "device": "cuda"}
     assert told(language_model(*place, two, lambda *phase: None, memory=100, gpu_memory=45)) == [(50, 45)] * 2
+
+
+@pytest.mark.parametrize(
+    ("parameters", "host", "gpu"),
+    [
+        ({}, 2 * (4096 + 2048 + 64), 2 * (4096 + 2048 + 64)),
+        ({"dtype": "float32"}, 4 * (4096 + 2048 + 64), 4 * (4096 + 2048 + 64)),
+        # A head of its own in eight bits; the table of embeddings stays what it is.
+        ({"quantization": "int8"}, 4096 + 2048 + 2 * 64, 2 * 4096 + 4096 + 2048 + 2 * 64),
+    ],
+)
+def test_a_table_that_is_also_the_head_is_there_twice_where_the_head_is_quantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, str], host: int, gpu: int
+) -> None:
+    monkeypatch.setattr(build, "torch_has_cuda", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "tie_word_embeddings": True}))
+    shapes = {"embed_tokens": (64, 64), "layers.0.mlp.up_proj": (32, 64), "norm": (64,)}
+    tensors = {f"model.{name}.weight": torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert list(memory_needed(str(tmp_path), {"device": "cpu", **parameters}, ())) == [MemoryNeed(host)]
+    assert list(memory_needed(str(tmp_path), parameters, (0,))) == [MemoryNeed(gpu, 0)]

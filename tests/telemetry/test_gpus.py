@@ -53,6 +53,9 @@ class Driver(ModuleType):
         free = {"GPU-first": 60, "GPU-second": 10, "MIG-part": 5}[handle]
         return SimpleNamespace(total=80 << 30, used=20 << 30, free=free << 30)
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:
+        return (8, 0) if handle == "GPU-first" else (8, 9)
+
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         return 120500
 
@@ -134,6 +137,13 @@ def test_what_is_free_on_each_as_cuda_numbers_them(visible: str | None, free: li
     """What nobody knows is without limit."""
     gpus = Gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert [gpus.free(number) >> 30 for number in range(len(free))] == free
+
+
+def test_what_each_can_as_cuda_numbers_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus({"CUDA_VISIBLE_DEVICES": "1,0"})
+    assert [gpus.capability(number) for number in range(3)] == [89, 80, 0]
+    monkeypatch.setattr(driver, "nvmlDeviceGetCount", lambda: 0)
+    assert Gpus({}).capability(0) == 0
 
 
 def test_cuda_may_count_unequal_gpus_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

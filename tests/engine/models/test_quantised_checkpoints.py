@@ -24,6 +24,7 @@ from charonia.engine.layers.mlp import GatedMLP, GatedMLPSpec
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.worker.loaded_rank import check_rank_config
+from charonia.telemetry.host_metrics import Gpus
 from tests.engine.models.test_models import CPU, KIN, NAMES, PARTS, logits, prompts, right_logits, typical_error
 from tests.quantised_files import STYLES, write_quantised
 
@@ -215,19 +216,31 @@ def test_a_name_of_vllms_says_what_the_weights_are(quantised: Quantised, style: 
 
 @KERNELS
 @pytest.mark.parametrize("style", FEW)
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_memory_is_reserved_for_what_the_weights_become(quantised: Quantised, style: str, dtype: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_reserved_for_what_the_weights_become(
+    quantised: Quantised, monkeypatch: pytest.MonkeyPatch, style: str, device: str
+) -> None:
+    """Codes stay codes where kernels multiply with them, on a GPU as on a CPU."""
     small, plain = quantised("llama", style)
-    [need] = memory_needed(str(small), {"device": "cpu", "dtype": dtype}, ())
     right = load_file(plain / "model.safetensors")
     floats = sum(each.numel() for each in right.values())
-    if dtype == "float32":
-        assert need.size == 4 * floats
-        return
-    [on_gpu] = memory_needed(str(small), {"device": "cuda"}, (0,))
-    assert on_gpu.size == 2 * floats
+
+    def needed(dtype: str = "auto", capability: int = 90) -> int:
+        monkeypatch.setattr(Gpus, "capability", lambda gpus, number: capability)
+        [need] = memory_needed(str(small), {"device": device, "dtype": dtype}, ())
+        return need.size
+
+    assert needed("float32") == 4 * floats
+    if device == "cuda":
+        assert (needed(capability=80) == 2 * floats) is (style == "fp8 blocks")
+        monkeypatch.setenv(library.LEVEL_VARIABLE, "none")
+        assert needed() == 2 * floats
+        monkeypatch.setenv(library.LEVEL_VARIABLE, "triton")  # a build on no device then is one for a GPU
+    else:
+        assert needed("float16") == 2 * floats
     served = checkpoint_builder(open_checkpoint(small)).build(BuildContext(torch.bfloat16, META, 1)).served
     assert served is not None
     kept = sum(each.kept for form, each in served._found.items() if not form.plain)
     matrices = sum(each.numel() for name, each in right.items() if name.endswith("_proj.weight"))
-    assert kept <= need.size - 2 * (floats - matrices) < 1.15 * kept
+    assert kept <= needed() - 2 * (floats - matrices) < 1.15 * kept
+    assert (kept == 2 * matrices) is (style == "fp8 blocks" and device == "cpu")
