@@ -4,10 +4,10 @@ may go on."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, islice
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -81,16 +81,30 @@ class _DraftRow(NamedTuple):
     most: int
 
 
+_NewTokens: TypeAlias = tuple[int, Sequence[int]]
+"""The position of the first token that came of a row, and all of them."""
+
+
+def _tokens_by_row(result: StepResult) -> dict[int, _NewTokens]:
+    tokens = iter(result.tokens.tolist())
+    columns = (each.tolist() for each in (result.rows, result.offsets, result.counts))
+    return {row: (offset, [*islice(tokens, count)]) for row, offset, count in zip(*columns, strict=True)}
+
+
 class _DraftPass(NamedTuple):
-    """A pass of a draft model, which may be computed already, and the tokens that it chooses, on their way."""
+    """A pass of a drafter, which may be computed already, and the tokens that it chooses, on their way."""
 
     run: StepRun | None
     tokens: IntArray | HostCopy
 
-    def read(self) -> IntArray:
-        """The tokens int32 [S], when it is computed."""
+    def finish(self) -> None:
+        """Return when it is computed, or queued on a device."""
         if self.run is not None:
             self.run.finish()
+
+    def read(self) -> IntArray:
+        """The tokens int32 [S], when it is computed."""
+        self.finish()
         return self.tokens.read() if isinstance(self.tokens, HostCopy) else self.tokens
 
 
@@ -109,11 +123,19 @@ class DraftModel(StepDrafter):
     def forget(self, blocks: int) -> None:
         """See `StepDrafter.forget`."""
         self._full: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # by block: whether all of it is computed
+        self._full_slots: dict[int, bool] = {}  # the same of what is in the host's memory
         self._computed: dict[int, int] = {}  # tokens by row
         self._guessed: dict[int, tuple[int, list[int]]] = {}  # by row: known tokens, and computed proposals after them
+        self._strange: set[int] = set()  # rows with a token that it does not know
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """See `StepDrafter.apply_plan`: blocks that a row does not share are to be computed."""
+        """See `StepDrafter.apply_plan`: blocks that a row does not share are to be computed, and of what comes back
+        from the host's memory that which was not when it left."""
+        for block, slot, back in plan.moves.tolist():
+            if back:
+                self._full[block] = self._full_slots.get(slot, False)
+            else:
+                self._full_slots[slot] = bool(self._full[block])
         size = self._rows.block_size
         shared = {new.row: new.computed // size for new in plan.new}
         taken = Counter[int]()
@@ -125,12 +147,14 @@ class DraftModel(StepDrafter):
             full = self._full[self._rows.blocks_of(row, 0, blocks)]
             self._computed[row] = size * int(blocks if full.all() else full.argmin())
             self._guessed.pop(row, None)
+            self._strange.discard(row)
 
     def propose(self, plan: StepPlan, result: StepResult) -> Proposals:
         """Compute what the plan's rows with proposals lack; propose for those that lack nothing then, and were sampled,
         as `result` says."""
         began = perf_counter()
-        rows = [*self._rows_to_compute(plan, result)]
+        came = _tokens_by_row(result)
+        rows = self._without_strange([*self._rows_to_compute(plan, came)], came)
         if not rows:
             return Proposals()
         sampled = set(result.rows.tolist())
@@ -164,37 +188,44 @@ class DraftModel(StepDrafter):
         at = upload_columns((lines, positions), theirs.device)
         own[at] = vocabulary.own[theirs[at].long()]
 
-    def _rows_to_compute(self, plan: StepPlan, result: StepResult) -> Iterable[_DraftRow]:
-        tokens, came = iter(result.tokens.tolist()), dict[int, tuple[int, list[int]]]()
-        for row, offset, count in zip(*(each.tolist() for each in result[1:4]), strict=True):
-            came[row] = offset, [*islice(tokens, count)]
+    def _rows_to_compute(self, plan: StepPlan, came: Mapping[int, _NewTokens]) -> Iterable[_DraftRow]:
         left = CATCH_UP_TOKENS + plan.tokens
         columns = plan.rows, plan.starts + plan.counts, plan.proposals
         for row, planned, most in zip(*(each.tolist() for each in columns), strict=True):
             offset, new = came.get(row, (planned, []))
             known = offset + len(new)
-            if not most or known + most > self._limits.positions:
+            if not most or row in self._strange or known + most > self._limits.positions:
                 continue
             first = self._first_missing(row, known, new)
             last = min(known, first + left)
-            if first < last and self._knows(row, first, last):
+            if first < last:
                 left -= last - first
                 yield _DraftRow(row, known, first, last, most)
 
-    def _knows(self, row: int, first: int, last: int) -> bool:
-        known = self._limits.tokens
-        return known is None or bool((self._rows.tokens_of(row, first, last) < known).all())
+    def _without_strange(self, rows: Sequence[_DraftRow], came: Mapping[int, _NewTokens]) -> Sequence[_DraftRow]:
+        """Those that have no token beyond what it knows. The newest tokens are on the host; for others, of rows that
+        catch up, the device is asked once."""
+        limit = self._limits.tokens
+        if limit is None:
+            return rows
+        older = [(each, min(came.get(each.row, (each.last, ()))[0], each.last)) for each in rows]
+        asked = [(each.row, each.first, end) for each, end in older if each.first < end]
+        tokens = iter(self._rows.tokens_between(asked).tolist())
+        for each, end in older:
+            offset, new = came.get(each.row, (end, ()))
+            mine = *islice(tokens, max(end - each.first, 0)), *new[max(each.first - offset, 0) : each.last - offset]
+            if max(mine) >= limit:
+                self._strange.add(each.row)
+        return [each for each in rows if each.row not in self._strange]
 
     def _first_missing(self, row: int, known: int, new: Sequence[int]) -> int:
         """The first of the row's `known` tokens, the last of which are `new`, to compute: those that it proposed itself
-        and that came are there."""
+        and that came are there. Had others come in between, they would be on the device alone: to ask it costs more
+        than to compute a few tokens again."""
         computed = self._computed[row]
         since, guessed = self._guessed.get(row, (0, []))
-        if since == computed:
-            end = min(since + len(guessed), known - 1)
-            # Others than the newest tokens are on the device alone, which would be waited for.
-            after = since == known - len(new)
-            came = new[: end - since] if after else self._rows.tokens_of(row, since, end).tolist()
+        if since == computed == known - len(new):
+            came = new[: min(len(guessed), len(new) - 1)]
             computed += int((np.append(came, -1) != [*guessed[: len(came)], 0]).argmax())
         return computed
 
@@ -209,6 +240,8 @@ class DraftModel(StepDrafter):
     def compute_static(self, step: StaticStep) -> list[Tensor]:
         """The `compute` of `DecodeGraphs`."""
         batch = self._rows.static_batch(step, self._table)
+        if self._limits.tokens is not None:  # padded places have any row's first token, though it may not know it
+            batch.tokens = batch.tokens.clamp(max=self._limits.tokens - 1)
         context = StepContext(batch, self.attention.begin_step(batch))
         logits = self.decoder.compute_logits(context, (torch.arange(batch.size, device=self._rows.device),))
         assert logits is not None, "a draft model is whole"
@@ -275,23 +308,16 @@ class _HeadRow(NamedTuple):
 
 
 class _HeadPass(NamedTuple):
-    """A pass of a head that may be computed already: its own states [S, hidden] where it chooses `tokens` int32 [S]."""
+    """A head's pass, and its own states [S, hidden] where it chooses tokens."""
 
-    run: StepRun | None
+    drafted: _DraftPass
     states: Tensor
-    tokens: IntArray
-
-    def finish(self) -> None:
-        """Return when it is computed."""
-        if self.run is not None:
-            self.run.finish()
 
 
 class HeadDrafter(StepDrafter):
-    """A head. Its cache lacks the places of steps for
-    which nothing was to be proposed: their hidden states are gone, and it attends to whatever is there. So it does at
-    the last place of a prefix that another row computed, which was followed by that row's token. `positions`: the
-    longest sequence."""
+    """A head. Its cache lacks the places of steps for which nothing was to be proposed: their hidden states are gone,
+    and it attends to whatever is there. So it does at the last place of a prefix that another row computed, which was
+    followed by that row's token. `positions`: the longest sequence."""
 
     def __init__(
         self,
@@ -325,14 +351,13 @@ class HeadDrafter(StepDrafter):
         for place in range(1, max((each.most for each in ready), default=0)):
             states, still = passes[-1].states, [each.most > place for each in going_on]
             if not all(still):
-                passes[-1].finish()
+                passes[-1].drafted.finish()
                 states, going_on = states[self._to(np.flatnonzero(still))], [*compress(going_on, still)]
             going = np.array([(each.row, each.end + place - 1, 1) for each in going_on], np.int32)
             passes.append(self._begin(going, np.ones(len(going), np.bool_), states))
         for place, each_pass in enumerate(passes):
-            each_pass.finish()
             of_pass = (each for each in ready if each.most > place)
-            for each, token in zip(of_pass, each_pass.tokens.tolist(), strict=True):
+            for each, token in zip(of_pass, each_pass.drafted.read().tolist(), strict=True):
                 proposed[each.row].append(token)
         found = [(each.row, each.end + 1, proposed[each.row]) for each in ready]
         return proposals_of(found, perf_counter() - began, len(passes), len(wanted))
@@ -360,11 +385,11 @@ class HeadDrafter(StepDrafter):
         program = self._target.program
         run = None if program is None else self._head.begin_step(step, program.threads)
         if run is not None:
-            return _HeadPass(run, run.kept[0], samples.tokens)
+            return _HeadPass(_DraftPass(run, samples.tokens), run.kept[0])
         ours, logits = self._head.compute(step)
-        tokens = self._head.target_ids[self._sample(logits, samples.sampling)]
+        tokens = self._head.target_ids[self._sample(logits, samples.sampling)].to(torch.int32)
         self._rows.store_tokens(own, positions, tokens)
-        return _HeadPass(None, ours, tokens.cpu().numpy())
+        return _HeadPass(_DraftPass(None, HostCopy(tokens)), ours)
 
     def _to(self, places: LongArray) -> Tensor:
-        return torch.from_numpy(places).to(self._rows.device)
+        return to_device(places, self._rows.device)
