@@ -31,7 +31,6 @@ from ..checkpoint.served_forms import ServedForms
 from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
-from ..cpu.lora import RankAdapter
 from ..gpu import runtime
 from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets, Recorder
 from ..layers.linear import serves_int8
@@ -41,6 +40,7 @@ from ..models.interfaces import CheckpointBuilder, Decoder
 from ..models.mtp import MtpHead, check_mtp
 from ..models.native_decoder import NativeDecoder
 from ..models.registry import checkpoint_builder
+from ..step_adapters import RankAdapter
 from .executor import Capacity
 from .model_runner import ModelRunner
 from .roofline import measure_roofline
@@ -115,6 +115,8 @@ def resolve_device(name: str) -> torch.device:
         raise InvalidArgument(f"device {name!r} is unknown; known are auto, cpu and cuda", field="device") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise InvalidArgument(f"device {name!r} is not on this machine", field="device")
+    if (device.index or 0) and device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise InvalidArgument(f"device {name!r} is not on this machine, which has {count} of them", field="device")
     return device
 
 
@@ -152,6 +154,11 @@ class LoadedRank:
         if self.adapters is None:
             raise RuntimeError("this engine takes no adapters")
         return self.adapters
+
+    def unload_adapter(self, digest: str) -> None:
+        """See `Executor.unload_adapter`."""
+        if (adapter := self.loaded_adapters.held.pop(digest, None)) is not None:
+            self.runner.forget_adapter(adapter)
 
     def close(self) -> None:
         """End its threads; no step may follow."""
@@ -209,7 +216,7 @@ def load_rank(
     the checkpoint's builder, where it is not that of a directory.
 
     Computes on torch's threads as they are set; ranks of a stage must have the same number of them, for each chooses
-    tokens by itself.
+    tokens by itself. The thread that loads is the one that computes: a GPU becomes its current one.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -219,6 +226,8 @@ def load_rank(
         _use_level(config)
     found, block_size = found or checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
+    if context.device.index is not None and context.device.type == "cuda":
+        torch.cuda.set_device(context.device)  # of the thread: kernels, streams and events go by it, not by tensors
     _check_products(context)
     capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
     decoder, shape, targets, served = found.build(context)

@@ -31,6 +31,25 @@ DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 DRAFT = Path(__file__).parents[3] / "examples/draft"
 
 
+def test_a_rank_computes_on_the_gpu_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its kernels, streams and events would be the first one's, whose tensors they do not get."""
+    chosen: list[torch.device] = []
+
+    def choose(device: torch.device) -> None:
+        chosen.append(device)
+        raise RuntimeError("nothing to compute on")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    second = replace_fields(EngineConfig(model=str(DEMO), device="cuda", data_parallel_size=2), replica=1)
+    with pytest.raises(RuntimeError, match="nothing to compute on"):
+        load_rank(replace_fields(second, device=assign_device(second)))
+    assert chosen == [torch.device("cuda", 1)]
+    with pytest.raises(InvalidArgument, match="device 'cuda:2' is not on this machine, which has 2 of them"):
+        load_rank(EngineConfig(model=str(DEMO), device="cuda:2"))
+
+
 def test_the_matrices_of_a_checkpoint_are_counted_once() -> None:
     with safe_open(DEMO / "model.safetensors", framework="pt") as file:
         sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a mapping
