@@ -138,12 +138,14 @@ class TorchSdpaAttention(AttentionBackend):
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots, spec = batch.slots(), self._spec
+        begun = slots[slots % spec.block_size == 0] // spec.block_size
         parts = [[*self._decode_parts(batch, each), *self._chunk_parts(batch, each)] for each in self._distinct]
         token = (-1, spec.kv_heads * spec.head_dim)
         grouped = (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             for cache, new in zip(self._layers[layer], (k, v), strict=True):
+                cache.index_fill_(0, begun, 0)  # of what an earlier sequence left there
                 cache.view(token).index_copy_(0, slots, new.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             for part in parts[self._index[layer]]:
@@ -245,7 +247,7 @@ def _additive_mask(ends: Tensor, length: int, window: int | None, dtype: torch.d
 
 def _zeros(spec: CacheSpec, blocks: int) -> Tensor:
     """Zeros that take memory only when they are written to (numpy's come from calloc, torch's are written at once).
-    They must be zeros, because padding is multiplied by a weight of 0, and 0 * NaN is NaN."""
+    They must be numbers, because padding is multiplied by a weight of 0, and 0 * NaN is NaN."""
     size = blocks * spec.block_size * spec.kv_heads * spec.head_dim
     raw = np.zeros(size * spec.dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(spec.dtype).view(blocks, -1)

@@ -61,11 +61,12 @@ class TritonAttention(AttentionBackend):
         self._layers, self._cache, self._scales = [], torch.empty(0), torch.empty(0)  # earlier ones are freed first
         lines = blocks, spec.kv_heads, spec.block_size
         shape = (spec.layers, 2, *lines, spec.head_dim)
-        self._cache = torch.empty(shape, dtype=codes or spec.dtype, device=spec.device)
+        # Zeros: a head that drafts attends to places that it never wrote, where memory may hold what is no number.
+        self._cache = torch.zeros(shape, dtype=codes or spec.dtype, device=spec.device)
         if codes is None:
             self._layers = [LayerCache(layer[0], layer[1]) for layer in self._cache]
             return
-        self._scales = torch.empty((spec.layers, *lines, 2), dtype=torch.float32, device=spec.device)
+        self._scales = torch.zeros((spec.layers, *lines, 2), dtype=torch.float32, device=spec.device)
         both = zip(self._cache, self._scales, strict=True)
         self._layers = [LayerCache(layer[0], layer[1], scales) for layer, scales in both]
 

@@ -196,6 +196,21 @@ def test_block_sizes(name: str, block_size: int) -> None:
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_numbers_that_overflowed_are_no_later_sequences(name: str, dtype: torch.dtype) -> None:
+    """A weight of 0 does not silence the NaN that an ended sequence left in a block."""
+    shape = spec_for(name, dtype=dtype)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
+    story = Story(create_backend(name, shape), shape)
+    attend = story.attention.begin_step(story.batch({9: 90}, [0]))
+    nothing = torch.full((90, shape.heads, shape.head_dim), math.nan, dtype=dtype)
+    for layer in range(shape.layers):
+        assert attend(layer, nothing, *[nothing[:, : shape.kv_heads]] * 2, None).isnan().all()
+    story.free += story.tables.pop(9)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
 def test_block_bytes_count_keys_and_values_of_all_layers(name: str) -> None:
     shape = spec_for(name)
     assert create_backend(name, shape).block_bytes == 2 * 2 * shape.block_size * 2 * 16 * 4

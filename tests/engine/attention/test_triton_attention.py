@@ -244,3 +244,13 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("auto", "cpu"):
         with pytest.raises(InvalidArgument, match=says):
             create_backend(name, spec(kv_cache_dtype="fp8"))
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_new_cache_has_numbers_everywhere(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its memory held: a head that drafts attends to places that it never wrote."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **how: empty(*sizes, **how).fill_(torch.nan))
+    backend = TritonAttention(spec(kv_cache_dtype=kept))
+    backend.allocate(3)
+    assert all(each.float().isfinite().all() for each in backend.device_blocks)
