@@ -169,19 +169,29 @@ def read_template(given: str) -> str:
 def find_templates(directory: Path) -> dict[str, str]:
     """The sources of a checkpoint's chat templates by name: "default", and "tool_use" where conversations with tools
     have one of their own. A file in GGUF has them in its metadata. In a directory, files of templates come first, then
-    tokenizer_config.json, then chat_template.json, which models that take images have."""
+    tokenizer_config.json, then chat_template.json, which models that take images have.
+
+    Raises `InvalidArgument` where one of them is none; the message names the file."""
     if directory.is_file():
         return _gguf_templates(read_gguf(directory))
     files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
     configured = next(filter(None, (file.get("chat_template") for file in files)), None)
     found: dict[str, str] = {}
     if isinstance(configured, list):
-        found = {entry["name"]: str(entry["template"]) for entry in configured}
+        try:
+            found = {str(entry["name"]): str(entry["template"]) for entry in configured}
+        except (TypeError, LookupError) as error:
+            where = directory / "tokenizer_config.json"
+            message = f"{where}: chat_template must be a text, or objects with name and template"
+            raise InvalidArgument(message) from error
     elif isinstance(configured, str):
         found = {DEFAULT: configured}
     for name, file in _FILES.items():
         if (directory / file).is_file():
-            found[name] = (directory / file).read_text(encoding="utf-8")
+            try:
+                found[name] = (directory / file).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise InvalidArgument(f"{directory / file} cannot be read: {error}") from error
     return {name: found[name] for name in _FILES if name in found}
 
 

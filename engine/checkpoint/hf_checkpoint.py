@@ -8,10 +8,14 @@ Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files 
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
+from ...core.errors import CharoniaError
 from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json, refuse_adapter
 from ...tokenization.gguf_file import GgufFile, read_gguf
 from .gguf_config import read_gguf_config
@@ -103,7 +107,23 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         hint = "" if Path(model).is_dir() else " (of a model in GGUF, name the file's kind: owner/name:Q4_K_M)"
         raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights{hint}")
     part = text_config(config)
-    return Checkpoint(directory, config if part is None else part, part is not None)
+    return Checkpoint(directory, with_stored_dtype(config if part is None else part, directory), part is not None)
+
+
+_STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def with_stored_dtype(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """The config with the dtype of the first floats that are stored, as transformers has it, where it names none."""
+    if config.get("dtype") or config.get("torch_dtype"):
+        return config
+    with suppress(CharoniaError, OSError, SafetensorError):  # which reading the weights will tell
+        first = find_weights(directory).files[0]
+        if first.suffix == ".safetensors":
+            with safe_open(first, framework="np") as opened:
+                found = (_STORED_DTYPES.get(opened.get_slice(name).get_dtype()) for name in sorted(opened.keys()))
+                return {**config, "dtype": next(filter(None, found), "float32")}
+    return config
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -45,7 +45,9 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
-    head_dim = fields.number("head_dim", hidden // heads)
+    head_dim, kv_heads = fields.number("head_dim", hidden // heads), fields.number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     rope, longest = fields.rope("full_attention", head_dim), fields.number("max_position_embeddings", 2048)
     return ModelSpec(
         architecture=architecture,
@@ -53,7 +55,7 @@ def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
         hidden_size=hidden,
         intermediate_size=fields.number("intermediate_size"),
         heads=heads,
-        kv_heads=fields.number("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         attention=fields.attention(),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
@@ -116,8 +118,11 @@ class _Fields(NamedTuple):
             raise self.error(f"{name} must be a positive number, got {value!r}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        return bool(self.config.get(name, False))
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.config.get(name, default)
+        if value not in (True, False, None):
+            raise self.error(f"{name} must be true or false, got {value!r}")
+        return bool(value)
 
     def dtype(self) -> str:
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -155,8 +160,13 @@ class _Fields(NamedTuple):
             values = values.get(layer_type) or {}
         elif layer_type == "sliding_attention" and "rope_local_base_freq" in self.config:
             values, theta = {}, self.config["rope_local_base_freq"]
-        rope = self._rope(values, float(values.get("rope_theta") or theta or 10000.0), head_dim)
-        pairs = rope.rotary_dim(head_dim) // 2
+        theta = theta if values.get("rope_theta") is None else values["rope_theta"]
+        rope = self._rope(values, 10000.0 if theta is None else float(theta), head_dim)
+        if not (rope.theta > 0 and rope.factor > 0):
+            raise self.error(f"rope_theta and factor must be positive numbers, got {rope.theta:g} and {rope.factor:g}")
+        pairs, odd = divmod(rope.rotary_dim(head_dim), 2)
+        if odd:
+            raise self.error(f"heads of {head_dim} numbers, of which {2 * pairs + 1} are to be turned in pairs")
         for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
             if rope.kind == "longrope" and len(factors) != pairs:
                 raise self.error(f"{name} of rope type longrope must have {pairs} numbers, got {len(factors)}")
@@ -176,7 +186,8 @@ class _Fields(NamedTuple):
         original = self.config.get("original_max_position_embeddings")
         original = int(original or values.get("original_max_position_embeddings") or longest or 8192)
         scaled_by_length = kind in ("yarn", "longrope")
-        factor = float(values.get("factor") or (int(longest or original) / original if scaled_by_length else 1.0))
+        usual = int(longest or original) / original if scaled_by_length else 1.0
+        factor = usual if values.get("factor") is None else float(values["factor"])
         given: dict[str, Any] = {name: float(values[name]) for name in _ROPE_NUMBERS if values.get(name)}
         given |= {name: tuple(map(float, values[name])) for name in _ROPE_LISTS if values.get(name)}
         return RopeSpec(
@@ -202,7 +213,7 @@ class _Fields(NamedTuple):
             count,
             chosen,
             self.number("moe_intermediate_size", self.number("intermediate_size")),
-            bool(self.config.get("norm_topk_prob", True)),
+            self.flag("norm_topk_prob", True),
             tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(self.number("num_hidden_layers"))),
         )
 

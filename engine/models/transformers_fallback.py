@@ -327,7 +327,7 @@ def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
         _check_config(config, architecture)
     except CheckpointError as error:
         raise _refusal(checkpoint.where, architecture, error.message) from error
-    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    dtype = str(config.dtype or checkpoint.config.get("dtype") or "float32").removeprefix("torch.")
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
     return TransformersBuilder(dtype, longest, longest, checkpoint.directory, architecture, config)
 
@@ -350,7 +350,13 @@ def _read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
-        raise CheckpointError(f"transformers does not know it either ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"transformers does not know it either ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What a library's exception says: a key's name says nothing without what it is of."""
+    said = str(error).partition("\n")[0]
+    return said if said and not isinstance(error, KeyError) else f"{type(error).__name__} {said}"
 
 
 def _check_config(config: Any, architecture: str) -> None:
@@ -398,8 +404,8 @@ def _load(directory: Path, context: BuildContext) -> Any:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"transformers could not load it: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"transformers could not load it: {_first_line(error)}") from error
     if found["missing_keys"]:
         raise CheckpointError(f"tensor {min(found['missing_keys'])} is missing from the weights")
     return model.to(context.device)

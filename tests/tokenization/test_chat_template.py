@@ -99,6 +99,20 @@ def test_a_template_that_does_not_compile_fails_the_load() -> None:
         ChatTemplate("{% if %}", {})
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja cannot be read"),
+        ("tokenizer_config.json", b'{"chat_template": [1]}', "tokenizer_config.json: chat_template must be"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "tokenizer_config.json: chat_template"),
+    ],
+)
+def test_a_file_that_holds_no_template_is_named(tmp_path: Path, file: str, content: bytes, says: str) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(InvalidArgument, match=says):
+        find_templates(tmp_path)
+
+
 TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}
 {{ m.role }}:{{ m.content }}{{ m.reasoning_content }}{{ m.thinking }}{{ m.tool_call_id }}
 {% for call in m.tool_calls or [] %}{{ call.id }} {{ call.type }} {{ call.function.name }}

@@ -199,6 +199,12 @@ def test_which_layers_look_through_a_window(
         ({"hidden_size": ...}, ["config.json", "hidden_size"]),
         ({"hidden_size": "many"}, ["hidden_size", "'many'"]),
         ({"hidden_size": True}, ["hidden_size", "True"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4", "no multiple of num_key_value_heads 3"]),
+        ({"head_dim": 15}, ["heads of 15", "in pairs"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings must be true or false, got 'false'"]),
+        ({"rope_parameters": {"rope_theta": -1.0}}, ["rope_theta", "must be positive", "-1"]),
+        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta", "must be positive", "0"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, ["factor must be positive", "and 0"]),
         ({"rope_parameters": ["llama3"]}, ["config.json", "wrong kind", "'list'"]),
         ({"rope_parameters": {"factor": "twice"}}, ["config.json", "wrong kind", "'twice'"]),
         ({"rope_parameters": {"original_max_position_embeddings": 1e400}}, ["config.json", "wrong kind", "infinity"]),
@@ -303,6 +309,18 @@ def test_weights_that_nobody_asked_for_are_told(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(says)
     assert all(word in told[0] for word in says)
+
+
+def test_what_a_config_does_not_say_of_the_dtype_the_weights_do(copy: Path) -> None:
+    stored = load_file(copy / WEIGHTS)
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
+        edit_config(copy, dtype=..., torch_dtype=...)
+        save_file({key: tensor.to(dtype) for key, tensor in stored.items()}, copy / WEIGHTS)
+        assert open_checkpoint(copy).spec.dtype == name
+        numbers = sum(tensor.numel() for tensor in stored.values())
+        assert list(memory_needed(str(copy), {"device": "cpu"}, ())) == [MemoryNeed(numbers * dtype.itemsize)]
+    truncate(copy)
+    assert open_checkpoint(copy).spec.dtype == "float32"
 
 
 def test_a_link_that_leads_nowhere_is_named(copy: Path) -> None:

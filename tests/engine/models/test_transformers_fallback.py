@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,13 @@ def test_a_variant_that_our_own_file_does_not_know(
     assert isinstance(built.decoder, TransformersDecoder)
     assert says in caplog.records[0].message
     assert "transformers computes it" in caplog.records[0].message
+
+
+def test_what_transformers_cannot_build_either_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    config = json.loads((directory / "config.json").read_text()) | {"hidden_act": "swoosh"}
+    (directory / "config.json").write_text(json.dumps(config))
+    refused(directory, "LlamaForCausalLM", "could not load it: KeyError 'swoosh'")
 
 
 def test_a_missing_tensor_is_named(making: Any, tmp_path: Path) -> None:
