@@ -1,5 +1,6 @@
 """The products of a rank's decoder that LoRA adapters may change, and an adapter cut and converted for them."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
@@ -15,7 +16,7 @@ from ..gpu import runtime
 from ..step_adapters import LoraPart, RankAdapter, RankAdapterTable
 from .adapter_files import AdaptedModule, AdapterFiles, StoredMatrix
 from .hf_checkpoint import text_tensor_name
-from .weights import STORED, TensorSlice
+from .weights import STORED, TensorSlice, dtype_name
 
 _PIECE = 1 << 15
 """Numbers that are converted at a time: with so few torch leaves the threads alone that compute a step."""
@@ -45,22 +46,32 @@ class _TargetPart:
 
 
 class _AdapterMemory:
-    """Memory for one adapter's matrices, which is free when the last of them is. `native`: for our kernels."""
+    """Memory for one adapter's matrices, which is free when the last of them is. `native`: for our kernels. `finite`:
+    whether all in it are numbers."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, native: bool) -> None:
         self._dtype, self._device, self.native = dtype, device, native
         self._arena = HugePageArena()
+        self.finite = True
 
     def copy_of(self, matrix: Tensor) -> Tensor:
         """The numbers of `matrix`, which may lie in any order, contiguous and in the dtype that is computed in."""
         if self._device.type != "cpu":
-            return matrix.to(self._device, self._dtype).contiguous()
+            there = matrix.to(self._device, self._dtype).contiguous()
+            self._check(there)
+            return there
         size = matrix.numel() * self._dtype.itemsize
         whole = self._arena.allocate(size)[:size].view(self._dtype).view(matrix.shape)
         step = max(_PIECE * len(matrix) // matrix.numel(), 1)
         for first in range(0, len(matrix), step):
-            whole[first : first + step] = matrix[first : first + step]
+            piece = whole[first : first + step]
+            piece.copy_(matrix[first : first + step])
+            self._check(piece)
         return whole
+
+    def _check(self, numbers: Tensor) -> None:
+        """A sum, which is one pass, is no number where one of them is none."""
+        self.finite = self.finite and math.isfinite(numbers.sum(dtype=torch.float32))
 
 
 class AdapterTargets:
@@ -95,13 +106,16 @@ class AdapterTargets:
         """This rank's share of an adapter, for any thread.
 
         Raises:
-            InvalidArgument: a matrix is for no layer of the model, or not of that layer's shape.
+            InvalidArgument: a matrix is for no layer of the model, not of that layer's shape, or not of numbers.
         """
         matched = list(self._matched(files))
         parts: list[list[LoraPart]] = [[] for _ in range(self._products)]
         memory = _AdapterMemory(self._dtype, self._device, self._native)
-        for number, part, adapted in matched:
+        for where, number, part, adapted in matched:
             parts[number].append(part.share(adapted, memory))
+            if not memory.finite:
+                message = f"{where} or its lora_B holds what is no number in {dtype_name(self._dtype)}"
+                raise InvalidArgument(message, field="lora_path")
         return RankAdapter(files.digest, files.rank, parts, self._table(parts))
 
     def _table(self, parts: Sequence[Sequence[LoraPart]]) -> RankAdapterTable | None:
@@ -112,8 +126,8 @@ class AdapterTargets:
             return AdapterRecords(parts, self._device)
         return CAdapterTable(parts) if self._native else None
 
-    def _matched(self, files: AdapterFiles) -> Iterator[tuple[int, _TargetPart, AdaptedModule]]:
-        """Every matrix of this rank's layers; those of other ranks are theirs to check."""
+    def _matched(self, files: AdapterFiles) -> Iterator[tuple[str, int, _TargetPart, AdaptedModule]]:
+        """Every matrix of this rank's layers, and where it stands; those of other ranks are theirs to check."""
         for stored, adapted in files.modules.items():
             own = text_tensor_name(f"{stored}.") if self._language_part else f"{stored}."
             layer = _LAYER.match(own)
@@ -128,7 +142,7 @@ class AdapterTargets:
                 given = f"has {adapted.a.columns} inputs, and lora_B {adapted.b.rows} outputs"
                 message = f"{where} {given}; the model's layer has {inputs} and {outputs}"
                 raise InvalidArgument(message, field="lora_path")
-            yield *found, adapted
+            yield where, *found, adapted
 
 
 def _why(module: str) -> str:

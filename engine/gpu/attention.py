@@ -134,6 +134,7 @@ def _decode_kernel(
     out,
     mixes,
     sums,
+    first_states,
     rows,
     starts,
     counts,
@@ -160,7 +161,8 @@ def _decode_kernel(
     DIMS: tl.constexpr,
 ):
     """Program (row, key head, part): all places and query heads of that key head, over one part of the context. A row
-    of one part is done; of others the state is kept in `mixes` [N, HEADS, parts, HEAD_DIM] and `sums` [.., 2]."""
+    of one part is done; of others the state is kept in `mixes` [places that decode, HEADS, parts, HEAD_DIM] and `sums`
+    [.., 2], where those of a row begin at `first_states`."""
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -195,7 +197,8 @@ def _decode_kernel(
         mixed = mix / tl.where(asked, total, 1.0)[:, None]
         tl.store(out + at[:, None] * HEAD_DIM + dim, mixed.to(out.dtype.element_ty), mask=inside)
     else:
-        at = at * parts + part
+        state_place = tl.load(first_states + index).to(tl.int64) + place
+        at = (state_place * HEADS + head) * parts + part
         tl.store(mixes + at[:, None] * HEAD_DIM + dim, mix, mask=inside)
         tl.store(sums + at * 2, maximum, mask=asked)
         tl.store(sums + at * 2 + 1, total, mask=asked)
@@ -206,6 +209,7 @@ def _combine_kernel(
     mixes,
     sums,
     out,
+    first_states,
     starts,
     counts,
     first_places,
@@ -230,7 +234,7 @@ def _combine_kernel(
     used = tl.cdiv(start + count - low, size)
     if used == 1:
         return
-    at = (tl.load(first_places + index).to(tl.int64) + place) * HEADS + tl.program_id(1)
+    at = (tl.load(first_states + index).to(tl.int64) + place) * HEADS + tl.program_id(1)
     part = tl.arange(0, MOST)
     dim = tl.arange(0, DIMS)
     there = part < used
@@ -240,7 +244,8 @@ def _combine_kernel(
     inside = there[:, None] & (dim < HEAD_DIM)[None, :]
     mix = tl.load(mixes + (at * parts + part)[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
     whole = tl.sum(mix * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(out + at * HEAD_DIM + dim, whole.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    target = (tl.load(first_places + index).to(tl.int64) + place) * HEADS + tl.program_id(1)
+    tl.store(out + target * HEAD_DIM + dim, whole.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @triton.jit
@@ -327,16 +332,16 @@ def attend(
     inputs = q, *cache.pointers, q if sinks is None else sinks, out
     sizes = batch.block_ids.stride(0), q.stride(0)
     if tiles.places:
-        parts = tiles.parts
-        states = len(q) * shape.heads * parts if parts > 1 else 0
+        parts, first_states = tiles.parts, batch.first_places if tiles.first_states is None else tiles.first_states
+        states = tiles.decoded * shape.heads * parts if parts > 1 else 0
         mixes, sums = (torch.empty(states * each, dtype=torch.float32, device=q.device) for each in (shape.head_dim, 2))
         plan = decode_plan(spec, tiles.places, sinks is not None)
         decode = _decode_kernel[rows, shape.kv_heads, parts]
-        decode(*inputs, mixes, sums, *numbers, *sizes, parts, spec.scale, spec.softcap, **plan)
+        decode(*inputs, mixes, sums, first_states, *numbers, *sizes, parts, spec.scale, spec.softcap, **plan)
         if parts > 1:
             places = batch.starts, batch.counts, batch.first_places
             combine = _combine_kernel[rows, shape.heads, tiles.places]
-            combine(mixes, sums, out, *places, parts, **combine_plan(spec, tiles.places))
+            combine(mixes, sums, out, first_states, *places, parts, **combine_plan(spec, tiles.places))
     if tiles.chunks is not None:
         plan = chunk_plan(spec, capability(q.device), sinks is not None)
         chunk = _chunk_kernel[len(tiles.chunks), shape.kv_heads]
@@ -366,7 +371,7 @@ def _forms(spec: AttentionSpec, kind: str, sinks: bool) -> Iterator[Specialisati
 def _form(kernel: Any, spec: AttentionSpec, kind: str, plan: dict[str, Any], wanted: tuple[str, ...]) -> Specialisation:
     codes = spec.shape.codes
     fp32 = {"mixes", "sums", "sinks", "scales"}
-    int32 = {"rows", "starts", "counts", "first_places", "tiles"}
+    int32 = {"rows", "starts", "counts", "first_places", "first_states", "tiles"}
     types = {}
     for name in kernel.arg_names:
         if name in ("keys", "values"):

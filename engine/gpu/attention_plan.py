@@ -83,11 +83,15 @@ CODED_SHAPES = tuple(shape._replace(codes=codes) for shape in SHAPES for codes i
 
 class StepTiles(NamedTuple):
     """A step's rows as the kernels take them, for one attention: `places` of the decoding rows' tile (0: none decodes),
-    whose contexts have `parts` at most, and the tiles of the chunks, int32 [T, 2], if there are any."""
+    whose contexts have `parts` at most. They have `decoded` places in all, which are counted up to each row in
+    `first_states`, int32 [R]; None: as all places are, for no row is a chunk. The tiles of the `chunks`, int32 [T, 2],
+    if there are any."""
 
     places: int
     parts: int
     chunks: Tensor | None
+    decoded: int
+    first_states: Tensor | None = None
 
 
 def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
@@ -95,8 +99,13 @@ def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
     counts = batch.counts
     few = counts[counts <= spec.most_decoded]
     places = spec.decode_places(int(few.max())) if few.any() else 0
-    parts = min(-(-batch.longest // LEAST_PART), MOST_PARTS)
-    return StepTiles(places, parts, _chunk_tiles(spec, counts, places, batch.token_ids.device))
+    parts, device = min(-(-batch.longest // LEAST_PART), MOST_PARTS), batch.token_ids.device
+    chunks = _chunk_tiles(spec, counts, places, device)
+    if chunks is None or not places or parts == 1:
+        return StepTiles(places, parts, chunks, batch.size)
+    decoding = np.where(counts <= places, counts, 0)
+    first_states = to_device((np.cumsum(decoding) - decoding).astype(np.int32), device)
+    return StepTiles(places, parts, chunks, int(decoding.sum()), first_states)
 
 
 def _chunk_tiles(spec: AttentionSpec, counts: NDArray[np.int32], places: int, device: torch.device) -> Tensor | None:

@@ -254,3 +254,13 @@ def test_a_new_cache_has_numbers_everywhere(kept: str, monkeypatch: pytest.Monke
     backend = TritonAttention(spec(kv_cache_dtype=kept))
     backend.allocate(3)
     assert all(each.float().isfinite().all() for each in backend.device_blocks)
+
+
+def test_beside_chunks_only_places_that_decode_have_states() -> None:
+    """What is kept between the parts of a context, for each head: for a chunk's tokens it would be gigabytes."""
+    pair = Pair(spec(), [(0, 30), (600, 1), (3, 40), (520, 2)])
+    pair.check()
+    [tiles] = pair.backends[0].begin_step(pair.batch(pair.rows, [0, 1, 2, 3]))._tiles
+    assert (tiles.parts, tiles.decoded) == (3, 3)
+    assert tiles.first_states is not None
+    assert tiles.first_states.tolist() == [0, 0, 1, 1]

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
@@ -198,6 +199,27 @@ def test_what_of_a_mixture_takes_no_adapter_is_refused_by_name(
     written = adapters.write_adapter(tmp_path, {f"model.layers.0.{path}": (8, 64)})
     loading = load(checkpoint("qwen3-moe")).load_adapter(str(written))
     with pytest.raises(InvalidArgument, match=rf"model\.layers\.0\.{path}\.lora_A.*{why}"):
+        loading.result(10)
+
+
+@pytest.mark.parametrize(("side", "value", "dtype"), [("A", torch.nan, "float32"), ("B", 1e6, "float16")])
+def test_what_is_no_number_is_refused_by_name(
+    side: str,
+    value: float,
+    dtype: str,
+    checkpoint: Callable[..., Path],
+    adapters: ModuleType,
+    load: Callable[..., InlineExecutor],
+    tmp_path: Path,
+) -> None:
+    """Its rows would say nothing, and nobody why."""
+    path = "model.layers.1.self_attn.q_proj"
+    written = adapters.write_adapter(tmp_path, {path: (64, 64)})
+    tensors = load_file(written / "adapter_model.safetensors")
+    tensors[f"base_model.model.{path}.lora_{side}.weight"][3, 2] = value
+    save_file(tensors, written / "adapter_model.safetensors")
+    loading = load(checkpoint("llama"), dtype=dtype).load_adapter(str(written))
+    with pytest.raises(InvalidArgument, match=rf"{path}\.lora_A.* or its lora_B .* no number in {dtype}"):
         loading.result(10)
 
 
