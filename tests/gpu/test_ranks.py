@@ -56,3 +56,21 @@ def test_ranks_say_what_one_says(checkpoint: Callable[[str], Path], tensor: int,
         model=config.model, device=DEVICE, attention="reference", cache=config.cache, scheduler=config.scheduler
     )
     assert split == tokens_of(InlineExecutor(alone), alone)
+
+
+@pytest.mark.gpu
+def test_a_second_gpu_says_what_the_first_does(checkpoint: Callable[[str], Path]) -> None:
+    """By kernels and recorded steps, whose streams and events are the current GPU's of the thread."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than 2 CUDA devices")
+    found = []
+    for number in (1, 0):
+        config = EngineConfig(
+            model=str(checkpoint("llama")),
+            device=f"{DEVICE}:{number}",
+            dtype="bfloat16",
+            cache=CacheConfig(block_size=BLOCK),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40, ahead=1),
+        )
+        found.append(tokens_of(InlineExecutor(config), config))
+    assert found[0] == found[1]
