@@ -45,7 +45,8 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
-    head_dim, kv_heads = fields.number("head_dim", hidden // heads), fields.number("num_key_value_heads", heads)
+    head_dim = fields.number("head_dim", hidden // heads, _MOST_PARTS)
+    kv_heads = fields.number("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     rope, longest = fields.rope("full_attention", head_dim), fields.number("max_position_embeddings", 2048)
@@ -72,6 +73,9 @@ def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
         dtype=fields.dtype(),
     )
 
+
+_MOST_PARTS = 1 << 16
+"""Layers, experts of a layer, and numbers of a head: beyond, a slip of the pen would take all memory."""
 
 SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
 """(config, layer) -> whether the layer has the sliding window, if the config has one."""
@@ -102,12 +106,18 @@ class _Fields(NamedTuple):
     def unknown(self, message: str) -> UnsupportedVariant:
         return UnsupportedVariant(f"{self.where}: {message}")
 
-    def number(self, name: str, default: int | None = None) -> int:
+    def number(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
             raise self.error(f"{name} must be a positive whole number, got {value!r}")
+        if value > most:
+            raise self.error(f"{name} {value} is more than {most}, and no model's")
         return value
+
+    @property
+    def layers(self) -> range:
+        return range(self.number("num_hidden_layers", most=_MOST_PARTS))
 
     def real(self, name: str) -> float | None:
         """A positive number, or None where the field is absent or null."""
@@ -140,7 +150,7 @@ class _Fields(NamedTuple):
     def attention(self) -> tuple[LayerAttention, ...]:
         scalar = self.real("query_pre_attn_scalar")
         full = LayerAttention(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
-        layers, types = range(self.number("num_hidden_layers")), self.config.get("layer_types")
+        layers, types = self.layers, self.config.get("layer_types")
         if types and len(types) != len(layers):
             raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
         if types and not LAYER_TYPES.issuperset(types):
@@ -204,7 +214,8 @@ class _Fields(NamedTuple):
     def experts(self) -> ExpertsSpec | None:
         if "num_experts_per_tok" not in self.config:
             return None
-        count = self.number("num_experts" if "num_experts" in self.config else "num_local_experts")
+        name = "num_experts" if "num_experts" in self.config else "num_local_experts"
+        count = self.number(name, most=_MOST_PARTS)
         chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
         if chosen > count:
             raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
@@ -214,7 +225,7 @@ class _Fields(NamedTuple):
             chosen,
             self.number("moe_intermediate_size", self.number("intermediate_size")),
             self.flag("norm_topk_prob", True),
-            tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(self.number("num_hidden_layers"))),
+            tuple(layer not in dense and (layer + 1) % every == 0 for layer in self.layers),
         )
 
 

@@ -98,7 +98,7 @@ def _pickled_bytes(files: Sequence[Path], config: Mapping[str, Any], use: Weight
 
 
 def _plain_bytes(tensors: Sequence[_StoredTensor], config: Mapping[str, Any], use: WeightUse) -> float:
-    """A GPU's table of embeddings is floats; the host maps it, and reads of it what it needs."""
+    """A GPU's table of embeddings is floats; the host maps it, and what is read of it is no more than a matrix."""
     floats = _WIDTHS.get(_float_dtype(config, use), 2)
     matrix = _QUANTIZED_BYTES.get(use.quantization, floats)
     total = 0.0
