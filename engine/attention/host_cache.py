@@ -11,6 +11,21 @@ from torch import Tensor
 
 from ...scheduler.plan import IntArray
 
+PIECE_BYTES = 1 << 30
+"""Of host memory that is pinned at a time: torch makes a power of two of each, so that 20 GB would take 32."""
+
+
+class _HostBlocks:
+    """`slots` for blocks that are `like` those of a device's tensor."""
+
+    def __init__(self, slots: int, like: Tensor, pinned: bool) -> None:
+        self._each = max(PIECE_BYTES // max(like[0].nbytes, 1), 1)
+        counts = [min(self._each, slots - first) for first in range(0, slots, self._each)]
+        self.pieces = [torch.empty((n, *like.shape[1:]), dtype=like.dtype, pin_memory=pinned) for n in counts]
+
+    def __getitem__(self, slot: int) -> Tensor:
+        return self.pieces[slot // self._each][slot % self._each]
+
 
 class HostCache:
     """`slots` of host memory for blocks of `device_blocks`, tensors that each have all blocks by their first index."""
@@ -20,9 +35,7 @@ class HostCache:
         device = device_blocks[0].device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._host_blocks = [
-            torch.empty((slots, *each.shape[1:]), dtype=each.dtype, pin_memory=on_gpu) for each in device_blocks
-        ]
+        self._host_blocks = [_HostBlocks(slots, each, on_gpu) for each in device_blocks]
 
     def move(self, moves: IntArray) -> None:
         """Make the `moves` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""

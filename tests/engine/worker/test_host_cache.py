@@ -5,8 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.engine.attention import host_cache
+from charonia.engine.attention.host_cache import HostCache
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -44,3 +47,18 @@ def test_what_comes_back_is_what_was_evicted(checkpoint: Callable[[str], Path], 
     assert scarce == plenty
     assert none == 0
     assert restored == 3 * 64
+
+
+def test_memory_is_pinned_in_pieces_that_waste_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a power of two of each: of one piece for all, nearly twice the memory that was given."""
+    monkeypatch.setattr(host_cache, "PIECE_BYTES", 1 << 12)
+    views = [torch.arange(70, dtype=torch.float32).view(70, 1, 1).repeat(1, 5, 3), torch.arange(70).view(70, 1)]
+    cache, slots = HostCache(views, 130), [3, 66, 67, 129]
+    cache.move(np.array([[block, slot, 0] for block, slot in enumerate(slots)], np.int32))
+    before = [view[: len(slots)].clone() for view in views]
+    cache.move(np.array([[69 - block, slot, 1] for block, slot in enumerate(slots)], np.int32))
+    assert all(torch.equal(view[70 - len(slots) :].flip(0), kept) for view, kept in zip(views, before, strict=True))
+    pieces = [piece for each in cache._host_blocks for piece in each.pieces]
+    pinned = sum(1 << (piece.nbytes - 1).bit_length() for piece in pieces)
+    assert sum(piece.nbytes for piece in pieces) == 130 * (60 + 8)
+    assert pinned < 1.2 * 130 * (60 + 8)
