@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from charonia.core.errors import Internal
+from charonia.engine import kernel_choice
 from charonia.engine.cpu import library
 
 
@@ -96,17 +97,18 @@ def test_only_what_kernels_compute_is_served() -> None:
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
 def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the error says what builds it again. Without sources, as in a wheel, there is nothing to compare."""
-    ours = Path(library.__file__).parent
+    ours, copy = Path(library.__file__).parent, tmp_path / "cpu"
+    copy.mkdir()
     for path in ours.iterdir():
         if path.suffix in {".c", ".h", ".inc", ".so"}:
-            shutil.copy(path, tmp_path)
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+            shutil.copy(path, copy)
+    monkeypatch.setattr(kernel_choice, "__file__", str(tmp_path / "kernel_choice.py"))
     assert library._open_library.__wrapped__() is not None
-    with (tmp_path / "matmul.h").open("a") as header:
+    with (copy / "matmul.h").open("a") as header:
         header.write("\n")
     with pytest.raises(Internal, match=r"was built from other C sources .* make install, or `python -c .*build_ext"):
         library._open_library.__wrapped__()
-    for path in tmp_path.iterdir():
+    for path in copy.iterdir():
         if path.suffix != ".so":
             path.unlink()
     assert library._open_library.__wrapped__() is not None
