@@ -1,7 +1,7 @@
 """The load that configurations are measured under, level by level, and the figures of what came of it.
 
-A level is a number of requests at a time, a rate, or a trace. The same level is the same load for every configuration,
-to the token.
+A level is a number of requests at a time, a rate, or a trace. The same level is the same load for every configuration
+that was just loaded, to the token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
+
 from ..bench.load.worker import LoadRun, Watch, WorkerOutcome, run_here
 from ..bench.server_process import ServerAddress, own_server
 from ..core.errors import Unavailable
@@ -36,6 +38,7 @@ class MeasuredServer:
         self._stack = ExitStack()
         self._place: ServerAddress | None = None
         self._loaded: dict[str, str] = {}
+        self._loads = 0
 
     @property
     def place(self) -> ServerAddress:
@@ -62,6 +65,8 @@ class MeasuredServer:
             if self._loaded.get(source.name) != texts[source.name] or source.steps & changed:
                 changed.add(source.name)
         ordered = [source.name for source in self._models if source.name in changed]
+        if len(ordered) == len(self._models):
+            self._loads = 0
         try:
             for name in [name for name in reversed(ordered) if name in self._loaded]:
                 self._unload(name)
@@ -90,11 +95,15 @@ class MeasuredServer:
         return ask_server(self.place, path, body)
 
     def put(self, load: LoadRun, watch: Watch) -> tuple[WorkerOutcome, float]:
-        """Put a load to it; what came of it, and the most memory of its processes meanwhile.
+        """Put a load to it; what came of it, and the most memory of its processes meanwhile. Of loads that the same
+        models take one after the other each has prompts of its own: those before are in their prefix caches.
 
         Raises:
             Unavailable: the first requests failed, or the server ended.
         """
+        prompts = msgspec.structs.replace(load.prompts, seed=load.prompts.seed + self._loads)
+        load = msgspec.structs.replace(load, prompts=prompts)
+        self._loads += 1
         pid = self.place.pid
         assert pid is not None
         try:
