@@ -23,9 +23,12 @@ _NOISE = 0.04
 """What short measurements of one configuration differ by, as a share: a standard deviation."""
 _NEGLIGIBLE = 0.001
 """An expected improvement, as a share, that is not worth a measurement."""
-_WRONG_HINT = 0.03
-"""By so much a smaller value must be better for the search to believe no more that a larger one is."""
+_RIGHT_HINT = 0.03
+"""By so much a larger value must be better than a smaller one for the search to go on believing that it is."""
 _SEMIFINALISTS, _FINALISTS = 3, 2
+_SPREAD_OUT, _FEWEST = 0.25, 2
+"""Configurations far apart take so much of the exploration at most, but are so many: where few measurements are to be
+had, each is chosen better by what was learnt from those before."""
 _SMALL = 40
 """Configurations of a space, of fewer of which a quick search takes more than its share."""
 _TURNS_TO_TELL = 3
@@ -167,13 +170,14 @@ class SearchRun:
         """Whether a quick search may still take so many seconds."""
         return sum(trial.wall for trial in self.trials) + seconds <= self.limit
 
-    def may_explore(self) -> bool:
-        """Whether there is room for one more short measurement beside the finals, which get a third of the time if they
-        need as much."""
+    def may_explore(self, part: float = 1.0) -> bool:
+        """Whether there is room for one more short measurement in this part of the time beside the finals, which get a
+        third of it if they need as much."""
         if not self.trials:
             return True
         finals = (_SEMIFINALISTS + _FINALISTS * self.effort.rounds) * self.cost(self.turn)
-        return self.has_room(self.cost(self.short) + min(finals, self.limit / 3))
+        finals = min(finals, self.limit / 3)
+        return self.has_room(self.cost(self.short) + finals + (1 - part) * (self.limit - finals))
 
     def fit(self) -> Surrogate | None:
         """A surrogate of the utility; None while nothing has any."""
@@ -248,7 +252,8 @@ def _explore_by_surrogate(run: SearchRun) -> Iterator[ConfigurationTrial]:
     """What is there now, a few configurations far apart, and then always the one that promises most."""
     pruning = Pruning(run)
     for configuration in pruning.spread_out(2 + len(run.space.knobs)):
-        if run.may_explore() and not pruning.is_pruned(configuration):  # by what was learnt meanwhile
+        part = _SPREAD_OUT if len(run.measured) >= _FEWEST else 1.0
+        if run.may_explore(part) and not pruning.is_pruned(configuration):  # by what was learnt meanwhile
             yield run.measure(configuration, run.short)
     checked = False
     while run.may_explore():
@@ -330,7 +335,7 @@ class Pruning:
         return [each for each in below if each is not None and each not in self._run.measured]
 
     def check_hints(self) -> None:
-        """Believe in no hint any more if one is wrong."""
+        """Believe in no hint any more if one is wrong, or says little."""
         run = self._run
         utilities = {each.configuration: each.middle for each in rank(run.trials, run.goal)}
         for configuration, middle in utilities.items():
@@ -338,8 +343,8 @@ class Pruning:
                 lower = run.space.stepped(configuration, index, -1)
                 beside = utilities.get(lower) if lower is not None and lower != configuration else None
                 if middle is not None and beside is not None:
-                    gain = run.goal.utility(beside) - run.goal.utility(middle)
-                    self._trusts_hints &= gain < _WRONG_HINT
+                    gain = run.goal.utility(middle) - run.goal.utility(beside)
+                    self._trusts_hints &= gain >= _RIGHT_HINT
 
 
 def require_optuna() -> Any:
