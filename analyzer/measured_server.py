@@ -38,7 +38,7 @@ class MeasuredServer:
         self._stack = ExitStack()
         self._place: ServerAddress | None = None
         self._loaded: dict[str, str] = {}
-        self._loads = 0
+        self._puts = 0
 
     @property
     def place(self) -> ServerAddress:
@@ -66,7 +66,7 @@ class MeasuredServer:
                 changed.add(source.name)
         ordered = [source.name for source in self._models if source.name in changed]
         if len(ordered) == len(self._models):
-            self._loads = 0
+            self._puts = 0
         try:
             for name in [name for name in reversed(ordered) if name in self._loaded]:
                 self._unload(name)
@@ -101,9 +101,9 @@ class MeasuredServer:
         Raises:
             Unavailable: the first requests failed, or the server ended.
         """
-        prompts = msgspec.structs.replace(load.prompts, seed=load.prompts.seed + self._loads)
+        prompts = msgspec.structs.replace(load.prompts, seed=load.prompts.seed + self._puts)
         load = msgspec.structs.replace(load, prompts=prompts)
-        self._loads += 1
+        self._puts += 1
         pid = self.place.pid
         assert pid is not None
         try:

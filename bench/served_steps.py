@@ -16,7 +16,7 @@ from .load.driver import OK, LoadDriver, LoadRecord, LoopMode, RequestOptions
 from .load.figures import inter_token_times, ttft
 from .load.plan import Prompts
 from .load.worker import LoadTarget, make_sender
-from .server_process import ServerAddress, fetch
+from .server_process import ServerAddress, fetch_metrics
 
 _SHORT, _NEW = 16, 48
 """Tokens of the prompts of sequences that decode together, and new ones."""
@@ -70,9 +70,7 @@ class ServedSteps:
 
     def _step_totals(self) -> tuple[float, float]:
         """How many steps there were, and their seconds."""
-        assert self._place.metrics_port is not None
-        place = self._place._replace(http_port=self._place.metrics_port)
-        scrape = parse_scrape(fetch(place, "/metrics").decode(), "/metrics")
+        scrape = parse_scrape(fetch_metrics(self._place), "/metrics")
         model = self._target.manner.model
         count, seconds = (sum(scrape[f"{_STEPS}_{part}"][model].values()) for part in ("count", "sum"))
         return count, seconds

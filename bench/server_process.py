@@ -148,6 +148,12 @@ def fetch(
         raise ConnectionError(f"what answers speaks no HTTP: {error!r}") from None
 
 
+def fetch_metrics(place: ServerAddress) -> str:
+    """The metrics of a server that was started here. Raises as `fetch` does."""
+    assert place.metrics_port is not None
+    return fetch(place._replace(http_port=place.metrics_port), "/metrics").decode()
+
+
 def first_model(place: ServerAddress) -> str:
     """The name of the first model the server offers. Raises as `list_models` does."""
     return list_models(place)[0]

@@ -249,7 +249,7 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.replicas = [SimulatedReplica(machine, engine, make_budget, seed, watch) for seed in range(replicas)]
-        self._machine = machine
+        self._machine, self._engine = machine, engine
         self._affinity = engine.prefix_caching and replicas > 1
         limits = QueueLimits(engine.max_queued_requests, engine.max_queued_tokens)
         self._admission = AdmissionControl(limits, clock=lambda: self.now)
@@ -291,11 +291,16 @@ class Simulation:
             replica, cached = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
             replica.submit(key, request, self.now, cached)
         except (InvalidArgument, QueueFull) as error:
-            # Without the numbers of the request, so that they can be counted.
-            too_long = f"tokens exceed{error.message.partition('exceed')[2]}"
+            too_long = self._why_too_long(request)
             result.refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else too_long
             if key in self._tickets:
                 self._tickets.pop(key).release()
+
+    def _why_too_long(self, request: SimulatedRequest) -> str:
+        """The limit that a request can never keep, without its own numbers: so that refusals can be counted."""
+        longest, capacity = self._engine.scheduler.max_model_len, self._engine.blocks * self._engine.block_size
+        limit = f"model's {longest}" if request.prompt + request.new > longest else f"cache's {capacity}"
+        return f"tokens exceed the {limit}"
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where a scheduler, a cache or the queue lost something."""

@@ -27,7 +27,7 @@ from ...telemetry.roofline import StepRoofline
 from ...telemetry.scrape import Interval, Scrape, SeriesLabels, parse_scrape
 from ...telemetry.time_claims import Cause
 from ..load.fake_model import VOCAB, write_config, write_words
-from ..server_process import ServerAddress, fetch, own_server
+from ..server_process import ServerAddress, fetch, fetch_metrics, own_server
 
 Client: TypeAlias = Callable[[ServerAddress, threading.Event], None]
 """Asks until the event is set."""
@@ -274,7 +274,7 @@ def scrape_state(place: ServerAddress, state: ServerState, seconds: float) -> tu
     `TimeoutError` if it does not come to it."""
     stop = threading.Event()
     threads = [threading.Thread(target=client, args=(place, stop)) for client in state.clients]
-    before = _scrape(place)
+    before = fetch_metrics(place)
     try:
         for thread in threads:
             thread.start()
@@ -282,7 +282,7 @@ def scrape_state(place: ServerAddress, state: ServerState, seconds: float) -> tu
             time.sleep(seconds / 3)
             before = _scrape_when(place, state.until)
         time.sleep(seconds)
-        return before, _scrape(place)
+        return before, fetch_metrics(place)
     finally:
         stop.set()
         for thread in threads:
@@ -290,14 +290,9 @@ def scrape_state(place: ServerAddress, state: ServerState, seconds: float) -> tu
                 thread.join(_PATIENCE)
 
 
-def _scrape(place: ServerAddress) -> str:
-    assert place.metrics_port is not None
-    return fetch(place._replace(http_port=place.metrics_port), "/metrics").decode()
-
-
 def _scrape_when(place: ServerAddress, holds: Callable[[Scrape], bool]) -> str:
     deadline = time.monotonic() + _PATIENCE
-    while not holds(parse_scrape(text := _scrape(place), "the scrape")):
+    while not holds(parse_scrape(text := fetch_metrics(place), "the scrape")):
         if time.monotonic() > deadline:
             raise TimeoutError("the server does not come to the state")
         time.sleep(0.2)

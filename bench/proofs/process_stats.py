@@ -12,7 +12,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...core.errors import Unavailable
-from ..server_process import ServerAddress, children, fetch
+from ..server_process import ServerAddress, children, fetch_metrics
 
 _POLL_SECONDS = 0.05
 _CORE = "charonia-core"
@@ -148,7 +148,7 @@ def counted_since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str
 def scrape(place: ServerAddress) -> MetricsScrape:
     """Raises `Unavailable` if no metrics port answers."""
     try:
-        return MetricsScrape(fetch(place._replace(http_port=place.metrics_port or 0), "/metrics").decode())
+        return MetricsScrape(fetch_metrics(place))
     except OSError as error:
         raise Unavailable(f"the metrics port does not answer: {error}") from None
 

@@ -145,7 +145,8 @@ class TorchSdpaAttention(AttentionBackend):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             for cache, new in zip(self._layers[layer], (k, v), strict=True):
-                cache.index_fill_(0, begun, 0)  # of what an earlier sequence left there
+                if len(begun):  # blocks with what an earlier sequence left there
+                    cache.index_fill_(0, begun, 0)
                 cache.view(token).index_copy_(0, slots, new.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             for part in parts[self._index[layer]]:
