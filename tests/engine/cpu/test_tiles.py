@@ -276,14 +276,15 @@ def test_a_system_that_denies_tiles_is_served_by_the_level_below(
     error: int, reason: str, detection: TileModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = library.level()
+    below = "avx512bf16" if best == "amx" else best
     detection.number("tile_model_denies").value = error
     monkeypatch.setattr(library, "_open_library", lambda: detection.library)
     library.bind_function.cache_clear()
     try:
         library.bind_function("charonia_limit")(library.LEVELS.index("amx"))
-        assert library.level() == best
+        assert library.level() == below
         assert library.describe() == (
-            f"C kernels at level {best}; the processor has AMX, the system does not let this process use it ({reason})"
+            f"C kernels at level {below}; the processor has AMX, the system does not let this process use it ({reason})"
         )
     finally:
         library.bind_function.cache_clear()
