@@ -25,6 +25,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 
+from ..core.errors import Unavailable
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.checkpoint.model_spec import ModelSpec
 from ..processes.host import usable_cores
@@ -266,15 +267,15 @@ def compare(checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequen
 def warm_contenders(
     checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequence[str], log: Log
 ) -> Iterator[WarmContenders]:
-    """Every contender that takes part, started and warm.
+    """Every contender that takes part, started and warm. A peer that dies of its first prompts is left out, and told.
 
     Raises:
-        InvalidArgument, Unavailable: a peer is unknown, or a contender cannot run.
+        InvalidArgument, Unavailable: a peer is unknown or does not start, or our own engine cannot run.
     """
     asked, opened = parse_peer_specs(work.precisions, peers), open_checkpoint(checkpoint)
     stored = sum(file.stat().st_size for file in _files(checkpoint)) if opened.stored_as else None
     with ExitStack() as stack:
-        contenders = []
+        started = []
         for entry in asked:
             log(f"starting {entry.label} ...")
             setup = PeerSetup(
@@ -287,9 +288,8 @@ def warm_contenders(
                 device=work.device,
                 folder=str(scratch / f"{checkpoint_digest(checkpoint)}-{entry.name}-{entry.precision}"),
             )
-            contenders.append(stack.enter_context(PeerProcess(entry, setup)))
-        for contender in contenders:
-            _warm(contender, work, opened.spec.vocab_size)
+            started.append(stack.enter_context(PeerProcess(entry, setup)))
+        contenders = [contender for contender in started if _warm(contender, work, opened.spec.vocab_size, log)]
         gauge = PeakMeter(["int8"] if stored else work.precisions, work.device, usable_cores().threads)
         yield WarmContenders(opened.spec, stored, gauge, contenders)
 
@@ -305,9 +305,17 @@ def _files(checkpoint: Path) -> list[Path]:
     return [found] if found.is_file() else sorted(found.glob("*"))
 
 
-def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int) -> None:
-    for sequences in (1, max(work.sequences)):
-        contender.generate(prompts(OfflineJob(sequences, work.prompt, 2), vocab, seed=0), 2)
+def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int, log: Log) -> bool:
+    """Whether it generates: a build of a peer may start and then die of the processor it is on."""
+    try:
+        for sequences in (1, max(work.sequences)):
+            contender.generate(prompts(OfflineJob(sequences, work.prompt, 2), vocab, seed=0), 2)
+    except Unavailable as error:
+        if contender.spec.name == OURS:
+            raise
+        log(f"left out: {error.message}")
+        return False
+    return True
 
 
 def play_round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> Iterator[OfflineRun]:

@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from charonia.bench import offline
 from charonia.bench.checkpoint import write_random
 from charonia.bench.machine_peaks import PeakMeter
 from charonia.bench.offline import (
     OfflineComparison,
+    OfflineOptions,
     OfflineRun,
     agreement,
     best_peaks,
     checkpoint_digest,
     prompts,
     show,
+    warm_contenders,
     write_json,
 )
 from charonia.bench.peer_process import PeerProcess, PeerSpec, parse_peer_specs
@@ -65,6 +68,37 @@ def test_a_contender_continues_every_prompt(checkpoint: Path) -> None:
 def test_a_contender_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"transformers fp32: \w+: .*config.json"):
         PeerProcess(PeerSpec("transformers", "fp32", PYTHON), setup(tmp_path))
+
+
+class MortalContender:
+    """Starts; one whose name is in `dying` ends at its first prompts."""
+
+    dying = {"llamacpp"}
+
+    def __init__(self, entry: PeerSpec, setup: PeerSetup) -> None:
+        self.spec = entry
+
+    def __enter__(self) -> "MortalContender":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def generate(self, prompts: list[list[int]], new: int) -> None:
+        if self.spec.name in self.dying:
+            raise Unavailable(f"{self.spec.label}: no answer")
+
+
+def test_a_peer_that_dies_of_its_first_prompts_leaves_the_others_a_comparison(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "PeerProcess", MortalContender)
+    work, peers, log = OfflineOptions(precisions=("int8",)), [f"llamacpp={PYTHON}", f"openvino={PYTHON}"], list[str]()
+    with warm_contenders(checkpoint, tmp_path, work, peers, log.append) as field:
+        assert [contender.spec.label for contender in field.contenders] == ["charonia int8", "openvino int8"]
+    assert log[-1] == "left out: llamacpp int8: no answer"
+    monkeypatch.setattr(MortalContender, "dying", {"charonia"})
+    with pytest.raises(Unavailable), warm_contenders(checkpoint, tmp_path, work, peers, log.append):
+        pass
 
 
 def test_ours_comes_first_in_each_precision_and_peers_where_they_can() -> None:
