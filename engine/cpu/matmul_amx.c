@@ -127,79 +127,114 @@ ALWAYS_INLINE TARGET void multiply_tile(const Tile *t, int blocks, int kind, int
     store_rows(t, kind, sums);
 }
 
-/* One span of one group: what the processor multiplies, and what turns its sums into a part of the product. */
-typedef struct {
-    char lines[2][TILE_BYTES]; /* as int8, a register's share each */
-    int32_t zeros[LANES];      /* zero points, if it has them */
-    float scales[LANES], offsets[LANES];
-} __attribute__((aligned(LINE))) Span;
+/* Where the tests' model stands in for the processor, so does plain C for its vectors. */
+ALWAYS_INLINE TARGET Floats fused(Floats a, Floats b, Floats c) {
+#ifdef CHARONIA_TILE_MODEL
+    for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return _mm512_fmadd_ps(a, b, c);
+#endif
+}
 
-/* The span number `each` of the step at `step`. */
-ALWAYS_INLINE TARGET void read_span(const Matrix *m, const char *step, int64_t each, Span *to) {
-    const char *lines = step + LINE + each * m->span / 8 * LINE;
-    char *half = to->lines[0];
-    const Floats scales = load_halves(step + each * LINE / 2), offsets = load_halves(step + LINE / 2);
-    memcpy(to->scales, &scales, LINE);
-    memcpy(to->offsets, &offsets, LINE);
-    const Ints zeros = load_shorts(step + LINE / 2);
-    memcpy(to->zeros, &zeros, LINE);
-    for (int64_t line = 0; line < m->span / 8; line++, half += 2 * LINE) {
-        const Ints both = load_ints(lines + line * LINE), first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
-        memcpy(half, &first, LINE);
-        memcpy(half + LINE, &second, LINE);
+typedef int8_t Bytes __attribute__((vector_size(LINE)));
+
+/* At most; without zero points a step has two. */
+enum { STEP_SPANS = 2, SPAN_TILES = 2 };
+
+/* The spans of one step of two groups: what the processor multiplies, and what turns its sums into parts of the product. */
+typedef struct {
+    char lines[STEP_SPANS][GROUPS][SPAN_TILES * TILE_BYTES]; /* as int8; without zero points the middle is taken off */
+    Floats scales[STEP_SPANS][GROUPS], offsets[GROUPS];
+    Ints points[GROUPS];
+} __attribute__((aligned(LINE))) SpanStep;
+
+/* Exact sums of a step's spans: [span][row][group]. */
+typedef Ints StepDots[STEP_SPANS][2 * TILE_ROWS][GROUPS];
+
+ALWAYS_INLINE TARGET void read_step(const Tile *t, int zeros, int64_t apart, int64_t at, SpanStep *to) {
+    const int spans = zeros ? 1 : STEP_SPANS;
+    const Bytes middle = (Bytes){0} + (int8_t)(zeros ? 0 : 8);
+    for (int g = 0; g < GROUPS; g++) {
+        const char *line = t->lines + g * apart + at, *from = line + LINE;
+        if (zeros == ZERO_POINTS_EACH) to->points[g] = load_shorts(line + LINE / 2);
+        if (zeros == OFFSETS_EACH) to->offsets[g] = load_halves(line + LINE / 2);
+        for (int each = 0; each < spans; each++) {
+            Bytes *lines = (Bytes *)to->lines[each][g];
+            to->scales[each][g] = load_halves(line + each * LINE / 2);
+            for (int64_t i = 0; i < t->matrix->span / 8; i++, from += LINE) {
+                const Ints both = load_ints(from);
+                lines[2 * i] = (Bytes)(both & 0x0f0f0f0f) - middle;
+                lines[2 * i + 1] = (Bytes)(both >> 4 & 0x0f0f0f0f) - middle;
+            }
+        }
     }
+    WRITTEN(to);
+}
+
+ALWAYS_INLINE TARGET void multiply_step(const Tile *t, int blocks, int zeros, const char *row, const SpanStep *step,
+                                        StepDots dots) {
+    const int64_t span = t->matrix->span;
+    for (int each = 0; each < (zeros ? 1 : STEP_SPANS); each++, row += sizeof(SpanHead) + span) {
+        load_sums(0, 1, blocks);
+        for (int64_t at = 0; at < span; at += LINE)
+            add_products(zeros ? INT4 : INT8, blocks, 0, row + sizeof(SpanHead) + at, t->row_stride,
+                         step->lines[each][0] + at * LANES, step->lines[each][1] + at * LANES);
+        keep_sums((char *)dots[each], blocks);
+    }
+    WRITTEN(dots);
 }
 
 /* As the other levels do it: exact sums, added in one rounding. */
-ALWAYS_INLINE TARGET void add_scaled(const Tile *t, const char *row, int zeros, const Span spans[GROUPS],
-                                     int32_t dots[][GROUPS][LANES], float sums[][GROUPS][LANES]) {
-    for (int64_t r = 0; r < t->count; r++, row += t->row_stride) {
-        const SpanHead *head = (const SpanHead *)row;
-        for (int g = 0; g < GROUPS; g++)
-            for (int i = 0; i < LANES; i++) {
-                const int32_t times = zeros == ZERO_POINTS_EACH ? spans[g].zeros[i] : !zeros;
-                const float dot = (float)(dots[r][g][i] + times * head->start);
-                sums[r][g][i] = fmaf(dot, spans[g].scales[i] * head->scale, sums[r][g][i]);
-                if (zeros == OFFSETS_EACH)
-                    sums[r][g][i] = fmaf((float)head->start, spans[g].offsets[i] * head->scale, sums[r][g][i]);
+ALWAYS_INLINE TARGET void add_scaled(const Tile *t, int zeros, const char *row, const SpanStep *step,
+                                     const StepDots dots, Floats sums[][GROUPS]) {
+    const int64_t next = sizeof(SpanHead) + t->matrix->span;
+    const int spans = zeros ? 1 : STEP_SPANS;
+    for (int64_t r = 0; r < t->count; r++, row += t->row_stride)
+        UNROLL for (int g = 0; g < GROUPS; g++) {
+            Floats sum = sums[r][g];
+            UNROLL for (int each = 0; each < spans; each++) {
+                const SpanHead *head = (const SpanHead *)(row + each * next);
+                Ints dot = dots[each][r][g];
+                if (zeros == ZERO_POINTS_EACH) dot += step->points[g] * head->start;
+                sum = fused(__builtin_convertvector(dot, Floats), step->scales[each][g] * head->scale, sum);
+                if (zeros != OFFSETS_EACH) continue;
+                const Floats start = (Floats){0} + (float)head->start;
+                sum = fused(start, step->offsets[g] * head->scale, sum);
             }
-    }
+            sums[r][g] = sum;
+        }
 }
 
-ALWAYS_INLINE TARGET void add_span(const Tile *t, const char *row, int blocks, const Span spans[GROUPS],
-                                   float sums[][GROUPS][LANES]) {
-    int32_t dots[2 * TILE_ROWS][GROUPS][LANES] __attribute__((aligned(LINE)));
-    WRITTEN(spans);
-    load_sums(0, 1, blocks);
-    for (int64_t at = 0; at < t->matrix->span; at += LINE)
-        add_products(INT4, blocks, 0, row + sizeof(SpanHead) + at, t->row_stride, spans[0].lines[at / LINE],
-                     spans[1].lines[at / LINE]);
-    keep_sums((char *)dots, blocks);
-    WRITTEN(spans);
-    switch (t->matrix->zeros) {
-        case NO_ZEROS: add_scaled(t, row, NO_ZEROS, spans, dots, sums); break;
-        case ZERO_POINTS_EACH: add_scaled(t, row, ZERO_POINTS_EACH, spans, dots, sums); break;
-        default: add_scaled(t, row, OFFSETS_EACH, spans, dots, sums);
-    }
-}
-
-ALWAYS_INLINE TARGET void multiply_spans(const Tile *t, int blocks, int once) {
+/* Each step is multiplied before the one before it is scaled: so vectors are busy while the tiles are. */
+ALWAYS_INLINE TARGET void multiply_spans(const Tile *t, int blocks, int once, int zeros) {
     const Matrix *m = t->matrix;
-    const int64_t apart = t->groups > 1 ? t->group_stride : 0, step = lines_a_step(m) * LINE, end = t->steps * step;
-    float sums[2 * TILE_ROWS][GROUPS][LANES] __attribute__((aligned(LINE)));
+    const int64_t apart = t->groups > 1 ? t->group_stride : 0, bytes = lines_a_step(m) * LINE, end = t->steps * bytes;
+    const int64_t row_bytes = (zeros ? 1 : STEP_SPANS) * (sizeof(SpanHead) + m->span);
+    SpanStep steps[2];
+    StepDots dots[2] __attribute__((aligned(LINE)));
+    Floats sums[2 * TILE_ROWS][GROUPS];
     const char *row = t->rows;
     if (t->first) memset(sums, 0, t->count * SUMS_STRIDE);
     else memcpy(sums, t->sums, t->count * SUMS_STRIDE);
-    for (int64_t at = 0; at < end; at += step) {
-        fetch_meanwhile(t, at, step, end, once);
-        for (int64_t each = 0; each < spans_a_step(m); each++, row += sizeof(SpanHead) + m->span) {
-            Span spans[GROUPS];
-            for (int g = 0; g < GROUPS; g++) read_span(m, t->lines + g * apart + at, each, spans + g);
-            add_span(t, row, blocks, spans, sums);
-        }
+    int now = 0;
+    for (int64_t at = 0; at < end; at += bytes, row += row_bytes, now = !now) {
+        fetch_meanwhile(t, at, bytes, end, once);
+        read_step(t, zeros, apart, at, steps + now);
+        multiply_step(t, blocks, zeros, row, steps + now, dots[now]);
+        if (at) add_scaled(t, zeros, row - row_bytes, steps + !now, dots[!now], sums);
     }
+    if (end) add_scaled(t, zeros, row - row_bytes, steps + !now, dots[!now], sums);
     if (t->last) store_rows(t, INT4, (const char *)sums);
     else memcpy(t->sums, sums, t->count * SUMS_STRIDE);
+}
+
+ALWAYS_INLINE TARGET void multiply_any_spans(const Tile *t, int blocks, int once) {
+    switch (t->matrix->zeros) {
+        case NO_ZEROS: multiply_spans(t, blocks, once, NO_ZEROS); break;
+        case ZERO_POINTS_EACH: multiply_spans(t, blocks, once, ZERO_POINTS_EACH); break;
+        default: multiply_spans(t, blocks, once, OFFSETS_EACH);
+    }
 }
 
 #define TILES(name, multiply, ...)                                                \
@@ -211,8 +246,8 @@ TILES(int8_once, multiply_tile, INT8, 1)
 TILES(int8_again, multiply_tile, INT8, 0)
 TILES(bf16_once, multiply_tile, BFLOAT16, 1)
 TILES(bf16_again, multiply_tile, BFLOAT16, 0)
-TILES(int4_once, multiply_spans, 1)
-TILES(int4_again, multiply_spans, 0)
+TILES(int4_once, multiply_any_spans, 1)
+TILES(int4_again, multiply_any_spans, 0)
 
 static TARGET void shape(const Matrix *m, int64_t rows) {
     if (!rows) {
