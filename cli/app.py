@@ -3,6 +3,7 @@
 Heavy imports wait until they are needed: `charonia --help` is for people.
 """
 
+import logging
 import os
 import sys
 import time
@@ -16,8 +17,11 @@ from .. import __version__
 from ..analyzer.options import LevelOptions, SearchOptions
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.checkpoint.packing_cache import PackingCache, is_whole
-from .foreign_flags import TritonFlags, format_usage_error, vllm_flag_table
+from .flag_sources import PREFIX, command_flags, complete_arguments, strays
+from .foreign_flags import TritonFlags, VllmFlags, format_usage_error, vllm_flag_table
 from .options import ConfigOptions, ServeOptions
+
+log = logging.getLogger(__name__)
 
 app = App(
     name="charonia",
@@ -35,17 +39,20 @@ _EXAMPLES = """Examples:
 
     charonia serve --model-repository ./models     a Triton model repository
 
+    charonia serve --config serve.yaml             flags of a file; CHARONIA_HTTP_PORT=9000 sets one, too
+
     charonia flags                                 flags of vLLM and tritonserver
 """
 
 
-@app.command(help_prologue=_EXAMPLES)
+@app.command(help_prologue=_EXAMPLES, config=complete_arguments)
 def serve(
     model: str | None = None,
     /,
     *,
     options: Annotated[ServeOptions, Parameter("*")] = ServeOptions(),  # noqa: B008
     triton: Annotated[TritonFlags, Parameter("*", show=False)] = TritonFlags(),  # noqa: B008
+    vllm: Annotated[VllmFlags, Parameter("*", show=False)] = VllmFlags(),  # noqa: B008
 ) -> int:
     """Serve models until SIGTERM or SIGINT; a second one forces.
 
@@ -61,13 +68,17 @@ def serve(
     from .plan import plan_server
     from .serve import run
 
-    options = triton.completed(options)
-    if options.repository.download_dir is not None:  # read by the hub's library, here and in child processes
-        os.environ["HF_HUB_CACHE"] = str(options.repository.download_dir)
     try:
+        options = vllm.completed(triton.completed(options))
+        if model and vllm.model not in ("", model):
+            raise InvalidArgument(f"two models to serve: '{model}', and --model '{vllm.model}'")
+        if options.repository.download_dir is not None:  # read by the hub's library, here and in child processes
+            os.environ["HF_HUB_CACHE"] = str(options.repository.download_dir)
         with configured_logging(options.server.log_settings) as logs:
             triton.check()
-            plan = plan_server(model, options, logs)
+            vllm.check()
+            _warn_of_strays()
+            plan = plan_server(model or vllm.model or None, options, logs)
             spans = plan.shared.traces.settings().spans
             endpoint = otlp_endpoint(options.server.otlp_traces_endpoint, os.environ, spans)
             with open_tracer(endpoint, __version__, spans) as tracer:
@@ -81,6 +92,8 @@ def check(
     repository: str | None = None,
     /,
     *,
+    model_repository: Annotated[tuple[str, ...], Parameter(name=("--model-repository", "--model-store"))] = (),
+    model_cache_dir: Path | None = None,
     tensorrt_llm: Annotated[bool, Parameter(negative=())] = False,
     options: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions(),  # noqa: B008
 ) -> int:
@@ -90,7 +103,12 @@ def check(
     Parameters
     ----------
     repository
-        Directory of models, a checkpoint, or a file in GGUF; with --tensorrt-llm, a checkpoint to generate with.
+        Directory of models, or s3://, gs:// or as:// and a path, a checkpoint, or a file in GGUF; with --tensorrt-llm,
+        a checkpoint to generate with.
+    model_repository
+        The same, as `serve` has it: several are checked as one server would have them.
+    model_cache_dir
+        Where models of object storage are kept; without it, charonia/models in the user's cache.
     tensorrt_llm
         Instead, hold the installed TensorRT-LLM against what its adapter expects.
     """
@@ -101,25 +119,25 @@ def check(
     from .repository_check import print_check_report
 
     try:
-        if repository is None:
-            raise InvalidArgument("nothing to check: name a model repository")
-        return print_check_report(Path(repository), options)
+        return print_check_report([*([repository] if repository else ()), *model_repository], options, model_cache_dir)
     except CharoniaError as error:
         return _failed(error)
 
 
 @app.command
-def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+def doctor(*, config: Path | None = None, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Say what of this machine would slow or stop a server, and how to mend it; the status is 1 if it would not serve.
 
     Parameters
     ----------
+    config
+        YAML file of flags that `serve` is to have; those that the environment sets are told, too.
     json
         Print a list of objects with the keys `subject`, `verdict` (good, slow, wrong), `text` and `mend`.
     """
     from .doctor import print_findings
 
-    return print_findings(json)
+    return print_findings(json, config)
 
 
 @app.command(name="import")
@@ -395,10 +413,24 @@ def cache(
 def flags(
     *,
     triton: Annotated[TritonFlags, Parameter("*")] = TritonFlags(),  # noqa: B008
+    vllm: Annotated[VllmFlags, Parameter("*")] = VllmFlags(),  # noqa: B008
 ) -> int:
-    """Say what becomes of tritonserver's flags that `serve --help` leaves out, and what vLLM's are called."""
+    """Say what becomes of flags of tritonserver and vLLM that `serve --help` leaves out, and what others are called."""
     app.help_print(["flags"])
     print(vllm_flag_table())
+    return 0
+
+
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
+    """Print the script by which a shell completes commands and flags, as in: source <(charonia completion bash)
+
+    Parameters
+    ----------
+    shell
+        For fish: charonia completion fish | source
+    """
+    print(app.generate_completion(shell=shell))
     return 0
 
 
@@ -413,6 +445,12 @@ app.command(
     name="simulate",
     help="Say what a load would get from replicas of an engine, or how many replicas keep an objective.",
 )
+
+
+def _warn_of_strays() -> None:
+    if any(name.startswith(PREFIX) for name in os.environ):
+        for stray in strays(command_flags(app["serve"].assemble_argument_collection()), os.environ):
+            log.warning("%s", stray)
 
 
 def _failed(error: CharoniaError) -> int:

@@ -14,13 +14,15 @@ from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 
 import msgspec
+from cyclopts.exceptions import CycloptsError
 
 from ..core.errors import Unavailable
 from ..engine.kernel_choice import FP8_CAPABILITY, LEVEL_VARIABLE
 from ..processes.host import available_memory, torch_has_cuda, usable_cores
 from ..repository.memory_budget import format_bytes
 from ..telemetry.host_metrics import usable_gpus
-from .options import GrpcOptions, ServerOptions
+from .flag_sources import command_flags, environment_values, file_values, strays
+from .options import ServeOptions
 from .ports import bind_port
 
 _ROOT = Path("/")
@@ -50,8 +52,11 @@ class Finding(msgspec.Struct, frozen=True):
     mend: str = ""
 
 
-def examine_machine(root: Path = _ROOT) -> Iterator[Finding]:
-    """Every finding of this machine and this process's limits."""
+def examine_machine(root: Path = _ROOT, config: Path | None = None) -> Iterator[Finding]:
+    """Every finding of this machine and this process's limits, for a server whose flags are those of the environment
+    and of the file `config`."""
+    settings, options = _settings(config)
+    yield from settings
     yield _cores(root)
     yield _kernels()
     yield _gpus(root)
@@ -59,14 +64,14 @@ def examine_machine(root: Path = _ROOT) -> Iterator[Finding]:
     yield _huge_pages(root)
     yield _shared_memory(root)
     yield _open_files()
-    yield from _ports()
+    yield from _ports(options)
     yield _clock(root)
     yield _extras()
 
 
-def print_findings(as_json: bool) -> int:
+def print_findings(as_json: bool, config: Path | None = None) -> int:
     """Print what was found; returns the exit status, 1 if a server would not serve."""
-    found = list(examine_machine())
+    found = list(examine_machine(config=config))
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -75,6 +80,29 @@ def print_findings(as_json: bool) -> int:
             if finding.mend:
                 print(f"{'':<14}mend: {finding.mend}")
     return int(any(finding.verdict is Verdict.WRONG for finding in found))
+
+
+def _settings(config: Path | None) -> tuple[list[Finding], ServeOptions]:
+    """What is set beside the command line, and the options that it makes."""
+    from .app import app  # which imports this module when it needs it
+
+    flags, findings = command_flags(app["serve"].assemble_argument_collection()), []
+    named = [] if config is None else ["--config", str(config)]
+    try:
+        _, bound, _ = app.parse_args(["serve", *named], exit_on_error=False, print_error=False)
+        options: ServeOptions = bound.arguments.get("options", ServeOptions())
+        values = environment_values(flags, os.environ)
+        if options.server.config is not None:
+            values += file_values(flags, options.server.config)
+    except CycloptsError as error:
+        mend = "correct it, or leave it out: charonia serve would refuse to start"
+        findings.append(Finding("settings", Verdict.WRONG, str(error), mend))
+        return findings, ServeOptions()
+    text = "; ".join(map(str, values)) or "none beside the command line"
+    findings.append(Finding("settings", Verdict.GOOD, text))
+    mend = "correct the variable's name, or unset it"
+    findings += [Finding("settings", Verdict.SLOW, stray, mend) for stray in strays(flags, os.environ)]
+    return findings, options
 
 
 def _judge(subject: str, good: bool, text: str, mend: str) -> Finding:
@@ -154,12 +182,12 @@ def _open_files() -> Finding:
     return _judge("open files", hard >= _ENOUGH_FILES, f"at most {hard:,}", mend)
 
 
-def _ports() -> Iterator[Finding]:
-    server, grpc = ServerOptions(), GrpcOptions()
+def _ports(options: ServeOptions) -> Iterator[Finding]:
+    server, grpc = options.server, options.grpc
     for flag, address, port in (
         ("--http-port", server.http_address, server.http_port),
         ("--grpc-port", grpc.grpc_address, grpc.grpc_port),
-        ("--metrics-port", server.http_address, server.metrics_port),
+        ("--metrics-port", server.metrics_address or server.http_address, server.metrics_port),
     ):
         try:
             with closing(bind_port(address, port, flag)) as reserved:

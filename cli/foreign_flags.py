@@ -6,15 +6,17 @@ would change results are refused. Free of any server: the command line reads it.
 """
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from typing import Annotated, TypeAlias
 
 from cyclopts import CycloptsPanel, Group, Parameter
 from cyclopts.exceptions import CycloptsError, UnknownOptionError
 
-from ..core.errors import Unsupported, did_you_mean
-from ..engine.vllm.arguments import NOT_SERVED, WITHOUT_EFFECT
+from ..core.errors import InvalidArgument, Unsupported, did_you_mean
+from ..engine.vllm.arguments import ELSEWHERE, NOT_SERVED, WITHOUT_EFFECT
 from .options import BooleanFlag, ServeOptions, is_true
 
 log = logging.getLogger(__name__)
@@ -103,7 +105,11 @@ class TritonFlags:
             log.warning("flags of tritonserver that have no effect here: %s", ", ".join(self.without_effect))
 
     def completed(self, options: ServeOptions) -> ServeOptions:
-        """`options`, completed by the former names; the present names win."""
+        """`options`, completed by the former names; the present names win.
+
+        Raises:
+            InvalidArgument: --response-cache-byte-size is given beside --cache-config, as on tritonserver.
+        """
         traces = {
             "triton,file": self.trace_file,
             "level": self.trace_level,
@@ -114,16 +120,117 @@ class TritonFlags:
         words = (f"{name}={value}" for name, value in traces.items() if value)
         server = replace(options.server, trace_config=(*words, *options.server.trace_config))
         repository, size = options.repository, self.response_cache_byte_size
-        cache = repository.cache_config or ((f"local,size={size}",) if size not in ("", "0") else ())
+        if size and repository.cache_config:
+            raise InvalidArgument("--response-cache-byte-size and --cache-config set the same cache: give one of them")
+        cache = repository.cache_config if size in ("", "0") else (f"local,size={size}",)
         strict = repository.configs.disable_auto_complete_config or is_true(self.strict_model_config)
         configs = replace(repository.configs, disable_auto_complete_config=strict)
         return replace(options, server=server, repository=replace(repository, cache_config=cache, configs=configs))
+
+
+_VLLM = Group("Flags of vLLM by other names here")
+_SO = Group("Flags of vLLM for what is so anyway")
+
+_Switch: TypeAlias = Annotated[bool, Parameter(group=_SO, negative=())]
+_Value: TypeAlias = Annotated[str, Parameter(group=_SO)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFlags:
+    """Flags of vLLM that a command line may have, though they are called otherwise here, or ask for what is so anyway.
+    Others are refused, with our name or the reason: `VLLM_FLAGS`."""
+
+    model: Annotated[str, Parameter(group=_VLLM)] = ""
+    """What to serve: here the argument without a flag."""
+    host: Annotated[str, Parameter(group=_VLLM)] = ""
+    """--http-address and --grpc-address, where these are not given."""
+    enable_prefix_caching: Annotated[bool | None, Parameter(group=_VLLM)] = None
+    """--prefix-caching, which is on by default."""
+    disable_log_requests: Annotated[bool, Parameter(group=_VLLM, negative=())] = False
+    """--log-requests errors."""
+    enable_log_requests: Annotated[bool | None, Parameter(group=_VLLM)] = None
+    """--log-requests llm, which is the default; with no- in front: errors."""
+
+    enable_chunked_prefill: Annotated[bool | None, Parameter(group=_SO)] = None
+    """Prompts are always computed in pieces."""
+    disable_log_stats: _Switch = False
+    """Statistics are metrics, not lines of the log."""
+    disable_uvicorn_access_log: _Switch = False
+    """Lines of the web server come with --log-verbose alone."""
+    enable_request_id_headers: _Switch = False
+    """Every answer has x-request-id."""
+    enable_prompt_tokens_details: _Switch = False
+    """Every answer counts the tokens of its prompt that were cached."""
+    fully_sharded_loras: _Switch = False
+    """Ranks hold their slices of an adapter."""
+    disable_frontend_multiprocessing: _Switch = False
+    """The engine is a process of its own, and --frontends says how many read requests."""
+    disable_custom_all_reduce: _Switch = False
+    """Ranks use the library's."""
+    seed: _Value = ""
+    """A request's seed counts."""
+    swap_space: _Value = ""
+    """What has no room is computed again."""
+    scheduling_policy: _Value = ""
+    """A request's priority always counts."""
+    compilation_config: _Value = ""
+    """Nothing is compiled."""
+    max_log_len: _Value = ""
+    """Prompts are never in the log."""
+    max_logprobs: _Value = ""
+    """Up to 20."""
+    load_format: _Value = ""
+    """auto, safetensors or pt: safetensors, else torch's .bin."""
+    tokenizer_mode: _Value = ""
+    """auto, hf or fast: a tokenizer.json is read."""
+    generation_config: _Value = ""
+    """auto: the checkpoint's generation_config.json gives the defaults."""
+    lora_dtype: _Value = ""
+    """auto: adapters are computed with in the model's type."""
+
+    @property
+    def named(self) -> list[str]:
+        """The flags that were given, but for those that have an effect."""
+        idle = (field for field in fields(self) if field.name not in ("model", "host"))
+        return [_flag(field.name) for field in idle if getattr(self, field.name) not in ("", False, None)]
+
+    def check(self) -> None:
+        """Warn of flags that ask for what is so anyway; raises `Unsupported` for one whose value asks for something
+        else."""
+        for name, served in _SERVED_VALUES.items():
+            value = getattr(self, name)
+            if value and value.lower() not in served:
+                raise Unsupported(f"{_flag(name)} {value} is not served: {(ELSEWHERE | WITHOUT_EFFECT)[name]}")
+        if self.enable_chunked_prefill is False:
+            raise Unsupported(f"--no-enable-chunked-prefill is not served: {WITHOUT_EFFECT['enable_chunked_prefill']}")
+        if self.named:
+            log.warning("flags of vLLM for what is so anyway, or called otherwise here: %s", ", ".join(self.named))
+
+    def completed(self, options: ServeOptions) -> ServeOptions:
+        """`options`, completed by what is called otherwise there; their own names win."""
+        engine, server = options.engine, options.server
+        if engine.prefix_caching is None:
+            engine = replace(engine, prefix_caching=self.enable_prefix_caching)
+        if self.disable_log_requests or self.enable_log_requests is False:
+            server = replace(server, log_requests="errors") if server.log_requests == "llm" else server
+        return replace(options, engine=engine, server=server)
+
+
+_SERVED_VALUES = {
+    "max_logprobs": {str(count) for count in range(21)},
+    "load_format": {"auto", "safetensors", "pt"},
+    "tokenizer_mode": {"auto", "hf", "fast"},
+    "generation_config": {"auto"},
+    "lora_dtype": {"auto"},
+}
+"""The values that ask for what is so anyway, of flags that have others too."""
 
 
 def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
+_FLAG = re.compile(r"-{1,2}[A-Za-z]")
 _NO_EFFECT = "leave it out: "
 _NOT_SERVED = "not served: "
 
@@ -133,11 +240,8 @@ def _flags(arguments: Mapping[str, str], kind: str) -> dict[str, str]:
 
 
 VLLM_FLAGS: Mapping[str, str] = {
-    **_flags({name: why for name, why in WITHOUT_EFFECT.items() if name != "enable_auto_tool_choice"}, _NO_EFFECT),
     **_flags(NOT_SERVED, _NOT_SERVED),
-    "--host": "--http-address, --grpc-address and --metrics-address",
-    "--port": "--http-port; gRPC has --grpc-port, metrics --metrics-port",
-    "--model": "the first argument: charonia serve MODEL",
+    "--tokenizer-revision": f"{_NOT_SERVED}name a directory by --tokenizer",
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
@@ -145,23 +249,14 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--gpu-memory-utilization": "--kv-cache-memory-fraction, of what weights leave free; --gpu-memory-limit, in bytes",
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--num-gpu-blocks-override": "--kv-cache-blocks",
-    "--enable-prefix-caching": "--prefix-caching, which is on by default",
-    "--no-enable-prefix-caching": "--no-prefix-caching",
     "--async-scheduling": "--ahead 1",
     "--hf-token": "the variable HF_TOKEN",
     "--max-cpu-loras": "--max-lora-bytes: adapters are counted by what they take",
-    "--lora-dtype": f"{_NO_EFFECT}adapters are computed with in the model's type",
-    "--fully-sharded-loras": f"{_NO_EFFECT}ranks hold their slices of an adapter",
     "--ssl-certfile": "--http-server-cert",
     "--ssl-keyfile": "--http-server-key",
     "--ssl-ca-certs": "--grpc-root-cert, for gRPC alone",
     "--root-path": f"{_NOT_SERVED}let the proxy take the prefix away",
     "--uvicorn-log-level": "--log-info, --log-warning, --log-error, --log-verbose",
-    "--enable-log-requests": "--log-info, which is on by default",
-    "--disable-log-requests": "--log-info=false",
-    "--no-enable-log-requests": "--log-info=false",
-    "--disable-uvicorn-access-log": f"{_NO_EFFECT}they come with --log-verbose alone",
-    "--enable-request-id-headers": f"{_NO_EFFECT}every answer has x-request-id",
     "--allowed-methods": f"{_NO_EFFECT}--allowed-origins lets pages use all of them",
     "--allowed-headers": f"{_NO_EFFECT}--allowed-origins lets pages send all of them",
 }
@@ -169,14 +264,31 @@ VLLM_FLAGS: Mapping[str, str] = {
 
 
 def format_usage_error(error: CycloptsError) -> object:
-    """The panel that is printed for a command line that cannot be read."""
+    """The panel that is printed for a command line that cannot be read; of unknown flags it names all."""
     if not isinstance(error, UnknownOptionError):
         return CycloptsPanel(error)
-    flag, _, _ = (error.token.keyword or error.token.value).partition("=")
-    if flag in VLLM_FLAGS:
-        return CycloptsPanel(f"{flag} is vLLM's; here: {VLLM_FLAGS[flag]}")
     known = [name for argument in error.argument_collection for name in argument.names]
-    return CycloptsPanel(f"Unknown option: {flag}{did_you_mean(flag.replace('_', '-'), [*known, *VLLM_FLAGS])}")
+    flags = _unknown_flags(error) or [(error.token.keyword or error.token.value).partition("=")[0]]
+    return CycloptsPanel("\n".join(unknown_flag(flag, known) for flag in flags))
+
+
+def unknown_flag(flag: str, known: Iterable[str]) -> str:
+    """What is to be said of a flag that is none of `known`."""
+    if flag in VLLM_FLAGS:
+        return f"{flag} is vLLM's; here: {VLLM_FLAGS[flag]}"
+    return f"Unknown option: {flag}{did_you_mean(flag.replace('_', '-'), [*known, *VLLM_FLAGS])}"
+
+
+def _unknown_flags(error: UnknownOptionError) -> list[str]:
+    """The flags of the command line that its command does not have, each once, in order."""
+    unknown: dict[str, None] = {}
+    for word in takewhile(lambda word: word != "--", error.root_input_tokens or ()):
+        flag = word.partition("=")[0]
+        try:
+            error.argument_collection.match(flag)
+        except ValueError:
+            unknown |= {flag: None} if _FLAG.match(flag) else {}
+    return list(unknown)
 
 
 def vllm_flag_table() -> str:

@@ -145,13 +145,16 @@ class AdapterOptions:
 class ServerOptions:
     """Settings of the server."""
 
+    config: Path | None = None
+    """YAML file of flags, by their names. What the command line says wins over the variable CHARONIA_<FLAG>, which wins
+    over the file."""
     id: str = "triton"
     """Name of the server in its metadata."""
     allow_http: BooleanFlag = "true"
     """Serve HTTP."""
     http_address: str = "0.0.0.0"
     """Address to listen on."""
-    http_port: _Port = 8000
+    http_port: Annotated[_Port, Parameter(name=("--http-port", "--port"))] = 8000
     """Port of the v2 and OpenAI protocols over HTTP."""
     reuse_http_port: BooleanFlag = "false"
     """Let other servers listen on the port too: each gets some of the connections."""
@@ -196,6 +199,8 @@ class ServerOptions:
     """Log warnings."""
     log_error: BooleanFlag = "true"
     """Log errors."""
+    log_requests: Literal["all", "llm", "errors"] = "llm"
+    """Requests that have a record in the log: all; those of language models, and all that failed; those that failed."""
     log_verbose: Annotated[int, Parameter(converter=_level, validator=Number(gte=0))] = 0
     """Above 0: a line for every HTTP request too, health and lookups included, in the web server's words."""
     log_format: Literal["default", "ISO8601", "json"] = "default"

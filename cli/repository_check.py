@@ -7,7 +7,7 @@ that only loading finds is not found.
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,8 @@ from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
+from ..repository.object_storage.bucket_repository import open_buckets
+from ..repository.object_storage.locations import is_bucket_url
 from ..repository.route_file import ROUTES_FILE
 from .options import ConfigOptions
 
@@ -48,29 +50,55 @@ def model_checker(options: ConfigOptions) -> Iterator[Callable[[ModelSource], Ch
         yield lambda source: _check_model(source, builder, services)
 
 
-def print_check_report(repository: Path, options: ConfigOptions) -> int:
-    """Print the findings of a repository; returns the exit status, 1 if a model would not load.
+def print_check_report(places: Sequence[str], options: ConfigOptions, cache: Path | None = None) -> int:
+    """Print the findings of repositories, or of one checkpoint; returns the exit status, 1 if a model would not load.
+    `cache`: where models of buckets are kept, which are downloaded as a server downloads them.
 
-    Raises `InvalidArgument` if the directory is missing or empty, or an option is wrong.
+    Raises:
+        InvalidArgument: a directory is missing, there are no models, or an option is wrong.
+        CharoniaError: a bucket cannot be read.
     """
-    status = 0
-    if is_language_model(repository):
-        return _print_checkpoint_report(repository)
-    with model_checker(options) as check:
-        catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
-        if not catalog.model_names():
-            if is_checkpoint(repository):
-                message = f"'{repository}' is an encoder and no model repository: charonia import {repository}"
-                raise InvalidArgument(message)
-            raise InvalidArgument(f"nothing to check: model repository '{repository}' has no folders")
-        for name in catalog.model_names():
-            try:
-                for finding in check(catalog.read(name)).findings:
-                    print(f"{name}: {finding}")
-            except CharoniaError as error:
-                print(f"{name}: WRONG: {error.message}")
-                status = 1
-        return max(status, _check_routes(catalog))
+    if not places:
+        raise InvalidArgument("nothing to check: name a model repository")
+    if len(places) == 1 and is_language_model(Path(places[0])):
+        return _print_checkpoint_report(Path(places[0]))
+    local = [Path(place) for place in places if not is_bucket_url(place)]
+    buckets = open_buckets([place for place in places if is_bucket_url(place)], cache, None)
+    with (
+        model_checker(options) as check,
+        closing(RepositoryCatalog(local, config_name=options.model_config_name, buckets=buckets)) as catalog,
+    ):
+        _refuse_nothing_to_check(catalog, places)
+        failed = [not _print_findings(name, catalog, check) for name in catalog.model_names()]
+        return max(any(failed), _check_routes(catalog))
+
+
+def _refuse_nothing_to_check(catalog: RepositoryCatalog, places: Sequence[str]) -> None:
+    """Raises `InvalidArgument` where there is no model, or a bucket that could not be listed."""
+    if catalog.unknown:
+        raise InvalidArgument(f"model repository {catalog.unknown[0]} is away, and was never read from here")
+    if catalog.model_names():
+        return
+    for place in places:
+        if not is_bucket_url(place) and is_checkpoint(Path(place)):
+            raise InvalidArgument(f"'{place}' is an encoder and no model repository: charonia import {place}")
+    names = " and ".join(f"'{place}'" for place in places)
+    raise InvalidArgument(f"nothing to check: model repository {names} has no folders")
+
+
+def _print_findings(name: str, catalog: RepositoryCatalog, check: Callable[[ModelSource], CheckedModel]) -> bool:
+    """Whether the model would load."""
+    try:
+        fetched = catalog.fetch(name, ignore_progress)
+        try:
+            for finding in check(catalog.read(name, None, fetched.directory, fetched.place)).findings:
+                print(f"{name}: {finding}")
+        finally:
+            fetched.release()
+    except CharoniaError as error:
+        print(f"{name}: WRONG: {error.message}")
+        return False
+    return True
 
 
 def _check_routes(catalog: RepositoryCatalog) -> int:

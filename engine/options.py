@@ -3,8 +3,10 @@
 Knows their names and ranges, not their effect. None leaves a choice to the engine.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -175,6 +177,34 @@ _LORA_FIELDS = {"max_loras": "max_loras", "max_lora_rank": "max_rank", "max_lora
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
 
 
+_COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgtKMGT])")
+_MULTIPLES = {letter: 10 ** (3 * place) for place, letter in enumerate("kmgt", 1)} | {
+    letter: 2 ** (10 * place) for place, letter in enumerate("KMGT", 1)
+}
+_OTHER_VALUES = {("dtype", "half"): "float16", ("dtype", "float"): "float32"}
+
+
+def plain_value(name: str, value: str) -> str:
+    """A setting's value by our name, where vLLM has another one, too: `half` is float16. Any other is returned as it
+    is."""
+    return _OTHER_VALUES.get((name, value), value)
+
+
+def plain_count(text: str) -> str:
+    """A whole number that ends with a multiple, in digits alone: 2k is 2000, 2K 2048, 25.6k 25600. Any other text is
+    returned as it is."""
+    written = _COUNT.fullmatch(text)
+    if written is None:
+        return text
+    number = Decimal(written[1]) * _MULTIPLES[written[2]]
+    return str(int(number)) if number == int(number) else text
+
+
+def takes_count(kind: Any) -> bool:
+    """Whether a type is a whole number, or one among others, such as None."""
+    return kind is int or any(takes_count(part) for part in get_args(kind))
+
+
 def parse_settings(parameters: Mapping[str, Any], kind: type[T]) -> T:
     """An instance of the dataclass `kind`, whose fields are the settings; values may be text.
 
@@ -187,8 +217,11 @@ def parse_settings(parameters: Mapping[str, Any], kind: type[T]) -> T:
         if name not in types:
             message = f"unknown parameter '{name}'; known are {', '.join(types)}{did_you_mean(name, types)}"
             raise InvalidArgument(message, field=name)
+        value = text
+        if isinstance(text, str):
+            value = plain_count(text) if takes_count(types[name]) else plain_value(name, text)
         try:
-            settings[name] = msgspec.convert(text, types[name], strict=False)
+            settings[name] = msgspec.convert(value, types[name], strict=False)
         except msgspec.ValidationError as error:
             reason = _choices(types[name]) or describe_validation_error(error).reason
             raise InvalidArgument(f"parameter '{name}' {reason}, got {text!r}", field=name) from None

@@ -4,7 +4,8 @@ Half of a server's start is the core's import of torch, and the other half, unti
 server's own imports: so they go on side by side. Imports nothing that takes long.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...core.gguf_files import GGUF_SUFFIX
@@ -13,9 +14,10 @@ from ...processes.child_process import prepare_child, prepared_children
 CORE_NAME = "charonia-core"
 """The name of the process."""
 
+_PREFIX = "CHARONIA_"
 _PROCESS = f"{__package__}.process"
 _OTHERWISE = (
-    *("-h", "--help", "--backend", "--download-dir", "--executor", "--distributed-executor-backend"),
+    *("-h", "--help", "--config", "--backend", "--download-dir", "--executor", "--distributed-executor-backend"),
     *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
 )
 """Flags of a server that needs no such process, or one with another environment."""
@@ -26,9 +28,14 @@ def prepare_core(arguments: Sequence[str]) -> None:
     our own engine. It takes the first load; if there is none it must be dropped: `drop_prepared_children`."""
     match arguments:
         case ["serve", model, *flags] if not model.startswith("-"):
-            named = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+            named = {flag.partition("=")[0].replace("_", "-") for flag in flags} | set(_flags_of_environment())
             if _may_be_checkpoint(Path(model)) and named.isdisjoint(_OTHERWISE):
                 prepare_child(CORE_NAME, _PROCESS, "import_libraries")
+
+
+def _flags_of_environment() -> Iterator[str]:
+    """The flags that variables set, as cli/flag_sources.py has them."""
+    return (f"--{name[len(_PREFIX) :].lower().replace('_', '-')}" for name in os.environ if name.startswith(_PREFIX))
 
 
 SPARE_CORE_BYTES = 300 * 2**20

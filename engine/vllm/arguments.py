@@ -5,7 +5,7 @@ Tables alone: the command line reads them too, for vLLM's flags.
 
 from collections.abc import Mapping
 
-WITHOUT_EFFECT: Mapping[str, str] = {
+WITHOUT_EFFECT = {
     "enable_chunked_prefill": "prompts are always computed in pieces",
     "scheduling_policy": "a request's priority always counts",
     "enable_auto_tool_choice": "tools may always be called",
@@ -78,12 +78,8 @@ OWN_NAMES: Mapping[str, str] = {
 }
 """Arguments that our engine has, with its names of them."""
 
-OWN_VALUES = {
-    ("dtype", "half"): "float16",
-    ("dtype", "float"): "float32",
-    ("distributed_executor_backend", "uni"): None,
-}
-"""Other values of the arguments above -> ours."""
+OWN_VALUES = {("distributed_executor_backend", "uni"): None}
+"""Other values of the arguments above -> ours, beside those that `engine.options` knows."""
 
 CHANGES_ANSWERS = {
     "hf_overrides": NOT_SERVED["hf_overrides"],

@@ -13,7 +13,6 @@ import torch
 from charonia.cli import doctor
 from charonia.cli.app import app
 from charonia.cli.doctor import Finding, Verdict, examine_machine
-from charonia.cli.options import GrpcOptions, ServerOptions
 from charonia.engine.gpu import runtime
 
 FILES = {
@@ -22,6 +21,15 @@ FILES = {
     "sys/fs/cgroup/cpu.max": "50000 100000",
     "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
     "sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet",
+}
+
+
+SETTINGS = {
+    "CHARONIA_MAX_NUM_SEQS": "8",
+    "CHARONIA_API_KEY": "a:secret",
+    "CHARONIA_HTTP_RESTRICTED_API": "health:x-key=hidden",
+    "CHARONIA_API_KEYS": "b:other",
+    "CHARONIA_HTTP_PROT": "1",
 }
 
 
@@ -67,8 +75,8 @@ def test_fp8_takes_a_gpu_that_converts_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_port_that_is_taken_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(doctor, "ServerOptions", lambda: ServerOptions(http_address="127.0.0.1", http_port=port))
-        monkeypatch.setattr(doctor, "GrpcOptions", lambda: GrpcOptions(grpc_address="127.0.0.1"))
+        monkeypatch.setenv("CHARONIA_HOST", "127.0.0.1")
+        monkeypatch.setenv("CHARONIA_HTTP_PORT", str(port))
         finding = found()[f"port {port}"]
     assert finding.verdict is Verdict.SLOW
     assert "--http-port" in finding.mend
@@ -95,8 +103,30 @@ def test_the_command_tells_everything_and_a_server_without_torch_is_wrong(
     assert "\nkernels       " in said
     assert "extras        good: " in said
     wrong = Finding("kernels", Verdict.WRONG, "torch cannot be imported", "pip install torch")
-    monkeypatch.setattr(doctor, "examine_machine", lambda: [wrong])
+    monkeypatch.setattr(doctor, "examine_machine", lambda config: [wrong])
     assert app(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == [
         {"subject": "kernels", "verdict": "wrong", "text": "torch cannot be imported", "mend": "pip install torch"}
     ]
+
+
+def test_settings_are_told_with_where_they_come_from_and_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("host: 127.0.0.1\ngrpc-port: 0\n")
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    settings, stray = (finding for finding in examine_machine(config=file) if finding.subject == "settings")
+    assert settings.verdict is Verdict.GOOD
+    for part in ("--max-num-seqs 8 (CHARONIA_MAX_NUM_SEQS)", f"--grpc-port 0 ({file}: grpc-port)", "--api-key ... ("):
+        assert part in settings.text
+    assert not any(hidden in settings.text for hidden in ("secret", "hidden", "other"))
+    assert (stray.verdict, stray.text) == (
+        Verdict.SLOW,
+        "CHARONIA_HTTP_PROT sets no flag; did you mean '--http-port'?",
+    )
+    file.write_text("max-num-seqs: many\n")
+    monkeypatch.delenv("CHARONIA_MAX_NUM_SEQS")
+    assert app(["doctor", "--config", str(file)]) == 1
+    assert "settings      wrong: " in capsys.readouterr().out

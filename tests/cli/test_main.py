@@ -1,5 +1,6 @@
 """The command's first moments and its last: signals, and standard streams that nobody gave it."""
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -100,6 +101,19 @@ def test_the_third_signal_ends_a_server_whose_event_loop_is_stuck() -> None:
 def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "tidied up\n", "")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_a_shell_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app(["completion", "bash"]) == 0
+    asked = ("charonia serve --max-num-s", "charonia serve --dtype bf", "charonia doc", "charonia check --model-rep")
+    completed = "".join(
+        f'COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _charonia; echo "${{COMPREPLY[@]}}"\n'
+        for words in asked
+    )
+    script = capsys.readouterr().out + completed
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["--max-num-seqs", "bfloat16", "doctor", "--model-repository"]
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,13 @@ def test_files_are_linked_and_the_config_is_short(
     assert f"{model}: an ONNX model, linked from {mlp}\n  max_batch_size  4\n" in said
     assert "  input           INPUT FP32 [4]\n  output          OUTPUT FP32 [2]\n  check           good: onnx" in said
     assert f"charonia serve --model-repository {repository}\n  curl -s localhost:8000/v2/models/small-net/infer" in said
-    assert print_check_report(repository, ConfigOptions()) == 0
+    assert print_check_report([str(repository)], ConfigOptions()) == 0
 
 
 def test_copies_outlive_the_source(mlp: Path, repository: Path) -> None:
     import_model(str(mlp), repository, "net", copied=True)
     shutil.rmtree(mlp.parent)
-    assert print_check_report(repository, ConfigOptions()) == 0
+    assert print_check_report([str(repository)], ConfigOptions()) == 0
     assert not (repository / "net" / "1" / "model.onnx").is_symlink()
 
 
@@ -244,7 +244,7 @@ def test_forests_become_models(tmp_path: Path, repository: Path, capsys: pytest.
     assert (repository / "risk" / "1" / "model.txt").is_symlink()
     assert 'key: "model_type" value { string_value: "lightgbm" }' in (repository / "risk" / "config.pbtxt").read_text()
     assert "a forest of LightGBM, linked from" in capsys.readouterr().out
-    assert print_check_report(repository, ConfigOptions()) == 0
+    assert print_check_report([str(repository)], ConfigOptions()) == 0
     (tmp_path / "notes.txt").write_text("a note")
     with pytest.raises(InvalidArgument, match="is no model that is known here"):
         import_model(str(tmp_path / "notes.txt"), repository, "", copied=False)
@@ -263,7 +263,7 @@ def test_a_pickle_runs_only_where_it_is_trusted(
     assert f"a forest, unpickled from {file}, copied" in capsys.readouterr().out
     assert (repository / "risk" / "1" / "checkpoint.tl").is_file()
     assert 'key: "output_class" value { string_value: "true" }' in (repository / "risk" / "config.pbtxt").read_text()
-    assert print_check_report(repository, ConfigOptions()) == 0
+    assert print_check_report([str(repository)], ConfigOptions()) == 0
     file.write_bytes(pickle.dumps(write_forest(tmp_path / "risk.txt")))
     import_model(str(file), repository, "boosted", copied=False, trust_pickle=True)
     file.write_bytes(pickle.dumps({"no": "forest"}))

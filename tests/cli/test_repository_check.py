@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from charonia.cli.app import app
 from charonia.cli.options import ConfigOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument
@@ -27,11 +28,25 @@ def write(root: Path, name: str, config: str, version: str = "1") -> None:
 
 def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "a", GOOD + 'host_policy: "x"'.replace("host_policy", "runtime"))
-    assert print_check_report(tmp_path, ConfigOptions()) == 0
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"a: {tmp_path}/a/config.pbtxt:5: runtime has no effect here",
         "a: good: identity, version 1",
     ]
+
+
+def test_several_repositories_are_checked_as_one_server_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "one", "a", GOOD)
+    write(tmp_path / "one", "b", GOOD)
+    write(tmp_path / "two", "b", GOOD)
+    assert app(["check", str(tmp_path / "one"), "--model-repository", str(tmp_path / "two")]) == 1
+    good, twice = capsys.readouterr().out.splitlines()
+    assert good == "a: good: identity, version 1"
+    assert twice.startswith("b: WRONG: model 'b' is not unique across all model repositories")
+    assert app(["check"]) == 1
+    assert "nothing to check: name a model repository" in capsys.readouterr().err
 
 
 def test_routes_are_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +60,7 @@ def test_routes_are_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("{r: {arms: [{model: b, weight: 1}]}}", 1, "WRONG: route 'r': no model repository has a model 'b'"),
     ):
         (tmp_path / "routes.yaml").write_text(f"routes: {routes}")
-        assert print_check_report(tmp_path, ConfigOptions()) == status
+        assert print_check_report([str(tmp_path)], ConfigOptions()) == status
         assert capsys.readouterr().out.splitlines() == ["a: good: identity, version 1", f"routes.yaml: {says}"]
 
 
@@ -56,7 +71,7 @@ def test_an_ensemble_and_a_python_model(tmp_path: Path, capsys: pytest.CaptureFi
     write(tmp_path, "b", GOOD.replace("identity", "python"))
     (tmp_path / "b" / "1" / "model.py").write_text("class TritonPythonModel: pass")
     write(tmp_path, "c", f'platform: "ensemble" {tensors} ensemble_scheduling {{ step [ {step % "C"} ] }}')
-    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 1
     good, python, wrong = capsys.readouterr().out.splitlines()
     assert (good, python) == ("a: good: ensemble, version 1", "b: good: python, version 1")
     assert "ensemble output 'B' for ensemble c is not used" in wrong
@@ -70,7 +85,7 @@ def test_pipelines_are_read_and_not_run(tmp_path: Path, capsys: pytest.CaptureFi
     ):
         write(tmp_path, name, GOOD.replace("identity", "pipeline"))
         (tmp_path / name / "1" / "pipeline.py").write_text(code)
-    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 1
     good, broken, without = capsys.readouterr().out.splitlines()
     assert good == "a: good: pipeline, version 1"
     assert broken == f"b: WRONG: {tmp_path}/b/1/pipeline.py:2: invalid syntax"
@@ -84,7 +99,7 @@ def test_numbers_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     write(tmp_path, "a", f"{GOOD} max_batch_size: {2**31 - 1} {levels}")
     write(tmp_path, "b", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: 16 zero_data: true }} }} }}")
     write(tmp_path, "c", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: {2**40} random_data: true }} }} }}")
-    print_check_report(tmp_path, ConfigOptions())
+    print_check_report([str(tmp_path)], ConfigOptions())
     good, other, refused = capsys.readouterr().out.splitlines()
     assert (good, other) == ("a: good: identity, version 1", "b: good: identity, version 1")
     assert refused.endswith(f"must have at most 64 dimensions and 2147483647 bytes, got shape [{2**40}]")
@@ -103,7 +118,7 @@ def test_good_language_models(making: Any, tmp_path: Path, capsys: pytest.Captur
     write_llm(making, tmp_path, model="ours")
     write_llm(making, tmp_path, "granite", "theirs")
     write(tmp_path, "hub", LLM + 'parameters { key: "model" value { string_value: "nobody/nothing" } }')
-    assert print_check_report(tmp_path, ConfigOptions()) == 0
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 0
     assert capsys.readouterr().out.splitlines() == [
         "hub: good: charonia, version 1; nobody/nothing is not here yet",
         "ours: good: charonia, version 1",
@@ -129,7 +144,7 @@ def test_adapters_are_read_too(
             f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in settings.items()
         ]
         (version.parent / "config.pbtxt").write_text("\n".join((LLM, *lines)))
-        assert print_check_report(tmp_path / "models", ConfigOptions()) == ("good" not in says)
+        assert print_check_report([str(tmp_path / "models")], ConfigOptions()) == ("good" not in says)
         assert says in capsys.readouterr().out
 
 
@@ -172,7 +187,7 @@ def test_a_language_model_that_would_not_load(
 ) -> None:
     """Found by what loads it, without a weight being read."""
     spoil(write_llm(making, tmp_path))
-    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("llm: WRONG: ")
     assert says in line
@@ -201,7 +216,7 @@ def test_a_language_model_that_would_not_load(
 )
 def test_what_would_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, says: str) -> None:
     write(tmp_path, "m", config)
-    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("m: WRONG: " + says.format(file=tmp_path / "m" / "config.pbtxt"))
 
@@ -213,7 +228,7 @@ def test_a_model_that_cannot_be_read_leaves_the_others_alone(
     for name, output in (("loop", "loop"), ("nul", r"\000")):
         write(tmp_path, name, GOOD.replace('name: "B"', f'name: "B" label_filename: "{output}"'))
     (tmp_path / "loop" / "loop").symlink_to("loop")
-    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 1
     fine, *wrong = capsys.readouterr().out.splitlines()
     assert fine == "fine: good: identity, version 1"
     assert [line.partition(": WRONG: ")[0] for line in wrong] == ["loop", "nul"]
@@ -221,29 +236,29 @@ def test_a_model_that_cannot_be_read_leaves_the_others_alone(
 
 def test_what_is_no_repository(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="has no folders"):
-        print_check_report(tmp_path, ConfigOptions())
+        print_check_report([str(tmp_path)], ConfigOptions())
     (tmp_path / "modules.json").write_text("[]")
     with pytest.raises(InvalidArgument, match="is an encoder and no model repository: charonia import"):
-        print_check_report(tmp_path, ConfigOptions())
+        print_check_report([str(tmp_path)], ConfigOptions())
     with pytest.raises(InvalidArgument, match="cannot read model repository '/xxx"):
-        print_check_report(Path("/" + "x" * 300), ConfigOptions())
+        print_check_report(["/" + "x" * 300], ConfigOptions())
 
 
 def test_of_a_checkpoint_it_says_what_serving_it_is_like(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_check_report(DEMO, ConfigOptions()) == 0
+    assert print_check_report([str(DEMO)], ConfigOptions()) == 0
     said = capsys.readouterr().out
     assert "LlamaForCausalLM, 4 layers" in said
     assert "all matrices are stored as bfloat16" in said
     stored = sum(file.stat().st_size for file in DEMO.glob("*.safetensors"))
     assert f"memory: {stored / 1e6:.0f} MB of weights" in said  # a table that is also the head counts once
     (tmp_path / "config.json").write_text("{}")
-    assert print_check_report(tmp_path, ConfigOptions()) == 1
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
 def test_options_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not a directory"):
-        print_check_report(tmp_path / "no", ConfigOptions())
+        print_check_report([str(tmp_path / "no")], ConfigOptions())
     for flag in ("onnxruntime", "a,b", "default-max-batch-size=many"):
         with pytest.raises(InvalidArgument, match="--backend-config"):
-            print_check_report(tmp_path, ConfigOptions(backend_config=(flag,)))
+            print_check_report([str(tmp_path)], ConfigOptions(backend_config=(flag,)))

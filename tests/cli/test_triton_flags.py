@@ -63,6 +63,12 @@ def test_without_former_names_nothing_changes() -> None:
     assert TritonFlags().without_effect == []
 
 
+def test_a_cache_is_not_set_twice() -> None:
+    both = understood("--response-cache-byte-size", "1048576", "--cache-config", "local,size=2097152")
+    with pytest.raises(CharoniaError, match="--response-cache-byte-size and --cache-config"):
+        both["triton"].completed(both["options"])
+
+
 def test_what_is_not_served_is_refused_by_its_flag() -> None:
     with pytest.raises(CharoniaError, match=r"^--model-namespacing .* is not served"):
         understood("--model-namespacing=True")["triton"].check()

@@ -5,7 +5,10 @@ import re
 import pytest
 
 from charonia.cli.app import app
-from charonia.cli.foreign_flags import VLLM_FLAGS, vllm_flag_table
+from charonia.cli.foreign_flags import VLLM_FLAGS, VllmFlags, vllm_flag_table
+from charonia.cli.options import ServeOptions, ServerOptions
+from charonia.core.errors import Unsupported
+from charonia.engine.options import EngineOptions
 
 
 def flags() -> set[str]:
@@ -31,14 +34,17 @@ def test_the_table_is_of_flags_that_are_not_ours_and_names_ours() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--host", "::"], "--host is vLLM's; here: --http-address, --grpc-address and --metrics-address"),
-        (["--port=8080"], "--port is vLLM's; here: --http-port; gRPC has --grpc-port"),
         (["-tp", "2"], "-tp is vLLM's; here: --tensor-parallel-size"),
         (["--gpu-memory-utilization=0.9"], "is vLLM's; here: --kv-cache-memory-fraction"),
         (["--max-num-seq", "3"], "Unknown option: --max-num-seq; did you mean '--max-num-seqs'?"),
         (["--max_model_len=3", "--max_modle_len=3"], "did you mean '--max-model-len'?"),
         (["--enforce-eagr"], "did you mean '--enforce-eager'?"),
         (["--hast", "x"], "Error Unknown option: --hast; did you mean '--host'?"),
+        (
+            ["--async-scheduling", "--max-num-seqs", "3", "--root-path=/x", "--chat-template=--a", "--qqqq", "y"],
+            "--async-scheduling is vLLM's; here: --ahead 1 --root-path is vLLM's; here: not served: let the proxy take "
+            "the prefix away Unknown option: --qqqq",
+        ),
         (["--xyzzy"], "Error Unknown option: --xyzzy"),
         (["--max-num-seqs", "many"], 'unable to convert "many"'),
     ],
@@ -47,6 +53,43 @@ def test_what_is_not_understood_is_told(capsys: pytest.CaptureFixture[str], word
     assert says in told(capsys, *words)
     if says.endswith("xyzzy"):
         assert "did you mean" not in told(capsys, *words)
+
+
+def test_what_is_so_anyway_is_taken_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    words = "--enable-prefix-caching --enable-chunked-prefill --disable-log-requests --seed 0 --load-format auto"
+    more = ("--max-logprobs=20", "--swap-space", "4", "--port", "9000")
+    _, bound, _ = app.parse_args(["serve", "m", *words.split(), *more], exit_on_error=False, print_error=False)
+    bound.arguments["vllm"].check()
+    [record] = caplog.records
+    for flag in ("--enable-prefix-caching", "--enable-chunked-prefill", "--disable-log-requests", "--seed"):
+        assert flag in record.getMessage()
+    options = bound.arguments["vllm"].completed(bound.arguments["options"])
+    assert (options.server.http_port, options.server.log_requests) == (9000, "errors")
+    assert options.engine.prefix_caching is True
+
+
+def test_flags_of_vllm_set_ours_where_they_are_not_given() -> None:
+    assert VllmFlags(enable_prefix_caching=False).completed(ServeOptions()).engine.prefix_caching is False
+    assert VllmFlags(enable_log_requests=False).completed(ServeOptions()).server.log_requests == "errors"
+    given = ServeOptions(server=ServerOptions(log_requests="all"), engine=EngineOptions(prefix_caching=True))
+    assert VllmFlags(disable_log_requests=True, enable_prefix_caching=False).completed(given) == given
+    assert VllmFlags().completed(ServeOptions()) == ServeOptions()
+    VllmFlags().check()
+
+
+@pytest.mark.parametrize(
+    ("vllm", "flag"),
+    [
+        (VllmFlags(load_format="dummy"), "--load-format dummy"),
+        (VllmFlags(generation_config="vllm"), "--generation-config vllm"),
+        (VllmFlags(max_logprobs="50"), "--max-logprobs 50"),
+        (VllmFlags(lora_dtype="float16"), "--lora-dtype float16"),
+        (VllmFlags(enable_chunked_prefill=False), "--no-enable-chunked-prefill"),
+    ],
+)
+def test_what_asks_for_something_else_is_refused(vllm: VllmFlags, flag: str) -> None:
+    with pytest.raises(Unsupported, match=f"^{flag} is not served: "):
+        vllm.check()
 
 
 def test_help_begins_with_examples_and_hides_what_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,4 +103,5 @@ def test_help_begins_with_examples_and_hides_what_does_nothing(capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "--http-thread-count" in shown
     assert "--trace-rate" in shown
+    assert "--enable-chunked-prefill" in shown
     assert "--gpu-memory-utilization" in shown

@@ -16,6 +16,7 @@ from charonia.engine.core import prepared_core
         (["serve", "{repository}"], False),
         (["serve", "{checkpoint}", "--tensor_parallel_size=2"], False),
         (["serve", "{checkpoint}", "--executor", "fake"], False),
+        (["serve", "{checkpoint}", "--config", "serve.yaml"], False),
         (["serve", "--help"], False),
         (["check", "{checkpoint}"], False),
         ([], False),
@@ -31,4 +32,18 @@ def test_a_core_is_prepared_for_a_checkpoint_that_one_process_computes(
     began: list[str] = []
     monkeypatch.setattr(prepared_core, "prepare_child", lambda name, *_: began.append(name))
     prepared_core.prepare_core([flag.format(checkpoint=checkpoint, repository=repository) for flag in flags])
+    assert began == [prepared_core.CORE_NAME] * prepared
+
+
+@pytest.mark.parametrize(
+    ("variable", "prepared"),
+    [("CHARONIA_TENSOR_PARALLEL_SIZE", False), ("CHARONIA_CONFIG", False), ("CHARONIA_HTTP_PORT", True)],
+)
+def test_variables_that_set_flags_count_as_those(
+    variable: str, prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    monkeypatch.setattr(prepared_core, "prepare_child", lambda name, *_: began.append(name))
+    monkeypatch.setenv(variable, "2")
+    prepared_core.prepare_core(["serve", "owner/name"])
     assert began == [prepared_core.CORE_NAME] * prepared

@@ -73,10 +73,10 @@ def test_a_repository_is_checked_without_the_package(
     directory = repository(
         'backend: "tensorrtllm" parameters { key: "decoding_mode" value { string_value: "medusa" } }'
     )
-    assert print_check_report(directory, ConfigOptions()) == 1
+    assert print_check_report([str(directory)], ConfigOptions()) == 1
     assert "config.pbtxt:1: parameter 'decoding_mode': 'medusa' is not served here" in capsys.readouterr().out
     (directory / "tensorrt_llm" / "config.pbtxt").write_text(TRITONS.format(backend="tensorrt-llm"))
-    assert print_check_report(directory, ConfigOptions()) == 0
+    assert print_check_report([str(directory)], ConfigOptions()) == 0
     assert "tensorrt_llm: good: tensorrtllm, version 1" in capsys.readouterr().out
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from charonia.bench.proofs.fault_proxy import Fault, FaultProxy, ProxiedRequest
+from charonia.cli.options import ConfigOptions
+from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.model_source import read_model
@@ -18,7 +20,7 @@ from charonia.repository.object_storage.object_cache import CacheFull
 from charonia.repository.object_storage.stores import StoredObject, StoreRefused, StoreUnavailable
 from charonia.routing.route import Route, RouteArm
 
-from ...object_stores import Bucket
+from ...object_stores import BUCKET, Bucket
 
 CONFIG = 'backend: "toy"\nversion_policy { latest { num_versions: 1 } }\n'
 
@@ -406,3 +408,17 @@ def test_versions_that_routes_name_are_read_beside_those_of_the_policy(model: Bu
     assert fetched.directory is not None
     source = catalog.read("m", None, fetched.directory)
     assert ([each.number for each in source.versions], source.routed) == (["1", "2"], {"1"})
+
+
+def test_a_check_reads_a_bucket_as_a_server_does(
+    bucket: Bucket, proxy: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = 'input { name: "A" data_type: TYPE_FP32 dims: 1 } output { name: "B" data_type: TYPE_FP32 dims: 1 }'
+    bucket.put("good/config.pbtxt", f'backend: "identity" {tensors}')
+    bucket.put("good/1/x", b"x")
+    bucket.put("wrong/config.pbtxt", "backend: 7")
+    assert print_check_report([f"s3://{proxy.url}/{BUCKET}"], ConfigOptions(), tmp_path / "cache") == 1
+    good, wrong = capsys.readouterr().out.splitlines()
+    assert good == "good: good: identity, version 1"
+    assert wrong.startswith("wrong: WRONG: failed to read text proto")
+    assert files(tmp_path / "cache")
