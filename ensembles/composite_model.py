@@ -69,8 +69,9 @@ class Composition(Protocol):
     def asked(self) -> Iterable[AskedVersion]:
         """The models that it needs, once it is loaded."""
 
-    async def load(self) -> None:
-        """Raises `CharoniaError` if it cannot be: a model that it needs is not loaded, or does not fit."""
+    async def load(self) -> ModelConfig:
+        """The config that it has, now that its models are known. Raises `CharoniaError` if it cannot be loaded: a model
+        that it needs is not, or does not fit."""
 
     async def unload(self) -> None: ...
 
@@ -89,12 +90,14 @@ class CompositeModel:
         self.config = config
         self._gateway = gateway
         self._composition = composition
-        self._metrics = ModelMetrics(LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled))
+        self._latency_settings = quantiles, first_response_bounds(config.raw)
+        self._metrics = ModelMetrics(LatencyMetrics(*self._latency_settings, config.decoupled))
         self.statistics, self.count = self._metrics.statistics, self._metrics.record_request_end
         self._loaded = False
 
     async def load(self) -> None:
-        await self._composition.load()
+        self.config = await self._composition.load()
+        self._metrics.latencies = LatencyMetrics(*self._latency_settings, self.config.decoupled)
         self._loaded = True
 
     async def unload(self) -> None:

@@ -10,9 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
-
-import msgspec
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument
 from ..core.gateway import Gateway, ModelHandle
@@ -22,7 +21,7 @@ from ..core.request_context import RequestContext
 from ..core.tasks import RequestTaskGroup
 from ..core.tensor import Tensor
 from .composite_model import AskedVersion, RequestTimes, ResponseBuffer, first_error, with_model_name
-from .ensemble_plan import EnsemblePlan, EnsembleStep, Stage, plan_ensemble, read_steps
+from .ensemble_plan import ENSEMBLE, EnsemblePlan, EnsembleStep, Stage, plan_ensemble, read_steps
 
 ENDPOINT = "ensemble"
 """The endpoint that requests of ensembles come from, in metrics and traces."""
@@ -34,10 +33,11 @@ StepOutputs: TypeAlias = Mapping[str, Tensor]
 
 class Pass(NamedTuple):
     """One pass: its tensors by the ensemble's names, those of a step that still runs in its task, and the parameters
-    of the responses that they came with."""
+    of the responses that they came with. `final`: it is known to be the last."""
 
     tensors: dict[str, "Tensor | asyncio.Task[StepOutputs]"]
     parameters: dict[str, ParameterValue]
+    final: bool = True
 
 
 Place: TypeAlias = "list[InferResponse | None]"
@@ -62,15 +62,22 @@ class EnsembleRun:
         self._buffer = ResponseBuffer()
         self._order: deque[Place] = deque()
         self._place_freed = asyncio.Event()
-        self._waits_for_steps = False
+        self._waits_for_steps = self._lacks_inputs = False
+        self._final: InferResponse | None = None
+
+    def _first_pass(self) -> Pass:
+        """The pass that the request itself begins. As Triton's, responses say of which sequence they are."""
+        asked = self._request.parameters
+        flags = {name: bool(asked.get(name, False)) for name in ("sequence_start", "sequence_end")}
+        return Pass(dict(self._request.inputs), {"sequence_id": asked.get("sequence_id", 0), **flags})
 
     async def answer(self) -> InferResponse:
-        """The response of an ensemble without decoupled steps.
+        """The response of an ensemble without decoupled steps, without the outputs that no step has sent.
 
         Raises:
-            CharoniaError: a step failed.
+            CharoniaError: a step failed, or there is no output as one lacked an input.
         """
-        state, stage = Pass(dict(self._request.inputs), {}), self._plan.stages[0]
+        state, stage = self._first_pass(), self._plan.stages[0]
         try:
             if stage.chained:
                 response = await self._run_pass(stage, state)
@@ -79,21 +86,31 @@ class EnsembleRun:
                     response = await self._run_pass(stage, state)
         except (CharoniaError, BaseExceptionGroup) as error:
             raise self._failure(error) from None
-        if response is None or len(response.outputs) < len(self._outputs):
+        if response is None and self._lacks_inputs:
             raise Internal(f"in ensemble '{self._plan.name}', {_DEADLOCK}")
-        return msgspec.structs.replace(response, final=True)
+        return response or InferResponse((), state.parameters, final=True)
 
     def stream(self) -> AsyncGenerator[InferResponse, None]:
         """The responses of an ensemble with decoupled steps. Raises as `answer` does."""
         return self._buffer.read(self._drive(), f"ensemble {self._plan.name}")
 
     async def _drive(self) -> None:
-        state = Pass(dict(self._request.inputs), {})
+        state = self._first_pass()
         try:
             async with RequestTaskGroup() as self._tasks:
                 await self._run_outer_pass(0, state, None)
         except BaseExceptionGroup as group:
             raise self._failure(group) from None
+        if self._final is not None:
+            self._buffer.append(self._final)
+
+    def _send(self, response: InferResponse | None) -> None:
+        """Let it be read. The final one waits for the end of the steps: whoever has it reads no further, and what still
+        runs would be cancelled."""
+        if response is not None and response.final:
+            self._final = response
+        elif response is not None:
+            self._buffer.append(response)
 
     async def _run_outer_pass(self, number: int, state: Pass, previous: asyncio.Task[None] | None) -> None:
         """Run a pass of a stage that another one lies within. `previous`: the pass that answers before it."""
@@ -112,7 +129,8 @@ class EnsembleRun:
                 if not response.outputs:
                     continue
                 tensors = {**state.tensors, **_renamed(source, response)}
-                made = Pass(tensors, {**state.parameters, **response.parameters})
+                parameters = {**state.parameters, **response.parameters}
+                made = Pass(tensors, parameters, state.final and response.final)
                 if number + 1 == len(self._plan.stages):
                     await self._begin_pass(made)
                 else:
@@ -126,9 +144,7 @@ class EnsembleRun:
         """Run a pass of the last stage; only begin it, where steps take their time."""
         # Without waiting nothing can overlap, and a task for each pass would cost as much again.
         if not self._waits_for_steps:
-            response = await self._run_pass(self._plan.stages[-1], state)
-            if response is not None:
-                self._buffer.append(response)
+            self._send(await self._run_pass(self._plan.stages[-1], state))
         else:
             while len(self._order) >= self._plan.max_passes:
                 self._place_freed.clear()
@@ -143,21 +159,20 @@ class EnsembleRun:
         place.append(await self._run_pass(self._plan.stages[-1], state))
         while self._order and self._order[0]:
             [response] = self._order.popleft()
-            if response is not None:
-                self._buffer.append(response)
+            self._send(response)
         self._place_freed.set()
 
     async def _run_pass(self, stage: Stage, state: Pass) -> InferResponse | None:
         """The outputs that there are after a pass; None without any."""
         await self._run_steps(stage, state)
-        outputs = []
+        outputs, changes = [], self._plan.batch_changes[ENSEMBLE]
         for name in self._outputs:
             tensor = state.tensors.get(name)
             if isinstance(tensor, asyncio.Task):
                 tensor = (await tensor).get(name)
             if tensor is not None:
-                outputs.append(tensor)
-        return InferResponse(tuple(outputs), state.parameters) if outputs else None
+                outputs.append(_as_taken(tensor, name, changes[name]))
+        return InferResponse(tuple(outputs), state.parameters, state.final) if outputs else None
 
     async def _run_steps(self, stage: Stage, state: Pass) -> None:
         """Run, or start, the steps of a pass."""
@@ -195,8 +210,9 @@ class EnsembleRun:
                     response = await anext(responses, None)
                     if response is None:
                         raise Internal(f"model '{step.model}' has not answered")
-                    # Only models that ask others can answer once more without being decoupled.
-                    if not response.final and step.number in self._plan.asking:
+                    # Only models that ask others can answer once more without being decoupled, and models that have
+                    # become decoupled since the ensemble was loaded.
+                    if not response.final and (step.number in self._plan.asking or handle.config.decoupled):
                         async for _ in responses:
                             raise Internal(f"model '{step.model}' has answered more than once, and is not decoupled")
                 child.finish()
@@ -206,14 +222,15 @@ class EnsembleRun:
 
     async def _inputs(self, step: EnsembleStep, state: Pass) -> dict[str, Tensor] | None:
         """The inputs of a step under its model's names, as soon as all are there; None if one is missing."""
-        inputs = {}
+        inputs, changes = {}, self._plan.batch_changes[step.number]
         for name, taken in step.inputs.items():
             tensor = state.tensors.get(taken)
             if isinstance(tensor, asyncio.Task):
                 tensor = (await tensor).get(taken)
             if tensor is not None:
-                inputs[name] = Tensor(name, tensor.datatype, tensor.shape, tensor.data)
+                inputs[name] = _as_taken(tensor, name, changes[name])
             elif name not in self._plan.optional[step.number]:
+                self._lacks_inputs = True
                 return None
         return inputs
 
@@ -251,6 +268,16 @@ def _renamed(step: EnsembleStep, response: InferResponse) -> StepOutputs:
     return outputs
 
 
+def _as_taken(tensor: Tensor, name: str, batch_change: int) -> Tensor:
+    """A tensor under the name that its receiver has for it. `batch_change`: of its shape, see `EnsemblePlan`."""
+    shape = tensor.shape
+    if batch_change == 1:
+        shape = (1, *shape)
+    elif batch_change == -1 and shape[:1] == (1,):
+        shape = shape[1:]
+    return Tensor(name, tensor.datatype, shape, tensor.data)
+
+
 class Ensemble:
     """One version of an ensemble.
 
@@ -264,13 +291,18 @@ class Ensemble:
         self._gateway = gateway
         self._plan: EnsemblePlan | None = None
 
-    async def load(self) -> None:
-        """Check the steps against their models, which are loaded.
+    async def load(self) -> ModelConfig:
+        """Check the steps against their models, which are loaded. Whatever the config says, it is decoupled if one of
+        them is.
 
         Raises:
             CharoniaError: a model is not loaded, or does not fit.
         """
         self._plan = plan_ensemble(self._config, self._loaded_config)
+        if not self._plan.decoupled or self._config.decoupled:
+            return self._config
+        raw = {**self._config.raw, "model_transaction_policy": {"decoupled": True}}
+        return replace(self._config, decoupled=True, raw=raw)
 
     def _loaded_config(self, model: str, version: str) -> ModelConfig:
         try:
@@ -297,12 +329,12 @@ class Ensemble:
         with holder:
             handles = {step.number: await self._acquire(step, holder) for step in plan.steps}
             run = EnsembleRun(plan, request, context, handles, times)
-            if len(plan.stages) == 1:
-                yield await run.answer()
-            else:
+            if plan.decoupled:
                 async with aclosing(run.stream()) as responses:
                     async for response in responses:
                         yield response
+            else:
+                yield await run.answer()
 
     async def _acquire(self, step: EnsembleStep, holder: RequestContext) -> ModelHandle:
         try:

@@ -22,6 +22,8 @@ ConfigLookup = Callable[[str, str], ModelConfig]
 DEFAULT_PASSES = 64
 """Passes of one request that run at once where `max_inflight_requests` sets no limit."""
 
+ENSEMBLE = -1
+"""The number that stands for the ensemble itself beside those of its steps."""
 
 _ASKING_BACKENDS = ("ensemble", "pipeline")
 
@@ -50,7 +52,8 @@ class Stage(NamedTuple):
 class EnsemblePlan:
     """`stages`: the first, then each within the one before it. `optional`: for each step, the inputs of its model that
     may be missing. `asking`: the steps whose models are made of other models. `max_passes`: of one stage, at once.
-    `outputs`: the ensemble's, by name."""
+    `outputs`: the ensemble's, by name. `batch_changes`: for each step, and for the ensemble's outputs, the tensors that
+    gain a batch dimension of 1 there (1) or lose it (-1), by the receiver's names."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -58,6 +61,12 @@ class EnsemblePlan:
     asking: frozenset[int]
     outputs: tuple[str, ...]
     max_passes: int
+    batch_changes: Mapping[int, Mapping[str, int]]
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether a step is."""
+        return len(self.stages) > 1
 
     @property
     def steps(self) -> Iterator[EnsembleStep]:
@@ -119,7 +128,7 @@ def plan_ensemble(config: ModelConfig, lookup: ConfigLookup) -> EnsemblePlan:
     """
     steps = _in_order(config, read_steps(config))
     models = {step.number: lookup(step.model, step.version) for step in steps}
-    _check_tensors(config, steps, models)
+    batch_changes = _check_tensors(config, steps, models)
     stages = _divide_into_stages(config, steps, models)
     optional = {
         index: frozenset(spec.name for spec in model.inputs if spec.optional) for index, model in models.items()
@@ -127,7 +136,7 @@ def plan_ensemble(config: ModelConfig, lookup: ConfigLookup) -> EnsemblePlan:
     limit = int(config.raw["ensemble_scheduling"].get("max_inflight_requests", 0))
     outputs = tuple(spec.name for spec in config.outputs)
     asking = frozenset(number for number, model in models.items() if model.backend in _ASKING_BACKENDS)
-    return EnsemblePlan(config.name, stages, optional, asking, outputs, limit or DEFAULT_PASSES)
+    return EnsemblePlan(config.name, stages, optional, asking, outputs, limit or DEFAULT_PASSES, batch_changes)
 
 
 def _in_order(config: ModelConfig, steps: Sequence[EnsembleStep]) -> list[EnsembleStep]:
@@ -179,22 +188,38 @@ def _are_chained(steps: Sequence[EnsembleStep]) -> bool:
 
 
 class _End(NamedTuple):
-    """One end of a tensor: the model that it belongs to there, that of a step or the ensemble, and its datatype and
-    whole shape in it."""
+    """One end of a tensor: the model that it belongs to there, that of a step or the ensemble, its datatype and whole
+    shape in it, and the model's max_batch_size."""
 
     model: str
     datatype: str
     shape: tuple[int, ...]
+    max_batch_size: int
 
-    def agrees(self, other: "_End") -> bool:
-        return len(self.shape) == len(other.shape) and all(
-            -1 in pair or pair[0] == pair[1] for pair in zip(self.shape, other.shape, strict=True)
-        )
+    def batch_change(self, taken: "_End") -> int | None:
+        """What becomes of the batch dimension of a tensor on its way to the end that takes it: see `EnsemblePlan`. None
+        if the shapes disagree."""
+        if _shapes_agree(self.shape, taken.shape):
+            return 0
+        # A batch of one is the tensor itself: Triton lets models that batch no more meet those that do not batch.
+        match self.max_batch_size, taken.max_batch_size:
+            case 0, 1 if _shapes_agree(self.shape, taken.shape[1:]):
+                return 1
+            case 1, 0 if _shapes_agree(self.shape[1:], taken.shape):
+                return -1
+        return None
 
 
-def _check_tensors(config: ModelConfig, steps: Sequence[EnsembleStep], models: Mapping[int, ModelConfig]) -> None:
-    """Compare both ends of every tensor, and the tensors of every step with those of its model."""
-    origins = {spec.name: _end(config, spec) for spec in config.inputs}
+def _shapes_agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) == len(other) and all(-1 in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
+
+
+def _check_tensors(
+    config: ModelConfig, steps: Sequence[EnsembleStep], models: Mapping[int, ModelConfig]
+) -> dict[int, dict[str, int]]:
+    """Compare both ends of every tensor, and the tensors of every step with those of its model. Returns the plan's
+    `batch_changes`."""
+    origins, changes = {spec.name: _end(config, spec) for spec in config.inputs}, dict[int, dict[str, int]]()
     for step in steps:
         model, where = models[step.number], f"step {step.number} of ensemble '{config.name}'"
         if config.max_batch_size > model.max_batch_size:
@@ -208,30 +233,36 @@ def _check_tensors(config: ModelConfig, steps: Sequence[EnsembleStep], models: M
         for name, spec in inputs.items():
             if name not in step.inputs and not spec.optional:
                 raise _error(f"{where}: input '{name}' of model '{step.model}' is not mapped, and not optional")
-        for name, tensor in step.inputs.items():
-            _check_ends(config, tensor, origins[tensor], _end(model, inputs[name], step))
+        changes[step.number] = {
+            name: _check_ends(config, tensor, origins[tensor], _end(model, inputs[name], step))
+            for name, tensor in step.inputs.items()
+        }
         origins.update({tensor: _end(model, outputs[name], step) for name, tensor in step.outputs.items()})
-    for spec in config.outputs:
-        _check_ends(config, spec.name, origins[spec.name], _end(config, spec))
+    changes[ENSEMBLE] = {
+        spec.name: _check_ends(config, spec.name, origins[spec.name], _end(config, spec)) for spec in config.outputs
+    }
+    return changes
 
 
 def _end(model: ModelConfig, spec: TensorSpec, step: EnsembleStep | None = None) -> _End:
     name = f"'{model.name}'" if step is None else f"'{model.name}' (step {step.number})"
-    return _End(name, spec.datatype, (-1, *spec.dims) if model.max_batch_size else spec.dims)
+    shape = (-1, *spec.dims) if model.max_batch_size else spec.dims
+    return _End(name, spec.datatype, shape, model.max_batch_size)
 
 
 def _type_name(datatype: str) -> str:
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
-def _check_ends(config: ModelConfig, tensor: str, made: _End, taken: _End) -> None:
+def _check_ends(config: ModelConfig, tensor: str, made: _End, taken: _End) -> int:
+    """The change of the tensor's batch dimension. Raises `InvalidArgument` if the ends do not fit together."""
     where = f"in ensemble '{config.name}', ensemble tensor '{tensor}'"
     if made.datatype != taken.datatype:
         kind, ours, theirs = "data type", _type_name(taken.datatype), _type_name(made.datatype)
-    elif not made.agrees(taken):
+    elif (change := made.batch_change(taken)) is None:
         kind, ours, theirs = "shape", str(list(taken.shape)), str(list(made.shape))
     else:
-        return
+        return change
     both = f"{ours} is inferred from model {taken.model} while {theirs} is inferred from model {made.model}"
     raise _error(f"{where}: inconsistent {kind}: {both}")
 

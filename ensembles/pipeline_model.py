@@ -149,7 +149,7 @@ class Pipeline:
         self._gateway = gateway
         self._code = PipelineCode(directory, config)
 
-    async def load(self) -> None:
+    async def load(self) -> ModelConfig:
         """Import the code, and call its `load`.
 
         Raises:
@@ -167,6 +167,7 @@ class Pipeline:
         except BaseException:
             self._code.unload()
             raise
+        return self._config
 
     async def unload(self) -> None:
         """Call the code's `unload`, and forget the code."""

@@ -148,7 +148,8 @@ class TensorRtLlmBls:
         self._models = DeclaredModels(frozenset((_PREPROCESSING, self._llm, _POSTPROCESSING)))
         self._gateway = gateway
 
-    async def load(self) -> None: ...
+    async def load(self) -> ModelConfig:
+        return self._config
 
     async def unload(self) -> None: ...
 

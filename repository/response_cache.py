@@ -153,6 +153,7 @@ class CachedModel:
 
     async def load(self) -> None:
         await self._model.load()
+        self.config = self._model.config
 
     async def unload(self) -> None:
         await self._model.unload()

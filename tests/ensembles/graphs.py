@@ -42,6 +42,7 @@ MODELS = {
     "text": model("text", [spec("IN", "BYTES")], [spec("OUT", "BYTES")]),
     "wide": model("wide", [spec("IN", dims=(2,))], [spec("OUT", dims=(2,))]),
     "batched": model("batched", [spec("IN", dims=())], [spec("OUT", dims=())], batch=4),
+    "lone": model("lone", [spec("IN")], [spec("OUT")], batch=1),
 }
 
 Step = tuple[str, Mapping[str, str], Mapping[str, str]]
@@ -104,16 +105,23 @@ def compute(name: str, inputs: Mapping[str, int]) -> Iterator[dict[str, int]]:
 class Handle:
     """The `ModelHandle` of a fake. `delays`: turns of the event loop before each response, in order, then none.
     `running`: how many streams are open; `most`: how many were at once. `parameters`: those of each response.
-    `inline`: it computes in the event loop, where it answers once."""
+    `omitted`: outputs that it does not send. `inline`: it computes in the event loop, where it answers once. `final`:
+    it marks the last of its responses, which a stream's may lack."""
 
     name: str
     delays: list[int] = field(default_factory=list)
+    omitted: frozenset[str] = frozenset()
     running: int = 0
     most: int = 0
     made: int = 0
     requests: list[InferRequest] = field(default_factory=list)
     parameters: list[dict[str, Any]] = field(default_factory=list)
     inline: bool = False
+    final: bool = False
+
+    @property
+    def config(self) -> ModelConfig:
+        return MODELS[self.name]
 
     def for_request(self, context: RequestContext) -> "Handle":
         return self
@@ -132,12 +140,14 @@ class Handle:
         self.most = max(self.most, self.running)
         try:
             inputs = {name: int(tensor.data[0]) for name, tensor in request.inputs.items()}
-            for outputs in compute(self.name, inputs):
+            responses = list(compute(self.name, inputs))
+            for number, outputs in enumerate(responses, 1):
                 for _ in range(self.delays.pop(0) if self.delays else 0):
                     await asyncio.sleep(0)
                 self.made += 1
                 parameters = self.parameters.pop(0) if self.parameters else {}
-                yield InferResponse(tuple(tensor(name, value) for name, value in outputs.items()), parameters)
+                made = tuple(tensor(name, value) for name, value in outputs.items() if name not in self.omitted)
+                yield InferResponse(made, parameters, self.final and number == len(responses))
         finally:
             self.running -= 1
 
@@ -182,7 +192,7 @@ async def run(config: ModelConfig, used: Mapping[int, Any] | None = None, **inpu
     """The responses of an ensemble, as numbers."""
     built = plan(config)
     runner = make_run(built, handles(built) if used is None else used, **inputs)
-    if len(built.stages) == 1:
+    if not built.decoupled:
         return [values(await runner.answer())]
     return [values(response) async for response in runner.stream()]
 

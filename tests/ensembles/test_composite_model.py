@@ -15,6 +15,8 @@ from charonia.ensembles.composite_model import AskedVersion, CompositeModel, Req
 
 from .pipelines import Models, request
 
+CONFIG = ModelConfig("made", "1", "ensemble", decoupled=True)
+
 
 class Answers:
     """A composition that answers twice, and calls `between` before the second one."""
@@ -23,7 +25,8 @@ class Answers:
         self.between = between
         self.asked = [AskedVersion(asked)]
 
-    async def load(self) -> None: ...
+    async def load(self) -> ModelConfig:
+        return CONFIG
 
     async def unload(self) -> None: ...
 
@@ -36,8 +39,7 @@ class Answers:
 
 
 async def made(composition: Answers) -> CompositeModel:
-    config = ModelConfig("made", "1", "ensemble", decoupled=True)
-    model = CompositeModel(config, cast(Gateway, Models()), composition)
+    model = CompositeModel(CONFIG, cast(Gateway, Models()), composition)
     await model.load()
     return model
 

@@ -140,10 +140,15 @@ async def test_streams_within_ensembles_within_ensembles(served: Served) -> None
     assert served.counts("echo")[0] == 8
 
 
-async def test_a_step_that_answers_twice_must_be_declared(served: Served) -> None:
-    assert await served.ask("around", 1) == [1]
-    with pytest.raises(Exception, match="in ensemble 'around', model 'undeclared' has answered more than once"):
-        await served.ask("around", 2)
+@pytest.mark.parametrize("name", ["undeclared", "around"])
+async def test_an_ensemble_is_decoupled_if_a_step_is_whatever_its_config_says(served: Served, name: str) -> None:
+    assert await served.ask(name, 3) == [3, 3, 3]
+    config = served.gateway.model_config(name)
+    assert (config.decoupled, config.raw["model_transaction_policy"]) == (True, {"decoupled": True})
+    assert list(config.raw) == list(served.gateway.model_config("squares").raw)
+    first = [each for each in served.gateway.measurements() if each.labels.get("model") == name]
+    histogram = [each for each in first[0].readings if each.family == "nv_inference_first_response_histogram_ms"]
+    assert [sum(each.value.counts) for each in histogram] == [1]
 
 
 async def test_answers_are_cached_whole_and_by_step(served: Served) -> None:

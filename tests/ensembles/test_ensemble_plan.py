@@ -4,6 +4,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
+from charonia.ensembles.ensemble_plan import ENSEMBLE
 
 from .graphs import Step, ensemble, plan, spec
 
@@ -109,3 +110,14 @@ def test_batched_and_unbatched_models_mix_where_whole_shapes_agree() -> None:
     both = ("batched", {"IN": "x"}, {"OUT": "a"}), ("identity", {"IN": "a"}, {"OUT": "y"})
     built = plan(ensemble([spec("x", dims=(-1,))], ["y"], *both))
     assert [step.model for step in built.steps] == ["batched", "identity"]
+
+
+def test_a_model_of_batches_of_one_fits_one_that_does_not_batch_with_and_without_the_batch_dimension() -> None:
+    steps: list[Step] = [("lone", {"IN": "x"}, {"OUT": "y"})]
+    assert plan(ensemble(["x"], ["y"], *steps)).batch_changes == {0: {"IN": 1}, ENSEMBLE: {"y": -1}}
+    whole = ensemble([spec("x", dims=(1, 1))], [spec("y", dims=(-1, 1))], *steps)
+    assert plan(whole).batch_changes == {0: {"IN": 0}, ENSEMBLE: {"y": 0}}
+    assert "inconsistent shape" in refusal(ensemble([spec("x", dims=(2,))], ["y"], *steps))
+    assert "inconsistent shape" in refusal(
+        ensemble([spec("x", dims=())], ["y"], ("batched", {"IN": "x"}, {"OUT": "y"}))
+    )

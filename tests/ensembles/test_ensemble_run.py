@@ -2,16 +2,26 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.core.errors import Internal, InvalidArgument
 from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import RequestContext
+from charonia.core.tensor import Tensor
+from charonia.ensembles.composite_model import RequestTimes
+from charonia.ensembles.ensemble_model import EnsembleRun
 
-from .graphs import Handle, Step, by_hand, ensemble, handles, make_run, plan, run, spec, values
+from .graphs import MODELS, Handle, Step, by_hand, ensemble, handles, make_run, plan, run, spec, tensor, values
+
+NO_SEQUENCE = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 
 SQUARES = ensemble(["x"], ["y"], ("square", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}))
 
@@ -58,6 +68,67 @@ async def test_an_optional_input_may_be_missing_and_a_required_one_stops_the_ste
         await run(required)
 
 
+async def test_outputs_that_no_step_has_sent_are_left_out() -> None:
+    steps: list[Step] = [
+        ("add_sub", {"A": "x", "B": "x"}, {"SUM": "a", "DIFF": "d"}),
+        ("identity", {"IN": "d"}, {"OUT": "b"}),
+    ]
+    config = ensemble(["x"], ["a", "b"], *steps)
+    for omitted, outputs in (("DIFF", {"a": 4}), ("SUM", {"b": 0})):
+        used = {0: Handle("add_sub", omitted=frozenset({omitted})), 1: Handle("identity")}
+        assert await run(config, used, x=2) == [outputs]
+    alone = ensemble(["x"], ["y"], ("identity", {"IN": "x"}, {"OUT": "y"}))
+    assert await run(alone, {0: Handle("identity", omitted=frozenset({"OUT"}))}, x=2) == [{}]
+
+
+@pytest.mark.parametrize("final", [False, True])
+async def test_the_last_response_alone_is_final_where_the_stream_says_which_that_is(final: bool) -> None:
+    config = ensemble(
+        ["x"],
+        ["y"],
+        ("square", {"IN": "x"}, {"OUT": "s"}),
+        ("square", {"IN": "s"}, {"OUT": "t"}),
+        ("identity", {"IN": "t"}, {"OUT": "y"}),
+    )
+    for delays in ([], [0, 7, 0, 3]):
+        used = {0: Handle("square", final=final), 1: Handle("square", final=final), 2: Handle("identity", delays)}
+        responses = [response async for response in make_run(plan(config), used, x=2).stream()]
+        assert [response.final for response in responses] == [False, False, False, False, final][-len(responses) :]
+        assert len(responses) == 5
+
+
+async def test_a_batch_dimension_of_one_comes_and_goes_between_models_that_batch_and_that_do_not() -> None:
+    steps: list[Step] = [("lone", {"IN": "x"}, {"OUT": "a"}), ("identity", {"IN": "a"}, {"OUT": "b"})]
+    built = plan(ensemble(["x"], ["y"], *steps, ("lone", {"IN": "b"}, {"OUT": "y"})))
+    used: dict[int, Handle] = {0: Lone("lone"), 1: Handle("identity"), 2: Lone("lone")}
+    response = await make_run(built, used, x=2).answer()
+    assert [used[number].requests[0].inputs["IN"].shape for number in used] == [(1, 1), (1,), (1, 1)]
+    assert [each.shape for each in response.outputs] == [(1,)]
+
+
+class Lone(Handle):
+    """A model of batches of one: its output has a batch dimension."""
+
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        self.requests.append(request)
+        yield InferResponse((Tensor("OUT", "INT32", (1, 1), np.array([5], np.int32)),), final=True)
+
+
+async def test_a_model_that_has_become_decoupled_loses_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ensemble(["x"], ["y"], ("identity", {"IN": "x"}, {"OUT": "y"}))
+    built = plan(config)
+    monkeypatch.setitem(MODELS, "identity", replace(MODELS["identity"], decoupled=True))
+    with pytest.raises(Internal, match="model 'identity' has answered more than once"):
+        await make_run(built, {0: Twice("identity")}, x=1).answer()
+
+
+class Twice(Handle):
+    async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        for _ in range(2):
+            async for response in super().infer(request):
+                yield response
+
+
 async def test_a_failure_names_the_ensemble_and_cancels_the_steps_beside_it() -> None:
     config = ensemble(["x"], ["a", "b"], ("fails", {"IN": "x"}, {"OUT": "a"}), ("identity", {"IN": "x"}, {"OUT": "b"}))
     used = {0: Handle("fails"), 1: Handle("identity", delays=[1000])}
@@ -93,10 +164,17 @@ async def test_parameters_of_responses_belong_to_their_pass() -> None:
     used = {number: Handle(step.model, parameters=told[number]) for number, step in enumerate(plan(config).steps)}
     stream = make_run(plan(config), used, x=3).stream()
     assert [response.parameters async for response in stream] == [
-        {"first": 1, "index": 0, "own": 7},
-        {"first": 1, "index": 1},
-        {"first": 1},
+        {**NO_SEQUENCE, "first": 1, "index": 0, "own": 7},
+        {**NO_SEQUENCE, "first": 1, "index": 1},
+        {**NO_SEQUENCE, "first": 1},
     ]
+
+
+async def test_a_response_says_of_which_sequence_it_is() -> None:
+    asked = InferRequest("id", {"x": tensor("x", 1)}, None, {"sequence_id": 7, "sequence_start": True, "priority": 2})
+    built = plan(ensemble(["x"], ["y"], ("identity", {"IN": "x"}, {"OUT": "y"})))
+    response = await EnsembleRun(built, asked, RequestContext("test"), handles(built), RequestTimes()).answer()
+    assert response.parameters == {"sequence_id": 7, "sequence_start": True, "sequence_end": False}
 
 
 async def test_a_stream_of_ten_thousand_takes_no_more_memory_than_one_of_a_thousand() -> None:
