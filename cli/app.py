@@ -74,7 +74,7 @@ def serve(
             raise InvalidArgument(f"two models to serve: '{model}', and --model '{vllm.model}'")
         if options.repository.download_dir is not None:  # read by the hub's library, here and in child processes
             os.environ["HF_HUB_CACHE"] = str(options.repository.download_dir)
-        with configured_logging(options.server.log_settings) as logs:
+        with configured_logging(options.server.log_settings, options.server.log_requests) as logs:
             triton.check()
             vllm.check()
             _warn_of_strays()

@@ -27,6 +27,7 @@ from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..processes.host import raise_open_file_limit
 from ..telemetry.logging_setup import LogSettings, logging_to
 from ..telemetry.loop_lag import LoopLag
+from ..telemetry.request_log import LoggedRequests
 from ..telemetry.shared_state import SharedState
 from .options import CloudOptions
 from .plan import EndpointSettings, parse_clouds
@@ -53,6 +54,7 @@ class FrontendSetup:
     sends_spans: bool
     max_lag: float
     logs: LogSettings
+    logged_requests: LoggedRequests
 
 
 class LogRelay(io.StringIO):
@@ -81,7 +83,7 @@ def main(setup: FrontendSetup, name: str, connection: Connection, mine: int, the
     import uvloop
 
     relay = LogRelay()
-    with logging_to(relay, setup.logs):
+    with logging_to(relay, setup.logs, requests=setup.logged_requests):
         uvloop.run(_serve(setup, name, connection, (mine, theirs), relay))
 
 

@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 from ..api.size_limits import BODY_TIMEOUT, FILE_LIMITS, MAX_RAW_BYTES, FileLimits
 from ..engine.options import EngineOptions
 from ..telemetry.logging_setup import LogSettings
+from ..telemetry.request_log import LoggedRequests
 
 _BOOLEANS = ("true", "false", "1", "0")
 
@@ -199,7 +200,7 @@ class ServerOptions:
     """Log warnings."""
     log_error: BooleanFlag = "true"
     """Log errors."""
-    log_requests: Literal["all", "llm", "errors"] = "llm"
+    log_requests: LoggedRequests = "llm"
     """Requests that have a record in the log: all; those of language models, and all that failed; those that failed."""
     log_verbose: Annotated[int, Parameter(converter=_level, validator=Number(gte=0))] = 0
     """Above 0: a line for every HTTP request too, health and lookups included, in the web server's words."""

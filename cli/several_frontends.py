@@ -48,5 +48,6 @@ def frontend_pool(
         gateway.shared_state.traces.sends_spans,
         server.max_loop_lag_secs,
         server.log_settings,
+        server.log_requests,
     )
     return FrontendPool(hub, server.frontends, main, setup)

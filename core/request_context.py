@@ -124,7 +124,8 @@ class RequestContext:
     `tenant`, `tenant_weight`: the client's, and its fair share beside other tenants. `model`, `version`: as asked for,
     and as resolved once they are found (`model_found`). `answered_at`: when a model without sequences had answered, 0
     if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
-    model made of other models, as they began. `id` is the protocol's request id, `client_id` the header X-Request-Id.
+    model made of other models, as they began. `id` is the protocol's request id, `client_id` the header X-Request-Id,
+    `client` the address that the connection came from, without the port.
     `adapter`: the LoRA adapter that answers, by the name that the model was asked for by or by a parameter; empty for
     the model itself. `route`: the route that the request was for, empty for a model.
     `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request is `sampled`;
@@ -141,6 +142,7 @@ class RequestContext:
     headers: Headers = ()
     id: str = ""
     client_id: str = ""
+    client: str = ""
     tenant: str = ""
     tenant_weight: float = 1.0
     model: str = ""
@@ -184,6 +186,7 @@ class RequestContext:
             self.headers,
             self.id,
             self.client_id,
+            self.client,
             self.tenant,
             self.tenant_weight,
             trace_id=self.trace_id,
@@ -197,7 +200,7 @@ class RequestContext:
 
     def adopt(self, child: "RequestContext") -> None:
         """Make a context that was just opened that of a request which this one's model makes of another model."""
-        child.parent = self
+        child.parent, child.client = self, self.client
         child.tenant, child.tenant_weight, child.trace_id = self.tenant, self.tenant_weight, self.trace_id
         child.all_sequences, child.depth = self.all_sequences, self.depth + 1
         child.background = self.background

@@ -95,6 +95,7 @@ class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
     id: str = ""
     client_id: str = ""
     headers: list[tuple[bytes, bytes]] = []
+    client: str = ""
 
     @classmethod
     def of(cls, context: RequestContext, with_headers: bool) -> "RequestOrigin":
@@ -106,12 +107,14 @@ class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
             context.id,
             context.client_id,
             [(_bytes(name), _bytes(value)) for name, value in context.headers] if with_headers else [],
+            context.client,
         )
 
     def note_in(self, context: RequestContext, logged: bool) -> None:
         """Make a context that was just opened that of this request. `logged`: by the frontend."""
         context.tenant, context.tenant_weight, context.arrived_at = self.tenant, self.tenant_weight, self.arrived_at
-        context.id, context.client_id, context.logged = self.id, self.client_id, logged
+        context.id, context.client_id, context.client = self.id, self.client_id, self.client
+        context.logged = logged
 
 
 def _bytes(text: str | bytes) -> bytes:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, RLock, Thread
@@ -22,7 +23,8 @@ import msgspec
 
 from ..core.errors import InvalidArgument, Unsupported
 from ..processes.log_forwarding import FileOutage
-from .request_log import RequestLogRecord, request_log_fields, request_log_line
+from .request_log import LoggedRequests, RequestLogRecord, is_logged, request_log_fields, request_log_line
+from .request_log import log as request_log
 
 _BATCHING_SECONDS = 0.2
 """Seconds that a request's record may wait to be written with others: writing delays the event loop each time."""
@@ -233,32 +235,43 @@ _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
 
 
 @contextmanager
-def configured_logging(settings: LogSettings) -> Iterator[LogControl]:
+def configured_logging(settings: LogSettings, requests: LoggedRequests = "all") -> Iterator[LogControl]:
     """Set logging up for the block, to stderr or a file, and let it be changed there; lines that wait are written at
-    its end, if they are read. A program that has set logging up itself keeps its handlers.
+    its end, if they are read. A program that has set logging up itself keeps its handlers. `requests` that end have a
+    record.
 
     Raises:
         InvalidArgument: the file cannot be written.
     """
-    with _open_log(settings.log_file) as stream, logging_to(stream, settings, settings.log_file) as control:
+    file = settings.log_file
+    with _open_log(file) as stream, logging_to(stream, settings, file, requests) as control:
         yield control
 
 
 @contextmanager
-def logging_to(stream: TextIO, settings: LogSettings, file: str = "") -> Iterator[LogControl]:
+def logging_to(
+    stream: TextIO, settings: LogSettings, file: str = "", requests: LoggedRequests = "all"
+) -> Iterator[LogControl]:
     """As `configured_logging`, to a stream: that of `file`, if it is one's."""
     writer = LogWriter(stream, file=file)
     logging.basicConfig(level=logging.WARNING, handlers=[writer])
     apply_log_settings(settings)
+    chosen = partial(_is_logged, requests=requests)
+    request_log.addFilter(chosen)
     try:
         yield LogControl(settings, apply_log_settings)
     finally:
+        request_log.removeFilter(chosen)
         # Records that come later go to stderr, unless writing there would wait for ever.
         after: logging.Handler = logging.StreamHandler(sys.stderr) if writer.stop() else logging.NullHandler()
         after.setFormatter(writer.formatter)
         after.filters = writer.filters
         root = logging.getLogger()
         root.handlers = [after if handler is writer else handler for handler in root.handlers]
+
+
+def _is_logged(record: logging.LogRecord, requests: LoggedRequests) -> bool:
+    return type(record) is not RequestLogRecord or is_logged(record.context, requests)
 
 
 def _open_log(file: str) -> AbstractContextManager[TextIO]:
@@ -278,7 +291,7 @@ def apply_log_settings(settings: LogSettings) -> None:
     verbose = settings.log_verbose_level > 0
     logging.getLogger("charonia").setLevel(logging.DEBUG if verbose else logging.INFO)
     # Records of requests that no handler lets pass are not even made.
-    logging.getLogger("charonia.requests").setLevel(logging.NOTSET if settings.log_info else logging.WARNING)
+    request_log.setLevel(logging.NOTSET if settings.log_info else logging.WARNING)
     # It logs every connection, and its own start and stop, which are logged elsewhere.
     logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
 
@@ -343,7 +356,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {"time": self._clock(record), "level": record.levelname, "logger": record.name}
         if type(record) is RequestLogRecord:
-            line |= {"message": request_log_line(record.context), **request_log_fields(record.context)._asdict()}
+            line |= {"message": request_log_line(record.context), **request_log_fields(record.context).known()}
             return msgspec.json.encode(line).decode()
         line["message"] = record.getMessage()
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}

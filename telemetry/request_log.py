@@ -5,11 +5,16 @@ import logging
 import re
 import time
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-from ..core.request_context import RequestContext, RequestEnd
+from ..core.request_context import Outcome, RequestContext, RequestEnd
 
 log = logging.getLogger("charonia.requests")
+
+LoggedRequests: TypeAlias = Literal["all", "llm", "errors"]
+"""The requests that have a record: those that failed, beside them those that generated text, or all."""
+
+_FAILED = (Outcome.ERROR, Outcome.TIMEOUT, Outcome.REJECTED)
 
 _PLAIN_WORD = re.compile(r"[\w.,:/@+-]+", re.ASCII)
 
@@ -23,14 +28,17 @@ _CACHE_SIZE = 256
 class RequestLogFields(NamedTuple):
     """The fields that are logged of a request; each is an attribute of the `logging` record too.
 
-    Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None.
-    `x_request_id`: what the header of that name says, unless `request_id` ends with it.
+    Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None; so
+    is what a request without generated text has none of. `x_request_id`: what the header of that name says, unless
+    `request_id` ends with it.
     """
 
     request_id: str
     x_request_id: str
     trace_id: str
+    client: str
     door: str
+    route: str
     model: str
     version: str
     adapter: str
@@ -38,22 +46,22 @@ class RequestLogFields(NamedTuple):
     outcome: str
     reason: str
     finish_reason: str | None
-    choices: int
+    choices: int | None
     prompt_tokens: int | None
     cached_tokens: int | None
-    generated_tokens: int
+    generated_tokens: int | None
     queue_ms: float | None
     ttft_ms: float | None
     e2e_ms: float
 
     def __str__(self) -> str:
         return " ".join(
-            [
-                f"{name}={_as_word(value) if type(value) is str else value}"
-                for name, value in zip(_NAMES, self, strict=True)
-                if value is not None and value != ""
-            ]
+            [f"{name}={_as_word(value) if type(value) is str else value}" for name, value in self.known().items()]
         )
+
+    def known(self) -> dict[str, str | int | float]:
+        """The fields that mean something."""
+        return {name: value for name, value in zip(_NAMES, self, strict=True) if value is not None and value != ""}
 
 
 _NAMES = RequestLogFields._fields
@@ -90,6 +98,14 @@ def log_request(context: RequestContext) -> None:
         log.handle(RequestLogRecord(context))
 
 
+def is_logged(context: RequestContext, requests: LoggedRequests) -> bool:
+    """Whether a request that has ended is one of `requests`. A request that a model made generated text if it did so
+    itself."""
+    if requests == "all" or (context.end is not None and context.end.outcome in _FAILED):
+        return True
+    return requests == "llm" and bool(context.sequences if context.depth else context.all_sequences)
+
+
 def request_log_fields(context: RequestContext) -> RequestLogFields:
     assert context.end is not None
     summary = context.summary
@@ -97,7 +113,9 @@ def request_log_fields(context: RequestContext) -> RequestLogFields:
         request_id=context.id[:_MAX_NAME_LENGTH],
         x_request_id=_x_request_id(context),
         trace_id=context.trace_id,
+        client=context.client,
         door=context.endpoint,
+        route=context.route,
         model=context.model[:_MAX_NAME_LENGTH],
         version=context.version[:_MAX_NAME_LENGTH],
         adapter=context.adapter[:_MAX_NAME_LENGTH],
@@ -105,10 +123,10 @@ def request_log_fields(context: RequestContext) -> RequestLogFields:
         outcome=context.end.outcome.value,
         reason=context.end.reason,
         finish_reason=_finish_reason(context),
-        choices=summary.choices,
+        choices=summary.choices or None,
         prompt_tokens=summary.prompt,
         cached_tokens=summary.cached,
-        generated_tokens=summary.generated,
+        generated_tokens=summary.generated if summary.choices else None,
         queue_ms=_milliseconds(summary.submitted, summary.begun),
         ttft_ms=_milliseconds(context.arrived_at, summary.first),
         e2e_ms=round(1e3 * (context.ended_at - context.arrived_at), 3),
@@ -120,8 +138,10 @@ def request_log_line(context: RequestContext) -> str:
     if context.sequences or context.end is None:
         return str(request_log_fields(context))
     model, version = context.model[:_MAX_NAME_LENGTH], context.version[:_MAX_NAME_LENGTH]
-    common = _common_part(context.endpoint, model, version, context.tenant, context.end)
+    common = _common_part(context.endpoint, context.route, model, version, context.tenant, context.end)
     whole = f"{common}{round(1e3 * (context.ended_at - context.arrived_at), 3)}"
+    if context.client:
+        whole = f"client={_as_word(context.client)} {whole}"
     if context.trace_id:
         whole = f"trace_id={context.trace_id} {whole}"
     if other := _x_request_id(context):
@@ -134,9 +154,9 @@ def _x_request_id(context: RequestContext) -> str:
 
 
 @lru_cache(_CACHE_SIZE)
-def _common_part(door: str, model: str, version: str, tenant: str, end: RequestEnd) -> str:
+def _common_part(door: str, route: str, model: str, version: str, tenant: str, end: RequestEnd) -> str:
     context = RequestContext(door)
-    context.model, context.version, context.tenant, context.end = model, version, tenant, end
+    context.route, context.model, context.version, context.tenant, context.end = route, model, version, tenant, end
     return str(request_log_fields(context)).removesuffix("0.0")
 
 

@@ -31,7 +31,7 @@ from .messages import (
     write_response_off_loop,
     write_stream_error,
 )
-from .settings import Caller, GrpcCallPolicy, RpcContext, call_metadata
+from .settings import Caller, GrpcCallPolicy, RpcContext, call_metadata, peer_address
 from .wire_format import ProtoMessage
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ async def model_infer(
     """The response to a ModelInfer call. Raises `CharoniaError`, as `model_stream_infer`."""
     metadata = call_metadata(rpc)
     with gateway.open_request("ModelInfer", metadata) as context:
-        caller = policy.identify_caller("ModelInfer", metadata)
+        context.client = address = peer_address(rpc)
+        caller = policy.identify_caller("ModelInfer", metadata, address)
         caller.note_in(context)
         check_message(message)
         context.id = message.id
@@ -74,11 +75,12 @@ async def model_stream_infer(
     gateway: ServerGateway, policy: GrpcCallPolicy, rpc: RpcContext, closing: asyncio.Event
 ) -> None:
     """Answer a ModelStreamInfer call, until `closing` is set or the client has no more requests."""
-    metadata = call_metadata(rpc)
+    metadata, address = call_metadata(rpc), peer_address(rpc)
     try:
-        caller = policy.identify_caller(_STREAM, metadata)
+        caller = policy.identify_caller(_STREAM, metadata, address)
     except CharoniaError:
-        with gateway.open_request(_STREAM, metadata):
+        with gateway.open_request(_STREAM, metadata) as context:
+            context.client = address
             raise
     await StreamInferCall(gateway, rpc, closing, caller).run()
 
@@ -130,7 +132,8 @@ class StreamInferCall:
                     return
                 yield coming.result()
         except DecodeError as error:
-            with self._gateway.open_request(_STREAM, call_metadata(self._context)):
+            with self._gateway.open_request(_STREAM, call_metadata(self._context)) as context:
+                self._caller.note_in(context)
                 raise InvalidArgument(str(error)) from None
         finally:
             for task in (closed, coming):

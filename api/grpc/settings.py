@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import unquote
 
 from ...core.errors import Unavailable
 from ...core.request_context import RequestContext
@@ -50,18 +51,25 @@ def call_metadata(context: RpcContext) -> Sequence[tuple[str, Any]]:
     return context.invocation_metadata() or ()
 
 
+def peer_address(context: RpcContext) -> str:
+    """The client's address without its port; grpc has it as `ipv4:10.0.0.1:5123`, with a quoted one of IPv6."""
+    kind, _, place = unquote(context.peer()).partition(":")
+    return place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else kind
+
+
 class Caller(NamedTuple):
-    """The client of an inference call: its tenant, its metadata that becomes parameters of requests, and its id for
-    them."""
+    """The client of an inference call: its tenant, its metadata that becomes parameters of requests, its id for them,
+    and its address."""
 
     tenant: Tenant = ANONYMOUS
     parameters: Mapping[str, str] = MappingProxyType({})
     request_id: str = ""
+    address: str = ""
 
     def note_in(self, context: RequestContext) -> None:
-        """Note the tenant and the id in the context of a request."""
+        """Note the tenant, the id and the address in the context of a request."""
         context.tenant, context.tenant_weight = self.tenant
-        context.client_id = self.request_id
+        context.client_id, context.client = self.request_id, self.address
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +80,13 @@ class GrpcCallPolicy:
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
 
-    def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]]) -> Caller:
+    def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]], address: str = "") -> Caller:
         """The client of an inference call; raises as `authorize`, and `InvalidArgument` as the forwarding does."""
         request_id = str(dict(metadata).get("x-request-id", ""))
         if not (self.keys or self.required_headers or self.forwarding):
-            return Caller(request_id=request_id)
+            return Caller(request_id=request_id, address=address)
         texts = {name: value for name, value in metadata if isinstance(value, str)}
-        return Caller(self.authorize(rpc, texts), self.forwarding.select(texts.items()), request_id)
+        return Caller(self.authorize(rpc, texts), self.forwarding.select(texts.items()), request_id, address)
 
     def authorize(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
         """The tenant of a call. Raises `Unavailable` without the header that the RPC requires, `Unauthenticated`

@@ -73,6 +73,7 @@ class RequestContextMiddleware:
                 return await self._app(scope, receive, send)
             with self._gateway.open_request(endpoint, scope["headers"]) as context:
                 context.client_id = request_id_of(scope)
+                context.client = scope["client"][0] if scope.get("client") else ""
                 scope[_CONTEXT] = context
                 await self._app(scope, receive, send)
         except Exception:

@@ -323,7 +323,7 @@ def test_a_command_line_of_tritonserver_without_http(
 ) -> None:
     (tmp_path / "r" / "fine.identity" / "1").mkdir(parents=True)
     flags = ["--allow-http=False", "--log-file", str(tmp_path / "log"), "--http-thread-count=8", "--log-verbose=true"]
-    flags += ["--allow-vertex-ai=true", "--vertex-ai-port=0"]
+    flags += ["--allow-vertex-ai=true", "--vertex-ai-port=0", "--log-requests=all"]
     monkeypatch.setenv("AIP_HEALTH_ROUTE", "/h")
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/p")
     with serve("--model-store", str(tmp_path / "r"), "--strict-model-config=false", *flags) as server:
@@ -344,7 +344,7 @@ def test_a_command_line_of_tritonserver_without_http(
         assert "charonia." not in server.said
     log = (tmp_path / "log").read_text()
     assert "flags of tritonserver that have no effect here: --http-thread-count\n" in log
-    assert "door=ModelInfer model=fine.identity" in log
+    assert "client=127.0.0.1 door=ModelInfer model=fine.identity" in log
 
 
 def test_a_model_that_fails_at_the_start_ends_the_server(serve: Any, tmp_path: Path) -> None:

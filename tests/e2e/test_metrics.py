@@ -226,7 +226,7 @@ def assert_json_records(said: str) -> None:
     ended = [record for record in records if record["logger"] == "charonia.requests"]
     assert [record["outcome"] for record in ended] == ["length", "length", "error", "length"]
     assert [record["cached_tokens"] for record in ended] == [0, 32, 0, 0]
-    assert {"time", "level", "message", "request_id", "model", "queue_ms", "ttft_ms", "e2e_ms"} <= ended[0].keys()
+    assert {"time", "level", "message", "client", "model", "queue_ms", "ttft_ms", "e2e_ms"} <= ended[0].keys()
     assert_access_lines(records)
 
 

@@ -116,6 +116,7 @@ def test_one_record_and_one_trace_for_every_request(
     frontends: str, serve: Any, tokenizer_only: Path, collector: Collector
 ) -> None:
     flags = [*FLAGS, "--api-key", "alice:k", "--otlp-traces-endpoint", collector.url, "--frontends", frontends]
+    flags += ["--log-requests", "all"]
     with serve(str(tokenizer_only), *flags) as server:
         ask_for_everything(server)
         ended = 'charonia_requests_total{model="m",outcome="length",version="1"} 2'  # the last one, which counts late
@@ -123,8 +124,10 @@ def test_one_record_and_one_trace_for_every_request(
         counted = httpx.get(server.metrics_url).text
         assert server.stop() == 0
         told = records(server.said)
-    assert [(each["door"], each["model"], each["outcome"], each["reason"]) for each in told] == ENDS
-    assert [each["tenant"] for each in told] == ["alice", "alice", "alice", "", "alice", "alice", "alice"]
+    ends = [(each["door"], each.get("model", ""), each["outcome"], each.get("reason", "")) for each in told]
+    assert ends == ENDS
+    assert {each["client"] for each in told} == {"127.0.0.1"}
+    assert [each.get("tenant", "") for each in told] == ["alice", "alice", "alice", "", "alice", "alice", "alice"]
     assert (told[0]["choices"], told[0]["prompt_tokens"], told[0]["generated_tokens"]) == (2, 3, 8)
     assert (told[0]["trace_id"], told[6]["trace_id"], told[6]["request_id"]) == (TRACE, TRACE, "over-grpc")
     assert_metrics_agree(counted)

@@ -33,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path, trace
     write_model(repository, "llm", tokenizer_only, **FAKE)
     flags = ["--model-repository", str(repository), "--model-control-mode", "explicit", "--allow-client-shm=true"]
     flags += ["--load-model", "identity", "--load-model", "llm", "--trace-config", f"triton,file={trace_file}"]
+    flags += ["--log-requests", "all"]
     with served_well(tmp_path_factory.mktemp("g") / "t", *flags) as running:
         yield running
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.errors import InvalidArgument, Unsupported
-from charonia.core.request_context import RequestContext
+from charonia.core.errors import InvalidArgument, NotFound, Unsupported
+from charonia.core.request_context import DONE, RequestContext
+from charonia.frontends.messages import SentSequence
 from charonia.telemetry.logging_setup import LogSettings, configured_logging
-from charonia.telemetry.request_log import log_request
+from charonia.telemetry.request_log import LoggedRequests, log_request
 
 log = logging.getLogger("charonia.test")
 
@@ -121,8 +122,39 @@ def test_requests_that_ended_in_both_forms(capsys: pytest.CaptureFixture[str]) -
     text, line = said(capsys)
     assert re.match(r'\d{4} \d\d:\d\d:\d\d I charonia.requests: door=infer tenant="\\u00e9" outcome=done ', text)
     told = json.loads(line)
-    assert (told["logger"], told["level"], told["tenant"], told["ttft_ms"]) == ("charonia.requests", "INFO", "é", None)
+    assert (told["logger"], told["level"], told["tenant"]) == ("charonia.requests", "INFO", "é")
+    assert told.keys().isdisjoint({"ttft_ms", "choices", "generated_tokens", "model", "reason"})
     assert told["message"].startswith("door=infer ")
+
+
+@pytest.mark.parametrize(
+    ("requests", "logged"),
+    [
+        ("all", ["done", "text", "refused", "left", "child"]),
+        ("llm", ["text", "refused"]),
+        ("errors", ["refused"]),
+    ],
+)
+def test_which_requests_have_a_record(
+    requests: LoggedRequests, logged: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alone(), configured_logging(LogSettings(), requests):
+        for name in ("done", "text", "refused", "left"):
+            context = RequestContext("infer")
+            context.model = name
+            if name == "text":
+                context.add_sequence(SentSequence(end=DONE))
+                with context.child("BLS") as child:
+                    child.model = "child"
+                    child.finish()
+                log_request(child)
+            elif name == "refused":
+                context.fail(NotFound("no"))
+            elif name == "done":
+                context.finish()
+            context.close()
+            log_request(context)
+    assert sorted(re.findall(r"model=(\w+)", capsys.readouterr().err)) == sorted(logged)
 
 
 def test_what_comes_after_the_end_is_written_too(capsys: pytest.CaptureFixture[str]) -> None:

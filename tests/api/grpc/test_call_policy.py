@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
-from charonia.api.grpc.settings import Caller, GrpcCallPolicy, build_call_policy
+from charonia.api.grpc.settings import Caller, GrpcCallPolicy, build_call_policy, peer_address
 from charonia.api.header_rules import APIS
 from charonia.core.errors import InvalidArgument
 from charonia.core.request_context import Outcome
@@ -92,6 +93,19 @@ async def test_metadata_becomes_parameters(gateway: Any) -> None:
 
 def test_nothing_is_read_where_nothing_is_asked_for() -> None:
     assert GrpcCallPolicy().identify_caller("ModelInfer", [("key", "value")]) == Caller()
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.1:5123", "10.0.0.1"),
+        ("ipv6:[::1]:5123", "::1"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:5123", "fe80::1%eth0"),
+        ("unix:", "unix"),
+    ],
+)
+def test_a_client_is_known_by_its_address(peer: str, address: str) -> None:
+    assert peer_address(SimpleNamespace(peer=lambda: peer)) == address
 
 
 @asynccontextmanager
