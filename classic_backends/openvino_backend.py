@@ -1,7 +1,7 @@
 """The `openvino` backend: models of OpenVINO (`model.xml` beside its `model.bin`), and ONNX models, run by OpenVINO.
 
 Instances run requests of one compiled model: its weights are in memory once. openvino is an extra
-(`charonia[openvino]`), imported when the first such model is loaded. Source:
+(`openvino`), imported when the first such model is loaded. Source:
 https://github.com/triton-inference-server/openvino_backend.
 """
 
@@ -62,7 +62,7 @@ def import_openvino() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "openvino":
             raise
-        message = "OpenVINO models need the package openvino, which is not installed: pip install 'charonia[openvino]'"
+        message = "OpenVINO models need the package openvino, which is not installed: pip install '.[openvino]'"
         raise Unsupported(message, field="backend") from None
     return openvino
 

@@ -1,6 +1,6 @@
 """The `tensorflow` backend: SavedModels (`model.savedmodel`), run by TensorFlow on the CPU, or on GPUs where asked to.
 
-tensorflow is an extra (`charonia[tensorflow]`), which processes of its own import alone. When a config is completed a
+tensorflow is the extra `tensorflow`, which processes of its own import alone. When a config is completed a
 model's tensors are read from its file, without its weights. Source:
 https://github.com/triton-inference-server/tensorflow_backend.
 """
@@ -59,7 +59,7 @@ def import_tensorflow() -> Any:
         if error.name != "tensorflow":
             raise
         message = "TensorFlow's models need the package tensorflow, which is not installed"
-        raise Unsupported(f"{message}: pip install 'charonia[tensorflow]'", field="backend") from None
+        raise Unsupported(f"{message}: pip install '.[tensorflow]'", field="backend") from None
     tensorflow.config.set_visible_devices([], "GPU")
     return tensorflow
 

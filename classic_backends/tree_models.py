@@ -1,6 +1,6 @@
 """The `fil` backend: forests of trees of XGBoost, LightGBM and treelite, evaluated by treelite on the CPU.
 
-treelite is an extra (`charonia[trees]`); by default a process of its own imports it, and parses the files. Source:
+treelite is the extra `trees`; by default a process of its own imports it, and parses the files. Source:
 https://github.com/triton-inference-server/fil_backend/blob/main/docs/model_config.md.
 """
 
@@ -59,7 +59,7 @@ def import_treelite() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "treelite":
             raise
-        message = "tree models need the package treelite, which is not installed: pip install 'charonia[trees]'"
+        message = "tree models need the package treelite, which is not installed: pip install '.[trees]'"
         raise Unsupported(message, field="backend") from None
     return treelite
 

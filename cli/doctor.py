@@ -7,11 +7,13 @@ import ctypes
 import os
 import re
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from cyclopts.exceptions import CycloptsError
@@ -26,6 +28,7 @@ from .options import ServeOptions
 from .ports import bind_port
 
 _ROOT = Path("/")
+_PACKAGE = str(__package__).partition(".")[0]
 _ENOUGH_MEMORY = 2 << 30
 _ENOUGH_SHARED = 256 << 20
 _ENOUGH_FILES = 65536
@@ -119,11 +122,17 @@ def _kernels() -> Finding:
     try:
         from ..engine.cpu import library
     except ImportError as error:
-        return Finding("kernels", Verdict.WRONG, f"torch cannot be imported: {error}", "pip install torch")
+        return Finding(
+            "kernels",
+            Verdict.WRONG,
+            f"torch cannot be imported: {error}",
+            "pip install torch, or for CPUs alone pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        )
     text = library.describe()
     mend = "raise the limit of signal stacks (ulimit -s), or allow AMX in the container's seccomp profile"
     if library.level() is None:
-        mend = f"unset {LEVEL_VARIABLE}, or install a C compiler and run {library.BUILD_COMMAND}"
+        command = library.BUILD_COMMAND.replace("python", sys.executable, 1)
+        mend = f"unset {LEVEL_VARIABLE}, or install a C compiler (apt-get install gcc libc6-dev) and run {command}"
     return _judge("kernels", library.level() is not None and "AMX" not in text, text, mend)
 
 
@@ -215,7 +224,7 @@ def _clock(root: Path) -> Finding:
 
 def _extras() -> Finding:
     try:
-        requirements = requires(str(__package__).partition(".")[0]) or []
+        requirements = requires(_PACKAGE) or []
     except PackageNotFoundError:  # run from its source
         requirements = []
     missing: set[str] = set()
@@ -228,8 +237,18 @@ def _extras() -> Finding:
         if not _is_installed(parsed[1]):
             missing.add(parsed[2])
     there, absent = ", ".join(sorted(known - missing)) or "none", ", ".join(sorted(missing))
-    text = there if not absent else f"{there}; without {absent} (pip install 'charonia[NAME]')"
+    text = there if not absent else f"{there}; without {absent} (pip install '{_source_directory()}[NAME]')"
     return Finding("extras", Verdict.GOOD, text)
+
+
+def _source_directory() -> str:
+    """The directory that this package was installed from, if it is still there: no index has it."""
+    try:
+        origin = msgspec.json.decode(distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, msgspec.MsgspecError):
+        return "."
+    path = Path(unquote(urlsplit(origin.get("url", "")).path))
+    return str(path) if (path / "pyproject.toml").is_file() else "."
 
 
 def _is_installed(package: str) -> bool:

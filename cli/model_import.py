@@ -241,7 +241,7 @@ def _converted(source: Path, directory: Path) -> ImportPlan:
     """An ONNX model in `directory`, made of a SavedModel by tf2onnx in a process of its own. Raises `CharoniaError`,
     which tells how to serve the SavedModel itself."""
     if find_spec("tf2onnx") is None or find_spec("tensorflow") is None:
-        needed = "to make an ONNX model of it takes pip install 'charonia[tensorflow]'"
+        needed = "to make an ONNX model of it takes pip install '.[tensorflow]'"
         raise Unsupported(f"'{source}' is a SavedModel of TensorFlow: {needed}")
     made = directory / _MODEL_FILES[".onnx"]
     command = [sys.executable, "-m", "tf2onnx.convert", "--saved-model", str(source), "--output", str(made)]

@@ -352,7 +352,7 @@ def require_optuna() -> Any:
     try:
         return import_module("optuna")
     except ModuleNotFoundError:
-        message = "--search optuna needs the package optuna, which is not installed: pip install 'charonia[analyze]'"
+        message = "--search optuna needs the package optuna, which is not installed: pip install '.[analyze]'"
         raise Unsupported(message) from None
 
 

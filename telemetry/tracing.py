@@ -119,7 +119,7 @@ def open_tracer(endpoint: str, version: str, settings: SpanSettings | None = Non
     try:
         from .otlp import OtlpTracer
     except ImportError as error:
-        message = f"tracing to {endpoint} needs OpenTelemetry ({error.name}): pip install 'charonia[otel]'"
+        message = f"tracing to {endpoint} needs OpenTelemetry ({error.name}): pip install '.[otel]'"
         raise InvalidArgument(message) from None
     try:
         tracer = OtlpTracer(endpoint, version, settings)

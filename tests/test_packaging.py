@@ -31,15 +31,9 @@ def copied(root: Path, names: Iterable[str], source: Path) -> Path:
     return source
 
 
-def wheel(source: Path, into: Path, **environment: str) -> Path:
+def wheel_command(source: Path, into: Path) -> list[str]:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", into, source],
-        check=True,
-        env={**os.environ, **environment},
-    )
-    [made] = into.glob("charonia-*.whl")
-    return made
+    return [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(into), str(source)]
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +96,36 @@ def test_the_kernels_are_in_the_wheel(installed: Path) -> None:
     assert level != "None"
 
 
+WITHOUT_TREE = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]"
+ON_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
 @pytest.mark.proof
-def test_without_a_compiler_there_is_a_wheel_all_the_same(root: Path, tmp_path: Path) -> None:
-    made = wheel(copied(root, files_that_ship(root), tmp_path / "source"), tmp_path, CC="false")
+@pytest.mark.timeout(600)
+def test_without_a_compiler_there_is_a_wheel_that_a_command_completes(
+    root: Path, compiler: Path, tmp_path: Path
+) -> None:
+    """And the terminal hears of it, though pip says nothing."""
+    source = copied(root, files_that_ship(root), tmp_path / "source")
+    command, environment = wheel_command(source, tmp_path), {**os.environ, "CC": "false"}
+    command = [sys.executable, "-c", ON_A_TERMINAL, *command]
+    said = subprocess.run(
+        command, check=True, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert "built WITHOUT its C kernels" in said.stdout
+    [made] = tmp_path.glob("charonia-*.whl")
     with zipfile.ZipFile(made) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
         archive.extractall(tmp_path / "installed")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    code = f"import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]; {LEVEL}"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
-    )
-    file, level = run.stdout.split()
+    environment |= {"PYTHONPATH": str(tmp_path / "installed"), "CC": str(compiler)}
+
+    def printed(code: str) -> list[str]:
+        command = [sys.executable, "-c", f"{WITHOUT_TREE}; {code}"]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+        return run.stdout.split()
+
+    file, level = printed(LEVEL)
     assert Path(file).is_relative_to(tmp_path)
     assert level == "None"
+    printed("from charonia.engine.cpu.compile_kernels import main; assert main() == 0")
+    assert printed(LEVEL)[1] != "None"

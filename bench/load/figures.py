@@ -214,7 +214,7 @@ def require_matplotlib() -> Any:
     try:
         import_module("matplotlib").use("agg")
     except ImportError:
-        raise Unavailable("--plot needs matplotlib: pip install 'charonia[bench]'") from None
+        raise Unavailable("--plot needs matplotlib: pip install '.[bench]'") from None
     return import_module("matplotlib.pyplot")
 
 

@@ -3,7 +3,7 @@
 moto's S3 server on loopback, behind a proxy of ours that counts requests and spoils answers. First a model of 200
 versions, a thousand objects: how many requests its start takes, with an empty cache and with a full one. Then rounds of
 uploads while servers read: answers fail, break off, come late or are another object's, the store goes away, caches are
-too small. What a server gets must be one upload, whole; else an error that says so. Needs `charonia[dev]`.
+too small. What a server gets must be one upload, whole; else an error that says so. Needs the extra `dev`.
 """
 
 import logging

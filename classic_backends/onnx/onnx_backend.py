@@ -1,7 +1,7 @@
 """The `onnxruntime` backend: ONNX models on the CPU, or on what else onnxruntime was built for.
 
 Instances run one session at the same time: its weights are in memory once, and its threads are the host's, not as many
-for each instance. onnxruntime is an extra (`charonia[onnx]`), imported when the first such model is loaded. Source:
+for each instance. onnxruntime is the extra `onnx`, imported when the first such model is loaded. Source:
 https://github.com/triton-inference-server/onnxruntime_backend.
 """
 
@@ -57,7 +57,7 @@ def import_onnxruntime() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "onnxruntime":
             raise
-        message = "ONNX models need the package onnxruntime, which is not installed: pip install 'charonia[onnx]'"
+        message = "ONNX models need the package onnxruntime, which is not installed: pip install '.[onnx]'"
         raise Unsupported(message, field="backend") from None
     return onnxruntime
 

@@ -282,6 +282,6 @@ def _rank_launcher(backend: str) -> StartRanks:
     try:
         from ..parallel.ray_ranks import RayRanks
     except ModuleNotFoundError as error:
-        message = f"distributed_executor_backend ray needs Ray ({error.name}): pip install 'charonia[ray]'"
+        message = f"distributed_executor_backend ray needs Ray ({error.name}): pip install '.[ray]'"
         raise InvalidArgument(message, field="distributed_executor_backend") from None
     return RayRanks

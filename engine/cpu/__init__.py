@@ -22,6 +22,7 @@ How it is put together, and how to add a kernel:
   face that records itself when it is called with a `SymbolicTensor`.
 - Without a compiler, or with CHARONIA_KERNELS=none, `library.level()` is None: callers ask `library.supports(dtype,
   device)` once, while they are built, and take the torch path. CHARONIA_KERNELS=avx2 (or another level) caps the level.
-- `make install` builds after a change; so does `pip install --no-build-isolation --editable .`. The library has a stamp
-  of its sources (`source_stamp.py`), and is refused beside others.
+- `make install` builds after a change; so does `pip install --no-build-isolation --editable .`, and, wherever the
+  package is installed, `compile_kernels.py`. The library has a stamp of its sources (`source_stamp.py`), and is refused
+  beside others.
 """

@@ -14,6 +14,7 @@ import torch  # before the library is opened: its OpenMP then is torch's, with t
 from ...core.errors import Internal
 from ..kernel_choice import LEVEL_VARIABLE, native_library
 from ..step_batch import SAMPLING_DTYPE
+from .compile_kernels import COMMAND as BUILD_COMMAND
 from .source_stamp import source_stamp
 
 LEVELS_OF = {"x86_64": ("avx2", "avx512", "avx512bf16", "amx"), "aarch64": ("dotprod", "i8mm", "bfmmla")}
@@ -26,8 +27,6 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that kernels compute on, with C's number for each (`enum kind` in simd.h)."""
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "s": ctypes.c_char_p}
-
-BUILD_COMMAND = 'python -c "from setuptools import setup; setup()" build_ext --inplace'
 
 SIGNATURES = {
     "charonia_sources": ">s",
@@ -158,7 +157,7 @@ def _check_sources(library: ctypes.CDLL, path: Path) -> None:
     if stamp and _text(library, "charonia_sources") != stamp:
         raise Internal(
             f"{path} was built from other C sources than those beside it, and would compute something else. "
-            f"Build it again: make install, or `{BUILD_COMMAND}` in {path.parents[2]}"
+            f"Build it again: make install, or `{BUILD_COMMAND}`"
         )
 
 

@@ -39,7 +39,7 @@ def import_tensorrt_llm() -> str:
         Unsupported: it is not there, cannot be imported, or is of a version that the stubs do not describe.
     """
     if find_spec("tensorrt_llm") is None:
-        raise Unsupported("this model needs TensorRT-LLM: pip install 'charonia[tensorrt-llm]'", field="backend")
+        raise Unsupported("this model needs TensorRT-LLM: pip install '.[tensorrt-llm]'", field="backend")
     os.environ.setdefault(_NO_TELEMETRY, "1")
     try:
         version = str(import_module("tensorrt_llm").__version__)

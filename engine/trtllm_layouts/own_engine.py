@@ -86,7 +86,7 @@ def _check_checkpoint(path: str, found: SourceSettings) -> None:
     if engines or "pretrained_config" in config or "builder_config" in config:
         raise InvalidArgument(
             f"{directory} is an engine that TensorRT-LLM built, and TensorRT-LLM is not installed: install it (pip "
-            "install 'charonia[tensorrt-llm]'), or set 'gpt_model_path' to the Hugging Face directory that the engine "
+            "install '.[tensorrt-llm]'), or set 'gpt_model_path' to the Hugging Face directory that the engine "
             "was built from",
             field="gpt_model_path",
         )

@@ -5,6 +5,7 @@ Every executor builds its ranks here. Knows nothing of threads, processes, or ho
 """
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from ..config import EngineConfig, LoraConfig, ParallelConfig, SpeculationConfig
 from ..cpu import library
 from ..gpu import runtime
 from ..gpu.graphs import CudaRecorder, DecodeGraphs, GraphBuckets, Recorder
+from ..kernel_choice import LEVEL_VARIABLE
 from ..layers.linear import serves_int8
 from ..models.draft_head import DraftHead
 from ..models.eagle3 import Eagle3Head, read_eagle3_config
@@ -199,6 +201,8 @@ class LoadedRank:
     def _machine(self) -> str:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
         threads = torch.get_num_threads()
+        if library.level() is None and LEVEL_VARIABLE not in os.environ:
+            log.warning("%s; to compile them: %s", library.describe(), library.BUILD_COMMAND)
         machine = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
         quantization = self.context.quantization
         kept = dtype_name(self.context.dtype) if quantization == "none" else quantization
@@ -440,7 +444,7 @@ def _check_products(context: BuildContext) -> None:
     dtype, device = context.dtype, context.device
     if context.quantization == "int8" and not serves_int8(dtype, device):
         message = f"quantization int8 computes on {device} by Triton's kernels, which are not there"
-        raise InvalidArgument(f"{message}: pip install 'charonia[gpu]'", field="quantization")
+        raise InvalidArgument(f"{message}: pip install '.[gpu]'", field="quantization")
     if context.quantization == "fp8" and not runtime.serves_fp8(dtype, device):
         message = "quantization fp8 computes on GPUs of compute capability 8.9 or more, by Triton's kernels"
         raise InvalidArgument(f"{message}, not on {device}", field="quantization")

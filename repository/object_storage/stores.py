@@ -364,7 +364,7 @@ def open_store(location: BucketLocation, credentials: CloudCredentials) -> Objec
     try:
         import_module(module)
     except ImportError as error:
-        message = f"model repository '{location.url}' needs {error.name or module}: pip install 'charonia[{extra}]'"
+        message = f"model repository '{location.url}' needs {error.name or module}: pip install '.[{extra}]'"
         raise InvalidArgument(message) from None
     stores: dict[str, type[S3Store | GoogleStore | AzureStore]] = {"s3": S3Store, "gs": GoogleStore, "as": AzureStore}
     return stores[location.scheme](location, credentials)

@@ -59,7 +59,7 @@ def opened(version: Path, described: Describe) -> Iterator[Open]:
 def test_without_the_package_it_says_what_to_install(version: Path) -> None:
     (version / "model.savedmodel").mkdir()
     (version / "model.savedmodel" / "saved_model.pb").write_bytes(b"")
-    with pytest.raises(Unsupported, match=r"need the package tensorflow, .* pip install 'charonia\[tensorflow\]'"):
+    with pytest.raises(Unsupported, match=r"need the package tensorflow, .* pip install '\.\[tensorflow\]'"):
         TENSORFLOW.complete(version, BARE, {})
 
 

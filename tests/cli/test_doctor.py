@@ -4,9 +4,12 @@ import json
 import os
 import resource
 import socket
+import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -92,7 +95,8 @@ def test_few_open_files_and_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings["open files"].text == "at most 4,096"
     assert "65536" in findings["open files"].mend
     assert findings["kernels"].verdict is Verdict.SLOW
-    assert library.BUILD_COMMAND in findings["kernels"].mend
+    assert library.BUILD_COMMAND.removeprefix("python") in findings["kernels"].mend
+    assert sys.executable in findings["kernels"].mend
 
 
 def test_the_command_tells_everything_and_a_server_without_torch_is_wrong(
@@ -130,3 +134,13 @@ def test_settings_are_told_with_where_they_come_from_and_without_secrets(
     monkeypatch.delenv("CHARONIA_MAX_NUM_SEQS")
     assert app(["doctor", "--config", str(file)]) == 1
     assert "settings      wrong: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("origin", "named"), [("{root}", "'{root}[NAME]'"), ("{root}/gone", "'.[NAME]'")])
+def test_extras_are_installed_from_where_the_package_came_from(
+    origin: str, named: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = msgspec.json.encode({"url": f"file://{origin.format(root=root)}", "dir_info": {}}).decode()
+    monkeypatch.setattr(doctor, "distribution", lambda name: SimpleNamespace(read_text=lambda file: url))
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: package != "s3fs")
+    assert f"without s3 (pip install {named.format(root=root)})" in found()["extras"].text

@@ -87,6 +87,18 @@ def leads_somewhere(source: Any, link: str, page: Callable[[str], Any]) -> bool:
 OUR_COMMAND = re.compile(r"charonia |python -m ")
 
 
+def test_nothing_is_installed_from_an_index_that_does_not_have_it(root: Path, page: Any) -> None:
+    """No index has the package: extras are named by the directory of the source, in pages and in messages."""
+    texts = {each.path: each.text for each in (*map(page, PAGES), *(page(f"../{name}") for name in OTHERS))}
+    folders = [package.parent for package in root.glob("*/__init__.py") if package.parent.name != "tests"]
+    texts |= {path: path.read_text() for folder in folders for path in folder.rglob("*.py")}
+    assert [path.name for path, text in texts.items() if re.search(r"charonia\[|pip install charonia", text)] == []
+    assert (
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install .\n"
+        in page("../README.md").text
+    )
+
+
 # operating.md
 
 

@@ -429,7 +429,7 @@ def test_without_onnxruntime_the_model_says_what_to_install(
     version: Path, described: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(CharoniaError, match=r"pip install 'charonia\[onnx\]'"):
+    with pytest.raises(CharoniaError, match=r"pip install '\.\[onnx\]'"):
         load(version, described(MLP))
 
 

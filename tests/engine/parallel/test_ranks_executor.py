@@ -406,7 +406,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(process, "open_checkpoint", lambda model: SimpleNamespace(spec=None, directory=model))
     monkeypatch.setattr(process, "check_partition", lambda *arguments: None)
-    with pytest.raises(InvalidArgument, match=r"needs Ray \(ray\): pip install 'charonia\[ray\]'") as raised:
+    with pytest.raises(InvalidArgument, match=r"needs Ray \(ray\): pip install '\.\[ray\]'") as raised:
         build_executor(EngineConfig(model="m", parallel=ParallelConfig(backend="ray")))
     assert raised.value.field == "distributed_executor_backend"
 

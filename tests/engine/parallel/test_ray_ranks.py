@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("ray", reason="ranks on several machines need Ray: pip install 'charonia[ray]'")
+pytest.importorskip("ray", reason="ranks on several machines need Ray: pip install '.[ray]'")
 
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
