@@ -33,17 +33,21 @@ _NICE = 15
 
 
 class CheckLimits(NamedTuple):
-    """What checking one constraint may cost: `seconds`, and `memory` in bytes beside the process's own."""
+    """What checking one constraint may cost: `seconds`, and `memory` in bytes beside the process's own. `total`:
+    seconds from its arrival to the answer, whatever it waited for: its tenant's pause, its turn, the start of a
+    process."""
 
     seconds: float = 5.0
     memory: int = 512 << 20
+    total: float = 10.0
 
 
 CHECK_LIMITS = CheckLimits()
 
 
 class GuideProcess:
-    """A process that checks constraints, one at a time. For one thread at a time, but for `kill`.
+    """A process that checks constraints, one at a time. For one thread at a time, but for `kill`. It is there at once,
+    and ready when it has started.
 
     Raises:
         Unavailable: it cannot be started.
@@ -58,28 +62,47 @@ class GuideProcess:
         except OSError as error:
             self._connection.close()
             raise Unavailable(f"constraints cannot be checked: {error}") from error
-        self.alive = True
-        if not self._receive(_START_SECONDS):
-            raise Unavailable(f"the process that checks constraints did not start: {describe_exit(self.close())}")
+        self.alive, self._ready = True, False
+        self._started = time.monotonic()
 
-    def check(self, guide: GuidedDecoding) -> CheckedGuide:
-        """The verdict on a constraint. Unless `alive` afterwards, it cost the process its life."""
+    def check(self, guide: GuidedDecoding, deadline: float) -> CheckedGuide:
+        """The verdict on a constraint. Unless `alive` afterwards, it cost the process its life.
+
+        Raises:
+            QueueFull: there was too little time until the `deadline` by `time.monotonic`.
+            Unavailable: the process did not start.
+        """
+        self._wait_until_ready(deadline)
+        seconds = min(self._limits.seconds, deadline - time.monotonic())
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(guide))
-            answer = self._receive(self._limits.seconds)
+            answer = self._receive(seconds)
         except OSError:
             answer = b""
         if answer:
             return msgspec.msgpack.decode(answer, type=CheckedGuide)
         ended = describe_exit(self.close(0.0 if answer is None else 1.0))
+        if answer is None and seconds < self._limits.seconds:
+            raise too_late(self._limits)
         if answer is None:
             return CheckedGuide(error=f"compiling it takes more than {self._limits.seconds:g} s")
         return CheckedGuide(error=f"compiling it takes too much memory, or breaks the library ({ended})")
 
+    def _wait_until_ready(self, deadline: float) -> None:
+        """Return when it has started, within the time that checking leaves. One that takes longer goes on starting."""
+        if self._ready:
+            return
+        started = self._receive(min(deadline - time.monotonic(), self._started + _START_SECONDS - time.monotonic()))
+        if started is None and time.monotonic() < self._started + _START_SECONDS:
+            raise too_late(self._limits)
+        if not started:
+            raise Unavailable(f"the process that checks constraints did not start: {describe_exit(self.close())}")
+        self._ready = True
+
     def _receive(self, seconds: float) -> bytes | None:
         """The next message; None if there was none in time, empty if the process has ended."""
         try:
-            return self._connection.recv_bytes() if self._connection.poll(seconds) else None
+            return self._connection.recv_bytes() if self._connection.poll(max(seconds, 0.0)) else None
         except EOFError:
             return b""
 
@@ -92,6 +115,12 @@ class GuideProcess:
         self.alive = False
         self._connection.close()
         return self._process.close(timeout)
+
+
+def too_late(limits: CheckLimits) -> QueueFull:
+    """The error for a constraint that others left no time for."""
+    message = f"there was no time to compile a constraint within {limits.total:g} s: others take it"
+    return QueueFull(message, retry_after=limits.seconds)
 
 
 def _main(special: Mapping[str, int], memory: int, connection: Connection) -> None:
@@ -279,12 +308,17 @@ class GuideChecker:
     async def _run(self, key: bytes, guide: GuidedDecoding, tenant: str) -> Verdict:
         if self._timer is not None:
             self._timer.cancel()
-        loop = asyncio.get_running_loop()
+        loop, arrived = asyncio.get_running_loop(), time.monotonic()
+        deadline = arrived + self._limits.total
         try:
-            async with self._pauses.turn(tenant):
+            async with asyncio.timeout(self._limits.total) as waiting, self._pauses.turn(tenant):
+                waiting.reschedule(None)
                 began = time.monotonic()
-                verdict, lasting = await loop.run_in_executor(self._threads, self._check_in_process, guide)
+                # Threads take them in the order of their deadlines: none waits there for longer than its own.
+                verdict, lasting = await loop.run_in_executor(self._threads, self._check_in_process, guide, deadline)
                 self._pauses.observe(tenant, bool(verdict.error), time.monotonic() - began)
+        except TimeoutError:
+            return too_late(self._limits)
         except CharoniaError as error:
             return error
         except Exception as error:
@@ -298,17 +332,21 @@ class GuideChecker:
         (self._refused if verdict.error else self._good).put(key, verdict, float("inf") if lasting else _RETRY_SECONDS)
         return verdict
 
-    def _check_in_process(self, guide: GuidedDecoding) -> tuple[CheckedGuide, bool]:
+    def _check_in_process(self, guide: GuidedDecoding, deadline: float) -> tuple[CheckedGuide, bool]:
         """The verdict, and whether another try would be vain. In a thread of the pool, which are no more than processes
-        may be."""
+        may be. Raises as `GuideProcess.check`."""
         if self._closed:
             raise Unavailable("the model is being unloaded")
+        if time.monotonic() >= deadline:
+            raise too_late(self._limits)
         process = self._take_idle() or self._start()
-        verdict = process.check(guide)
-        if process.alive:
-            self._idle.append(process)
-        else:
-            self._processes.discard(process)
+        try:
+            verdict = process.check(guide, deadline)
+        finally:
+            if process.alive:
+                self._idle.append(process)
+            else:
+                self._processes.discard(process)
         return verdict, process.alive
 
     def _take_idle(self) -> GuideProcess | None:

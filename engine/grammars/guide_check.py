@@ -24,6 +24,10 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _NOTHING_FITS = ("NoExtension", "NoExtensionBias", "none of this model's tokens can come next")
 
 
+_EXACT = 2.0**53
+"""From here on not every integer is a float."""
+
+
 class CheckedGuide(msgspec.Struct, frozen=True, array_like=True):
     """What is enforced of a constraint. `text`: the constraint's own without the rest. `left_out`: the rest, for
     people. `error`: why nothing is, with empty others."""
@@ -53,7 +57,7 @@ def check_guide(guide: GuidedDecoding, backend: GrammarBackend) -> CheckedGuide:
 
 def _enforced_text(guide: GuidedDecoding) -> tuple[str, tuple[str, ...]]:
     """The text of a schema, or of tags with schemas in them, without what is not enforced, and that in words."""
-    holder = {"": json.loads(guide.text, parse_constant=_refuse_constant)}
+    holder = {"": json.loads(guide.text, parse_constant=_refuse_constant, parse_float=_number)}
     found = [(holder, "", "")] if guide.kind == "json_schema" else list(_schemas_of_tag(holder[""], ""))
     told: list[str] = []
     for parent, key, where in found:
@@ -76,6 +80,12 @@ def _schemas_of_tag(tag: Any, where: str) -> Iterator[tuple[dict[str, Any], str,
                 yield tag, key, f"{where}/{key}: "
             else:
                 yield from _schemas_of_tag(each, f"{where}/{key}")
+
+
+def _number(text: str) -> float:
+    """A number that is written with a point or an exponent; a whole one is an integer, as JSON Schema has it."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < _EXACT else number
 
 
 def _refuse_constant(name: str) -> None:

@@ -61,7 +61,7 @@ def asked(checker: GuideChecker, monkeypatch: pytest.MonkeyPatch) -> list[Guided
     """The constraints that the checker asks of its processes, in whose place none answers."""
     seen: list[GuidedDecoding] = []
 
-    def answer(guide: GuidedDecoding) -> tuple[CheckedGuide, bool]:
+    def answer(guide: GuidedDecoding, deadline: float) -> tuple[CheckedGuide, bool]:
         seen.append(guide)
         return CheckedGuide(error="it is wrong") if guide.strict else CheckedGuide(guide.text.upper(), ("a",)), True
 
@@ -137,6 +137,28 @@ async def test_a_constraint_that_takes_too_long_costs_its_process_and_others_go_
         await checker.check(SLOW)
     assert (await checker.check(schema('{"a": 1}'))).guide.text == '{"a":1}'
     await checker.close()
+
+
+async def test_who_comes_behind_such_constraints_is_answered_in_time_too() -> None:
+    """What waited for its turn, or for a process that starts, is told to come again, and not that it is to blame."""
+    checker = GuideChecker({}, CheckLimits(seconds=60.0, total=0.4))
+    asked = [checker.check(SLOW._replace(text=SLOW.text.replace("1000003", f"100{number}03"))) for number in range(4)]
+    for late in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(late, QueueFull)
+        assert "no time to compile a constraint within 0.4 s" in late.message
+    checker._limits = CheckLimits()
+    for process in checker._processes:
+        process._limits = checker._limits
+    assert (await checker.check(schema('{"a": 1}'))).guide.text == '{"a":1}'
+    await checker.close()
+
+
+async def test_a_pause_ends_in_time_too(checker: GuideChecker, asked: list[GuidedDecoding]) -> None:
+    with pytest.raises(InvalidArgument, match="it is wrong"):
+        await checker.check(schema("bad", strict=True), "hostile")
+    checker._limits = CheckLimits(total=0.01)
+    with pytest.raises(QueueFull, match="no time"):
+        await checker.check(schema("next"), "hostile")
 
 
 async def test_a_constraint_that_takes_too_much_memory_is_refused() -> None:
