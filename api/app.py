@@ -22,7 +22,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shutdown_error
-from ..core.gateway import Gateway
 from ..telemetry.shared_state import ServerGateway
 from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
@@ -50,8 +49,10 @@ from .http.request_cycle import add_response_header, response_started
 from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
 from .openai.embeddings import EncoderRoutes
+from .openai.invocations import InvocationRoutes
 from .openai.responses_routes import ResponsesRoutes
 from .openai.routes import OpenAIRoutes
+from .openai.scoring import ScoringRoutes
 from .prometheus import NO_METRICS, MetricRegistries, metrics_response
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
@@ -81,6 +82,7 @@ _ENDPOINTS = {
     "health": "/health, /v2/health/live, /v2/health/ready",
     "models": "/v1/models, POST /v2/repository/index",
     "openai": "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/rerank",
+    "vllm": "/score, /classify, /pooling, /invocations, /load, /tokenizer_info",
     "anthropic": "/v1/messages, /v1/messages/count_tokens",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
     "batches": "/v1/files, /v1/batches",
@@ -163,12 +165,15 @@ def all_routes(
         *ResponsesRoutes(gateway, info).routes(),
         *MessagesRoutes(gateway, info.max_input_size).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
+        *ScoringRoutes(gateway, info.max_input_size).routes(),
         *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
         *BatchRoutes(gateway, batches).routes(),
         *(ConsoleRoutes(rules.console_hosts).routes() if rules.console_hosts is not None else ()),
         *ExplainEndpoint(gateway, metrics.whole).routes(),
         *_server_routes(gateway, info, metrics.shown),
     ]
+    endpoints = {each.path: each.endpoint for each in routes}
+    routes += InvocationRoutes(gateway, info.max_input_size, endpoints).routes()
     for route in routes:
         route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")
     if batches is not None:
@@ -176,7 +181,7 @@ def all_routes(
     return routes
 
 
-def _server_routes(gateway: Gateway, info: ServerInfo, registry: CollectorRegistry | None) -> list[Route]:
+def _server_routes(gateway: ServerGateway, info: ServerInfo, registry: CollectorRegistry | None) -> list[Route]:
     """The server's health, version, metrics and list of endpoints, where clients of vLLM look for them."""
 
     async def index(request: Request) -> Response:
@@ -193,8 +198,13 @@ def _server_routes(gateway: Gateway, info: ServerInfo, registry: CollectorRegist
     async def version(request: Request) -> Response:
         return json_response({"version": info.version})
 
+    async def load(request: Request) -> Response:
+        """How many requests are being answered, as vLLM tells it."""
+        return json_response({"server_load": gateway.requests_in_flight()})
+
     routes = [
         Route("/", index, methods=["GET"]),
+        Route("/load", load, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
@@ -282,7 +292,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if is_anthropic_path(request.url.path):
         missing = NotFound(f"{error.detail}: {request.method} {request.url.path}")
         return json_response(anthropic_error_body(missing, error.status_code), error.status_code, headers)
-    if not is_openai_path(request.url.path):
+    if request.url.path.startswith("/v2") and not is_openai_path(request.url.path):
         return json_response({"error": error.detail}, error.status_code, headers)
     body = {"message": f"{error.detail}: {request.method} {request.url.path}", "type": "invalid_request_error"}
     return json_response({"error": {**body, "param": None, "code": None}}, error.status_code, headers)

@@ -185,6 +185,9 @@ class ModelHandle(Protocol):
     async def detokenize(self, ids: list[int]) -> str:
         """Raises as `generate` does."""
 
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        """The vocabulary's entry of each token, as its tokenizer spells it. Raises as `generate` does."""
+
 
 class ModelServices(NamedTuple):
     """What a model that asks others may use of its server: the gateway to them, and the event loop that both live

@@ -81,7 +81,8 @@ class PromptLogprobs(NamedTuple):
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """A token with its logprob. In `text` half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest
-    tokens in its place, which have no `top`. `rank`: see `Logprobs`."""
+    tokens in its place, which have no `top`. `rank`: see `Logprobs`. `width`: the characters that it adds to the text,
+    none for half a character; None where that is as long as its own."""
 
     id: int
     text: str
@@ -89,12 +90,15 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
     rank: int = 0
+    width: int | None = None
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """A token of the prompt. `given`: its logprob, None for the first; `rank`: see `RankedLogprobs`."""
+    """A token of the prompt. `given`: its logprob, None for the first; `rank`: see `RankedLogprobs`; `width`: as of a
+    `TokenLogprob`."""
 
     id: int
     text: str
     given: TokenLogprob | None = None
     rank: int = 0
+    width: int | None = None

@@ -162,6 +162,10 @@ class TextModel(Model, Protocol):
 
     async def detokenize(self, ids: list[int]) -> str: ...
 
+    async def token_strings(self, ids: list[int]) -> list[str]: ...
+
+    async def tokenizer_info(self) -> dict[str, Any]: ...
+
 
 @runtime_checkable
 class AdaptableModel(TextModel, Protocol):

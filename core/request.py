@@ -149,12 +149,13 @@ def _check_words(name: str, words: tuple[str, ...]) -> None:
 
 class Tool(msgspec.Struct, frozen=True):
     """A function that the model may ask the client to call. `parameters`: a JSON Schema of its arguments, as JSON text.
-    `strict`: what the model writes for it is held to them."""
+    `strict`: what the model writes for it is held to them. `custom`: to the client its one argument is a free text."""
 
     name: str
     description: str = ""
     parameters: str = "{}"
     strict: bool = False
+    custom: bool = False
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -290,9 +291,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool calls are told apart from the text, which has neither. `lenient_limits`: those that the model can't have are no
     errors: `max_tokens` that don't fit beside the prompt are as many as do, reasoning that there is none of has no
     budget. `tools`: which of them may be called. `thinking_budget`: tokens of reasoning after which the model is made
-    to end it; None is no limit. `drafts`: None leaves speculation to the model. `prediction`: what the answer will
-    likely be; where it is right, it comes faster. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the
-    first ones are never written, the others end the text and stay in it.
+    to end it; None is no limit; where it is `optional`, a model that does not reason has nothing to limit. `drafts`:
+    None leaves speculation to the model. `prediction`: what the answer will likely be; where it is right, it comes
+    faster. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the first ones are never written, the
+    others end the text and stay in it.
 
     Raises:
         InvalidArgument: `priority` or a target is negative, or the request asks for nothing at all.
@@ -318,6 +320,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     lenient_limits: bool = False
     tools: ToolUse | None = None
     thinking_budget: int | None = None
+    thinking_budget_optional: bool = False
     drafts: DraftLimit | None = None
     prediction: str = ""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -336,6 +339,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.sampling.prompt_logprobs is not None
+
+    @property
+    def needs_thinking_limit(self) -> bool:
+        """Whether it is refused where reasoning can't be limited."""
+        return self.thinking_budget is not None and not (self.lenient_limits or self.thinking_budget_optional)
 
     @property
     def prompt_only(self) -> bool:

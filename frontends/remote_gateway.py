@@ -449,6 +449,12 @@ class RemoteGateway:
     def rollouts(self) -> Rollouts:
         raise Unsupported(_ASKED_AS_A_WHOLE)
 
+    def requests_in_flight(self) -> int:
+        raise Unsupported(_ASKED_AS_A_WHOLE)
+
+    async def tokenizer_info(self, name: str) -> dict[str, Any]:
+        raise Unsupported(_ASKED_AS_A_WHOLE)
+
     def model_config(self, name: str, version: str = "") -> ModelConfig:
         raise Unsupported(_ASKED_AS_A_WHOLE)
 

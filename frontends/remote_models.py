@@ -199,6 +199,9 @@ class RemoteModelHandle:
     async def detokenize(self, ids: list[int]) -> str:
         raise self._no_text()
 
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        raise self._no_text()
+
     def on_other_arm(self, model: str, version: str) -> None:
         """The request's sequence began at another arm of its route, which answers."""
         found = self._gateway.find(model, version)
@@ -227,6 +230,9 @@ class TextHandle(RemoteModelHandle):
         text = await self._model.detokenize(ids)
         self.context.finish()
         return text
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        return await self._model.token_strings(ids)
 
 
 class RemoteTextHandle(TextHandle):

@@ -6,7 +6,7 @@ Knows nothing of protocols, and of models only the contract.
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from ..core.adapter import Adapter
 from ..core.errors import InvalidArgument, ServerExiting, Unavailable
@@ -122,6 +122,9 @@ class LoadedModelHandle:
         text = await self._text_model().detokenize(ids)
         self._context.finish()
         return text
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        return await self._text_model().token_strings(ids)
 
     def _text_model(self) -> TextModel:
         self.start()
@@ -312,6 +315,18 @@ class InProcessGateway:
 
     def exiting(self) -> bool:
         return self._exiting
+
+    def requests_in_flight(self) -> int:
+        return self.in_flight.count
+
+    async def tokenizer_info(self, name: str) -> dict[str, Any]:
+        route = self.routes.find(name, "")
+        loaded = (
+            next(filter(None, route.loaded()), None) if route is not None else self.registry.find_served(name).loaded
+        )
+        if loaded is None or loaded.text is None:
+            raise InvalidArgument(f"model '{name}' has no tokenizer to tell of", field="model")
+        return await loaded.text.tokenizer_info()
 
     def model_configs(self) -> list[ModelConfig]:
         latest = (entry.latest for entry in self.registry.entries.values())

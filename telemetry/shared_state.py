@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..core.gateway import ChangeableRoutes, Gateway, Rollouts
 from ..processes.client_shared_memory import SharedMemoryRegistry
@@ -35,3 +35,10 @@ class ServerGateway(Gateway, Protocol):
 
     @property
     def rollouts(self) -> Rollouts: ...
+
+    def requests_in_flight(self) -> int:
+        """How many requests to models are being answered."""
+
+    async def tokenizer_info(self, name: str) -> dict[str, Any]:
+        """What the checkpoint of a language model says of its tokenizer. Raises as `model_config`, and
+        `InvalidArgument` for another model."""

@@ -204,8 +204,17 @@ class Tokenizer:
         return "" if chat is None else chat.source
 
     def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
-        """The text of a prompt with these ids: itself, or the decoded ids."""
-        return prompt if isinstance(prompt, str) else self.decode(ids)
+        """The text of a prompt with these ids: itself, or the decoded ids, special tokens among them."""
+        return prompt if isinstance(prompt, str) else self.decode(ids, special=True)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's entry of each token, as it is spelt there; empty for ids without one."""
+        return [self._backend.id_to_token(token) or "" for token in ids]
+
+    @property
+    def own_template(self) -> str:
+        """The source of the checkpoint's chat template; empty if it has none."""
+        return self._templates[DEFAULT].source if DEFAULT in self._templates else ""
 
     def added_tokens(self, size: int) -> dict[str, int]:
         """The ids below `size` of the tokens that are no part of other text, special ones among them."""
@@ -284,6 +293,9 @@ class AsyncTokenizer:
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._run(len(ids), self._tokenizer.decode, ids)
+
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return await self._run(len(ids), self._tokenizer.token_strings, ids)
 
     def close(self) -> None:
         """Take no more long texts; those that were taken are finished."""

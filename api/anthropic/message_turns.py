@@ -3,6 +3,8 @@
 https://docs.anthropic.com/en/api/messages. Knows nothing of models and templates.
 """
 
+import base64
+import binascii
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -11,12 +13,16 @@ import msgspec
 from ...core.errors import InvalidArgument
 from ...core.structured_outputs import json_text
 from ..openai.json_body import convert_fields, reject_unsupported, shortened
+from ..openai.known_fields import Shape, ShapeByType, shape_of
 
 JsonObject: TypeAlias = dict[str, Any]
 
 _BILLING = "x-anthropic-billing-header:"
 """How a block of the system's begins that Claude Code changes with every request: it is not for the model, and would
 part every prompt from the prefix cache."""
+
+_UNSEEN = "[{}: it is here, but this model reads text alone and cannot see it]"
+"""Stands where something was that is no text: an agent goes on, and its model knows why."""
 
 _FAILED = "Error: "
 """Stands before the result of a call that has failed: chat templates have no other word for it."""
@@ -56,20 +62,85 @@ class ToolResultBlock(_ContentBlock, frozen=True, kw_only=True):
     toolset_name: None = None
 
 
+class ImageBlock(_ContentBlock, frozen=True, kw_only=True):
+    source: dict[str, Any]
+
+
+class DocumentBlock(_ContentBlock, frozen=True, kw_only=True):
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+
+
+class SearchResultBlock(_ContentBlock, frozen=True, kw_only=True):
+    source: str
+    title: str
+    content: list[Any]
+    citations: Any = None
+
+
+class ToolReferenceBlock(_ContentBlock, frozen=True, kw_only=True):
+    """A tool that a search for tools has found."""
+
+    tool_name: str
+
+
+class ForeignBlock(_ContentBlock, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """What one of Anthropic's own tools did, in an answer of its API."""
+
+
 BlockKinds: TypeAlias = Mapping[str, type[_ContentBlock]]
 
 _TEXTS: BlockKinds = {"text": TextBlock}
+_SHOWN: BlockKinds = {
+    **_TEXTS,
+    "image": ImageBlock,
+    "document": DocumentBlock,
+    "search_result": SearchResultBlock,
+}
+_RESULTS: BlockKinds = {**_SHOWN, "tool_reference": ToolReferenceBlock}
+_FOREIGN: BlockKinds = dict.fromkeys(
+    (
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "container_upload",
+        "compaction",
+    ),
+    ForeignBlock,
+)
 _BLOCKS: Mapping[str, BlockKinds] = {
-    "user": {**_TEXTS, "tool_result": ToolResultBlock},
+    "user": {**_SHOWN, "tool_result": ToolResultBlock, "container_upload": ForeignBlock},
     "assistant": {
         **_TEXTS,
         "thinking": ThinkingBlock,
         "redacted_thinking": RedactedThinkingBlock,
         "tool_use": ToolUseBlock,
+        **_FOREIGN,
     },
     "system": _TEXTS,
 }
 """By the role of a turn: the blocks that it may have."""
+
+
+def _shapes() -> ShapeByType:
+    kinds = {kind: struct for kinds in (*_BLOCKS.values(), _RESULTS) for kind, struct in kinds.items()}
+    shapes = {kind: shape_of(struct) for kind, struct in kinds.items() if struct is not ForeignBlock}
+    inside = ShapeByType(dict(shapes))
+    for kind in ("tool_result", "search_result"):
+        shapes[kind] = shapes[kind]._replace(inner={"content": inside})
+    return ShapeByType(shapes)
+
+
+BLOCK_SHAPE = _shapes()
+TURN_SHAPE = Shape(frozenset(("role", "content")), {"content": BLOCK_SHAPE})
 
 
 class _Turn:
@@ -102,6 +173,7 @@ class ChatTurns:
         self.warnings: list[str] = []
         self._turns: list[_Turn] = []
         self._called: set[str] = set()
+        self._noted: set[str] = set()
 
     def messages(self) -> list[JsonObject]:
         return [turn.message() for turn in self._turns]
@@ -156,6 +228,10 @@ class ChatTurns:
                 self._turn(role, where).thoughts.append(block.thinking)
             case RedactedThinkingBlock():
                 self.warnings.append(f"{place}: redacted thinking cannot be read here, and is left out")
+            case ForeignBlock():
+                self._note(f"{block.type} is of Anthropic's own tools, and is left out", place)
+            case ImageBlock() | DocumentBlock() | SearchResultBlock():
+                self._turn(role, where).texts.append(self._shown_text(block, place))
             case ToolUseBlock():
                 self._add_call(block, where, place)
             case ToolResultBlock():
@@ -176,10 +252,57 @@ class ChatTurns:
             raise InvalidArgument(message, field=field)
         content = block.content or ""
         if isinstance(content, list):
-            content = "\n".join(part.text for part in _text_blocks(content, f"{place}.content"))
+            content = self._texts(content, _RESULTS, f"{place}.content")
         turn = _Turn("tool", block.tool_use_id)
         turn.texts.append(_FAILED + content if block.is_error else content)
         self._add(turn, place)
+
+    def _texts(self, parts: list[Any], kinds: BlockKinds, where: str) -> str:
+        """The text of blocks, a line each at least."""
+        places = [f"{where}[{index}]" for index in range(len(parts))]
+        blocks = [_block(part, kinds, place) for part, place in zip(parts, places, strict=True)]
+        return "\n".join(self._shown_text(block, place) for block, place in zip(blocks, places, strict=True))
+
+    def _shown_text(self, block: _ContentBlock, place: str) -> str:
+        """The text of a block or, where there is none in it, one that says what a model without eyes misses."""
+        match block:
+            case TextBlock():
+                return block.text
+            case ToolReferenceBlock():
+                return f"[tool: {block.tool_name}]"
+            case SearchResultBlock():
+                return "\n".join((block.title, block.source, self._texts(block.content, _TEXTS, f"{place}.content")))
+            case DocumentBlock():
+                head = [text for text in (block.title, block.context) if text]
+                return "\n".join((*head, self._document_text(block, place)))
+        source = block.source if isinstance(block, ImageBlock) else {}
+        return self._unseen("image", source, place)
+
+    def _document_text(self, block: DocumentBlock, place: str) -> str:
+        source = block.source
+        kind, media, data = source.get("type"), source.get("media_type"), source.get("data")
+        if kind == "text" and isinstance(data, str):
+            return data
+        if kind == "base64" and isinstance(media, str) and media.startswith("text/") and isinstance(data, str):
+            try:
+                return base64.b64decode(data, validate=True).decode()
+            except (binascii.Error, UnicodeDecodeError):
+                pass  # then it is no text
+        content = source.get("content")
+        if kind == "content" and isinstance(content, list):
+            return self._texts(content, _SHOWN, f"{place}.source.content")
+        return content if kind == "content" and isinstance(content, str) else self._unseen("document", source, place)
+
+    def _unseen(self, what: str, source: Mapping[str, Any], place: str) -> str:
+        media = source.get("media_type")
+        self._note(f"this model reads text alone; the text says that there was one: {what}", place)
+        return _UNSEEN.format(f"{what}, {media}" if isinstance(media, str) and len(media) <= 100 else what)
+
+    def _note(self, warning: str, place: str) -> None:
+        """Warn of the first place of a kind."""
+        if warning not in self._noted:
+            self._noted.add(warning)
+            self.warnings.append(f"{place}: {warning}")
 
     def _turn(self, role: str, where: str) -> _Turn:
         """The message of the role that goes on, or a new one."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import msgspec
 import orjson
 
 from ...core.errors import CharoniaError
@@ -88,7 +89,8 @@ class AnthropicMessageWriter:
     def encode_item(self, chunk: GenerateChunk) -> bytes:
         events = []
         if self._last is None:
-            message = self._head([]) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(chunk.usage)}
+            begun = msgspec.structs.replace(chunk.usage, completion_tokens=0, reasoning_tokens=0)
+            message = self._head([]) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(begun)}
             events.append(_event("message_start", message=message))
         self._last, self._called = chunk, self._called or bool(chunk.tool_calls)
         for piece in self._splitter.split(chunk):

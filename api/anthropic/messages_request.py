@@ -10,11 +10,12 @@ import msgspec
 
 from ...core.errors import CharoniaError, InvalidArgument
 from ...core.request import Conversation
-from ..openai.json_body import NoOpValues, convert_fields, reject_unsupported, shortened
-from ..openai.request_parsing import CHAT_FIELDS, ParsedCompletion, parse_chat
-from ..openai.schemas import thinking_variables
+from ..openai.json_body import NoOpValues, body_shape, convert_fields, reject_unsupported, shortened
+from ..openai.known_fields import ShapeByType, shape_of
+from ..openai.request_parsing import CHAT_FIELDS, THINKING_NOTES, ParsedCompletion, parse_chat
+from ..openai.schemas import CHAT_NO_OP_VALUES, thinking_variables
 from ..openai.translated_chat import FieldNames
-from .message_turns import ChatTurns, JsonObject
+from .message_turns import BLOCK_SHAPE, TURN_SHAPE, ChatTurns, JsonObject
 
 NO_OP_VALUES: NoOpValues = {"container": (), "mcp_servers": ([],), "compaction": (), "fallbacks": ([],), "thread": ()}
 IGNORED = frozenset(
@@ -102,16 +103,36 @@ _OF_CHAT = (
         "thinking_token_budget",
         "include_reasoning",
         "separate_reasoning",
+        "reasoning",
         "response_format",
         "logprobs",
         "top_logprobs",
         "prompt_logprobs",
         "return_token_ids",
+        "return_tokens_as_token_ids",
+        "echo",
         "add_generation_prompt",
         "continue_final_message",
     }
 )
 """Fields that are a chat's as they are, vLLM's extra parameters among them."""
+
+
+_FORMAT_SHAPE = shape_of(JsonOutputFormat)
+MESSAGES_SHAPE = body_shape(
+    OWN_FIELDS | CHAT_FIELDS | IGNORED | CHAT_NO_OP_VALUES.keys(),
+    NO_OP_VALUES,
+    {
+        "messages": TURN_SHAPE,
+        "system": BLOCK_SHAPE,
+        "tools": ShapeByType({"custom": shape_of(MessageTool)}, default="custom"),
+        "tool_choice": shape_of(MessageToolChoice),
+        "thinking": shape_of(ThinkingConfig),
+        "output_config": shape_of(OutputConfig, {"format": _FORMAT_SHAPE}),
+        "output_format": _FORMAT_SHAPE,
+    },
+    {"enable_thinking": THINKING_NOTES["enable_thinking"]},
+)
 
 
 class ParsedMessages(msgspec.Struct, frozen=True, kw_only=True):

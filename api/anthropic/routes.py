@@ -19,7 +19,7 @@ from ..http.request_context import context_of, request_id_of
 from ..openai.json_body import model_field, read_members
 from ..openai.translated_chat import answer_chat
 from .message_writer import AnthropicMessageWriter
-from .messages_request import parse_messages_body
+from .messages_request import MESSAGES_SHAPE, parse_messages_body
 
 PING = KeepAlive(b'event: ping\ndata: {"type":"ping"}\n\n', 10.0)
 
@@ -40,7 +40,7 @@ class MessagesRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         context = context_of(request.scope)
-        body = await read_members(request, self._max_input_size)
+        body = await read_members(request, self._max_input_size, MESSAGES_SHAPE)
         asked = parse_messages_body(body, request_id_of(request.scope))
         with model_field():
             model = await self._gateway.acquire(context, asked.chat.response.model)
@@ -56,7 +56,7 @@ class MessagesRoutes:
 
     async def count_tokens(self, request: Request) -> Response:
         context = context_of(request.scope)
-        body = await read_members(request, self._max_input_size)
+        body = await read_members(request, self._max_input_size, MESSAGES_SHAPE)
         asked = parse_messages_body(body, request_id_of(request.scope), counts=True)
         with model_field():
             model = await self._gateway.acquire(context, asked.chat.response.model)

@@ -16,7 +16,7 @@ from ...core.errors import InvalidArgument, ServerExiting
 from ...core.gateway import Gateway
 from ..http.error_responses import ApiError, json_response
 from ..http.request_context import tenant_of
-from ..openai.json_body import decode_body, read_members
+from ..openai.json_body import body_shape, decode_body, read_members
 from .records import BatchRecord, BatchStatus, FilePurpose, StoredFile, lifetime_of, new_id
 from .runner import BatchRunner
 
@@ -48,6 +48,9 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
     completion_window: str
     metadata: dict[str, str] | None = None
     output_expires_after: dict[str, Any] | None = None
+
+
+_BATCH_SHAPE = body_shape(BatchBody.__struct_fields__)
 
 
 class BatchRoutes:
@@ -118,7 +121,7 @@ class BatchRoutes:
     async def create(self, request: Request, runner: BatchRunner) -> Response:
         self._refuse_at_exit()
         store, tenant = runner.store, tenant_of(request.scope)
-        body = decode_body(await read_members(request, _MAX_BODY_BYTES), BatchBody, {})
+        body = decode_body(await read_members(request, _MAX_BODY_BYTES, _BATCH_SHAPE), BatchBody, {})
         check_batch(body, runner.endpoints)
         after = body.output_expires_after or {}
         field = "output_expires_after"

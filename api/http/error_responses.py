@@ -115,9 +115,22 @@ def error_response(error: CharoniaError, path: str) -> Response:
     return json_response(error_body(error, path), status_of(error), headers)
 
 
+_OPENAI_PATHS = (
+    "/v1/",
+    "/v2/rerank",
+    "/rerank",
+    "/tokenize",
+    "/detokenize",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/invocations",
+)
+
+
 def is_openai_path(path: str) -> bool:
     """Whether errors on `path` have OpenAI's form or Anthropic's, and not v2's."""
-    return path.startswith(("/v1/", "/v2/rerank", "/rerank", "/tokenize", "/detokenize"))
+    return path.startswith(_OPENAI_PATHS)
 
 
 def is_anthropic_path(path: str) -> bool:

@@ -31,6 +31,11 @@ _ENDPOINTS = {
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
     "/rerank": "rerank",
+    "/score": "score",
+    "/v1/score": "score",
+    "/classify": "classify",
+    "/pooling": "pooling",
+    "/invocations": "invocations",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -39,6 +44,7 @@ _ID_HEADER = b"x-request-id"
 _ANTHROPIC_ID_HEADER = b"request-id"
 _REQUEST_ID = "charonia.request_id"
 _TENANT = "charonia.tenant"
+_WARNINGS = "charonia.warnings"
 ARM_HEADER = "x-charonia-arm"
 WARNING_HEADER = "x-charonia-warning"
 _LONGEST_WARNING = 2000
@@ -129,7 +135,7 @@ def answer_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """The headers that tell which arm of a route answers, and what is not as the client asked; complete when the answer
     begins."""
     if _CONTEXT not in scope:
-        return []
+        return _warning_header(scope.get(_WARNINGS, ()))
     context = context_of(scope)
     arm = [(ARM_HEADER.encode(), context.arm.encode("ascii", "backslashreplace"))] if context.route else []
     return [*arm, *_warning_header(context.warnings)] if arm or context.warnings else []
@@ -148,6 +154,14 @@ def record_error(scope: Scope, error: CharoniaError) -> None:
     """Note in the request's context, if it has one, that the answer is this error."""
     if _CONTEXT in scope:
         context_of(scope).fail(error)
+
+
+def record_warning(scope: Scope, message: str) -> None:
+    """Let the answer's header tell the client that something is not as it asked."""
+    if _CONTEXT in scope:
+        context_of(scope).warn(message)
+    else:
+        scope.setdefault(_WARNINGS, []).append(message)
 
 
 def record_body(scope: Scope, members: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from ...core.errors import InvalidArgument
 from ...core.gateway import Gateway
 from ..http.error_responses import ApiError
 from ..http.request_context import tenant_of
-from .json_body import NoOpValues, decode_body, read_members
+from .json_body import NoOpValues, body_shape, decode_body, read_members
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True):
 
 _LOAD_NO_OPS: NoOpValues = {"is_3d_lora_weight": (False,)}
 _UNLOAD_NO_OPS: NoOpValues = {"lora_int_id": (0,)}
+_LOAD_SHAPE = body_shape(LoadAdapterBody.__struct_fields__, _LOAD_NO_OPS)
+_UNLOAD_SHAPE = body_shape(UnloadAdapterBody.__struct_fields__, _UNLOAD_NO_OPS)
 
 
 class AdapterRoutes:
@@ -60,7 +62,8 @@ class AdapterRoutes:
 
     async def load(self, request: Request) -> Response:
         root = self._allowed_root()
-        body = decode_body(await read_members(request, self._max_input_size), LoadAdapterBody, _LOAD_NO_OPS)
+        members = await read_members(request, self._max_input_size, _LOAD_SHAPE)
+        body = decode_body(members, LoadAdapterBody, _LOAD_NO_OPS)
         if not (body.lora_name and body.lora_path):
             field = "lora_path" if body.lora_name else "lora_name"
             raise InvalidArgument("Both 'lora_name' and 'lora_path' must be provided.", field=field)
@@ -73,7 +76,8 @@ class AdapterRoutes:
 
     async def unload(self, request: Request) -> Response:
         self._allowed_root()
-        body = decode_body(await read_members(request, self._max_input_size), UnloadAdapterBody, _UNLOAD_NO_OPS)
+        members = await read_members(request, self._max_input_size, _UNLOAD_SHAPE)
+        body = decode_body(members, UnloadAdapterBody, _UNLOAD_NO_OPS)
         if not body.lora_name:
             raise InvalidArgument("'lora_name' needs to be provided to unload a LoRA adapter.", field="lora_name")
         gone = await self._gateway.unload_adapter(body.lora_name)

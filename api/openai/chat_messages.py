@@ -12,7 +12,9 @@ import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.request import ChatMessage, Conversation, Tool, ToolCall, ToolUse
+from .custom_tools import custom_arguments, custom_description, custom_parameters
 from .json_body import NoOpValues, convert_fields, reject_unsupported, shortened
+from .known_fields import Shape, ShapeByType, shape_of
 from .schemas import ChatBody, TokenizeBody
 
 MAX_TOOLS = 128
@@ -31,6 +33,22 @@ class _ToolFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     strict: bool | None = None
 
 
+class _CustomGrammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class _CustomFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "grammar"]
+    grammar: _CustomGrammar | None = None
+
+
+class _CustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    format: _CustomFormat | None = None
+
+
 class _NamedFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
 
@@ -45,10 +63,42 @@ def parse_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     do."""
     found = []
     for index, members in enumerate(tools or ()):
-        where = f"tools[{index}].function"
+        where = f"tools[{index}]"
+        if members.get("type") == "custom":
+            found.append(
+                _custom_tool(convert_fields(_member(members, "custom", where), _CustomTool, f"{where}.custom"), where)
+            )
+            continue
+        where = f"{where}.function"
         function = convert_fields(_function_of(members, f"tools[{index}]"), _ToolFunction, where)
         found.append(make_tool(where, function.name, function.description, function.parameters, function.strict))
     return check_tools(found, "tools[{}].function.name")
+
+
+def _custom_tool(custom: _CustomTool, where: str) -> Tool:
+    given = custom.format or _CustomFormat(type="text")
+    if (given.type == "grammar") != (given.grammar is not None):
+        field = f"{where}.custom.format.grammar"
+        raise InvalidArgument(f"{field} goes with the type 'grammar', and with no other", field=field)
+    syntax, definition = ("", "") if given.grammar is None else (given.grammar.syntax, given.grammar.definition)
+    description = custom_description(custom.description or "", syntax, definition)
+    parameters = custom_parameters(syntax, definition)
+    tool = make_tool(f"{where}.custom", custom.name, description, parameters, True, "format")
+    return msgspec.structs.replace(tool, custom=True)
+
+
+def unenforced_grammars(tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, ...]:
+    """Warnings of custom tools, parsed already, to whose grammar the model is not held."""
+    return tuple(
+        f"tools[{index}].custom.format: not enforced: a lark grammar; the model is told of it"
+        for index, members in enumerate(tools or ())
+        if members.get("type") == "custom" and _syntax(members["custom"]) == "lark"
+    )
+
+
+def _syntax(custom: Mapping[str, Any]) -> str:
+    grammar = (custom.get("format") or {}).get("grammar") or {}
+    return str(grammar.get("syntax", ""))
 
 
 def make_tool(
@@ -110,11 +160,11 @@ def parse_tool_use(
         case "none" | "auto" | "required":
             return msgspec.structs.replace(use, choice=choice)
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if isinstance(choice, dict) and kind == "function":
-        return named_use(use, _named_function(choice, "tool_choice"), "tool_choice.function.name")
+    if isinstance(choice, dict) and kind in ("function", "custom"):
+        return named_use(use, _named_function(choice, "tool_choice"), f"tool_choice.{kind}.name")
     if isinstance(choice, dict) and kind == "allowed_tools":
         return _allowed_use(use, choice)
-    message = "tool_choice must be none, auto, required, a function or allowed_tools"
+    message = "tool_choice must be none, auto, required, a function, a custom tool or allowed_tools"
     raise InvalidArgument(f"{message}, got {shortened(choice)}", field="tool_choice")
 
 
@@ -144,6 +194,9 @@ def _allowed_use(use: ToolUse, choice: Mapping[str, Any]) -> ToolUse:
 
 
 def _named_function(members: Mapping[str, Any], where: str) -> str:
+    """The name of a function, or of a custom tool."""
+    if members.get("type") == "custom":
+        return convert_fields(_member(members, "custom", where), _NamedFunction, f"{where}.custom").name
     return convert_fields(_function_of(members, where), _NamedFunction, f"{where}.function").name
 
 
@@ -181,9 +234,7 @@ def _deeper_than(value: Any, most: int) -> bool:
 
 MESSAGE_NO_OP_VALUES: NoOpValues = {
     "type": ("text", "message"),
-    "refusal": (),
     "audio": (),
-    "annotations": ([],),
     "function_call": (),
 }
 """By the name of an unsupported field of a message: its values that ask for nothing."""
@@ -196,6 +247,7 @@ _ONE_ROLE_ALONE = {
     "tool_calls": "assistant",
     "reasoning": "assistant",
     "reasoning_content": "assistant",
+    "refusal": "assistant",
     "tool_call_id": "tool",
 }
 """The role whose messages may have a field."""
@@ -216,12 +268,18 @@ class _CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     arguments: str
 
 
+class _CustomInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    input: str
+
+
 class _Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call as answers have it; the `index` is that of streamed ones."""
+    """A call as answers have it, of a function or of a custom tool; the `index` is that of streamed ones."""
 
     id: str
-    function: _CalledFunction
-    type: Literal["function"] = "function"
+    function: _CalledFunction | None = None
+    custom: _CustomInput | None = None
+    type: Literal["function", "custom"] = "function"
     index: int | None = None
 
 
@@ -233,9 +291,26 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
 
 
 _FIELDS = frozenset(_Message.__struct_fields__)
+_PARTS = ShapeByType({"text": shape_of(_TextPart), "refusal": shape_of(_RefusalPart)}, default="text")
+MESSAGE_SHAPE = Shape(
+    frozenset((*_FIELDS, *MESSAGE_NO_OP_VALUES)),
+    {
+        "content": _PARTS,
+        "tool_calls": shape_of(_Call, {"function": shape_of(_CalledFunction), "custom": shape_of(_CustomInput)}),
+    },
+)
+TOOL_SHAPE = Shape(
+    frozenset(("type", "function", "custom", "strict")),
+    {
+        "function": Shape(shape_of(_ToolFunction).known | {"input_schema", "inputSchema", "schema"}),
+        "custom": shape_of(_CustomTool),
+    },
+)
+"""What is known and refused would be meant: `strict` beside the function, and other services' names of `parameters`."""
 
 
 def parse_messages(
@@ -285,7 +360,8 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
         message = f"{where}.tool_call_id must be the id of the call that this is the result of"
         raise InvalidArgument(message, field=f"{where}.tool_call_id")
     calls, reasoning = _calls(where, given.tool_calls or ()), _reasoning(where, given)
-    content = "" if given.content is None and (calls or reasoning) else content_text(where, given.content)
+    content = given.refusal if given.content is None else given.content
+    content = "" if content is None and (calls or reasoning) else content_text(where, content)
     # Templates know "system"; "developer" is OpenAI's newer word for it.
     role = "system" if role == "developer" else role
     return ChatMessage(role, content, given.name or "", reasoning, calls, given.tool_call_id or "")
@@ -303,11 +379,19 @@ def content_text(where: str, content: Any, between: str = "\n") -> str:
 
 
 def _calls(where: str, calls: list[_Call] | tuple[()]) -> tuple[ToolCall, ...]:
-    for index, call in enumerate(calls):
-        if not call.id:
-            field = f"{where}.tool_calls[{index}].id"
-            raise InvalidArgument(f"{field} must not be empty", field=field)
-    return tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls)
+    return tuple(_called(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls))
+
+
+def _called(call: _Call, where: str) -> ToolCall:
+    if not call.id:
+        raise InvalidArgument(f"{where}.id must not be empty", field=f"{where}.id")
+    function, custom = call.function, call.custom
+    if call.type == "function" and function is not None and custom is None:
+        return ToolCall(call.id, function.name, function.arguments)
+    if call.type == "custom" and custom is not None and function is None:
+        return ToolCall(call.id, custom.name, custom_arguments(custom.input, f"{where}.custom.input"))
+    message = f"{where}.{call.type} is missing, or there is the member of another type"
+    raise InvalidArgument(message, field=f"{where}.{call.type}")
 
 
 def _reasoning(where: str, given: _Message) -> str:

@@ -4,8 +4,8 @@ Both become v2 inference requests: any model with an encoder's tensors serves th
 """
 
 import base64
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,46 +16,79 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.errors import CharoniaError, Internal, InvalidArgument
-from ...core.gateway import Gateway, ModelHandle
-from ...core.request import InferRequest
-from ...core.tasks import RequestTaskGroup
-from ...core.tensor import Tensor
+from ...core.errors import InvalidArgument
+from ...core.gateway import Gateway
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
-from ..http.request_context import context_of, request_id_of
-from .json_body import JsonBody, NoOpValues, decode_body, model_field, read_members
+from ..http.request_context import request_id_of
+from .encoder_calls import (
+    EMBEDDING,
+    PAIR,
+    SCORE,
+    TEXT,
+    acquire_encoder,
+    check_count,
+    check_encoder,
+    encode,
+    input_tensors,
+    pair_tensors,
+    several_inputs,
+    usage_of,
+)
+from .json_body import JsonBody, NoOpValues, body_shape, decode_body, read_members
 
-MAX_INPUTS = 2048
-"""Texts of one request; OpenAI's limit."""
+ENCODER_NO_OP_VALUES: NoOpValues = {
+    "truncate_prompt_tokens": (-1,),
+    "truncation_side": ("right",),
+    "add_special_tokens": (True,),
+    "normalize": (True,),
+    "use_activation": (True,),
+    "activation": (True,),
+    "padding": ("do_not_pad",),
+    "priority": (0,),
+    "cache_salt": (),
+    "mm_processor_kwargs": ({},),
+    "messages": (),
+    "chat_template": (),
+    "input_type": (),
+    "instruction": (),
+    "prompt_name": (),
+    "late_chunking": (False,),
+    "truncate": ("END", "end", True),
+}
+"""What changes vectors and scores, and is not served. Texts are cut at their end if they are too long."""
 
-_EMBEDDINGS_NO_OP_VALUES: NoOpValues = {"truncate_prompt_tokens": (-1,)}
+_EMBEDDINGS_NO_OP_VALUES: NoOpValues = {
+    **ENCODER_NO_OP_VALUES,
+    "task": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "embedding_types": (["float"],),
+    "output_dtype": ("float",),
+    "output_dimension": (),
+}
 _RERANK_NO_OP_VALUES: NoOpValues = {
-    **_EMBEDDINGS_NO_OP_VALUES,
+    **ENCODER_NO_OP_VALUES,
     "rank_fields": (),
     "max_chunks_per_doc": (),
     "max_tokens_per_doc": (),
 }
 
-TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
-EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
 _RERANK_PATHS = "/v1/rerank", "/v2/rerank", "/rerank"
 """Jina's clients ask the first, Cohere's the first or the second, and vLLM serves all of them."""
-_PADDING = -1
-"""Fills the rows of token ids that are shorter than the longest."""
 
 
 class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
-    model: str
     input: Any
+    model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
 
 
 class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
-    model: str
     query: str
     documents: list[str | dict[str, str]]
+    model: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -71,13 +104,7 @@ def parse_embeddings(members: JsonBody) -> EmbeddingsBody:
         raise InvalidArgument(message, field="encoding_format")
     if body.dimensions is not None and body.dimensions < 1:
         raise InvalidArgument(f"dimensions must be at least 1, got {body.dimensions}", field="dimensions")
-    several = [body.input] if isinstance(body.input, str) or _is_ids(body.input) else body.input
-    if isinstance(several, list) and several:
-        _check_count("input", len(several))
-        if all(isinstance(each, str) and each for each in several) or all(map(_is_ids, several)):
-            return msgspec.structs.replace(body, input=several)
-    message = "input must be a string, a list of strings, a list of token ids or a list of such lists"
-    raise InvalidArgument(f"{message}, none of them empty", field="input")
+    return msgspec.structs.replace(body, input=several_inputs(body.input))
 
 
 def parse_rerank(members: JsonBody) -> RerankBody:
@@ -85,7 +112,7 @@ def parse_rerank(members: JsonBody) -> RerankBody:
     body = decode_body(members, RerankBody, _RERANK_NO_OP_VALUES)
     if body.top_n is not None and body.top_n < 1:
         raise InvalidArgument(f"top_n must be at least 1, got {body.top_n}", field="top_n")
-    _check_count("documents", len(body.documents))
+    check_count("documents", len(body.documents))
     documents: list[str | dict[str, str]] = []
     for index, document in enumerate(body.documents):
         if isinstance(document, dict) and set(document) != {"text"}:
@@ -95,14 +122,8 @@ def parse_rerank(members: JsonBody) -> RerankBody:
     return msgspec.structs.replace(body, documents=documents)
 
 
-def _is_ids(given: Any) -> bool:
-    ids = isinstance(given, list) and set(map(type, given)) == {int}
-    return ids and min(given) >= 0 and max(given) < 2**31
-
-
-def _check_count(name: str, count: int) -> None:
-    if not 1 <= count <= MAX_INPUTS:
-        raise InvalidArgument(f"{name} must be 1 to {MAX_INPUTS}, got {count}", field=name)
+_EMBEDDINGS_SHAPE = body_shape(EmbeddingsBody.__struct_fields__, _EMBEDDINGS_NO_OP_VALUES)
+_RERANK_SHAPE = body_shape(RerankBody.__struct_fields__, _RERANK_NO_OP_VALUES)
 
 
 class EncoderRoutes:
@@ -119,27 +140,26 @@ class EncoderRoutes:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        body = parse_embeddings(await read_members(request, self._max_input_size))
-        name, tensor = (IDS, _ids_tensor) if isinstance(body.input[0], list) else (TEXT, _text_tensor)
-        model = await self._acquire(request, body.model, EMBEDDING, "embeddings", (name,))
-        inputs = [{name: tensor(name, part)} for part in _batches(body.input, model)]
-        body = msgspec.structs.replace(body, model=model.config.name)
+        body = parse_embeddings(await read_members(request, self._max_input_size, _EMBEDDINGS_SHAPE))
+        model = await acquire_encoder(self._gateway, request, body.model)
+        name, inputs = input_tensors(model, body.input)
+        check_encoder(model, EMBEDDING, "embeddings", (name,))
+        head = {"id": f"embd-{request_id_of(request.scope)}", "created": int(time.time()), "model": model.config.name}
         async with CancelOnDisconnect(request.receive):
-            vectors, tokens = await _encode(model, inputs, EMBEDDING)
-        content = await offload_if_large(vectors.nbytes, _embeddings_json, body, vectors, tokens)
+            vectors, tokens = await encode(model, inputs, EMBEDDING)
+        content = await offload_if_large(vectors.nbytes, _embeddings_json, body, head, vectors, tokens)
         return Response(content, media_type="application/json")
 
     async def rerank(self, request: Request) -> Response:
-        body = parse_rerank(await read_members(request, self._max_input_size))
-        model = await self._acquire(request, body.model, SCORE, "scores of documents", (TEXT, PAIR))
-        inputs = [
-            {TEXT: _text_tensor(TEXT, [body.query] * len(part)), PAIR: _text_tensor(PAIR, part)}
-            for part in _batches(body.documents, model)
-        ]
+        body = parse_rerank(await read_members(request, self._max_input_size, _RERANK_SHAPE))
+        model = await acquire_encoder(self._gateway, request, body.model)
+        check_encoder(model, SCORE, "scores of documents", (TEXT, PAIR))
+        inputs = pair_tensors(model, [(body.query, str(document)) for document in body.documents])
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await _encode(model, inputs, SCORE)
+            values, tokens = await encode(model, inputs, SCORE)
         if (labels := values.shape[1]) != 1:
-            raise InvalidArgument(f"model '{body.model}' gives {labels} scores to a document, not one", field="model")
+            name = model.config.name
+            raise InvalidArgument(f"model '{name}' gives {labels} scores to a document, not one", field="model")
         scores = values[:, 0].astype(float).tolist()
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
@@ -148,90 +168,28 @@ class EncoderRoutes:
                 each["document"] = {"text": body.documents[each["index"]]}
         response_id = f"rerank-{request_id_of(request.scope)}"
         return json_response(
-            {"id": response_id, "model": model.config.name, "results": results, "usage": _usage(tokens)}
+            {"id": response_id, "model": model.config.name, "results": results, "usage": usage_of(tokens)}
         )
 
-    async def _acquire(self, request: Request, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelHandle:
-        with model_field():
-            model = await self._gateway.acquire(context_of(request.scope), name)
-        given, returned = ({spec.name for spec in specs} for specs in (model.config.inputs, model.config.outputs))
-        if output not in returned or not given.issuperset(inputs):
-            message = f"model '{name}' makes no {what}: it lacks {', '.join(inputs)} or the output {output}"
-            raise InvalidArgument(message, field="model")
-        return model
 
-
-async def _encode(
-    model: ModelHandle, inputs: Sequence[dict[str, Tensor]], output: str
-) -> tuple[NDArray[np.float32], int]:
-    """A row of values for each text of all batches, and how many tokens the texts were in all.
-
-    The batches run at the same time; the first error ends the others.
-    """
-    wanted = (output, COUNT) if any(spec.name == COUNT for spec in model.config.outputs) else (output,)
-    requests = [InferRequest(inputs=each, outputs=wanted) for each in inputs]
-    try:
-        async with RequestTaskGroup() as group:
-            tasks = [group.create_task(_encode_batch(model, request)) for request in requests]
-    except* CharoniaError as errors:
-        raise _first(errors) from None
-    outputs = [task.result() for task in tasks]
-    values = np.concatenate([np.atleast_2d(each[output].data.reshape(each[output].shape)) for each in outputs])
-    return values, sum(int(each[COUNT].data.sum()) for each in outputs if COUNT in each)
-
-
-async def _encode_batch(model: ModelHandle, request: InferRequest) -> dict[str, Tensor]:
-    async with aclosing(model.infer(request)) as responses:
-        async for response in responses:
-            if response.outputs:
-                return {tensor.name: tensor for tensor in response.outputs}
-    raise Internal(f"model '{model.config.name}' made nothing")
-
-
-def _first(errors: BaseExceptionGroup[CharoniaError]) -> CharoniaError:
-    inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
-
-
-def _batches(items: Sequence[Any], model: ModelHandle) -> list[Sequence[Any]]:
-    size = max(model.config.max_batch_size, 1)
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def _text_tensor(name: str, texts: Sequence[str]) -> Tensor:
-    try:
-        data = np.array([[text.encode()] for text in texts], object)
-    except UnicodeEncodeError:  # lone surrogates
-        raise InvalidArgument("a text is not valid Unicode", field="input") from None
-    return Tensor(name, "BYTES", data.shape, data)
-
-
-def _ids_tensor(name: str, rows: Sequence[Sequence[int]]) -> Tensor:
-    data = np.full((len(rows), max(map(len, rows))), _PADDING, np.int64)
-    for row, ids in zip(data, rows, strict=True):
-        row[: len(ids)] = ids
-    return Tensor(name, "INT64", data.shape, data)
-
-
-def _embeddings_json(body: EmbeddingsBody, vectors: NDArray[np.float32], tokens: int) -> bytes:
-    """The response with `vectors` [texts, dimensions] as lists of numbers, or as base64 of little-endian floats."""
-    encoded: Iterator[Any]
+def _embeddings_json(body: EmbeddingsBody, head: dict[str, Any], vectors: NDArray[np.float32], tokens: int) -> bytes:
+    """The response with `vectors` [texts, dimensions], after the members of `head`."""
     vectors = vectors if body.dimensions is None else _cut(vectors, body.dimensions)
-    if body.encoding_format == "base64":
-        encoded = (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors)
-    else:
-        encoded = (row.astype(float).tolist() for row in vectors)
+    encoded = encoded_rows(vectors, body.encoding_format)
     # Vector by vector: orjson keeps the interpreter's lock, and all of them together may take it a second.
     data = (
         orjson.dumps({"object": "embedding", "index": index, "embedding": vector})
         for index, vector in enumerate(encoded)
     )
-    rest = orjson.dumps({"model": body.model, "usage": _usage(tokens)})
+    rest = orjson.dumps({**head, "usage": usage_of(tokens)})
     return b'{"object":"list","data":[' + b",".join(data) + b"]," + rest[1:]
 
 
-def _usage(tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
+def encoded_rows(rows: NDArray[np.float32], encoding: str | None) -> Iterator[Any]:
+    """Rows as lists of numbers, or, with `base64`, as that of little-endian floats."""
+    if encoding == "base64":
+        return (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
+    return (row.astype(float).tolist() for row in rows)
 
 
 def _cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:

@@ -1,11 +1,13 @@
 """JSON bodies of OpenAI's and vLLM's endpoints: parsed, checked for unknown fields and decoded into structs.
 
-Each field is supported, ignored, accepted at a value that asks for nothing, or refused by its name: nothing is silently
-dropped. Knows no endpoint and none of its fields but which may be long.
+Each field is supported, ignored, accepted at a value that asks for nothing, or refused by its name; one that nobody
+knows is left out, and the answer names it (`known_fields`). Knows no endpoint and none of its fields but which may be
+long.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -24,13 +26,16 @@ from ..chunked_json import (
     read_long_json,
 )
 from ..http.connection import read_json_body
-from ..http.request_context import record_body
+from ..http.request_context import record_body, record_warning
 from ..json_tensors import Buffer
+from .known_fields import Shape, ShapeByType, known_members
 
 NoOpValues: TypeAlias = Mapping[str, tuple[Any, ...]]
 """By the name of an unsupported field: its values that ask for nothing, and are accepted. Null always is."""
 
 JsonBody: TypeAlias = dict[str, Any]
+
+_NO_OPS: Mapping[str, Any] = MappingProxyType({})
 
 IGNORED_FIELDS = frozenset(
     ("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
@@ -50,19 +55,53 @@ _LONG_TEXT_FIELDS = frozenset(
         "guided_json",
         "guided_regex",
         "guided_grammar",
+        "text_1",
+        "text_2",
+        "data_1",
+        "data_2",
+        "queries",
     )
 )
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
-async def read_members(request: Request, limit: int) -> JsonBody:
+async def read_members(request: Request, limit: int, shape: Shape) -> JsonBody:
+    """The members of a request's body that `shape` knows; the answer's header names the others.
+
+    Raises as `read_all_members`, and `InvalidArgument` for a body with very many unknown names.
+    """
+    return take_known(request, await read_all_members(request, limit), shape)
+
+
+def take_known(request: Request, members: JsonBody, shape: Shape) -> JsonBody:
+    """What `shape` knows of the members of a request's body. Raises as `known_members`."""
+    known, warning = known_members(members, shape)
+    if warning:
+        record_warning(request.scope, warning)
+    return known
+
+
+_MEMBERS = "charonia.members"
+
+
+async def read_ahead(request: Request, limit: int) -> JsonBody:
+    """The members of a request's body, which the endpoint that it turns out to be for then reads again. Raises as
+    `read_all_members`."""
+    members: JsonBody = request.scope.setdefault(_MEMBERS, await read_all_members(request, limit))
+    return members
+
+
+async def read_all_members(request: Request, limit: int) -> JsonBody:
     """Read a request's body of at most `limit` bytes; a long one is parsed in pieces between which the event loop runs.
 
     A long body may have `MAX_VALUES` values in a member, or `MAX_IDS` where the member may be a list of token ids, and
     long strings only where texts belong. Raises as `read_json_body`, and `InvalidArgument` if the body is no JSON
     object, or has more in a member.
     """
+    if _MEMBERS in request.scope:
+        known: JsonBody = request.scope[_MEMBERS]
+        return known
     body = await read_json_body(request, limit)
     if len(body) <= PIECE_BYTES:
         parsed = _parse(body, 0)
@@ -91,6 +130,16 @@ def _parse(text: Buffer, offset: int) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidArgument(f"the body is not valid JSON: {error.msg} at {max(0, offset + error.pos)}") from None
+
+
+def body_shape(
+    names: Iterable[str],
+    no_ops: NoOpValues = _NO_OPS,
+    inner: Mapping[str, Shape | ShapeByType] = _NO_OPS,
+    notes: Mapping[str, str] = _NO_OPS,
+) -> Shape:
+    """What a body may have that is read by `supported_members` with the same names and values."""
+    return Shape(frozenset((*names, *IGNORED_FIELDS, *no_ops)), inner, notes)
 
 
 def supported_members(body: Mapping[str, Any], names: Iterable[str], no_ops: NoOpValues) -> dict[str, Any]:

@@ -7,11 +7,22 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, Prompt, SamplingParams, TokenizeRequest, ToolUse
-from .chat_messages import content_text, parse_messages, parse_tool_use, parse_tools
-from .json_body import convert_fields, shortened, supported_members
+from .chat_messages import (
+    MESSAGE_SHAPE,
+    TOOL_SHAPE,
+    content_text,
+    parse_messages,
+    parse_tool_use,
+    parse_tools,
+    unenforced_grammars,
+)
+from .json_body import body_shape, convert_fields, shortened, supported_members
+from .known_fields import Shape, ShapeByType, shape_of
 from .schemas import (
     CHAT_NO_OP_VALUES,
     COMPLETION_NO_OP_VALUES,
+    RESPONSE_FORMAT_SHAPE,
+    TOKENIZE_NO_OP_VALUES,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -30,15 +41,38 @@ _COMPLETION_FIELDS = frozenset((*CompletionBody.__struct_fields__, *SamplingFiel
 _NO_OPTIONS: Mapping[str, Any] = {}
 CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_fields__))
 
+THINKING_NOTES = {
+    "enable_thinking": "taken for chat_template_kwargs.enable_thinking",
+    "thinking": "taken for chat_template_kwargs.enable_thinking and thinking_token_budget",
+    "reasoning": "taken for reasoning_effort, chat_template_kwargs.enable_thinking and include_reasoning",
+}
+_OF_BOTH: Mapping[str, Shape | ShapeByType] = {
+    "stream_options": shape_of(StreamOptions),
+    "response_format": RESPONSE_FORMAT_SHAPE,
+}
+COMPLETION_SHAPE = body_shape(
+    _COMPLETION_FIELDS | CHAT_FIELDS - THINKING_NOTES.keys(), COMPLETION_NO_OP_VALUES, _OF_BOTH
+)
+CHAT_SHAPE = body_shape(
+    _COMPLETION_FIELDS | CHAT_FIELDS,
+    CHAT_NO_OP_VALUES,
+    {**_OF_BOTH, "messages": MESSAGE_SHAPE, "tools": TOOL_SHAPE},
+    THINKING_NOTES,
+)
+TOKENIZE_SHAPE = body_shape(
+    TokenizeBody.__struct_fields__, TOKENIZE_NO_OP_VALUES, {"messages": MESSAGE_SHAPE, "tools": TOOL_SHAPE}
+)
+
 
 class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the response to a body. `model`: as the body names it, empty for the only one that there is.
 
     `best_of` choices are generated for each prompt, and the best `n` shown. `logprobs`: how many of the likeliest
     tokens stand beside each one of the text, which with `echo` begins with the prompt; `prompt_logprobs`: beside those
-    of the prompt, in a list of their own; None shows no logprob. `return_token_ids`: those of prompt and answer are
-    shown. `include_usage`: a stream ends with the usage; `continuous_usage`: its chunks have it, too. `reasoning`: what
-    was told apart as such is shown.
+    of the prompt, in a list of their own; None shows no logprob. `tokens_as_ids`: there tokens stand as their ids, not
+    as their text. `return_token_ids`: those of prompt and answer are shown. `include_usage`: a stream ends with the
+    usage; `continuous_usage`: its chunks have it, too. `reasoning`: what was told apart as such is shown. `prefix`: the
+    text that each choice begins with, of a message that is echoed. `custom_tools`: their names.
     """
 
     id: str
@@ -52,16 +86,20 @@ class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     continuous_usage: bool
     reasoning: bool
+    tokens_as_ids: bool = False
+    prefix: str = ""
+    custom_tools: frozenset[str] = frozenset()
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
     """A parsed body: `requests`, one for each choice of each prompt, and how to respond. `fields`: those that the body
-    has, null ones left out."""
+    has, null ones left out. `warnings`: for the client."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
     response: ResponseSpec
     fields: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
@@ -93,10 +131,15 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     conversation = parse_messages(fields.messages, fields, tools)
     answer = _answer_options(fields, parse_tool_use(tools, fields.tool_choice, fields.parallel_tool_calls))
     spec = _response_spec(f"chatcmpl-{request_id}", fields, _choices(fields.n))
+    if fields.echo and conversation.messages[-1].role == "assistant":
+        spec = msgspec.structs.replace(spec, prefix=conversation.messages[-1].content)
+    if custom := frozenset(tool.name for tool in tools if tool.custom):
+        spec = msgspec.structs.replace(spec, custom_tools=custom)
     limit = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     try:
         sampling = _sampling(members, fields, spec, getattr(fields, limit))
-        return _parsed(spec, members, fields, [conversation], sampling, answer)
+        parsed = _parsed(spec, members, fields, [conversation], sampling, answer)
+        return msgspec.structs.replace(parsed, warnings=unenforced_grammars(fields.tools))
     except InvalidArgument as error:
         if error.field != "max_tokens":
             raise
@@ -114,6 +157,7 @@ def _answer_options(fields: ChatBody, tools: ToolUse | None) -> dict[str, Any]:
         "reads_answer": reads,
         "tools": tools,
         "thinking_budget": fields.thinking_budget,
+        "thinking_budget_optional": fields.thinking_budget is not None and fields.thinking_token_budget is None,
         "prediction": predicted,
     }
 
@@ -146,10 +190,11 @@ def _response_spec(
         echo=echo,
         logprobs=fields.num_logprobs,
         prompt_logprobs=fields.prompt_logprobs,
+        tokens_as_ids=bool(fields.return_tokens_as_token_ids),
         return_token_ids=bool(fields.return_token_ids),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
-        reasoning=not isinstance(fields, ChatBody) or fields.include_reasoning is not False,
+        reasoning=not isinstance(fields, ChatBody) or fields.shows_reasoning,
     )
 
 

@@ -17,6 +17,7 @@ from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.model import ModelConfig
 from ...core.request import DraftSummary, FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
+from .custom_tools import CustomInput, whole_input
 from .request_parsing import ResponseSpec
 
 JsonObject = dict[str, Any]
@@ -25,6 +26,7 @@ _PLACEHOLDER = "\0text\0"
 """Stands for a text that is not known yet; no model has it for a name."""
 _PLAIN = GenerateChunk(text=_PLACEHOLDER, token_ids=(), usage=Usage(0, 0))
 _PLAIN_REASONING = msgspec.structs.replace(_PLAIN, text="", reasoning=_PLACEHOLDER)
+_END = msgspec.structs.replace(_PLAIN, text="")
 _TEXT = orjson.dumps(_PLACEHOLDER)
 
 
@@ -35,7 +37,9 @@ class CompletionFormat:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
+    def choice(
+        self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None, calls: Sequence[JsonObject] = ()
+    ) -> JsonObject:
         return {"text": chunk.text, "index": index, "logprobs": logprobs, **_end(chunk)}
 
     def first_delta(self, index: int) -> JsonObject | None:
@@ -48,13 +52,14 @@ class CompletionFormat:
         """Columns over the tokens of an echoed prompt, if any, and those generated. `offset`: characters that the
         tokens before wrote."""
         prompt = chunk.prompt_logprobs if spec.echo else ()
-        given = [*(each.given for each in prompt), *chunk.logprobs]
-        texts = [*(each.text for each in prompt), *(each.text for each in chunk.logprobs)]
+        tokens: list[PromptToken | TokenLogprob] = [*prompt, *chunk.logprobs]
+        logprobs = [*(token.given for token in prompt), *chunk.logprobs]
+        lengths = map(_width, tokens)
         return {
-            "tokens": texts,
-            "token_logprobs": [None if each is None else each.logprob for each in given],
-            "top_logprobs": [None if each is None else _by_text(each, spec.logprobs or 0) for each in given],
-            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
+            "tokens": [_name(token, spec.tokens_as_ids) for token in tokens],
+            "token_logprobs": [None if each is None else each.logprob for each in logprobs],
+            "top_logprobs": [None if each is None else _by_name(each, spec) for each in logprobs],
+            "text_offset": list(accumulate(lengths, initial=offset))[:-1],
         }
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
@@ -70,28 +75,33 @@ class ChatFormat:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
+    def choice(
+        self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None, calls: Sequence[JsonObject] = ()
+    ) -> JsonObject:
         content = None if chunk.tool_calls and not chunk.text else chunk.text
         message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(chunk)}
-        if chunk.tool_calls:
-            message["tool_calls"] = [_call(each) for each in chunk.tool_calls]
+        if calls:
+            message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": logprobs, **_end(chunk)}
 
     def first_delta(self, index: int) -> JsonObject | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
+    def delta(
+        self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None, calls: Sequence[JsonObject] = ()
+    ) -> JsonObject:
         delta = _reasoning(chunk)
         if chunk.text:
             delta["content"] = chunk.text
-        if chunk.tool_calls:
-            delta["tool_calls"] = [{"index": each.index, **_call(each)} for each in chunk.tool_calls]
+        if calls:
+            numbered = zip(chunk.tool_calls, calls, strict=True)
+            delta["tool_calls"] = [{"index": call.index, **told} for call, told in numbered]
         return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
     def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
         """An entry for each token."""
-        return {"content": token_entries(chunk.logprobs), "refusal": None}
+        return {"content": token_entries(chunk.logprobs, spec.tokens_as_ids), "refusal": None}
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         body[name] = prompts[0]
@@ -102,12 +112,37 @@ def _reasoning(chunk: GenerateChunk) -> JsonObject:
     return {"reasoning": chunk.reasoning, "reasoning_content": chunk.reasoning} if chunk.reasoning else {}
 
 
-def _call(call: ToolCallDelta) -> JsonObject:
+class ToolCallWriter:
+    """Writes the calls of tools, or further pieces of them. `custom`: the names of tools whose input is a text."""
+
+    def __init__(self, custom: frozenset[str]) -> None:
+        self._custom = custom
+        self._inputs: dict[tuple[int, int], CustomInput] = {}
+
+    def whole(self, call: ToolCallDelta) -> JsonObject:
+        if call.name not in self._custom:
+            return _function_call(call)
+        return _custom_call(call, whole_input(call.arguments))
+
+    def piece(self, choice: int, call: ToolCallDelta) -> JsonObject:
+        if call.id and call.name in self._custom:
+            self._inputs[choice, call.index] = CustomInput()
+        reader = self._inputs.get((choice, call.index))
+        return _function_call(call) if reader is None else _custom_call(call, reader.push(call.arguments))
+
+
+def _function_call(call: ToolCallDelta) -> JsonObject:
     """A call of a tool or, without an id, a further piece of one."""
     if not call.id:
         return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _custom_call(call: ToolCallDelta, text: str) -> JsonObject:
+    if not call.id:
+        return {"custom": {"input": text}}
+    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
 
 
 ApiFormat: TypeAlias = CompletionFormat | ChatFormat
@@ -135,6 +170,7 @@ class OpenAIResponseWriter:
         self._drafts: list[DraftSummary] = []
         self._offsets: dict[int, int] = {}
         self._around: dict[tuple[int, bool], list[bytes]] = {}
+        self._calls = ToolCallWriter(spec.custom_tools)
         self._calling: set[int] = set()
         """Choices that have called a tool."""
 
@@ -149,7 +185,12 @@ class OpenAIResponseWriter:
         shown = _select_best(complete, self._spec.best_of, self._spec.n)
         choices = [
             self._with_details(
-                self._format.choice(index, self._shown(answer), self._logprobs(index, answer)),
+                self._format.choice(
+                    index,
+                    self._whole(answer),
+                    self._logprobs(index, answer),
+                    [self._calls.whole(call) for call in answer.tool_calls],
+                ),
                 answer,
                 bool(answer.tool_calls),
             )
@@ -172,6 +213,8 @@ class OpenAIResponseWriter:
         if index not in self._usage and (opening := self._format.first_delta(index)) is not None:
             self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)
             begin, prompt_ids = self._event([opening], prompt_ids), ()
+            if self._spec.prefix:
+                begin += self._plain(index, msgspec.structs.replace(_PLAIN, text=self._spec.prefix))
         self._usage[index] = chunk.usage
         if chunk.drafts is not None:
             self._drafts.append(chunk.drafts)
@@ -180,14 +223,28 @@ class OpenAIResponseWriter:
         chunk = self._shown(chunk)
         changes = self._details and (chunk.text or chunk.token_ids)
         several = chunk.tool_calls or (chunk.reasoning and chunk.text)
-        if several or chunk.finish_reason or chunk.logprobs or chunk.prompt_logprobs or changes:
-            choice = self._format.delta(index, chunk, self._logprobs(index, chunk))
-            return begin + self._event([self._with_details(choice, chunk, index in self._calling)], prompt_ids)
-        return begin + self._plain(index, chunk) if chunk.text or chunk.reasoning else begin
+        end = b""
+        if chunk.finish_reason:  # in an event of its own: there are clients that look at nothing else of that one
+            last = msgspec.structs.replace(_END, finish_reason=chunk.finish_reason, stop_reason=chunk.stop_reason)
+            end = self._detailed_event(index, last)
+            chunk = msgspec.structs.replace(chunk, finish_reason=None, stop_reason=None)
+        if several or chunk.logprobs or chunk.prompt_logprobs or prompt_ids or changes:
+            return begin + self._detailed_event(index, chunk, prompt_ids) + end
+        return begin + (self._plain(index, chunk) if chunk.text or chunk.reasoning else b"") + end
+
+    def _detailed_event(self, index: int, chunk: GenerateChunk, prompt_ids: Sequence[int] = ()) -> bytes:
+        calls = [self._calls.piece(index, call) for call in chunk.tool_calls]
+        choice = self._format.delta(index, chunk, self._logprobs(index, chunk), calls)
+        return self._event([self._with_details(choice, chunk, index in self._calling)], prompt_ids)
 
     def usage_event(self) -> bytes:
         """The last event of a stream, with the usage of all choices, if the client asked for it."""
         return self._event([]) if self._spec.include_usage else b""
+
+    def _whole(self, answer: GenerateChunk) -> GenerateChunk:
+        """An answer as it is shown where it comes at once."""
+        shown, prefix = self._shown(answer), self._spec.prefix
+        return msgspec.structs.replace(shown, text=prefix + shown.text) if prefix else shown
 
     def _shown(self, chunk: GenerateChunk) -> GenerateChunk:
         return chunk if self._spec.reasoning or not chunk.reasoning else msgspec.structs.replace(chunk, reasoning="")
@@ -219,7 +276,7 @@ class OpenAIResponseWriter:
         if self._spec.logprobs is None or not (chunk.logprobs or chunk.prompt_logprobs):
             return None
         offset = self._offsets.get(index, 0)
-        written = sum(len(each.text) for each in chunk.prompt_logprobs) + sum(len(each.text) for each in chunk.logprobs)
+        written = sum(map(_width, chunk.prompt_logprobs)) + sum(map(_width, chunk.logprobs))
         self._offsets[index] = offset + written
         return self._format.logprobs(chunk, offset, self._spec)
 
@@ -272,20 +329,29 @@ def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> l
     return [answer for group in groups for answer in sorted(group, key=mean_logprob, reverse=True)[:kept]]
 
 
-def token_entries(tokens: Sequence[TokenLogprob]) -> list[JsonObject]:
-    """The logprobs of tokens as chat and responses show them."""
-    return [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
+def token_entries(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> list[JsonObject]:
+    """The logprobs of tokens as chat and responses show them; `as_ids`: with their ids in place of their text."""
+    return [_entry(each, as_ids) | {"top_logprobs": [_entry(other, as_ids) for other in each.top]} for each in tokens]
 
 
-def _entry(token: TokenLogprob) -> JsonObject:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
+def _entry(token: TokenLogprob, as_id: bool) -> JsonObject:
+    return {"token": _name(token, as_id), "logprob": token.logprob, "bytes": list(token.data)}
 
 
-def _by_text(token: TokenLogprob, most: int) -> dict[str, float]:
+def _name(token: TokenLogprob | PromptToken, as_id: bool) -> str:
+    """A token's text, or, in vLLM's words, its id: not every token is a text of its own."""
+    return f"token_id:{token.id}" if as_id else token.text
+
+
+def _width(token: TokenLogprob | PromptToken) -> int:
+    return len(token.text) if token.width is None else token.width
+
+
+def _by_name(token: TokenLogprob, spec: ResponseSpec) -> dict[str, float]:
     # Of several tokens with the same text, the likeliest is named.
     named: dict[str, float] = {}
-    for each in (*token.top[:most], token):
-        named.setdefault(each.text, each.logprob)
+    for each in (*token.top[: spec.logprobs or 0], token):
+        named.setdefault(_name(each, spec.tokens_as_ids), each.logprob)
     return named
 
 
@@ -303,9 +369,16 @@ def system_fingerprint(config: ModelConfig, software: str) -> str:
     return f"fp_{sha256(known).hexdigest()[:10]}"
 
 
+def max_model_len(config: ModelConfig) -> int | None:
+    """The tokens that prompt and answer of a language model may have together; None for other models."""
+    length = config.parameters.get("max_model_len")
+    return None if length is None else int(length)
+
+
 def model_card(config: ModelConfig, name: str) -> dict[str, Any]:
-    """A model as /v1/models lists it, by one of its names."""
-    return {"id": name, "object": "model", "created": config.created, "owned_by": "charonia"}
+    """A model as /v1/models lists it, by one of its names; `root` is its own."""
+    card = {"id": name, "object": "model", "created": config.created, "owned_by": "charonia"}
+    return card | {"root": config.name, "parent": None, "max_model_len": max_model_len(config)}
 
 
 def adapter_card(served: ServedAdapter) -> dict[str, Any]:

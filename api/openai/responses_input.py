@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from ...core.errors import InvalidArgument
+from ...core.structured_outputs import json_text
+from ..http.error_responses import ApiError
 from .json_body import NoOpValues, reject_unsupported, shortened
+from .known_fields import Shape, ShapeByType
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -16,9 +19,32 @@ _ITEM_FIELDS = {
     "message": frozenset(("role", "content", "phase")),
     "function_call": frozenset(("call_id", "name", "arguments")),
     "function_call_output": frozenset(("call_id", "output", "name")),
+    "custom_tool_call": frozenset(("call_id", "name", "input")),
+    "custom_tool_call_output": frozenset(("call_id", "output", "name")),
+    "local_shell_call": frozenset(("call_id", "action")),
+    "local_shell_call_output": frozenset(("call_id", "output")),
     "reasoning": frozenset(("summary", "content", "encrypted_content")),
 }
 """By the type of an item that is read: its fields, those of all items left out."""
+
+_HOSTED = frozenset(
+    (
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "tool_search_call",
+        "tool_search_output",
+    )
+)
+"""Items that tell of what OpenAI's own tools did: they are left out."""
+
+LOCAL_SHELL = "local_shell"
+"""The name of the function that OpenAI's tool of this type is to a model."""
 
 _NO_OP_VALUES: NoOpValues = {"namespace": (), "caller": ({"type": "direct"},), "async": (False,)}
 _PART_FIELDS = frozenset(("type", "text", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint"))
@@ -31,6 +57,21 @@ _TEXT_PARTS = {
     "summary_text": "text",
 }
 """By the type of a content part that is text: the field that has it."""
+_UNSEEN_PARTS = {"input_image": "image", "image_url": "image", "input_file": "file", "input_audio": "audio"}
+"""Parts that a model without eyes and ears is told of: an error would end the session of an agent."""
+_UNSEEN = "[{}: it is here, but this model reads text alone and cannot see it]"
+
+_PARTS = ShapeByType({kind: Shape(_PART_FIELDS) for kind in _TEXT_PARTS}, default="text")
+ITEM_SHAPE = ShapeByType(
+    {
+        kind: Shape(
+            frozenset((*fields, *_OF_ALL_ITEMS, *_NO_OP_VALUES)),
+            dict.fromkeys(("content", "output", "summary"), _PARTS),
+        )
+        for kind, fields in _ITEM_FIELDS.items()
+    },
+    default="message",
+)
 
 MAX_ITEMS = 16384
 """Items that an input may have."""
@@ -43,16 +84,21 @@ class InputMessages:
     """The messages that input items become, in order.
 
     `origins[i]`: the path of what message i was made of. The assistant's reasoning, text and calls that follow each
-    other are one message; what the system says before anybody else is one, too, once the input has ended. `unread`: the
-    path of the first reasoning that was left out, for it is encrypted.
+    other are one message; what the system says before anybody else is one, too, once the input has ended. `warnings`:
+    what was left out, or could not be seen, each kind once.
     """
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
         self.origins: list[str] = []
-        self.unread = ""
         self._opening: list[tuple[str, str]] = []
         self._calls: set[str] = set()
+        self._aliases: dict[str, str] = {}
+        self._warnings: dict[str, str] = {}
+
+    @property
+    def warnings(self) -> list[str]:
+        return [f"{where}: {text}" for text, where in self._warnings.items()]
 
     def add_instructions(self, text: str, origin: str) -> None:
         """A text of the system's, which goes with those before it if nobody else has spoken."""
@@ -73,6 +119,9 @@ class InputMessages:
         kind = members.get("type") or ("message" if "role" in members else "item_reference")
         if kind == "item_reference":
             raise InvalidArgument(f"{where}.type: item_reference is not supported: {_KEEPS_NO_STATE}", field=where)
+        if isinstance(kind, str) and kind in _HOSTED:
+            self._warnings.setdefault(f"items of type {kind} are of OpenAI's own tools, and left out", where)
+            return
         if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
             message = f"{where}.type: items of type {shortened(kind)} are not supported; those are {_listed}"
             raise InvalidArgument(message, field=f"{where}.type")
@@ -81,11 +130,15 @@ class InputMessages:
             "message": self._add_message,
             "function_call": self._add_call,
             "function_call_output": self._add_output,
+            "custom_tool_call": self._add_custom_call,
+            "custom_tool_call_output": self._add_output,
+            "local_shell_call": self._add_shell_call,
+            "local_shell_call_output": self._add_output,
             "reasoning": self._add_reasoning,
         }[kind](members, where)
 
     def _add_message(self, members: Mapping[str, Any], where: str) -> None:
-        role, text = members.get("role"), _text(members.get("content"), f"{where}.content")
+        role, text = members.get("role"), self._text(members.get("content"), f"{where}.content")
         if role not in _ROLES:
             raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
         if role in ("system", "developer"):
@@ -97,26 +150,65 @@ class InputMessages:
 
     def _add_call(self, members: Mapping[str, Any], where: str) -> None:
         call_id, name, arguments = (_string(members, key, where) for key in ("call_id", "name", "arguments"))
+        self._add_function(call_id, name, arguments, where)
+
+    def _add_custom_call(self, members: Mapping[str, Any], where: str) -> None:
+        call_id, name, text = (_string(members, key, where) for key in ("call_id", "name", "input"))
+        self._calls.add(call_id)
+        call = {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+        self._turn(where).setdefault("tool_calls", []).append(call)
+
+    def _add_shell_call(self, members: Mapping[str, Any], where: str) -> None:
+        call_id, action = _string(members, "call_id", where), members.get("action")
+        if not isinstance(action, dict):
+            raise InvalidArgument(f"{where}.action must be an object", field=f"{where}.action")
+        arguments = {name: value for name, value in action.items() if name != "type" and value is not None}
+        self._add_function(call_id, LOCAL_SHELL, json_text(arguments, f"{where}.action"), where)
+        if isinstance(members.get("id"), str):  # OpenAI's types name the call so in its output
+            self._aliases[members["id"]] = call_id
+
+    def _add_function(self, call_id: str, name: str, arguments: str, where: str) -> None:
         self._calls.add(call_id)
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn(where).setdefault("tool_calls", []).append(call)
 
     def _add_output(self, members: Mapping[str, Any], where: str) -> None:
-        call_id, text = _string(members, "call_id", where), _text(members.get("output"), f"{where}.output")
+        named = "call_id" if "call_id" in members or members.get("type") != "local_shell_call_output" else "id"
+        call_id, text = _string(members, named, where), self._text(members.get("output"), f"{where}.output")
+        call_id = self._aliases.get(call_id, call_id)
         if call_id not in self._calls:
-            message = (
-                f"{where}.call_id: there is no function_call {shortened(call_id)} before it, and {_KEEPS_NO_STATE}"
-            )
-            raise InvalidArgument(message, field=f"{where}.call_id")
+            message = f"{where}.{named}: there is no call {shortened(call_id)} before it, and {_KEEPS_NO_STATE}"
+            raise InvalidArgument(message, field=f"{where}.{named}")
         self._add(where, {"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _add_reasoning(self, members: Mapping[str, Any], where: str) -> None:
-        text = _text(members.get("content") or [], f"{where}.content")
-        text = text or _text(members.get("summary") or [], f"{where}.summary")
+        text = self._text(members.get("content") or [], f"{where}.content")
+        text = text or self._text(members.get("summary") or [], f"{where}.summary")
         if text:
             self._turn(where, new_after=("reasoning", "content", "tool_calls"))["reasoning"] = text
         elif members.get("encrypted_content"):
-            self.unread = self.unread or where
+            self._warnings.setdefault("encrypted reasoning cannot be read here, and is left out", where)
+
+    def _text(self, content: Any, where: str) -> str:
+        """A text, or the texts of content parts, each from a line of its own on, as in a chat."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise InvalidArgument(f"{where} must be a string or a list of text parts", field=where)
+        return "\n".join(self._part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+    def _part_text(self, part: Any, where: str) -> str:
+        members: JsonObject = part if isinstance(part, dict) else {}
+        kind = members.get("type", "text")
+        if isinstance(kind, str) and kind in _UNSEEN_PARTS:
+            what = _UNSEEN_PARTS[kind]
+            self._warnings.setdefault(f"this model reads text alone; the text says that there was one: {what}", where)
+            return _UNSEEN.format(what)
+        if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+            message = f"{where}.type: {shortened(kind)} is not supported: this server reads text alone"
+            raise InvalidArgument(message, field=f"{where}.type")
+        reject_unsupported(members, _PART_FIELDS, {}, f"{where}.")
+        return _string(members, _TEXT_PARTS[kind], where)
 
     def _turn(self, where: str, new_after: tuple[str, ...] = ()) -> JsonObject:
         """The assistant's message that goes on: the last one, unless it has one of the fields `new_after`."""
@@ -134,16 +226,22 @@ class InputMessages:
 _listed = ", ".join(_ITEM_FIELDS)
 
 
-def read_input(given: str | list[JsonObject], instructions: str | None) -> InputMessages:
+_NO_INPUT = """One of "input" or "previous_response_id" or 'prompt' or 'conversation_id' must be provided."""
+"""OpenAI's words."""
+
+
+def read_input(given: str | list[JsonObject] | None, instructions: str | None) -> InputMessages:
     """The messages of a body's `input` and `instructions`.
 
-    Raises `InvalidArgument` for an item that cannot be read, or for none at all; `field` is its path.
+    Raises:
+        ApiError: there is no input.
+        InvalidArgument: an item cannot be read, or none says anything; `field` is its path.
     """
     read = InputMessages()
     if instructions:
         read.add_instructions(instructions, "instructions")
     if not given:
-        raise InvalidArgument("input must not be empty", field="input")
+        raise ApiError(_NO_INPUT, 400, "missing_required_parameter", field="input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if len(items) > MAX_ITEMS:
         raise InvalidArgument(f"input: {len(items)} items are more than the {MAX_ITEMS} there may be", field="input")
@@ -153,25 +251,6 @@ def read_input(given: str | list[JsonObject], instructions: str | None) -> Input
     if not read.messages:
         raise InvalidArgument("input has nothing that could be answered", field="input")
     return read
-
-
-def _text(content: Any, where: str) -> str:
-    """A text, or the texts of content parts, each from a line of its own on, as in a chat."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidArgument(f"{where} must be a string or a list of text parts", field=where)
-    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
-
-
-def _part_text(part: Any, where: str) -> str:
-    members: JsonObject = part if isinstance(part, dict) else {}
-    kind = members.get("type", "text")
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        message = f"{where}.type: {shortened(kind)} is not supported: this server reads text alone"
-        raise InvalidArgument(message, field=f"{where}.type")
-    reject_unsupported(members, _PART_FIELDS, {}, f"{where}.")
-    return _string(members, _TEXT_PARTS[kind], where)
 
 
 def _string(members: Mapping[str, Any], key: str, where: str) -> str:

@@ -4,13 +4,18 @@ Knows nothing of HTTP: the events are numbered objects, whoever sends them.
 """
 
 import time
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
+
+import orjson
 
 from ...core.errors import CharoniaError
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.error_responses import printable, status_of
+from .custom_tools import CustomInput
 from .response_writer import token_entries
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -74,6 +79,9 @@ class TextItem:
         return {"logprobs": logprobs} if self._is_message else {}
 
 
+CallKind: TypeAlias = Literal["function_call", "custom_tool_call", "local_shell_call"]
+
+
 class CallItem:
     """An output item that is a call of a function."""
 
@@ -102,16 +110,79 @@ class CallItem:
         return {**self._head, "arguments": "".join(self._arguments), "status": status}
 
 
+class CustomCallItem(CallItem):
+    """An output item that is a call of a custom tool, whose input is a text."""
+
+    def __init__(self, first: ToolCallDelta, item_id: str, place: int) -> None:
+        super().__init__(first, item_id, place)
+        self._head = self._head | {"type": "custom_tool_call"}
+        self._reader = CustomInput()
+
+    def delta(self, arguments: str) -> Iterator[JsonObject]:
+        yield from self._told(self._reader.push(arguments))
+
+    def done(self, status: str) -> Iterator[JsonObject]:
+        yield from self._told(self._reader.finish())
+        item = self.json(status)
+        yield {"type": "response.custom_tool_call_input.done", **self._at, "input": item["input"]}
+        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+
+    def json(self, status: str) -> JsonObject:
+        return {**self._head, "input": "".join(self._arguments), "status": status}
+
+    def _told(self, text: str) -> Iterator[JsonObject]:
+        if text:
+            self._arguments.append(text)
+            yield {"type": "response.custom_tool_call_input.delta", **self._at, "delta": text}
+
+
+class ShellCallItem(CallItem):
+    """An output item that is a call of OpenAI's local shell."""
+
+    def __init__(self, first: ToolCallDelta, item_id: str, place: int) -> None:
+        super().__init__(first, item_id, place)
+        self._head = {"type": "local_shell_call", "id": item_id, "call_id": first.id}
+
+    def delta(self, arguments: str) -> Iterator[JsonObject]:
+        self._arguments.append(arguments)
+        yield from ()
+
+    def done(self, status: str) -> Iterator[JsonObject]:
+        item = self.json(status)
+        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+
+    def json(self, status: str) -> JsonObject:
+        """A command that a limit cut is none."""
+        action: JsonObject = {"type": "exec", "command": [], "env": {}}
+        with suppress(TypeError, ValueError):
+            action |= orjson.loads("".join(self._arguments))
+        return {**self._head, "action": action, "status": status}
+
+
+_CALL_ITEMS: dict[CallKind, tuple[type[CallItem], str]] = {
+    "function_call": (CallItem, "fc"),
+    "custom_tool_call": (CustomCallItem, "ctc"),
+    "local_shell_call": (ShellCallItem, "lsh"),
+}
+"""By the type of a call: its item, and what the item's id begins with."""
+
+_FUNCTIONS_ALONE: Mapping[str, CallKind] = MappingProxyType({})
+
+
 class ResponseOutput:
     """The answer to one request, from its first chunk to its end; every method returns the events of what it did.
 
     `begin` first, then `add` for each chunk, then `end` or `fail`. An answer has at least one item. `echo`: the members
-    that repeat the request; `logprobs`: those of the text are shown.
+    that repeat the request; `logprobs`: those of the text are shown; `calls`: by the names of tools that are no
+    functions, the types of their calls.
     """
 
-    def __init__(self, response_id: str, echo: JsonObject, logprobs: bool) -> None:
+    def __init__(
+        self, response_id: str, echo: JsonObject, logprobs: bool, calls: Mapping[str, CallKind] = _FUNCTIONS_ALONE
+    ) -> None:
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time())} | echo
         self._shows_logprobs = logprobs
+        self._calls = calls
         self._ids = uuid4().hex
         self._done: list[JsonObject] = []
         self._open: TextItem | CallItem | None = None
@@ -195,7 +266,8 @@ class ResponseOutput:
         item = self._open
         if not isinstance(item, CallItem) or item.key != delta.index:
             yield from self._close("completed")
-            item = self._open = CallItem(delta, *self._next_item("fc"))
+            kind, prefix = _CALL_ITEMS[self._calls.get(delta.name, "function_call")]
+            item = self._open = kind(delta, *self._next_item(prefix))
             yield from item.added()
         yield from item.delta(delta.arguments)
 
@@ -205,8 +277,8 @@ class ResponseOutput:
             return
         if isinstance(item, TextItem) and item.key == _MESSAGE and self._held_logprobs:
             yield from item.delta("", self._take_logprobs(_MESSAGE))
-        self._done.append(item.json(status))
         yield from item.done(status)
+        self._done.append(item.json(status))
 
     def _next_item(self, prefix: str) -> tuple[str, int]:
         """The id and the place of the item that is opened next."""

@@ -3,7 +3,7 @@
 What a chat has under another name or in another form is translated here, and so are the fields that errors name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,10 +11,12 @@ import orjson
 
 from ...core.errors import CharoniaError, InvalidArgument
 from ...core.request import GenerateRequest
-from .json_body import IGNORED_FIELDS, NoOpValues, convert_fields, reject_unsupported, shortened
-from .request_parsing import CHAT_FIELDS, ParsedCompletion, parse_chat
-from .responses_input import InputMessages, JsonObject, read_input
-from .schemas import StreamOptions
+from .json_body import IGNORED_FIELDS, NoOpValues, body_shape, convert_fields, reject_unsupported, shortened
+from .known_fields import Shape, ShapeByType, shape_of
+from .request_parsing import CHAT_FIELDS, THINKING_NOTES, ParsedCompletion, parse_chat
+from .responses_input import ITEM_SHAPE, LOCAL_SHELL, InputMessages, JsonObject, read_input
+from .responses_output import CallKind
+from .schemas import CHAT_NO_OP_VALUES, RESPONSE_FORMAT_SHAPE, StreamOptions
 from .translated_chat import FieldNames
 
 LOGPROBS = "message.output_text.logprobs"
@@ -45,6 +47,26 @@ IGNORED = IGNORED_FIELDS | {"prompt_cache_options", "client_metadata", "max_tool
 _MAX_LISTED_TOOLS = 1024
 """Tools of all types; of functions there may be fewer."""
 
+_UNREAD_OF_TOOLS = ("allowed_callers", "defer_loading", "output_schema", "async")
+"""Members of tools that change nothing, where the client alone calls them and all are in the prompt."""
+
+_LOCAL_SHELL_TOOL: JsonObject = {
+    "name": LOCAL_SHELL,
+    "description": "Runs a command on the user's machine, and returns what it writes.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments."},
+            "working_directory": {"type": "string"},
+            "timeout_ms": {"type": "integer"},
+            "env": {"type": "object", "additionalProperties": {"type": "string"}},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 
 
@@ -63,7 +85,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that a chat has not, or differently."""
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -91,19 +113,40 @@ _OF_CHAT = CHAT_FIELDS - {
     "logprobs",
     "prompt_logprobs",
     "return_token_ids",
+    "return_tokens_as_token_ids",
     "n",
     "include_reasoning",
+    "echo",
 }
 """Fields that are a chat's as they are, vLLM's extra parameters among them."""
 
 
+_FUNCTION_SHAPE = Shape(
+    frozenset(("type", "name", "description", "parameters", "strict", *_UNREAD_OF_TOOLS)),
+)
+RESPONSES_SHAPE = body_shape(
+    _OWN | CHAT_FIELDS | IGNORED | CHAT_NO_OP_VALUES.keys(),
+    NO_OP_VALUES,
+    {
+        "input": ITEM_SHAPE,
+        "tools": ShapeByType({"function": _FUNCTION_SHAPE}, default="function"),
+        "text": shape_of(TextConfig, {"format": RESPONSE_FORMAT_SHAPE}),
+        "reasoning": shape_of(ReasoningConfig),
+        "stream_options": shape_of(StreamOptions),
+    },
+    {name: THINKING_NOTES[name] for name in ("enable_thinking", "thinking")},
+)
+
+
 class ParsedResponses(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body. `echo`: what the answer repeats of it; `logprobs`: the text's are shown; `names`: of fields, for
-    errors of the chat; `warnings`: what was left out."""
+    """A parsed body. `echo`: what the answer repeats of it; `logprobs`: the text's are shown; `calls`: by the names of
+    tools that are no functions, the types of their calls; `names`: of fields, for errors of the chat; `warnings`: what
+    was left out."""
 
     chat: ParsedCompletion
     echo: JsonObject
     logprobs: bool
+    calls: Mapping[str, CallKind]
     names: FieldNames
     warnings: tuple[str, ...]
 
@@ -131,9 +174,20 @@ def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses
         chat=msgspec.structs.replace(parsed, requests=named),
         echo=_echo(body, fields, tools),
         logprobs=_wants_logprobs(fields),
+        calls=tools.calls,
         names=names,
-        warnings=(*tools.warnings, *_without_effect(fields, read)),
+        warnings=(*tools.warnings, *_without_effect(fields, read), *_renamed(parsed.warnings, tools)),
     )
+
+
+def _renamed(warnings: Sequence[str], tools: "ToolList") -> Iterator[str]:
+    """Warnings of the chat in the words of the body."""
+    for warning in warnings:
+        for index, position in enumerate(tools.positions):
+            if warning.startswith(f"tools[{index}].custom"):
+                warning = warning.replace(f"tools[{index}].custom", f"tools[{position}]", 1)
+                break
+        yield warning
 
 
 def _named(request: GenerateRequest, request_id: str) -> GenerateRequest:
@@ -169,13 +223,14 @@ def _check(fields: ResponsesBody) -> None:
 
 class ToolList:
     """The tools of a body in the form of a chat. `positions[i]`: the place in the body of tool i; `echo`: the tools as
-    the answer repeats them; `skipped`: the types that were left out, for only functions are called, with the first
-    place of each."""
+    the answer repeats them; `calls`: by the names of those that are no functions, the types of their calls; `skipped`:
+    the types that were left out, for the client does not run them, with the first place of each."""
 
     def __init__(self, fields: ResponsesBody) -> None:
         self.tools: list[JsonObject] = []
         self.echo: list[JsonObject] = []
         self.positions: list[int] = []
+        self.calls: dict[str, CallKind] = {}
         self.skipped: dict[str, int] = {}
         given = fields.tools or ()
         if len(given) > _MAX_LISTED_TOOLS:
@@ -193,31 +248,66 @@ class ToolList:
 
     def _add(self, tool: JsonObject, index: int) -> None:
         kind = tool.get("type", "function")
-        if kind != "function":
-            self.skipped.setdefault(shortened(kind), index)
-            return
-        unread = ("type", "allowed_callers", "defer_loading", "output_schema", "async")
-        function = {name: value for name, value in tool.items() if name not in unread and value is not None}
-        self.tools.append({"type": "function", "function": function})
-        self.echo.append({"type": "function", "parameters": None, "strict": False, "description": None} | function)
+        match kind:
+            case "function":
+                read = {name: value for name, value in tool.items() if name != "type" and value is not None}
+                function = {name: value for name, value in read.items() if name not in _UNREAD_OF_TOOLS}
+                self.tools.append({"type": "function", "function": function})
+                self.echo.append(
+                    {"type": "function", "parameters": None, "strict": False, "description": None} | function
+                )
+            case "custom":
+                self.tools.append({"type": "custom", "custom": _custom_tool(tool, f"tools[{index}]")})
+                self.echo.append(tool)
+                if isinstance(tool.get("name"), str):
+                    self.calls[tool["name"]] = "custom_tool_call"
+            case "local_shell":
+                self.tools.append({"type": "function", "function": _LOCAL_SHELL_TOOL})
+                self.echo.append(tool)
+                self.calls[LOCAL_SHELL] = "local_shell_call"
+            case _:
+                self.skipped.setdefault(shortened(kind), index)
+                return
         self.positions.append(index)
 
     def _read_choice(self, choice: str | JsonObject | None) -> str | JsonObject | None:
         if isinstance(choice, str) or choice is None:
             return choice if self.tools or choice not in ("auto", "none") else None
         kind = choice.get("type")
-        if kind == "function":
-            return {"type": kind, "function": {name: text for name, text in choice.items() if name != "type"}}
         if kind == "allowed_tools":
             listed = choice.get("tools")
             functions = [
-                {"type": "function", "function": {"name": each.get("name")}}
+                _tool_name({"type": each["type"], "name": each.get("name")})
                 for each in (listed if isinstance(listed, list) else [])
-                if isinstance(each, dict) and each.get("type") == "function"
+                if isinstance(each, dict) and each.get("type") in _CALLED_TYPES
             ]
             return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": functions}}
-        message = f"tool_choice.type must be function or allowed_tools, got {shortened(kind)}"
+        if kind in _CALLED_TYPES:
+            return _tool_name(choice)
+        message = f"tool_choice.type must be {', '.join(_CALLED_TYPES)} or allowed_tools, got {shortened(kind)}"
         raise InvalidArgument(message, field="tool_choice.type")
+
+
+_CALLED_TYPES = ("function", "custom", "local_shell")
+"""Types of tools that a client runs."""
+
+
+def _tool_name(named: JsonObject) -> JsonObject:
+    """A chat's way to name a tool."""
+    if named["type"] == "local_shell":
+        return {"type": "function", "function": {"name": LOCAL_SHELL}}
+    return {"type": named["type"], named["type"]: {name: text for name, text in named.items() if name != "type"}}
+
+
+def _custom_tool(tool: JsonObject, where: str) -> JsonObject:
+    """A custom tool as a chat has it: there, what belongs to the grammar stands in a member of its own."""
+    custom = {name: tool[name] for name in ("name", "description", "format") if tool.get(name) is not None}
+    form = custom.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        custom["format"] = {"type": "grammar", "grammar": {key: text for key, text in form.items() if key != "type"}}
+    elif form is not None and not isinstance(form, dict):
+        raise InvalidArgument(f"{where}.format must be an object", field=f"{where}.format")
+    return custom
 
 
 def _chat_members(fields: ResponsesBody, read: InputMessages, tools: ToolList) -> JsonObject:
@@ -245,7 +335,7 @@ def _wants_logprobs(fields: ResponsesBody) -> bool:
 
 def _response_format(asked: JsonObject) -> JsonObject | None:
     kind = asked.get("type")
-    if kind == "json_schema":
+    if kind == "json_schema" and kind not in asked:
         return {"type": kind, kind: {name: value for name, value in asked.items() if name != "type"}}
     return None if asked == {"type": "text"} else asked
 
@@ -256,8 +346,11 @@ def _names(read: InputMessages, tools: ToolList) -> dict[str, str]:
         "messages": "input",
         **{f"messages[{index}]": origin for index, origin in enumerate(read.origins)},
         **{f"tools[{index}].function": f"tools[{at}]" for index, at in enumerate(tools.positions)},
+        **{f"tools[{index}].custom.format.grammar": f"tools[{at}].format" for index, at in enumerate(tools.positions)},
+        **{f"tools[{index}].custom": f"tools[{at}]" for index, at in enumerate(tools.positions)},
         **{f"tools[{index}]": f"tools[{at}]" for index, at in enumerate(tools.positions)},
         "tool_choice.function": "tool_choice",
+        "tool_choice.custom": "tool_choice",
         "tool_choice.allowed_tools": "tool_choice",
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
@@ -270,7 +363,7 @@ def _names(read: InputMessages, tools: ToolList) -> dict[str, str]:
 def _without_effect(fields: ResponsesBody, read: InputMessages) -> Sequence[str]:
     """Warnings of what is accepted and changes nothing."""
     text = fields.text or TextConfig()
-    warnings = [f"{read.unread}: encrypted reasoning cannot be read here, and is left out"] if read.unread else []
+    warnings = read.warnings
     if text.verbosity not in (None, "medium"):
         warnings.append("text.verbosity changes nothing here")
     if fields.truncation == "auto":

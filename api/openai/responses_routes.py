@@ -22,7 +22,7 @@ from ..metadata import ServerInfo
 from .json_body import model_field, read_members
 from .responses_input import JsonObject
 from .responses_output import ResponseOutput
-from .responses_request import parse_responses
+from .responses_request import RESPONSES_SHAPE, parse_responses
 from .translated_chat import answer_chat
 
 
@@ -44,12 +44,13 @@ class ResponsesRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         context = context_of(request.scope)
-        asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
+        body = await read_members(request, self._max_input_size, RESPONSES_SHAPE)
+        asked = parse_responses(body, request_id_of(request.scope))
         with model_field():
             model = await self._gateway.acquire(context, asked.chat.response.model)
         chunks = answer_chat(model, asked.chat, asked.names, context)
         echo = asked.echo | {"model": model.name}
-        output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs)
+        output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs, asked.calls)
         for warning in asked.warnings:
             context.warn(warning)
         if asked.chat.stream:
@@ -61,7 +62,8 @@ class ResponsesRoutes:
         return json_response(output.response())
 
     async def count_tokens(self, request: Request) -> Response:
-        asked = parse_responses(await read_members(request, self._max_input_size), request_id_of(request.scope))
+        body = await read_members(request, self._max_input_size, RESPONSES_SHAPE)
+        asked = parse_responses(body, request_id_of(request.scope))
         with model_field():
             model = await self._gateway.acquire(context_of(request.scope), asked.chat.response.model)
         async with CancelOnDisconnect(request.receive):

@@ -14,22 +14,33 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
-from ...core.gateway import Gateway, ModelHandle, ResponseStream
+from ...core.gateway import ModelHandle, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ...core.tasks import merge_streams
+from ...telemetry.shared_state import ServerGateway
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from .json_body import JsonBody, decode_body, model_field, read_members
-from .request_parsing import ParsedCompletion, parse_chat, parse_completion, tokenize_request
+from .json_body import JsonBody, body_shape, decode_body, model_field, read_members
+from .known_fields import Shape
+from .request_parsing import (
+    CHAT_SHAPE,
+    COMPLETION_SHAPE,
+    TOKENIZE_SHAPE,
+    ParsedCompletion,
+    parse_chat,
+    parse_completion,
+    tokenize_request,
+)
 from .response_writer import (
     ApiFormat,
     ChatFormat,
     CompletionFormat,
     OpenAIResponseWriter,
     adapter_card,
+    max_model_len,
     model_card,
     system_fingerprint,
 )
@@ -37,12 +48,13 @@ from .schemas import TOKENIZE_NO_OP_VALUES, DetokenizeBody, TokenizeBody
 from .tensor_models import generate_from_tensors, read_tensor_request
 
 _DONE = sse_event(b"[DONE]")
+_DETOKENIZE_SHAPE = body_shape(DetokenizeBody.__struct_fields__)
 
 
 class OpenAIRoutes:
     """The endpoints and their handlers."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
+    def __init__(self, gateway: ServerGateway, info: ServerInfo) -> None:
         self._gateway = gateway
         self._info = info
         self._fingerprints: dict[tuple[str, str, str], tuple[ModelConfig, str]] = {}
@@ -55,6 +67,7 @@ class OpenAIRoutes:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -70,17 +83,19 @@ class OpenAIRoutes:
         return json_response(next(named, None) or model_card(config, name))
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._respond(request, parse_completion, CompletionFormat())
+        return await self._respond(request, COMPLETION_SHAPE, parse_completion, CompletionFormat())
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._respond(request, parse_chat, ChatFormat())
+        return await self._respond(request, CHAT_SHAPE, parse_chat, ChatFormat())
 
     async def _respond(
-        self, request: Request, parse: Callable[[JsonBody, str], ParsedCompletion], api_format: ApiFormat
+        self, request: Request, shape: Shape, parse: Callable[[JsonBody, str], ParsedCompletion], api_format: ApiFormat
     ) -> ASGIApp:
-        parsed = parse(await read_members(request, self._info.max_input_size), request_id_of(request.scope))
+        parsed = parse(await read_members(request, self._info.max_input_size, shape), request_id_of(request.scope))
         context, first = context_of(request.scope), parsed.requests[0]
         context.prompt_count, context.choice_count = first.prompt_count, first.choice_count
+        for warning in parsed.warnings:
+            context.warn(warning)
         with model_field():
             model = await self._acquire(request, parsed.response.model)
         # Whatever name it was asked by, an answer has the model's own, or its adapter's.
@@ -103,31 +118,39 @@ class OpenAIRoutes:
         return json_response(writer.full_response([join_chunks(each) for each in chunks]))
 
     async def tokenize(self, request: Request) -> Response:
-        body = decode_body(await read_members(request, self._info.max_input_size), TokenizeBody, TOKENIZE_NO_OP_VALUES)
+        members = await read_members(request, self._info.max_input_size, TOKENIZE_SHAPE)
+        body = decode_body(members, TokenizeBody, TOKENIZE_NO_OP_VALUES)
         model = await self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
             tokens = await model.tokenize(tokenize_request(body))
-        length = model.config.parameters.get("max_model_len")
-        most = None if length is None else int(length)
-        return json_response({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": None})
+            texts = await model.token_strings(tokens) if body.return_token_strs else None
+        length = max_model_len(model.config)
+        return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
-        body = decode_body(await read_members(request, self._info.max_input_size), DetokenizeBody, {})
+        members = await read_members(request, self._info.max_input_size, _DETOKENIZE_SHAPE)
+        body = decode_body(members, DetokenizeBody, {})
         model = await self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
             prompt = await model.detokenize(body.tokens)
         return json_response({"prompt": prompt})
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        with model_field():
+            name = request.query_params.get("model") or self._only_model()
+            return json_response(await self._gateway.tokenizer_info(name))
+
     async def _acquire(self, request: Request, name: str | None) -> ModelHandle:
         """The model of a request, which need not name the only one that there is."""
-        if not name:
-            models = self._gateway.model_configs()
-            if not models and not self._gateway.ready():
-                raise NotReady("the server is not ready")
-            if len(models) != 1:
-                raise InvalidArgument("model must be given: this server has several, or none", field="model")
-            name = models[0].name
-        return await self._gateway.acquire(context_of(request.scope), name)
+        return await self._gateway.acquire(context_of(request.scope), name or self._only_model())
+
+    def _only_model(self) -> str:
+        models = self._gateway.model_configs()
+        if not models and not self._gateway.ready():
+            raise NotReady("the server is not ready")
+        if len(models) != 1:
+            raise InvalidArgument("model must be given: this server has several, or none", field="model")
+        return models[0].name
 
     def _fingerprint(self, config: ModelConfig) -> str:
         # Hashing is done once for each load of a model.

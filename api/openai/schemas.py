@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 import msgspec
 
 from ...core.errors import InvalidArgument
+from ...core.foreign_parameters import FOREIGN_PARAMETERS
 from ...core.logprobs import MAX_LOGPROBS
 from ...core.request import MAX_DRAFTS, DraftLimit, GuidedDecoding, GuidedDecodingKind, SamplingParams
 from ...core.structured_outputs import JsonText, StructuredOutputs, make_guide, only_guide
 from .json_body import NoOpValues, shortened
+from .known_fields import Shape, ShapeByType, shape_of
 
 _FORMAT = "response_format"
 
@@ -28,28 +30,45 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_object"):
-    """The `response_format` that asks for a JSON object of any shape."""
+    """The `response_format` that asks for a JSON object, of any shape or, as with llama.cpp, of a schema."""
+
+    schema: dict[str, Any] | None = None
 
     def guide(self) -> GuidedDecoding | None:
-        return GuidedDecoding("json", parameter=_FORMAT)
+        if self.schema is None:
+            return GuidedDecoding("json", parameter=_FORMAT)
+        return make_guide("json_schema", self.schema, _FORMAT)
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A named schema. `name` and `description` change nothing. Without `strict`, what cannot be enforced of the schema
     is left out, and the response names it."""
 
-    name: str
     schema: dict[str, Any]
+    name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
-    json_schema: JsonSchema
+    """The `response_format` that asks for JSON of a schema: OpenAI's, or with the members of its `json_schema` beside
+    the type, as clients of other servers and of /v1/responses write it."""
+
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
     def guide(self) -> GuidedDecoding | None:
-        asked = self.json_schema
-        return make_guide("json_schema", asked.schema, _FORMAT, bool(asked.strict))
+        if self.json_schema is not None and self.schema is not None:
+            message = f"{_FORMAT}.schema is the same field as its json_schema: give one"
+            raise InvalidArgument(message, field=f"{_FORMAT}.schema")
+        if self.json_schema is not None:
+            return make_guide("json_schema", self.json_schema.schema, _FORMAT, bool(self.json_schema.strict))
+        if self.schema is None:
+            raise InvalidArgument(f"{_FORMAT}.json_schema is missing", field=f"{_FORMAT}.json_schema")
+        return make_guide("json_schema", self.schema, _FORMAT, bool(self.strict))
 
 
 class StructuralTagFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="structural_tag"):
@@ -70,6 +89,16 @@ class StructuralTagFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "format": self.format,
         }
         return make_guide("structural_tag", {key: each for key, each in tag.items() if each is not None}, _FORMAT)
+
+
+RESPONSE_FORMAT_SHAPE = ShapeByType(
+    {
+        "text": Shape(frozenset(("type", "schema", "json_schema"))),
+        "json_object": Shape(frozenset(("type", "schema", "json_schema"))),
+        "json_schema": shape_of(JsonSchemaFormat, {"json_schema": shape_of(JsonSchema)}),
+        "structural_tag": shape_of(StructuralTagFormat),
+    }
+)
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,10 +143,16 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _NO_OP_VALUES: NoOpValues = {
+    **dict.fromkeys(FOREIGN_PARAMETERS, (False,)),
+    "do_sample": (True,),
+    "vllm_xargs": ({},),
+    "options": ({},),
+    "routed_experts_prompt_start": (0,),
+    "truncation_side": ("left",),
+    "media_io_kwargs": ({},),
     "best_of": (1,),
     "top_logprobs": (0,),
     "length_penalty": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -132,12 +167,10 @@ _NO_OP_VALUES: NoOpValues = {
     "include_reasoning": (True,),
     "separate_reasoning": (False,),
     "stream_reasoning": (True,),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "use_beam_search": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "return_tokens_as_token_ids": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -146,7 +179,7 @@ _NO_OP_VALUES: NoOpValues = {
 # A text gets the special tokens that the tokenizer puts around it, a conversation those that its template writes.
 COMPLETION_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (True,)}
 CHAT_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (False,)}
-TOKENIZE_NO_OP_VALUES: NoOpValues = {"return_token_strs": (False,), "mm_processor_kwargs": ({},)}
+TOKENIZE_NO_OP_VALUES: NoOpValues = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,6 +192,22 @@ class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """`k`: the most tokens that a step drafts for the answer."""
 
     k: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)]
+
+
+class ThinkingSwitch(msgspec.Struct, frozen=True, kw_only=True):
+    """DeepSeek's, Zhipu's and Anthropic's `thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenRouter's `reasoning`, of which `effort` is also OpenAI's on another endpoint. `exclude`: it is not shown."""
+
+    effort: str | None = None
+    max_tokens: int | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
 
 
 class PredictedContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,6 +241,7 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     lora_name: str | None = None
     speculative: SpeculativeOptions | bool | None = None
 
@@ -244,28 +294,54 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | bool | None = None
+    reasoning: ReasoningOptions | bool | None = None
     prediction: PredictedContent | None = None
+    echo: bool | None = None
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template may use: the request's own variables, and `reasoning_effort` in the words of the
+        """What the chat template may use: the request's own variables, and what its fields ask for in the words of the
         templates that know it. Raises `InvalidArgument` for another effort than there are."""
-        effort, own = self.reasoning_effort, self.chat_template_kwargs or {}
-        if effort is None:
-            return own
-        if effort not in _EFFORTS:
-            message = f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got {shortened(effort)}"
-            raise InvalidArgument(message, field="reasoning_effort")
-        return thinking_variables(effort != "none") | {"reasoning_effort": effort} | own
+        thinks = self._thinks
+        variables = {} if thinks is None else thinking_variables(thinks)
+        effort, field = self.reasoning_effort, "reasoning_effort"
+        if effort is None and isinstance(self.reasoning, ReasoningOptions):
+            effort, field = self.reasoning.effort, "reasoning.effort"
+        if effort is not None:
+            if effort not in _EFFORTS:
+                message = f"{field} must be one of {', '.join(_EFFORTS)}, got {shortened(effort)}"
+                raise InvalidArgument(message, field=field)
+            variables |= thinking_variables(effort != "none") | {"reasoning_effort": effort}
+        return variables | (self.chat_template_kwargs or {})
+
+    @property
+    def _thinks(self) -> bool | None:
+        """Whether the model is to reason, by the names that other services have for that; None leaves it to the
+        model."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        if self.thinking is not None:
+            return self.thinking if isinstance(self.thinking, bool) else self.thinking.type != "disabled"
+        return self.reasoning.enabled if isinstance(self.reasoning, ReasoningOptions) else self.reasoning
 
     @property
     def thinking_budget(self) -> int | None:
         """Tokens that the model may reason for; None is no limit, which vLLM calls -1."""
-        budget = self.thinking_token_budget
+        budget, field = self.thinking_token_budget, "thinking_token_budget"
+        if budget is None and isinstance(self.thinking, ThinkingSwitch):
+            budget, field = self.thinking.budget_tokens, "thinking.budget_tokens"
+        if budget is None and isinstance(self.reasoning, ReasoningOptions):
+            budget, field = self.reasoning.max_tokens, "reasoning.max_tokens"
         if budget is not None and budget < -1:
-            message = f"thinking_token_budget must be -1 or at least 0, got {budget}"
-            raise InvalidArgument(message, field="thinking_token_budget")
+            raise InvalidArgument(f"{field} must be -1 or at least 0, got {budget}", field=field)
         return None if budget == -1 else budget
+
+    @property
+    def shows_reasoning(self) -> bool:
+        excluded = isinstance(self.reasoning, ReasoningOptions) and self.reasoning.exclude
+        return self.include_reasoning is not False and not excluded
 
     @property
     def num_logprobs(self) -> int | None:
@@ -301,6 +377,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def plan_answer(
         use = replace(use, parallel=False) if use.named else use
     shown, reasoning, budget = tokenizer.showing(form.markers), form.reasoning, request.thinking_budget
     if reasoning is None:
-        if budget is not None and not request.lenient_limits:
+        if request.needs_thinking_limit:
             field = "thinking_token_budget"
             raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
         return AnswerPlan(prompt, shown, form.reader(use), guide, warning=warning)

@@ -6,6 +6,8 @@ Knows nothing of where tokens come from; decides nothing but where a stop string
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, SamplingParams, Usage
@@ -52,6 +54,24 @@ class StopWords:
 _NO_ENDS = TextEnds()
 
 
+class _PromptWidths:
+    """How many characters of a prompt's `text` each of its tokens is. A special token that is not there, for the
+    tokenizer has added it, is none."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self._plain = make_detokenizer(tokenizer)
+        self._whole = make_detokenizer(tokenizer, special=True)
+        self._text = text
+        self._at = 0
+
+    def push(self, token: int) -> int:
+        plain, piece = self._plain.push((token,)), self._whole.push((token,))
+        added = piece and not plain and not self._text.startswith(piece, self._at)
+        width = 0 if added else len(piece)
+        self._at += width
+        return width
+
+
 class ChunkBuilder:
     """Writes the text of one request, which begins with `echo`. `ends`: what ends it beside what was `asked`.
     `prompt_ids`: tokens of the prompt for the first chunk. The chunk with a finish reason is the last one, though the
@@ -76,7 +96,7 @@ class ChunkBuilder:
             raise InvalidArgument(f"{field}: this model's tokenizer cannot leave them out", field=field)
         self._tokenizer = tokenizer
         self._prompt_tokens = len(prompt)
-        self._echo = echo
+        self._echo = self._prompt_text = echo
         self._prompt_ids = prompt_ids
         self._unscored = [] if asked.prompt_logprobs is None else prompt
         self._completion_tokens = 0
@@ -85,7 +105,10 @@ class ChunkBuilder:
         own = () if asked.ignore_eos else ends.eos
         self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
         self._end_tokens = self._stop_tokens.union(own)
-        self._text = make_detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
+        self._special = not asked.skip_special_tokens
+        self._text = make_detokenizer(tokenizer, prompt, self._special)
+        # What each token adds to the text, which comes in pieces of several.
+        self._widths = None if asked.logprobs is None else make_detokenizer(tokenizer, prompt, self._special)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
         self._words = StopWords(ends.words, asked.min_tokens)
 
@@ -102,7 +125,7 @@ class ChunkBuilder:
             usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
             finish_reason=FinishReason.STOP if self._stopped else delta.finish_reason,
             stop_reason=self._stop_reason(delta),
-            logprobs=tuple(map(self._logprob, token_ids, delta.logprobs)),
+            logprobs=tuple(map(self._generated, token_ids, delta.logprobs)),
             prompt_logprobs=self._scored(delta.scores) if self._unscored else (),
             prompt_ids=prompt_ids,
             end_token=self._ended_by_token(delta) and not self._stopped,
@@ -155,12 +178,17 @@ class ChunkBuilder:
     def _scored(self, scores: Sequence[PromptLogprobs]) -> tuple[PromptToken, ...]:
         """The whole prompt with its log-probabilities, once."""
         (first, *others), self._unscored = self._unscored, []
-        tokens = [PromptToken(first, self._tokenizer.token_piece(first).text)]
+        widths = _PromptWidths(self._tokenizer, self._prompt_text)
+        tokens = [PromptToken(first, self._tokenizer.token_piece(first).text, width=widths.push(first))]
         found = (score for each in scores for score in each.to_list())
         for token, score in zip(others, found, strict=True):
             given = self._logprob(token, score.logprobs)
-            tokens.append(PromptToken(token, given.text, given, score.rank))
+            tokens.append(PromptToken(token, given.text, given, score.rank, widths.push(token)))
         return tuple(tokens)
+
+    def _generated(self, token: int, logprobs: Logprobs) -> TokenLogprob:
+        width = None if self._widths is None else len(self._widths.push((token,)))
+        return msgspec.structs.replace(self._logprob(token, logprobs), width=width)
 
     def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
         top = tuple(self._named(*pair) for pair in zip(logprobs.ids, logprobs.values, strict=True))

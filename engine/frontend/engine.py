@@ -133,7 +133,7 @@ class EngineSpec:
         for name, parameter in _PARAMETERS.items():
             if getattr(request, name):
                 self._check(name, parameter)
-        if request.thinking_budget is not None and not request.lenient_limits:
+        if request.needs_thinking_limit:
             self._check("thinking_budget", "thinking_token_budget")
         for name in ("target_ttft_ms", "target_itl_ms"):
             if getattr(request, name):

@@ -99,6 +99,8 @@ class TensorLayout:
         self, request: InferRequest, context: RequestContext, model: GeneratingModel
     ) -> AsyncGenerator[InferResponse, None]:
         question = parse_infer_request(request, self, TokenLimit(model.info.max_model_len))
+        if question.ignored:
+            context.warn(f"ignored: {', '.join(question.ignored)}")
         streams = [model.generate(each, context) for each in question.requests]
         if not question.options.stream:
             yield await complete_response(question, streams)
@@ -130,11 +132,12 @@ _READ_AT_ONCE = 1 << 16
 
 class ParsedInferRequest(NamedTuple):
     """A v2 request to a language model, parsed: one generation or several for the same prompt. `outputs`: the
-    response's tensors, in order."""
+    response's tensors, in order. `ignored`: parameters that nobody knows."""
 
     requests: tuple[GenerateRequest, ...]
     options: ResponseOptions
     outputs: tuple[OutputTensor, ...]
+    ignored: Sequence[str] = ()
 
 
 def parse_infer_request(
@@ -148,7 +151,8 @@ def parse_infer_request(
     tensors = {name: _parameter(tensor) for name, tensor in request.inputs.items() if name not in _PROMPTS}
     tensors.pop(_SAMPLING_PARAMETERS, None)
     replacement = request.inputs.get(_SAMPLING_PARAMETERS)
-    sampling, options = parse_request_parameters(request.parameters, replacement, tensors, layout.defaults)
+    ignored = list[str]()
+    sampling, options = parse_request_parameters(request.parameters, replacement, tensors, layout.defaults, ignored)
     _check_options(options, layout)
     excluded = options.exclude_input_in_output
     outputs = _outputs(request, options, layout)
@@ -170,7 +174,7 @@ def parse_infer_request(
         echo=(layout.echoes and not options.stream) if excluded is None else not excluded,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(options.n))
-    return ParsedInferRequest(tuple(requests), options, outputs)
+    return ParsedInferRequest(tuple(requests), options, outputs, ignored)
 
 
 def _parameter(tensor: Tensor) -> Any:

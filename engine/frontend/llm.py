@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -81,6 +81,16 @@ class TokenizerBundle:
         tokenizer = Tokenizer.load(Path(tokenizer_of) if tokenizer_of else directory, chat_template)
         defaults, fingerprint = read_generation_defaults(directory, tokenizer), checkpoint_fingerprint(directory)
         return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint, str(directory), tokenizer_of)
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer_config.json, read anew; a file of another kind, GGUF, has none."""
+        known = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": self.tokenizer.own_template or None}
+        try:
+            data = (Path(self.tokenizer_of or self.checkpoint) / "tokenizer_config.json").read_bytes()
+            config = msgspec.json.decode(data, type=dict[str, Any])
+        except (OSError, msgspec.DecodeError):
+            return known
+        return known | {name: value for name, value in config.items() if value is not None}
 
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
@@ -424,6 +434,13 @@ class LlmModel:
             raise limit.error(f"these are {len(ids)}", "tokens")
         check_vocabulary(ids, self._info.vocab_size, "tokens")
         return await self._bundle.async_tokenizer.decode(ids)
+
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return await self._bundle.async_tokenizer.token_strings(ids)
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """The checkpoint's tokenizer_config.json, and what is told where it has none."""
+        return await asyncio.to_thread(self._bundle.tokenizer_info)
 
     @property
     def _max_counted(self) -> int:

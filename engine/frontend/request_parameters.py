@@ -1,9 +1,11 @@
 """The parameters of a v2 request to a language model, under every name that clients know them by.
 
-An unknown name, a value of the wrong type and a parameter that is not supported are refused; none is ignored.
+A value of the wrong type and a parameter that is known and not supported are refused, and so is a name that looks like
+a known one misspelled; other unknown names are ignored, and told.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,12 +13,16 @@ import msgspec
 import orjson
 
 from ...core.errors import InvalidArgument, describe_validation_error, did_you_mean
+from ...core.foreign_parameters import FOREIGN_PARAMETERS
 from ...core.request import MAX_DRAFTS, DraftLimit, GuidedDecoding, GuidedDecodingKind, ParameterValue, SamplingParams
 from ...core.structured_outputs import JsonText, only_guide, parse_structured_outputs
 from ...core.tensor import Tensor
 
 T = TypeVar("T")
 Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+_MAX_IGNORED = 64
+"""Names that nobody knows, of one request: each is compared with all that are known."""
 
 MAX_CHOICES = 128
 """Answers to one prompt that may be asked for at once."""
@@ -105,7 +111,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (False,),
     "prompt_logprob_token_ids": (),
     "prompt_logprob_start": (),
-    "logprob_token_ids": (),
     "flat_logprobs": (False,),
     "image": (),
     "embedding_request": (),
@@ -118,7 +123,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "extra_args": ({},),
     "skip_reading_prefix_cache": (False,),
     "thinking_token_budget": (-1,),
-    "repetition_detection": (),
     "logits_processors": (),
     "response_format": (),
     "lora_id": (),
@@ -129,6 +133,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_post_processor_name": (),
     "embedding_bias_words": (),
     "embedding_bias_weights": (),
+    **dict.fromkeys(sorted(FOREIGN_PARAMETERS), (False,)),
+    "do_sample": (True,),
 }
 """Known parameters that are not supported, with the values that ask for nothing (so do "", [] and null)."""
 
@@ -138,14 +144,16 @@ def parse_request_parameters(
     replacement: Tensor | None,
     tensors: Mapping[str, Any] = MappingProxyType({}),
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    ignored: list[str] | None = None,
 ) -> tuple[SamplingParams, ResponseOptions]:
     """Parse a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens. `tensors`: the
     parameters that came as inputs, which win over both. `defaults`: by our own names, of parameters that are not given.
+    `ignored`: gets the names that nobody knows; None refuses them.
 
     Raises:
         InvalidArgument: one is unknown, not supported or of the wrong type; `field` names it.
     """
-    given = _by_own_names(parameters)
+    given = _by_own_names(parameters, ignored)
     if replacement is not None:
         try:
             content = orjson.loads(text_of(replacement))
@@ -154,8 +162,8 @@ def parse_request_parameters(
         if not isinstance(content, dict):
             raise InvalidArgument(f"{replacement.name} must be a JSON object", field=replacement.name)
         options = {name: each for name, each in given.items() if name in _OPTIONS}
-        given = options | _by_own_names(content)
-    given |= _by_own_names(tensors)
+        given = options | _by_own_names(content, ignored)
+    given |= _by_own_names(tensors, ignored)
     given = {name: _NamedValue(name, value) for name, value in defaults.items()} | given
     return _convert(given, _SAMPLING, SamplingParams), _convert(given, _OPTIONS, ResponseOptions)
 
@@ -192,12 +200,19 @@ def decode_text(name: str, element: Any) -> str:
         raise InvalidArgument(f"{name} is not UTF-8: {error}", field=name) from error
 
 
-def _by_own_names(parameters: Mapping[str, Any]) -> dict[str, _NamedValue]:
+def _by_own_names(parameters: Mapping[str, Any], ignored: list[str] | None) -> dict[str, _NamedValue]:
     """The parameters that ask for something, by our own names."""
     renamed: dict[str, _NamedValue] = {}
     for given, value in parameters.items():
         name = given.removeprefix(_LLMAPI_PREFIX)
         name = _ALIASES.get(name, name)
+        if _is_unknown(given, name) and name.lower() in _UNSUPPORTED:
+            name = name.lower()
+        if _is_unknown(given, name):
+            if ignored is None or len(ignored) >= _MAX_IGNORED or _alike(given):
+                raise InvalidArgument(f"unknown parameter '{given}'{_alike(given)}", field=given)
+            ignored.append(given)
+            continue
         if _asks_for_nothing(given, name, value):
             continue
         if name in renamed:
@@ -205,6 +220,16 @@ def _by_own_names(parameters: Mapping[str, Any]) -> dict[str, _NamedValue]:
             raise InvalidArgument(text, field=given)
         renamed[name] = _NamedValue(given, value)
     return renamed
+
+
+def _is_unknown(given: str, name: str) -> bool:
+    known = name in _SAMPLING or name in _OPTIONS or name in _PROTOCOL or name in _UNSUPPORTED
+    return not (known or name.startswith("triton_"))
+
+
+@lru_cache(1024)
+def _alike(given: str) -> str:
+    return did_you_mean(given, (*_SAMPLING, *_OPTIONS, *_ALIASES))
 
 
 def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
@@ -215,9 +240,6 @@ def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
         return value is None or (name == "logprobs" and value is False)
     if name in _PROTOCOL or name.startswith("triton_"):
         return True
-    if name not in _UNSUPPORTED:
-        alike = did_you_mean(given, (*_SAMPLING, *_OPTIONS, *_ALIASES))
-        raise InvalidArgument(f"unknown parameter '{given}'{alike}", field=given)
     if value in (None, "", []) or value in _UNSUPPORTED[name]:
         return True
     raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)

@@ -176,6 +176,8 @@ class TokenLayout:
             yield cancel_request(request, model)
             return
         question = parse_token_request(request, self.max_batch_size > 0, TokenLimit(model.info.max_model_len))
+        if question.ignored:
+            context.warn(f"ignored: {', '.join(question.ignored)}")
         outputs = self._wanted(request, question.flags)
         if not question.streaming:
             yield await self._answer_whole(question, outputs, context, model)

@@ -29,12 +29,14 @@ _APART |= {_EXCLUDED, "return_perf_metrics", "lora_task_id", "lora_weights", "lo
 
 class TokenQuestion(NamedTuple):
     """A request, parsed. `rows`: of its batch, each with its answers' requests. `excluded`: a whole answer begins
-    without the prompt, None if the request does not say. `flags`: the inputs that are true."""
+    without the prompt, None if the request does not say. `flags`: the inputs that are true. `ignored`: parameters that
+    nobody knows."""
 
     rows: Sequence[Sequence[GenerateRequest]]
     streaming: bool
     excluded: bool | None
     flags: Set[str]
+    ignored: Sequence[str]
 
     @property
     def requests(self) -> Sequence[GenerateRequest]:
@@ -51,14 +53,18 @@ def parse_token_request(request: InferRequest, batched: bool, limit: TokenLimit)
     _refuse_unsupported(request.inputs)
     size = request.inputs["input_ids"].shape[0] if batched else 1
     arrays = {name: tensor.data.reshape(size, -1) for name, tensor in request.inputs.items() if tensor.data.size}
-    parsed = [_parse_row(request, {name: array[row] for name, array in arrays.items()}, limit) for row in range(size)]
+    ignored = list[str]()
+    parsed = [
+        _parse_row(request, {name: array[row] for name, array in arrays.items()}, limit, ignored if row == 0 else [])
+        for row in range(size)
+    ]
     rows, streaming = [row for row, _ in parsed], parsed[0][1]
     if any(len(row) != len(rows[0]) for row in rows):
         message = "num_return_sequences must be the same in all rows of a batch"
         raise InvalidArgument(message, field="num_return_sequences")
     excluded = bool(arrays[_EXCLUDED].any()) if _EXCLUDED in arrays else None
     flags = {name for name, array in arrays.items() if array.dtype == np.bool_ and array.any()}
-    return TokenQuestion(rows, streaming, excluded, flags)
+    return TokenQuestion(rows, streaming, excluded, flags, ignored)
 
 
 def _refuse_unsupported(inputs: Mapping[str, Tensor]) -> None:
@@ -75,10 +81,10 @@ def _refuse_unsupported(inputs: Mapping[str, Tensor]) -> None:
 
 
 def _parse_row(
-    request: InferRequest, values: Mapping[str, NDArray[Any]], limit: TokenLimit
+    request: InferRequest, values: Mapping[str, NDArray[Any]], limit: TokenLimit, ignored: list[str]
 ) -> tuple[list[GenerateRequest], bool]:
-    """The requests for one row of the batch, and whether they stream."""
-    sampling, options = parse_request_parameters(request.parameters, None, _parameters(values))
+    """The requests for one row of the batch, and whether they stream. `ignored` gets the names that nobody knows."""
+    sampling, options = parse_request_parameters(request.parameters, None, _parameters(values), ignored=ignored)
     if options.return_log_probs:
         sampling = msgspec.structs.replace(sampling, logprobs=0)
     generate = GenerateRequest(

@@ -162,6 +162,12 @@ class FakeGateway:
     def exiting(self) -> bool:
         return self.is_exiting
 
+    def requests_in_flight(self) -> int:
+        return self.open_streams
+
+    async def tokenizer_info(self, name: str) -> dict[str, Any]:
+        return {"tokenizer_class": "Fast", "model": self.model_config(name).name}
+
     def model_configs(self) -> list[ModelConfig]:
         return [LLM, NUMBERS]
 
@@ -283,6 +289,9 @@ class FakeHandle:
 
     async def detokenize(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        return [f"t{token}" for token in ids]
 
 
 def _logprobs(token: int, text: str, top: int | None, chosen: float = -1.0) -> tuple[TokenLogprob, ...]:

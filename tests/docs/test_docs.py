@@ -23,6 +23,7 @@ from charonia.api.openai import chat_messages, json_body, responses_request, sch
 from charonia.api.prometheus import MetricRegistries
 from charonia.cli.app import app
 from charonia.cli.options import BooleanFlag
+from charonia.core.foreign_parameters import FOREIGN_PARAMETERS
 from charonia.core.request import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
 from charonia.engine.cpu import library
@@ -295,19 +296,21 @@ def plain(path: str) -> str:
                 *MANNERS,
                 "logprobs",
             }
-            - {"n"},
+            - {"n", *FOREIGN_PARAMETERS},
         ),
         (
             "What else OpenAI's API takes",
             {*schemas.ChatBody.__struct_fields__, *schemas.CompletionBody.__struct_fields__}
             - {*SamplingParams.__struct_fields__, "n", "max_completion_tokens"}
-            | {*LOGPROBS, *json_body.IGNORED_FIELDS, *schemas.CHAT_NO_OP_VALUES, *chat_messages.MESSAGE_NO_OP_VALUES},
+            | {*LOGPROBS, *json_body.IGNORED_FIELDS, *chat_messages.MESSAGE_NO_OP_VALUES}
+            | {*schemas.CHAT_NO_OP_VALUES} - FOREIGN_PARAMETERS,
         ),
         (
             "HTTP: tokens",
             {*schemas.TokenizeBody.__struct_fields__, *schemas.DetokenizeBody.__struct_fields__}
             | {*schemas.TOKENIZE_NO_OP_VALUES},
         ),
+        ("What other servers take", {*FOREIGN_PARAMETERS}),
         ("gRPC", {spec.name for spec in infer.OWN_LAYOUT.inputs}),
     ],
 )

@@ -80,7 +80,7 @@ def test_errors_are_the_client_s(client: Any) -> None:
 
     with pytest.raises(anthropic.NotFoundError, match="not_found_error") as unknown:
         client.messages.create(**PLAIN | {"model": "claude"})
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type"):
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].source"):
         client.messages.create(**PLAIN | {"messages": [{"role": "user", "content": [{"type": "image"}]}]})
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(**PLAIN | {"messages": [{"role": "user", "content": "word " * 9000}]})

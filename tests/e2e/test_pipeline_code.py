@@ -196,11 +196,11 @@ def test_the_example_of_the_docs_does_what_they_say(server: Server) -> None:
         ("a secret", 400, "that is a secret"),
         ("a bug", 500, "pipeline 'guide' has failed (guide/1/pipeline.py:13): KeyError: 'a bug'"),
         ("a stranger", 500, "pipeline 'guide' asks model 'stranger', which its parameter 'models' does not name"),
-        ("x", 400, "in pipeline 'guide', unknown parameter 'colour'"),
+        ("x", 400, "in pipeline 'guide', unknown parameter 'max_tokns'; did you mean 'max_tokens'?"),
     ],
 )
 def test_a_failure_has_its_status_and_its_place(server: Server, question: str, status: int, text: str) -> None:
-    body = {"question": question, "colour": "red"}
+    body = {"question": question, "max_tokns": 3}
     answer = httpx.post(f"{server.url}/v2/models/guide/generate", json=body)
     assert (answer.status_code, answer.json()["error"]) == (status, text)
 

@@ -163,9 +163,9 @@ def test_an_agents_loop_over_chat(client: openai.OpenAI) -> None:
 
 
 def test_refusals_name_the_field(client: openai.OpenAI) -> None:
-    image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
+    video: Any = [{"role": "user", "content": [{"type": "input_video", "video_url": "data:"}]}]
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(**ASKED | {"input": image})
+        client.responses.create(**ASKED | {"input": video})
     assert refused.value.param == "input[0].content[0].type"
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**ASKED | {"input": "x " * 3000})

@@ -47,6 +47,12 @@ class Writer:
     async def detokenize(self, ids: list[int]) -> str:
         return ""
 
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        raise NotImplementedError
+
+    async def tokenizer_info(self) -> dict[str, object]:
+        raise NotImplementedError
+
     @property
     def adapters(self) -> dict[str, Adapter] | None:
         return self.named if self.takes else None

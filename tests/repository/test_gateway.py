@@ -71,6 +71,12 @@ class Writer(Echo):
     async def detokenize(self, ids: list[int]) -> str:
         return ""
 
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        raise NotImplementedError
+
+    async def tokenizer_info(self) -> dict[str, object]:
+        raise NotImplementedError
+
 
 A = Tensor.from_values("A", "INT32", [1, 2])
 

@@ -75,6 +75,12 @@ class Text(Shadowed):
     async def detokenize(self, ids: list[int]) -> str:
         return ""
 
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        raise NotImplementedError
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        raise NotImplementedError
+
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         self.asked.append(context)
         yield GenerateChunk(text="", token_ids=self.tokens[:1], usage=Usage(1, 1))

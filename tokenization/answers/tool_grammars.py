@@ -63,12 +63,48 @@ def _call_parts(form: ToolFormat, tools: Sequence[Tool], strict_only: bool = Fal
     parts = []
     for tool in tools:
         try:
-            schema = json.loads("{}" if strict_only and not tool.strict else tool.parameters)
-            parts.append(form.call_part(tool.name, {"type": "object", **schema}))
+            if strict_only and not tool.strict:
+                parts.append(form.call_part(tool.name, {"type": "object"}))
+            else:
+                parts.append(form.call_part(tool.name, closed({"type": "object", **json.loads(tool.parameters)})))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             message = f"tools: the parameters of '{tool.name}' are no schema that calls can be held to: {error}"
             raise InvalidArgument(message, field="tools") from None
     return parts
+
+
+_OPENING = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "minProperties")
+_COMPOSING = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef")
+"""Keywords by which an object says itself what else it may have, or another schema says it."""
+
+
+def closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a tool whose objects have no members but those that they name, where they do not say otherwise:
+    a model that may write any goes on for as long as it likes."""
+    alone = "allOf" not in json.dumps(parameters)  # whose parts would have to close each other's objects
+    inside = {name: _closed_inside(each) if alone else each for name, each in parameters.items()}
+    return inside | {"additionalProperties": False} if _may_close(parameters) else inside
+
+
+def _may_close(node: dict[str, Any]) -> bool:
+    named, required = node.get("properties", {}), node.get("required", [])
+    complete = isinstance(named, dict) and isinstance(required, list) and all(each in named for each in required)
+    return complete and not node.keys() & {*_OPENING, *_COMPOSING}
+
+
+def _closed_inside(value: Any) -> Any:
+    """The value with its schemas of objects closed, those that name their members."""
+    if isinstance(value, list):
+        return [_closed_inside(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    inside = {name: each if name in _DATA else _closed_inside(each) for name, each in value.items()}
+    names_members = isinstance(value.get("properties"), dict) and value.get("type") == "object"
+    return inside | {"additionalProperties": False} if names_members and _may_close(value) else inside
+
+
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas."""
 
 
 def _section(form: ToolFormat, calls: Sequence[Part], parallel: bool, trigger: str = "") -> Part:

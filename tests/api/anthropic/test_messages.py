@@ -100,7 +100,8 @@ async def test_events_add_up_to_the_answer(client: httpx.AsyncClient, gateway: A
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     start, *middle, end, stop = events(response)
     message = start["message"]
-    assert (message["content"], message["stop_reason"], message["usage"]) == ([], None, USAGE)
+    begun = USAGE | {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
+    assert (message["content"], message["stop_reason"], message["usage"]) == ([], None, begun)
     assert end == {
         "type": "message_delta",
         "delta": {"stop_reason": "tool_use", "stop_sequence": None},
@@ -346,12 +347,12 @@ CALL = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
-        (said("user", PICTURE), "messages[1].content[0].type"),
+        ({"messages": [{"role": "user", "content": "x", "contents": "y"}]}, "messages[0].contents"),
+        (said("assistant", PICTURE), "messages[1].content[0].type"),
         (said("user", "x"), "messages[1].content[0]"),
         (said("user", CALL), "messages[1].content[0].type"),
         (said("user", {"type": "text"}), "messages[1].content[0].text"),
-        (said("user", {"type": "text", "text": "x", "bogus": 1}), "messages[1].content[0].bogus"),
+        (said("user", {"type": "text", "text": "x", "texts": 1}), "messages[1].content[0].texts"),
         (said("user", {"type": "tool_result", "tool_use_id": "c1"}), "messages[1].content[0].tool_use_id"),
         (said("assistant", CALL), "messages[1]"),
         (said("assistant", CALL | {"input": "{}"}), "messages[1].content[0].input"),
@@ -444,3 +445,62 @@ async def test_a_model_of_tensors_answers(client: httpx.AsyncClient, gateway: An
         MESSAGES, json=HI | {"model": "chatting", "thinking": {"type": "enabled", "budget_tokens": 5}}
     )
     assert "thinking.budget_tokens" in named.json()["error"]["message"]
+
+
+DOCUMENT = {
+    "type": "document",
+    "title": "notes",
+    "source": {"type": "text", "media_type": "text/plain", "data": "a\nb"},
+}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "eA=="}}
+PLAIN = {"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "aGk="}}
+FOUND = {"type": "search_result", "title": "t", "source": "https://x", "content": [{"type": "text", "text": "y"}]}
+REFERENCE = {"type": "tool_reference", "tool_name": "clock"}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (DOCUMENT, "notes\na\nb"),
+        (PLAIN, "hi"),
+        ({"type": "document", "source": {"type": "content", "content": [TEXT]}}, "x"),
+        ({"type": "document", "source": {"type": "content", "content": "z"}}, "z"),
+        (FOUND, "t\nhttps://x\ny"),
+        (REFERENCE, "[tool: clock]"),
+        (PICTURE, "[image, image/png: it is here, but this model reads text alone and cannot see it]"),
+        (PDF, "[document, application/pdf: it is here, but this model reads text alone and cannot see it]"),
+        (PLAIN | {"source": {"type": "url", "url": "https://x"}}, "[document: it is here, but this model reads text"),
+    ],
+)
+async def test_what_a_tool_has_found_is_read_or_said_to_be_there(
+    client: httpx.AsyncClient, gateway: Any, block: Any, text: str
+) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [TEXT, block]}
+    turns = [{"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result, TEXT]}]
+    answer = await client.post(MESSAGES, json=HI | {"messages": turns})
+    assert answer.status_code == 200
+    [_, told, _] = gateway.asked[0].prompt.messages
+    assert told.content.startswith(f"x\n{text}")
+    unseen = "reads text" in text
+    assert ("reads text alone" in answer.headers.get("x-charonia-warning", "")) == unseen
+    if block is not REFERENCE:
+        await client.post(MESSAGES, json=HI | said("user", block))
+        assert gateway.asked[1].prompt.messages[0].content.startswith(f"hi\n{text}")
+
+
+async def test_blocks_of_anthropics_own_tools_are_left_out(client: httpx.AsyncClient, gateway: Any) -> None:
+    searched = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+    hits = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [searched, hits, TEXT]}]
+    answer = await client.post(MESSAGES, json=HI | {"messages": [*turns, {"role": "user", "content": "so?"}]})
+    assert [each.content for each in gateway.asked[0].prompt.messages] == ["hi", "x", "so?"]
+    assert answer.headers["x-charonia-warning"] == (
+        "messages[1].content[0]: server_tool_use is of Anthropic's own tools, and is left out; "
+        "messages[1].content[1]: web_search_tool_result is of Anthropic's own tools, and is left out"
+    )
+
+
+async def test_a_message_begins_without_tokens_of_output(client: httpx.AsyncClient) -> None:
+    begin, *_, end, _ = events(await client.post(MESSAGES, json=HI | {"stream": True}))
+    assert (begin["message"]["usage"]["output_tokens"], begin["message"]["usage"]["input_tokens"]) == (0, 3)
+    assert end["usage"]["output_tokens"] == 2

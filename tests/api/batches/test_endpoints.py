@@ -254,7 +254,7 @@ async def test_who_leaves_in_the_middle_leaves_nothing(client: httpx.AsyncClient
         ({"metadata": {"k": "v" * 513}}, 400, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, "output_expires_after.seconds"),
         ({"output_expires_after": {"since": 1}}, 400, "output_expires_after"),
-        ({"surprise": 1}, 400, "surprise"),
+        ({"endpoints": 1}, 400, "endpoints"),
         ({"endpoint": None}, 400, "endpoint"),
     ],
 )

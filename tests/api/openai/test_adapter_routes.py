@@ -42,7 +42,7 @@ async def test_an_adapter_is_listed_with_its_directory_and_its_model(
 ) -> None:
     gateway.served_adapters.append(SQL)
     card = {"id": "sql", "object": "model", "created": 1700000000, "owned_by": "charonia"}
-    card |= {"root": "/loras/sql", "parent": "llm"}
+    card |= {"root": "/loras/sql", "parent": "llm", "max_model_len": None}
     assert (await client.get("/v1/models")).json()["data"][-1] == card
     assert (await client.get("/v1/models/llm")).json()["id"] == "llm"
 

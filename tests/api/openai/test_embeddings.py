@@ -80,7 +80,10 @@ async def embed(client: httpx.AsyncClient, given: Any, **fields: Any) -> httpx.R
 
 
 async def test_one_text(client: httpx.AsyncClient) -> None:
-    assert (await embed(client, "twelve")).json() == {
+    body = (await embed(client, "twelve")).json()
+    assert body.pop("id").startswith("embd-")
+    assert isinstance(body.pop("created"), int)
+    assert body == {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": [6.0, 3.0, 4.0]}],
         "model": "embedder",
@@ -126,7 +129,8 @@ async def test_fewer_dimensions_have_length_one(client: httpx.AsyncClient) -> No
         ({"dimensions": 0}, "dimensions", "dimensions must be at least 1"),
         ({"dimensions": 4}, "dimensions", "dimensions must be at most 3 for this model, got 4"),
         ({"encoding_format": "int8"}, "encoding_format", "must be float or base64"),
-        ({"input_type": "query"}, "input_type", "unknown field"),
+        ({"input_type": "query"}, "input_type", "is not supported yet"),
+        ({"add_special_tokens": False}, "add_special_tokens", "is not supported yet"),
         ({"model": "ranker"}, "model", "makes no embeddings"),
     ],
 )
@@ -199,3 +203,69 @@ async def test_the_best_documents_with_their_texts(client: httpx.AsyncClient) ->
 async def test_wrong_rankings_are_named(client: httpx.AsyncClient, fields: dict[str, Any], field: str) -> None:
     answered = await rank(client, **fields)
     assert (answered.status_code, answered.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2")]
+)
+async def test_scores_of_pairs(client: httpx.AsyncClient, one: str, other: str) -> None:
+    body = {"model": "ranker", one: "q", other: ["a", "abc", "ab"]}
+    for path in ("/score", "/v1/score", "/invocations"):
+        told = (await client.post(path, json=body)).json()
+        assert [(each["index"], each["object"]) for each in told["data"]] == [(0, "score"), (1, "score"), (2, "score")]
+        assert [each["score"] for each in told["data"]] == pytest.approx([0.01, 0.03, 0.02])
+        assert (told["object"], told["model"], told["usage"]["prompt_tokens"]) == ("list", "ranker", 6)
+    told = (await client.post("/score", json=body | {one: ["q", "r", "s"]})).json()
+    assert len(told["data"]) == 3
+
+
+async def test_vectors_are_scored_by_their_angle(client: httpx.AsyncClient) -> None:
+    told = (await client.post("/score", json={"model": "embedder", "text_1": "ab", "text_2": ["ab", "abcde"]})).json()
+    one, other = np.array([2, 3, 4]), np.array([5, 3, 4])
+    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    assert [each["score"] for each in told["data"]] == pytest.approx([1, cosine])
+
+
+async def test_classes_and_what_a_model_makes(client: httpx.AsyncClient) -> None:
+    told = (await client.post("/classify", json={"model": "classifier", "input": ["a", "abc"]})).json()
+    assert [each["probs"] for each in told["data"]] == [[0.5, 0.5]] * 2
+    assert [(each["label"], each["num_classes"]) for each in told["data"]] == [("LABEL_0", 2)] * 2
+    pooled = (await client.post("/pooling", json={"model": "embedder", "input": "ab", "task": "embed"})).json()
+    assert (pooled["data"][0]["data"], pooled["data"][0]["object"]) == ([2, 3, 4], "pooling")
+    assert pooled["id"].startswith("pool-")
+    coded = (
+        await client.post("/pooling", json={"model": "embedder", "input": [7, 8], "encoding_format": "base64"})
+    ).json()
+    assert np.frombuffer(base64.b64decode(coded["data"][0]["data"]), "<f4").tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("score", {"model": "ranker", "queries": "a"}, "queries"),
+        ("score", {"model": "ranker", "queries": "a", "text_2": "b"}, "queries"),
+        ("score", {"model": "ranker", "text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+        ("score", {"model": "ranker", "text_1": "a", "text_2": []}, "text_2"),
+        ("score", {"model": "classifier", "text_1": "a", "text_2": "b"}, "model"),
+        ("classify", {"model": "embedder", "input": "a"}, "model"),
+        ("classify", {"model": "classifier", "input": ""}, "input"),
+        ("pooling", {"model": "embedder", "input": "a", "task": "token_embed"}, "task"),
+        ("pooling", {"model": "embedder", "input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("pooling", {"model": "embedder", "input": "a", "use_activation": False}, "use_activation"),
+    ],
+)
+async def test_wrong_scores_and_classes_are_named(client: httpx.AsyncClient, path: str, body: Any, field: str) -> None:
+    answered = await client.post(f"/{path}", json=body)
+    assert (answered.status_code, answered.json()["error"]["param"]) == (400, field)
+
+
+async def test_encoders_name_what_they_ignore(client: httpx.AsyncClient) -> None:
+    for path, body in (
+        ("/v1/embeddings", {"model": "embedder", "input": "a"}),
+        ("/rerank", {"model": "ranker", "query": "a", "documents": ["b"]}),
+        ("/score", {"model": "ranker", "text_1": "a", "text_2": "b"}),
+        ("/classify", {"model": "classifier", "input": "a"}),
+        ("/pooling", {"model": "embedder", "input": "a"}),
+    ):
+        answered = await client.post(path, json=body | {"trace_id": 7})
+        assert (answered.status_code, answered.headers["x-charonia-warning"]) == (200, "ignored: trace_id")

@@ -39,6 +39,7 @@ def events(response: httpx.Response) -> list[Any]:
 async def test_models(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
     llm = {"id": "llm", "object": "model", "created": 1700000000, "owned_by": "charonia"}
+    llm |= {"root": "llm", "parent": None, "max_model_len": None}
     assert listed["object"] == "list"
     assert listed["data"][0] == llm
     assert (await client.get("/v1/models/llm")).json() == llm
@@ -99,8 +100,9 @@ async def test_chat_streams(client: httpx.AsyncClient, gateway: Any) -> None:
         {"role": "assistant", "content": ""},
         {"content": "one"},
         {"content": " two"},
+        {},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "stop"]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert not any("usage" in chunk for chunk in chunks)
@@ -108,7 +110,7 @@ async def test_chat_streams(client: httpx.AsyncClient, gateway: Any) -> None:
 
 async def test_usage_closes_the_stream_when_asked_for(client: httpx.AsyncClient) -> None:
     *chunks, last = events(await client.post(TEXT, json=PROMPT | {"stream": True, "stream_options": USAGE}))
-    assert [chunk["usage"] for chunk in chunks] == [None, None]
+    assert [chunk["usage"] for chunk in chunks] == [None, None, None]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 2
 
@@ -121,7 +123,7 @@ ALL_ALONG = {"stream": True, "stream_options": USAGE | {"continuous_usage_stats"
 async def test_usage_all_along(client: httpx.AsyncClient, path: str, body: Any) -> None:
     chunks = events(await client.post(path, json=body | ALL_ALONG))
     counted = [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in chunks]
-    assert counted == [(5, 0)] * (path == CHAT) + [(5, 1), (5, 2), (5, 2)]
+    assert counted == [(5, 0)] * (path == CHAT) + [(5, 1), (5, 2), (5, 2), (5, 2)]
     alone = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     assert not any("usage" in chunk for chunk in events(await client.post(path, json=body | alone)))
 
@@ -132,8 +134,8 @@ async def test_token_ids_of_a_text(client: httpx.AsyncClient, gateway: Any) -> N
     both = (await client.post(TEXT, json=asked | {"n": 2})).json()["choices"]
     assert [(each["prompt_token_ids"], each["token_ids"]) for each in both] == [([7, 8], [1, 2, 3])] * 2
     streamed = [chunk["choices"][0] for chunk in events(await client.post(TEXT, json=asked | {"stream": True}))]
-    assert [each["token_ids"] for each in streamed] == [[1], [2], [3]]
-    assert [each.get("prompt_token_ids") for each in streamed] == [[7, 8], None, None]
+    assert [each["token_ids"] for each in streamed] == [[1], [2], [3], []]
+    assert [each.get("prompt_token_ids") for each in streamed] == [[7, 8], None, None, None]
     plain = (await client.post(TEXT, json=PROMPT)).json()["choices"][0]
     assert not {"token_ids", "prompt_token_ids"} & plain.keys()
 
@@ -143,8 +145,8 @@ async def test_token_ids_of_a_chat(client: httpx.AsyncClient) -> None:
     body = (await client.post(CHAT, json=asked)).json()
     assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == ([7, 8], [1, 2])
     chunks = events(await client.post(CHAT, json=asked | {"stream": True}))
-    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[7, 8], None, None]
-    assert [chunk["choices"][0].get("token_ids") for chunk in chunks] == [None, [1], [2]]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[7, 8], None, None, None]
+    assert [chunk["choices"][0].get("token_ids") for chunk in chunks] == [None, [1], [2], []]
 
 
 async def test_several_prompts_are_several_choices(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -155,7 +157,7 @@ async def test_several_prompts_are_several_choices(client: httpx.AsyncClient, ga
     chunks = events(await client.post(TEXT, json=PROMPT | {"prompt": [[1], [2]], "stream": True}))
     for index in (0, 1):
         texts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert texts == ["one", " two"]
+        assert texts == ["one", " two", ""]
     assert gateway.open_streams == 0
 
 
@@ -319,7 +321,7 @@ async def test_logprobs_of_a_chat(client: httpx.AsyncClient) -> None:
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["one", " two"]
     chunks = events(await client.post(CHAT, json=HI | {"logprobs": True, "stream": True}))
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert told == [None, {"content": [one | {"top_logprobs": []}], "refusal": None}, told[2]]
+    assert told == [None, {"content": [one | {"top_logprobs": []}], "refusal": None}, told[2], None]
 
 
 async def test_logprobs_of_a_text(client: httpx.AsyncClient) -> None:
@@ -331,7 +333,8 @@ async def test_logprobs_of_a_text(client: httpx.AsyncClient) -> None:
         "text_offset": [0, 3],
     }
     chunks = events(await client.post(TEXT, json=PROMPT | {"logprobs": 0, "stream": True}))
-    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [3]]
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [logprobs and logprobs["text_offset"] for logprobs in told] == [[0], [3], None]
     assert chunks[1]["choices"][0]["logprobs"]["top_logprobs"] == [{" two": -1.0}]
 
 
@@ -459,7 +462,11 @@ REFUSED = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {}}, "response_format.type"),
     ({"response_format": "json"}, "response_format"),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    (
+        {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}},
+        "response_format.schema",
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object"}, "guided_decoding_guide_type": "json"}, "response_format"),
@@ -482,7 +489,11 @@ REFUSED = [
     ({"speculative": {"k": -1}}, "speculative.k"),
     ({"speculative": {"k": 33}}, "speculative.k"),
     ({"speculative": {"k": 1, "method": "ngram"}}, "speculative.method"),
-    ({"bogus": None}, "bogus"),
+    ({"temprature": 0}, "temprature"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"mirostat": 2}, "mirostat"),
+    ({"do_sample": False}, "do_sample"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -517,6 +528,9 @@ _TAGS = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "trigger
     ("fields", "kind", "text", "strict"),
     [
         ({"response_format": {"type": "json_object"}}, "json", "", False),
+        ({"response_format": {"type": "json_object", "schema": _SCHEMA}}, "json_schema", _SCHEMA_TEXT, False),
+        ({"response_format": {"type": "json_schema", "schema": _SCHEMA}}, "json_schema", _SCHEMA_TEXT, False),
+        ({"response_format": {"type": "json_schema", "strict": True, **_NAMED}}, "json_schema", _SCHEMA_TEXT, True),
         ({"response_format": {"type": "json_schema", "json_schema": _NAMED}}, "json_schema", _SCHEMA_TEXT, False),
         (
             {"response_format": {"type": "json_schema", "json_schema": _NAMED | {"strict": True}}},
@@ -589,7 +603,7 @@ async def test_refused_by_name(
         (TEXT, PROMPT | {"max_completion_tokens": 3}, "max_completion_tokens"),
         (TEXT, {"model": "llm", "prompt": ["a"] * 9, "n": 128}, "prompt"),
         (TEXT, PROMPT | {"echo": "yes"}, "echo"),
-        (CHAT, HI | {"echo": True}, "echo"),
+        (CHAT, HI | {"echo": "yes"}, "echo"),
         (TEXT, b'{"model": "llm", "prompt": "x", "tools": ' + b"[" * 300 + b"]" * 300 + b"}", "tools"),
         (TEXT, PROMPT | {"logprobs": 21}, "logprobs"),
         (CHAT, HI | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -610,7 +624,7 @@ async def test_refused_by_name(
         (CHAT, HI | {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
         (CHAT, HI | {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, HI | {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (CHAT, HI | {"messages": [{"role": "user", "content": "x", "bogus": 1}]}, "messages[0].bogus"),
+        (CHAT, HI | {"messages": [{"role": "user", "content": "x", "contents": 1}]}, "messages[0].contents"),
         (CHAT, HI | {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
         (CHAT, HI | {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         (
@@ -678,3 +692,65 @@ async def test_an_unexpected_error(client: httpx.AsyncClient, gateway: Any, capl
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "Internal Server Error"
     assert "RuntimeError: a secret" in caplog.text
+
+
+async def test_tokens_as_their_ids(client: httpx.AsyncClient) -> None:
+    asked = {"logprobs": 1, "return_tokens_as_token_ids": True}
+    told = (await client.post(TEXT, json=PROMPT | asked)).json()["choices"][0]["logprobs"]
+    assert (told["tokens"], told["top_logprobs"][0]) == (
+        ["token_id:1", "token_id:2"],
+        {"token_id:0": -0.5, "token_id:1": -1},
+    )
+    assert told["text_offset"] == [0, 3]
+    chat = (await client.post(CHAT, json=HI | asked | {"logprobs": True, "top_logprobs": 1})).json()
+    first = chat["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["bytes"], first["top_logprobs"][0]["token"]) == (
+        "token_id:1",
+        [111, 110, 101],
+        "token_id:0",
+    )
+
+
+async def test_an_echoed_chat_begins_with_what_is_continued(client: httpx.AsyncClient) -> None:
+    begun = HI | {"messages": [*HI["messages"], {"role": "assistant", "content": "zero "}], "echo": True}  # type: ignore[misc]
+    begun |= {"continue_final_message": True, "add_generation_prompt": False}
+    for echo, text in ((True, "zero one two"), (False, "one two")):
+        whole = (await client.post(CHAT, json=begun | {"echo": echo, "n": 2})).json()["choices"]
+        assert [each["message"]["content"] for each in whole] == [text] * 2
+        chunks = events(await client.post(CHAT, json=begun | {"echo": echo, "stream": True}))
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
+    asked = (await client.post(CHAT, json=HI | {"echo": True})).json()  # the user's words are not the answer's
+    assert asked["choices"][0]["message"]["content"] == "one two"
+
+
+async def test_a_finish_reason_has_a_chunk_of_its_own(client: httpx.AsyncClient) -> None:
+    for path, body, empty in ((TEXT, PROMPT, {"text": ""}), (CHAT, HI, {"delta": {}})):
+        *_, text, end = (chunk["choices"][0] for chunk in events(await client.post(path, json=body | {"stream": True})))
+        assert text["finish_reason"] is None
+        assert end == {"index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None, **empty}
+
+
+async def test_paths_that_are_not_there_have_an_error_object(client: httpx.AsyncClient) -> None:
+    for path in ("/nothing", "/v1/nothing", "/api/tags"):
+        answer = await client.get(path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == f"Not Found: GET {path}"
+    assert (await client.get("/v2/nothing")).json() == {"error": "Not Found"}
+
+
+async def test_what_vllm_tells_of_the_server(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/load")).json() == {"server_load": 0}
+    told = (await client.get("/tokenizer_info?model=llm")).json()
+    assert told == {"tokenizer_class": "Fast", "model": "llm"}
+    several = await client.get("/tokenizer_info")
+    assert (several.status_code, several.json()["error"]["param"]) == (400, "model")
+    unknown = await client.get("/tokenizer_info?model=x")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_an_invocation_is_for_the_endpoint_that_its_body_is_of(client: httpx.AsyncClient, gateway: Any) -> None:
+    for body, kind in ((HI, "chat.completion"), (PROMPT, "text_completion")):
+        assert (await client.post("/invocations", json=body)).json()["object"] == kind
+    assert [context.endpoint for context in gateway.contexts] == ["chat", "completions"]
+    wrong = await client.post("/invocations", json={"model": "llm"})
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")

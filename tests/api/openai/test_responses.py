@@ -170,11 +170,11 @@ async def test_a_schema_is_the_constraint_of_a_chat(client: httpx.AsyncClient, g
 
 
 async def test_tools_that_nobody_can_call_are_left_out_and_named(client: httpx.AsyncClient, gateway: Any) -> None:
-    tools = [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "caf\u00e9\n"}]
+    tools = [{"type": "web_search"}, {"type": "shell"}, {"type": "caf\u00e9\n"}]
     answer = await client.post(PATH, json=HI | {"tools": tools, "tool_choice": "auto", "parallel_tool_calls": True})
     assert answer.status_code == 200
     warning = answer.headers["x-charonia-warning"]
-    assert all(word in warning for word in ("tools[0]", '"web_search"', "tools[1]", '"custom"', "tools[2]"))
+    assert all(word in warning for word in ("tools[0]", '"web_search"', "tools[1]", '"shell"', "tools[2]"))
     assert warning.isascii()
     assert answer.json()["tools"] == []
     streamed = await client.post(PATH, json=HI | {"tools": tools, "stream": True})
@@ -282,7 +282,7 @@ async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClie
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"bogus": 1}, "bogus"),
+        ({"instruction": 1}, "instruction"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -295,13 +295,20 @@ async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClie
         ({"stream_options": {}}, "stream_options"),
         ({"truncation": "some"}, "truncation"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
-        ({"text": {"bogus": 1}}, "text.bogus"),
+        ({"text": {"formats": 1}}, "text.formats"),
         ({"text": {"format": {"type": "bogus"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
         ({"tools": [{"type": "mcp"}, {"type": "function", "name": "?"}]}, "tools[1].name"),
-        ({"tools": [{"type": "function", "name": "f", "bogus": 1}]}, "tools[0].bogus"),
+        ({"tools": [{"type": "function", "name": "f", "parameter": 1}]}, "tools[0].parameter"),
+        ({"tools": [{"type": "custom", "name": "?"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
+        ({"tools": [{"type": "custom", "name": "f", "format": "lark"}]}, "tools[0].format"),
+        (
+            {"tools": [{"type": "custom", "name": "f"}], "tool_choice": {"type": "custom", "name": "g"}},
+            "tool_choice.name",
+        ),
         (
             {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "g"}},
             "tool_choice.name",
@@ -313,15 +320,19 @@ async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClie
         ({"input": ["hi"]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": [{"id": "msg_1"}]}, "input[0]"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
+        ({"input": [{"type": "compaction", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
+        ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, "input[0].action"),
+        ({"input": [{"type": "local_shell_call_output", "id": "c", "output": "x"}]}, "input[0].id"),
         ({"input": [{"type": ["message"], "role": "user"}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": "x", "bogus": 1}]}, "input[0].bogus"),
+        ({"input": [{"role": "user", "content": "x", "contents": 1}]}, "input[0].contents"),
         ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_video"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
@@ -360,8 +371,103 @@ async def test_what_is_repeated_is_not_nested_too_deeply(client: httpx.AsyncClie
 def test_warnings_do_not_grow_with_what_they_tell_of() -> None:
     encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     given = [encrypted] * 1000 + [{"role": "user", "content": "hi"}]
-    parsed = parse_responses(HI | {"input": given, "tools": [{"type": "mcp"}, {"type": "custom"}] * 500}, "1")
+    parsed = parse_responses(HI | {"input": given, "tools": [{"type": "mcp"}, {"type": "shell"}] * 500}, "1")
     assert [each.partition(":")[0] for each in parsed.warnings] == ["tools[0]", "tools[1]", "input[0]"]
+
+
+async def test_an_empty_input_is_answered_as_openai_does(client: httpx.AsyncClient) -> None:
+    for body in (
+        {"model": "llm"},
+        HI | {"input": ""},
+        HI | {"input": []},
+        {"model": "llm", "instructions": "be brief"},
+    ):
+        answer = await client.post(PATH, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "missing_required_parameter", "input")
+        assert error["message"].startswith('One of "input" or "previous_response_id"')
+
+
+PATCH = {"type": "custom", "name": "patch", "description": "edits"}
+SHELL = {"type": "local_shell"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
+
+
+async def test_custom_tools_and_the_shell_go_round(client: httpx.AsyncClient, gateway: Any) -> None:
+    usage = Usage(5, 3)
+    pieces = [
+        (ToolCallDelta(0, "call_a", "patch", '{"input": "a\\n'),),
+        (ToolCallDelta(0, arguments="\\u00e9 \\ud83d"),),
+        (ToolCallDelta(0, arguments='\\ude00\\""}'), ToolCallDelta(1, "call_b", "local_shell", '{"command": ["ls"]}')),
+    ]
+    end = GenerateChunk(text="", token_ids=(), usage=usage, finish_reason=FinishReason.STOP)
+    gateway.chunks = (*(GenerateChunk(text="", tool_calls=each, token_ids=(1,), usage=usage) for each in pieces), end)
+    asked = HI | {"tools": [PATCH | {"format": LARK}, SHELL]}
+    answer = await client.post(PATH, json=asked)
+    assert answer.headers["x-charonia-warning"].startswith("tools[0].format: not enforced: a lark grammar")
+    body = answer.json()
+    Response.model_validate(body)
+    patch, shell = body["output"]
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", 'a\n\u00e9 \U0001f600"')
+    assert (shell["type"], shell["action"]["command"]) == ("local_shell_call", ["ls"])
+    assert [each["type"] for each in body["tools"]] == ["custom", "local_shell"]
+    told = events(await client.post(PATH, json=asked | {"stream": True}))
+    deltas = [each["delta"] for each in told if each["type"] == "response.custom_tool_call_input.delta"]
+    assert deltas == ["a\n", "\u00e9 ", '\U0001f600"']
+    assert [item["type"] for item in told[-1]["response"]["output"]] == ["custom_tool_call", "local_shell_call"]
+    tools = gateway.asked[0].prompt.tools
+    assert [(each.name, each.custom, each.strict) for each in tools] == [
+        ("patch", True, True),
+        ("local_shell", False, True),
+    ]
+    assert "start: /x/" in tools[0].description
+    gateway.asked.clear()
+    results = [
+        {"type": "custom_tool_call_output", "call_id": "call_a", "output": "done"},
+        {"type": "local_shell_call_output", "id": shell["id"], "output": "file"},
+    ]
+    await client.post(PATH, json=asked | {"input": [{"role": "user", "content": "hi"}, *body["output"], *results]})
+    first, second = messages(gateway)[1].tool_calls
+    assert (first.name, json.loads(first.arguments)) == ("patch", {"input": patch["input"]})
+    assert (second.name, json.loads(second.arguments)) == ("local_shell", {"command": ["ls"], "env": {}})
+    assert [(each.content, each.tool_call_id) for each in messages(gateway)[2:]] == [
+        ("done", "call_a"),
+        ("file", "call_b"),
+    ]
+
+
+async def test_a_pattern_of_a_custom_tool_is_enforced_and_it_can_be_forced(
+    client: httpx.AsyncClient, gateway: Any
+) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+    for choice in (
+        {"type": "custom", "name": "patch"},
+        {"type": "allowed_tools", "mode": "required", "tools": [PATCH]},
+    ):
+        answer = await client.post(PATH, json=HI | {"tools": [PATCH | {"format": form}], "tool_choice": choice})
+        assert "x-charonia-warning" not in answer.headers
+    one, other = gateway.asked
+    assert (one.tools.named, other.tools.choice) == ("patch", "required")
+    assert json.loads(one.tools.tools[0].parameters)["properties"]["input"]["pattern"] == "^(?:[0-9]+)$"
+
+
+async def test_what_a_model_cannot_see_is_said_in_its_place(client: httpx.AsyncClient, gateway: Any) -> None:
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
+    given = [
+        {"role": "user", "content": [picture, {"type": "input_text", "text": "look"}, picture]},
+        {"type": "function_call", "call_id": "c", "name": "view", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [picture]},
+        {"type": "web_search_call", "id": "x", "status": "completed"},
+    ]
+    answer = await client.post(PATH, json=HI | {"input": given})
+    assert answer.status_code == 200
+    user, _, result = messages(gateway)
+    assert user.content.splitlines()[1] == "look"
+    assert "image" in result.content
+    assert answer.headers["x-charonia-warning"] == (
+        "input[0].content[0]: this model reads text alone; the text says that there was one: image; "
+        "input[3]: items of type web_search_call are of OpenAI's own tools, and left out"
+    )
 
 
 async def test_who_counts_on_state_is_told_what_to_send(client: httpx.AsyncClient) -> None:

@@ -27,6 +27,11 @@ async def test_tokenize(client: httpx.AsyncClient, gateway: Any) -> None:
     ]
 
 
+async def test_tokens_as_the_vocabulary_spells_them(client: httpx.AsyncClient) -> None:
+    answer = await client.post(TOKENIZE, json={"model": "llm", "prompt": "hi", "return_token_strs": True})
+    assert answer.json()["token_strs"] == ["t1", "t2", "t3"]
+
+
 async def test_detokenize(client: httpx.AsyncClient) -> None:
     assert (await client.post(DETOKENIZE, json={"model": "llm", "tokens": [7, 8]})).json() == {"prompt": "7 8"}
 
@@ -57,11 +62,12 @@ async def test_a_wrong_method_is_refused_in_openai_s_shape(client: httpx.AsyncCl
         (TOKENIZE, {"model": "llm", "prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         (TOKENIZE, {"model": "llm", "prompt": "x", "chat_template": "x"}, "chat_template"),
         (TOKENIZE, {"model": "llm", "messages": HI, "add_special_tokens": True}, "add_special_tokens"),
-        (TOKENIZE, {"model": "llm", "prompt": "x", "return_token_strs": True}, "return_token_strs"),
+        (TOKENIZE, {"model": "llm", "prompt": "x", "return_token_strs": "yes"}, "return_token_strs"),
+        (TOKENIZE, {"model": "llm", "prompt": "x", "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         (TOKENIZE, {"model": "llm", "prompt": 5}, "prompt"),
         (DETOKENIZE, {"model": "llm"}, "tokens"),
         (DETOKENIZE, {"model": "llm", "tokens": ["x"]}, "tokens[0]"),
-        (DETOKENIZE, {"model": "llm", "tokens": [], "bogus": 1}, "bogus"),
+        (DETOKENIZE, {"model": "llm", "tokens": [], "token": 1}, "token"),
     ],
 )
 async def test_refusals_name_the_field(client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str) -> None:

@@ -238,9 +238,9 @@ CALLING = {"role": "assistant", "tool_calls": [call("clock")]}
     [
         ({"tools": {}}, "tools"),
         ({"tools": ["clock"]}, "tools[0]"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp", "mcp": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [CLOCK | {"cache_control": {}}]}, "tools[0].cache_control"),
+        ({"tools": [CLOCK | {"strict": True}]}, "tools[0].strict"),
         (tool(name="has space"), "tools[1].function.name"),
         (tool(name=""), "tools[1].function.name"),
         (tool(name="x" * 129), "tools[1].function.name"),
@@ -255,7 +255,8 @@ CALLING = {"role": "assistant", "tool_calls": [call("clock")]}
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": CHOSEN}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": "any"}, "tool_choice"),
-        ({"tools": [CLOCK], "tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "custom"}}, "tool_choice.custom"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": CHOSEN}, "tool_choice.function.name"),
         ({"tools": [CLOCK], "tool_choice": CHOSEN | {"name": "clock"}}, "tool_choice.name"),
         ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
@@ -281,7 +282,8 @@ CALLING = {"role": "assistant", "tool_calls": [call("clock")]}
         (said({"role": "user", "content": "x", "reasoning": "x"}), "messages[1].reasoning"),
         (said({"role": "assistant", "content": "x", "tool_call_id": "c1"}), "messages[1].tool_call_id"),
         (said({"role": "assistant", "tool_calls": [call("x", id="")]}), "messages[1].tool_calls[0].id"),
-        (said({"role": "assistant", "tool_calls": [call("x", type="custom")]}), "messages[1].tool_calls[0].type"),
+        (said({"role": "assistant", "tool_calls": [call("x", type="custom")]}), "messages[1].tool_calls[0].custom"),
+        (said({"role": "assistant", "tool_calls": [call("x", type="mcp")]}), "messages[1].tool_calls[0].type"),
         (said({"role": "assistant", "tool_calls": [{"id": "c1"}]}), "messages[1].tool_calls[0].function"),
         (
             said({"role": "assistant", "tool_calls": [call("x", function={"name": "x", "arguments": {}})]}),
@@ -320,3 +322,58 @@ async def test_many_and_long_tools(gateway: Any, fields: dict[str, Any], param: 
     async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as client:
         answer = await client.post(CHAT, json=HI | fields)
     assert (answer.status_code, answer.json().get("error", {}).get("param")) == (400 if param else 200, param)
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "edits"}}
+
+
+async def test_custom_tools_take_a_text(client: httpx.AsyncClient, gateway: Any) -> None:
+    pieces = [
+        deltas((0, "c1", "patch", '{"input": "a')),
+        deltas((0, "", "", '\\n b"}')),
+        deltas((1, "c2", "clock", "{}")),
+    ]
+    gateway.chunks = (*(chunk(tool_calls=each) for each in pieces), chunk(end=FinishReason.STOP))
+    asked = HI | {"tools": [PATCH, CLOCK]}
+    custom = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "a\n b"}}
+    message = (await client.post(CHAT, json=asked)).json()["choices"][0]["message"]
+    assert message["tool_calls"] == [custom, call("clock", id="c2")]
+    streamed = events(await client.post(CHAT, json=asked | {"stream": True}))
+    told = [each for event in streamed for each in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert [each["custom"]["input"] for each in told if "custom" in each] == ["a", "\n b"]
+    assert told[0]["type"] == "custom"
+    gateway.asked.clear()
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    await client.post(CHAT, json=asked | {"messages": [*HI["messages"], message, result]})  # type: ignore[misc]
+    assert gateway.asked[0].prompt.messages[1].tool_calls[0] == ToolCall("c1", "patch", '{"input":"a\\n b"}')
+
+
+async def test_a_custom_tool_is_forced_and_its_grammar_named(client: httpx.AsyncClient, gateway: Any) -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /x/"}}
+    tool = {"type": "custom", "custom": {"name": "patch", "format": form}}
+    choice = {"type": "custom", "custom": {"name": "patch"}}
+    answer = await client.post(CHAT, json=HI | {"tools": [tool], "tool_choice": choice})
+    assert answer.headers["x-charonia-warning"].startswith("tools[0].custom.format: not enforced: a lark grammar")
+    [use] = [each.tools for each in gateway.asked]
+    assert (use.named, use.tools[0].custom, use.tools[0].strict) == ("patch", True, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}]},
+            "tools[0].custom.format.grammar",
+        ),
+        ({"tools": [PATCH], "tool_choice": {"type": "custom", "custom": {"name": "b"}}}, "tool_choice.custom.name"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]}]},
+            "messages[0].tool_calls[0].custom",
+        ),
+    ],
+)
+async def test_wrong_custom_tools_are_named(client: httpx.AsyncClient, change: Any, param: str) -> None:
+    answer = await client.post(CHAT, json=HI | change)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -46,7 +46,7 @@ STREAM = "/v2/models/llm/generate_stream"
         ("GET", "/v2/models/llm/versions/7", 404, {"error": "Request for unknown model: 'llm' version 7 is not found"}),
         ("GET", "/v2/models/llm/versions/x", 404, {"error": "Not Found"}),
         ("GET", "/v2/", 404, {"error": "Not Found"}),
-        ("GET", "/docs", 404, {"error": "Not Found"}),
+        ("GET", "/v2/docs", 404, {"error": "Not Found"}),
         ("POST", "/v2", 405, {"error": "Method Not Allowed"}),
         ("GET", GENERATE, 405, {"error": "Method Not Allowed"}),
         ("POST", "/v2/models/no/generate", 404, {"error": "Request for unknown model: 'no' is not found"}),

@@ -178,3 +178,20 @@ def test_spaces_between_special_tokens_that_cannot_be_left_out_are_told() -> Non
         ChunkBuilder(Tokenizer(backend, {}, None), [0], asked).build_chunk(TokenDelta((1, 1), 0, LENGTH)).text
         == "<s><s>"
     )
+
+
+def test_offsets_count_what_each_token_adds_to_the_text() -> None:
+    """Half a character adds nothing, nor does a special token that the prompt has not."""
+    backend = Backend(models.BPE({symbol: token for token, symbol in enumerate(["Ã", "©", "a", "Ġ"])}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(backend, {}, {})
+    prompt, scored = [4, 0, 1, 2], (scores(1, -1.0, -1.0, -1.0),)
+    for echo, widths in (("éa", [0, 0, 1, 1]), ("<s>éa", [3, 0, 1, 1])):
+        builder = ChunkBuilder(tokenizer, prompt, SamplingParams(prompt_logprobs=1, logprobs=0), echo=echo)
+        ones = tuple(Logprobs(-1.0, [], [], 1) for _ in range(4))
+        chunk = builder.build_chunk(TokenDelta((0, 1, 3, 4), 0, LENGTH, ones, scored))
+        assert [token.width for token in chunk.prompt_logprobs] == widths
+        assert [token.width for token in chunk.logprobs] == [0, 1, 1, 0]
+        assert chunk.text == f"{echo}é "
+    assert tokenizer.prompt_text((4, 0, 1), (4, 0, 1)) == "<s>é"

@@ -117,6 +117,19 @@ def test_everything_else_is_refused_by_name(parameters: dict[str, Any], field: s
     assert refusal.value.field == field
 
 
+def test_what_nobody_knows_is_ignored_and_told() -> None:
+    asked = InferRequest(id="", inputs=PROMPT, parameters={"trace_id": "x", "max_tokens": 5, "colour": 3})
+    parsed = parse_infer_request(asked, OWN_LAYOUT)
+    assert (parsed.ignored, parsed.requests[0].sampling.max_tokens) == (["trace_id", "colour"], 5)
+    refused = {"max_tokns": 5, "IMAGE": 1, "mirostat": 2, "logprob_token_ids": [1], "do_sample": False}
+    for name, value in refused.items():
+        with pytest.raises(InvalidArgument) as refusal:
+            parse_infer_request(InferRequest(id="", inputs=PROMPT, parameters={name: value}), OWN_LAYOUT)
+        assert refusal.value.field == name
+    with pytest.raises(InvalidArgument, match="unknown parameter 'field 64'"):
+        parse_request_parameters({f"field {number}": 1 for number in range(65)}, None, ignored=[])
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "nan", "[" * 100_000, r'{"max_tokens": "\ud800"}'])
 def test_a_tensor_that_is_no_json_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:

@@ -183,3 +183,34 @@ def guide_text(form: ToolFormat, parameters: str) -> str:
     except InvalidArgument as error:
         return error.message
     return "" if guide is None else guide.text
+
+
+INNER = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"properties": {}}, "{}", '{"a": 1}'),
+        ({"type": "object"}, "{}", '{"a": 1}'),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1}', '{"a": 1, "b": 2}'),
+        ({"properties": {"a": INNER}}, '{"a": {"b": 1}}', '{"a": {"b": 1, "c": 2}}'),
+        ({"properties": {"a": {"type": "object"}}}, '{"a": {"c": 2}}', '{"c": 2}'),
+        ({"properties": {}, "additionalProperties": True}, '{"a": 1}', "1"),
+        ({"patternProperties": {"^a": {}}}, '{"a": 1}', "1"),
+        ({"required": ["a"]}, '{"a": 1}', "{}"),
+        ({"properties": {}, "default": {"type": "object", "properties": {}}}, "{}", '{"a": 1}'),
+        (
+            {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "properties": {"c": INNER}},
+            '{"c": {"d": 1}}',
+            "1",
+        ),
+    ],
+)
+def test_a_tools_objects_have_what_they_name(parameters: dict[str, Any], good: str, bad: str) -> None:
+    for strict in (False, True):
+        use = ToolUse((Tool("now", "", json.dumps({"type": "object", **parameters}), strict),), "required", "now")
+        guide = tool_guide(HERMES, use)
+        begin, end = '<tool_call>\n{"name": "now", "arguments": ', "}\n</tool_call>"
+        assert accepts(guide, f"{begin}{good}{end}")
+        assert not accepts(guide, f"{begin}{bad}{end}")

@@ -1,0 +1,58 @@
+"""/invocations of vLLM's API, the one path that SageMaker asks a container on: the body shows what is asked for."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
+
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ...core.errors import InvalidArgument
+from ...core.gateway import Gateway
+from ..http.request_context import context_of, endpoint_name
+from .encoder_calls import EMBEDDING
+from .json_body import JsonBody, read_ahead
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
+
+_BY_MEMBER = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "query": "/v1/rerank",
+    "queries": "/score",
+    "text_1": "/score",
+    "data_1": "/score",
+}
+"""By a member that a body has: the path of its endpoint; `input` is for the one that its model serves."""
+
+
+class InvocationRoutes:
+    """`endpoints`: those of other paths, by these."""
+
+    def __init__(self, gateway: Gateway, max_input_size: int, endpoints: Mapping[str, Endpoint]) -> None:
+        self._gateway = gateway
+        self._max_input_size = max_input_size
+        self._endpoints = endpoints
+
+    def routes(self) -> list[Route]:
+        return [Route("/invocations", self.invoke, methods=["POST"])]
+
+    async def invoke(self, request: Request) -> ASGIApp:
+        members = await read_ahead(request, self._max_input_size)
+        path = self._path(members)
+        context_of(request.scope).endpoint = endpoint_name(path)
+        return await self._endpoints[path](request)
+
+    def _path(self, members: JsonBody) -> str:
+        for member, path in _BY_MEMBER.items():
+            if member in members:
+                return path
+        if "input" in members:
+            return "/v1/embeddings" if self._makes_embeddings(members.get("model")) else "/classify"
+        message = f"none of {', '.join((*_BY_MEMBER, 'input'))} is there: what is asked for?"
+        raise InvalidArgument(message)
+
+    def _makes_embeddings(self, name: object) -> bool:
+        """Whether the model called so makes vectors; what becomes of an unknown one is for its endpoint to say."""
+        found = [each for each in self._gateway.model_configs() if not name or name in (each.name, *each.aliases)]
+        return not found or any(spec.name == EMBEDDING for each in found for spec in each.outputs)

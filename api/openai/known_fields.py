@@ -1,0 +1,119 @@
+"""The one rule for members of a body that this server does not know, on every endpoint that reads JSON of OpenAI's,
+vLLM's, Cohere's or Anthropic's clients.
+
+A member is served, or known to change nothing, or known and refused by its name. What is left is taken and ignored, and
+the header `x-charonia-warning` names it; but for a name that looks like a known one misspelled, which is refused:
+ignoring that would change what was asked for. Knows no endpoint.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...core.errors import InvalidArgument, did_you_mean
+
+_MAX_NAMES = 64
+"""Different names that a body may have beyond those known: each is compared with all that are."""
+_MAX_PLACES = 24
+"""Places that a warning tells of."""
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Shape(NamedTuple):
+    """The members that an object may have. `known`: whatever the endpoint itself looks at, to serve or to refuse it.
+    `inner`: of members that are objects, or lists of some, what these may have. `notes`: what is told of a member that
+    is served otherwise than its name promises."""
+
+    known: frozenset[str]
+    inner: Mapping[str, "Shape | ShapeByType"] = _NOTHING
+    notes: Mapping[str, str] = _NOTHING
+
+
+class ShapeByType(NamedTuple):
+    """What an object may have, by its member `type`, or by `default` where it has none; one of another type is the
+    endpoint's to refuse."""
+
+    shapes: Mapping[str, Shape]
+    default: str = ""
+
+    def of(self, members: Mapping[str, Any]) -> Shape | None:
+        kind = members.get("type") or self.default
+        return self.shapes.get(kind) if isinstance(kind, str) else None
+
+
+def shape_of(kind: type[msgspec.Struct], inner: Mapping[str, "Shape | ShapeByType"] = _NOTHING) -> Shape:
+    """What an object may have that becomes a struct."""
+    return Shape(frozenset(("type", *kind.__struct_fields__)), inner)
+
+
+class KnownMembers(NamedTuple):
+    """A body without what nobody knows; `warning`: what that was, empty if there was nothing."""
+
+    members: dict[str, Any]
+    warning: str
+
+
+def known_members(body: dict[str, Any], shape: Shape) -> KnownMembers:
+    """Leaves `body` as it is. Raises `InvalidArgument` if it has too many unknown names."""
+    search = _Search()
+    known = search.known(body, shape, "")
+    return KnownMembers(known, search.warning)
+
+
+class _Search:
+    """One walk through a body: `places` of what was taken out, `notes` on what was found."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._places: list[str] = []
+        self._notes: list[str] = []
+
+    @property
+    def warning(self) -> str:
+        told = self._places[:_MAX_PLACES]
+        more = len(self._places) - len(told)
+        ignored = [f"ignored: {', '.join(told)}{f' and {more} more' if more else ''}"] if told else []
+        return "; ".join((*ignored, *self._notes))
+
+    def known(self, members: dict[str, Any], shape: Shape, where: str) -> dict[str, Any]:
+        kept = members
+        if unknown := members.keys() - shape.known:
+            ignored = {key for key in unknown if not self._misspelled(key, shape.known)}
+            self._places += [f"{where}{key}" for key in members if key in ignored]
+            kept = {key: value for key, value in members.items() if key not in ignored}
+        for key, note in shape.notes.items():
+            if members.get(key) is not None:
+                self._notes.append(f"{where}{key}: {note}")
+        for key, inner in shape.inner.items():
+            value = members.get(key)
+            if isinstance(value, dict | list) and (known := self._inside(value, inner, f"{where}{key}")) is not value:
+                kept = {**kept, key: known}
+        return kept
+
+    def _inside(self, value: Any, shape: Shape | ShapeByType, where: str) -> Any:
+        """The value without what is unknown in it; the same object where there is nothing."""
+        if isinstance(value, dict):
+            chosen = shape.of(value) if isinstance(shape, ShapeByType) else shape
+            return value if chosen is None else self.known(value, chosen, f"{where}.")
+        if not isinstance(value, list):
+            return value
+        inside = [
+            self._inside(item, shape, f"{where}[{index}]") if isinstance(item, dict) else item
+            for index, item in enumerate(value)
+        ]
+        return value if all(new is old for new, old in zip(inside, value, strict=True)) else inside
+
+    def _misspelled(self, name: str, known: frozenset[str]) -> bool:
+        self._names.add(name)
+        if len(self._names) > _MAX_NAMES:
+            raise InvalidArgument(f"the body has more than {_MAX_NAMES} different fields that are not known")
+        return _resembles(name, known)
+
+
+@lru_cache(1024)
+def _resembles(name: str, known: frozenset[str]) -> bool:
+    return bool(did_you_mean(name, known))
