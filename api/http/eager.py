@@ -60,13 +60,37 @@ def start_eagerly(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None
         _leave_task(loop, stand_in)
     if started.done:
         return None
-    task = loop.create_task(_finish(started), context=context)
+    task = loop.create_task(_BegunCoroutine(started), context=context)
     stand_in.replace(task)
     return task
 
 
-async def _finish(started: EagerAwaitable[None]) -> None:
-    await started
+class _BegunCoroutine(Coroutine[Any, Any, None]):
+    """The rest of what has begun, for a task. A task that is cancelled before its first step ends any other coroutine
+    where that begins; here it reaches what has begun, which has things to free."""
+
+    def __init__(self, started: EagerAwaitable[None]) -> None:
+        self._steps = started.__await__()
+        self._waits_for = next(self._steps)
+        self._resumed = False
+
+    def send(self, value: Any) -> Any:
+        if self._resumed:
+            return self._steps.send(value)
+        self._resumed = True
+        return self._waits_for
+
+    def throw(self, error: Any, *_: Any) -> Any:
+        resumed, self._resumed = self._resumed, True
+        waits_for = None if resumed or not isinstance(error, asyncio.CancelledError) else self._waits_for
+        # As a task does that waits already: what it waits for is cancelled, and tells it.
+        return waits_for if waits_for is not None and waits_for.cancel() else self._steps.throw(error)
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._steps
 
 
 class _StandIn:

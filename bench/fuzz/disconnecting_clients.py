@@ -16,11 +16,14 @@ from ..server_process import ServerAddress
 from .http_mutations import head, request
 
 _CONNECT_SECONDS = 30.0
+_ANSWER_SECONDS = 60.0
+"""After which an answer, or its next piece, does not come any more."""
 _LONGEST_WAIT = 0.25
 """Seconds a visitor waits at most before the first event."""
 _MOST_EVENTS = 12
 _NEW = 200
-"""Tokens asked for: more than anybody stays for, but who stays to the end."""
+"""Responses asked for, where a question does not say how many: more than anybody stays for, but who stays to the
+end."""
 DOORS = ("generate_stream", "completions", "chat", "grpc")
 
 
@@ -50,22 +53,29 @@ class ClientPlan(NamedTuple):
 
 class StreamQuestion(NamedTuple):
     """A request to `model` for a stream of responses. `tensors`: its inputs by name, of int, bool or str; `parameters`
-    beside them; `length`: the name of the one that says how many responses to make, an input or a parameter."""
+    beside them; `length`: the name of the one that says how many responses to make, an input or a parameter; `many`:
+    as many ask those for who leave. At the door `generate` it asks for one response, if its model knows `stream`."""
 
     model: str
     tensors: Mapping[str, Any]
     parameters: Mapping[str, Any]
     length: str
+    many: int = _NEW
 
     def http(self, door: str, new: int) -> tuple[str, bytes]:
         """The path and body of a POST for so many responses."""
+        own = {**self.tensors, **self.parameters, self.length: new}
         path, body = {
-            "generate_stream": (f"/v2/models/{self.model}/generate_stream", {**self.tensors, **self.parameters}),
+            "generate_stream": (f"/v2/models/{self.model}/generate_stream", own),
+            "generate": (
+                f"/v2/models/{self.model}/generate",
+                {**own, **({"stream": False} if "stream" in own else {})},
+            ),
             "completions": ("/v1/completions", {"model": self.model, "prompt": "def f(x): return", **self.parameters}),
             "chat": ("/v1/chat/completions", {"model": self.model, "messages": _CHAT, **self.parameters}),
         }[door]
-        own = {self.length: new} if door == "generate_stream" else {"stream": True, "max_tokens": new}
-        return path, json.dumps({**body, **own}).encode()
+        streamed = {} if door.startswith("generate") else {"stream": True, "max_tokens": new}
+        return path, json.dumps({**body, **streamed}).encode()
 
     def grpc(self, new: int) -> Any:
         """The message of a gRPC stream for so many responses."""
@@ -111,7 +121,8 @@ def plan_client(seed: int, number: int, doors: Sequence[str] = DOORS) -> ClientP
 async def run_client(
     place: ServerAddress, question: StreamQuestion, asked: ClientPlan, channels: "GrpcChannels"
 ) -> None:
-    """Connect, ask and leave. Raises `OSError` without a server."""
+    """Connect, ask and leave. Raises `OSError` without a server, and `TimeoutError`, which is one, for an answer that
+    does not come."""
     if asked.door == "grpc":
         await channels.visit(place, question, asked)
     else:
@@ -122,9 +133,10 @@ async def _over_http(place: ServerAddress, question: StreamQuestion, asked: Clie
     async with asyncio.timeout(_CONNECT_SECONDS):
         reader, writer = await asyncio.open_connection(place.host, place.http_port)
     try:
-        path, body = question.http(asked.door, _length(asked))
+        path, body = question.http(asked.door, _length(question, asked))
         writer.write(_sent(asked, path, body))
-        await _stay(asked, reader)
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            await _stay(asked, reader)
     except ConnectionError:
         pass
     finally:
@@ -136,8 +148,8 @@ async def _over_http(place: ServerAddress, question: StreamQuestion, asked: Clie
                 await writer.wait_closed()
 
 
-def _length(asked: ClientPlan) -> int:
-    return 5 if asked.moment is LeaveMoment.END else _NEW
+def _length(question: StreamQuestion, asked: ClientPlan) -> int:
+    return 5 if asked.moment is LeaveMoment.END else question.many
 
 
 def _sent(asked: ClientPlan, path: str, body: bytes) -> bytes:
@@ -189,18 +201,21 @@ class GrpcChannels:
 
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(f"{place.host}:{place.grpc_port}", options) as channel:
-            with suppress(grpc.RpcError):
+            try:
                 if asked.moment is LeaveMoment.CONNECTED:
                     await channel.channel_ready()
                     return
                 await self._call(channel, question, asked)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise TimeoutError from None
 
     async def _call(self, channel: Any, question: StreamQuestion, asked: ClientPlan) -> None:
         from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-        call = GRPCInferenceServiceStub(channel).ModelStreamInfer(timeout=_CONNECT_SECONDS)
+        call = GRPCInferenceServiceStub(channel).ModelStreamInfer(timeout=_ANSWER_SECONDS)
         if asked.moment is not LeaveMoment.HEAD:
-            await call.write(question.grpc(_length(asked)))
+            await call.write(question.grpc(_length(question, asked)))
         await self._listen(call, asked)
         if not asked.abrupt:
             call.cancel()
@@ -212,7 +227,7 @@ class GrpcChannels:
             await call.done_writing()
         if asked.moment in (LeaveMoment.STREAMING, LeaveMoment.END):
             left = asked.events if asked.moment is LeaveMoment.STREAMING else _NEW
-            while left and await call.read() is not grpc.aio.EOF:
-                left -= 1
+            while left and (message := await call.read()) is not grpc.aio.EOF:
+                left = 0 if message.error_message else left - 1
         elif asked.moment is not LeaveMoment.SENT:
             await asyncio.sleep(asked.wait)

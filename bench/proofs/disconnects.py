@@ -1,9 +1,10 @@
 """Two thousand clients disconnect and leave nothing behind: `python -m charonia.bench.proofs.disconnects`.
 
-Clients ask every streaming endpoint, many at a time, and leave at random moments: before they send anything, midway in
-head or body, before the first event, in the stream, behind it; with a clean close or a reset. Afterwards the server
-must hold what it held before: no request, block, descriptor, socket, thread, process or memory more. It must have
-counted an end for each request that it read, still serve, and shut down at once, as nothing is left to finish.
+Clients ask a language model, a Python model, ensembles and a pipeline, over HTTP, SSE and gRPC, many at a time, and
+leave at random moments: before they send anything, midway in head or body, before the first event, in the stream,
+behind it; with a clean close or a reset. Afterwards the server, of one and of three frontends, must hold what it held
+before: no request, block, descriptor, socket, thread, process or memory more. It must have counted an end for each
+request that it read, every model must still answer, and it must shut down at once, as nothing is left to finish.
 """
 
 import asyncio
@@ -12,7 +13,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from cyclopts import App
@@ -21,6 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ..fuzz.disconnecting_clients import (
+    DOORS,
     ClientPlan,
     GrpcChannels,
     LeaveMoment,
@@ -29,10 +35,10 @@ from ..fuzz.disconnecting_clients import (
     plan_client,
     run_client,
 )
-from ..load.fake_model import NAME
-from ..server_process import ServerAddress
+from ..load.fake_model import NAME, write_repository
+from ..load.pipeline_models import CODED, NESTED, STREAM, TALK, write_ensembles, write_model
+from ..server_process import ServerAddress, own_server
 from .bodies import tracebacks
-from .fake_load import fake_server
 from .process_stats import ServerStats, counted_since, read_server_stats, scrape, settled, until_idle
 
 AT_ONCE = 64
@@ -46,25 +52,66 @@ _GROWTH = 0.05
 # Steps take some time, or nobody would leave in the middle of an answer.
 ENGINE = {"fake_step_seconds": 0.005, "max_num_seqs": 64, "max_queued_requests": 10_000}
 
+_MANY = 2_000
+"""Responses of a Python model: more than may wait unread, so that a sender which is not told waits for ever."""
+_TEXT = {"text_input": "def f(x): return", "stream": True}
+_QUESTIONS = (
+    llm_question(NAME),
+    StreamQuestion(STREAM, {"N": 0}, {}, "N", many=_MANY),
+    *(StreamQuestion(model, _TEXT, {"ignore_eos": True}, "max_tokens") for model in (TALK, NESTED, CODED)),
+)
+_LLM_DOORS = (*DOORS, "generate")
+_OTHER_DOORS = ("generate_stream", "generate", "grpc")
+
 app = App(name="python -m charonia.bench.proofs.disconnects", help=__doc__)
 
 
-class DisconnectsResult(NamedTuple):
-    """The server's resources before and after the disconnects, and the outcomes that it counted."""
+class Visit(NamedTuple):
+    """What a client asks, and how it leaves."""
 
-    visits: Sequence[ClientPlan]
+    question: StreamQuestion
+    plan: ClientPlan
+
+    @property
+    def ended_by_text(self) -> bool:
+        """Whether its answer is a language model's, which it stays for."""
+        return self.question.model == NAME and self.plan.moment is LeaveMoment.END
+
+
+def plan_visit(seed: int, number: int) -> Visit:
+    """The visit of this number."""
+    question = Random(f"{seed}:question:{number}").choice(_QUESTIONS)
+    return Visit(question, plan_client(seed, number, _LLM_DOORS if question.model == NAME else _OTHER_DOORS))
+
+
+@contextmanager
+def visited_server(frontends: int) -> Iterator[ServerAddress]:
+    """A server of all the models that are visited."""
+    with TemporaryDirectory(prefix="charonia-proof-") as directory:
+        repository = write_repository(Path(directory) / "models", ENGINE)
+        write_ensembles(repository, NAME)
+        write_model(repository, STREAM)
+        with own_server("--model-repository", str(repository), "--frontends", str(frontends)) as place:
+            yield place
+
+
+class DisconnectsResult(NamedTuple):
+    """The server's resources before and after the disconnects, the outcomes that it counted, and visits that hung."""
+
+    visits: Sequence[Visit]
     before: ServerStats
     after: ServerStats
     outcomes: dict[str, int]
+    hung: Sequence[str]
 
     @property
     def faults(self) -> list[str]:
         """What the disconnects left behind."""
         whole = sum(
-            each.moment not in (LeaveMoment.CONNECTED, LeaveMoment.HEAD, LeaveMoment.BODY) for each in self.visits
+            each.plan.moment not in (LeaveMoment.CONNECTED, LeaveMoment.HEAD, LeaveMoment.BODY) for each in self.visits
         )
-        stayed = sum(each.moment is LeaveMoment.END for each in self.visits)
-        found = list(self.after.beyond(self.before))
+        stayed = sum(each.ended_by_text for each in self.visits)
+        found = [*self.hung, *self.after.beyond(self.before)]
         if self.outcomes.get("length", 0) < stayed:
             found.append(f"{stayed} stayed to the end, {self.outcomes.get('length', 0)} were answered to the end")
         if "error" in self.outcomes:
@@ -76,21 +123,28 @@ class DisconnectsResult(NamedTuple):
 
 
 async def run_disconnects(
-    place: ServerAddress, model: str, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
+    place: ServerAddress, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
 ) -> DisconnectsResult:
-    """Run the clients of these numbers, and wait until the server is idle.
+    """Run the clients of these numbers, wait until the server is idle, and ask every model once more.
 
     Raises:
         Unavailable: it does not become idle.
     """
-    question = llm_question(model)
-    warm_up = [plan_client(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))]
-    await run_clients(place, question, warm_up, tell)
+    warm_up = [plan_visit(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))]
+    hung = await run_clients(place, [*warm_up, *_LAST_VISITS], tell)
     counted = (await until_idle(place)).outcomes()
-    before, visits = await at_rest(place), [plan_client(seed, number) for number in numbers]
-    await run_clients(place, question, visits, tell)
+    before, visits = await at_rest(place), [plan_visit(seed, number) for number in numbers]
+    hung += await run_clients(place, visits, tell)
     outcomes = counted_since(counted, (await until_idle(place)).outcomes())
-    return DisconnectsResult(visits, before, await settled(place, before), outcomes)
+    hung += await run_clients(place, _LAST_VISITS)
+    return DisconnectsResult(visits, before, await settled(place, before), outcomes, hung)
+
+
+_LAST_VISITS = [
+    Visit(question, ClientPlan("generate_stream", LeaveMoment.END, abrupt=False, events=0, wait=0, share=1))
+    for question in _QUESTIONS
+]
+"""To every model, to the end of its answer."""
 
 
 async def at_rest(place: ServerAddress) -> ServerStats:
@@ -105,19 +159,23 @@ async def at_rest(place: ServerAddress) -> ServerStats:
 
 
 async def run_clients(
-    place: ServerAddress, question: StreamQuestion, visits: Sequence[ClientPlan], tell: Callable[[], None]
-) -> None:
-    """Run these clients, `AT_ONCE` at a time."""
-    remaining, channels = iter(visits), GrpcChannels()
+    place: ServerAddress, visits: Sequence[Visit], tell: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Run these clients, `AT_ONCE` at a time. Returns those that wait for an answer in vain."""
+    remaining, channels, hung = iter(visits), GrpcChannels(), list[str]()
 
     async def one_after_another() -> None:
-        for each in remaining:
-            await run_client(place, question, each, channels)
+        for visit in remaining:
+            try:
+                await run_client(place, *visit, channels)
+            except TimeoutError:
+                hung.append(f"{visit.question.model} over {visit.plan.door} does not answer")
             tell()
 
     async with asyncio.TaskGroup() as visitors:
         for _ in range(min(AT_ONCE, len(visits))):
             visitors.create_task(one_after_another())
+    return hung
 
 
 def shutdown_seconds(place: ServerAddress) -> float:
@@ -140,7 +198,7 @@ def _ended(pid: int) -> bool:
 
 def show(console: Console, remains: DisconnectsResult) -> None:
     """Print the moments of the disconnects, and the resources before and after."""
-    counts = Counter((each.moment, each.door) for each in remains.visits)
+    counts = Counter((each.plan.moment, each.plan.door) for each in remains.visits)
     doors = sorted({door for _, door in counts})
     left = Table("left", *doors)
     for moment in LeaveMoment:
@@ -159,19 +217,26 @@ def show(console: Console, remains: DisconnectsResult) -> None:
 
 def grown_processes(remains: DisconnectsResult) -> list[str]:
     """The processes whose memory has grown by more than noise."""
-    before, after = remains.before, remains.after
-    pairs = {"frontend": (before.frontend.rss, after.frontend.rss), "core": (before.cores[0].rss, after.cores[0].rss)}
+    before, after = ([stats.frontend, *stats.cores, *stats.others] for stats in (remains.before, remains.after))
+    known = {process.pid: process.rss for process in before}
+    pairs = {process.name: (known[process.pid], process.rss) for process in after if known.get(process.pid)}
     return [f"{who} grew by {now / then - 1:.0%}" for who, (then, now) in pairs.items() if now > then * (1 + _GROWTH)]
 
 
 @app.default
-def main(count: int = 2_000, seed: int = 0) -> None:
-    """Run `count` clients after the warm-up; the exit code is 0 if nothing was left behind."""
-    console = Console()
-    with fake_server(ENGINE) as place:
+def main(count: int = 2_000, seed: int = 0, frontends: tuple[int, ...] = (1, 3)) -> None:
+    """Run `count` clients after the warm-up at a server of each number of frontends; the exit code is 0 if nothing was
+    left behind."""
+    failures = [_fails(Console(), number, count, seed) for number in frontends]
+    sys.exit(any(failures))
+
+
+def _fails(console: Console, frontends: int, count: int, seed: int) -> bool:
+    """Run the clients at a server of so many frontends, and print what came of it; whether anything was left behind."""
+    with visited_server(frontends) as place:
         with Progress(console=console) as progress:
-            task = progress.add_task("visits", total=count + round(count * _WARM_UP))
-            remains = asyncio.run(run_disconnects(place, NAME, range(count), seed, lambda: progress.advance(task)))
+            task = progress.add_task(f"visits, frontends: {frontends}", total=count + round(count * _WARM_UP))
+            remains = asyncio.run(run_disconnects(place, range(count), seed, lambda: progress.advance(task)))
         busy, broken = scrape(place).busy, tracebacks(place)
         seconds = shutdown_seconds(place)
     show(console, remains)
@@ -180,7 +245,7 @@ def main(count: int = 2_000, seed: int = 0) -> None:
     for fault in faults[:20]:
         print(fault)
     print(f"{count:,} visits, ends {remains.outcomes}, left {busy or 'nothing'}, and the server in {seconds:.2f} s")
-    sys.exit(bool(faults))
+    return bool(faults)
 
 
 if __name__ == "__main__":

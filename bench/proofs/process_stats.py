@@ -34,7 +34,8 @@ class ProcessStats(NamedTuple):
 
 
 class ServerStats(NamedTuple):
-    """A server's processes: the frontend, its engine cores, and other children such as resource trackers."""
+    """A server's processes: the frontend, or the hub of several, its engine cores, and other children: frontends,
+    processes of Python models, resource trackers."""
 
     frontend: ProcessStats
     cores: tuple[ProcessStats, ...]
@@ -51,6 +52,10 @@ class ServerStats(NamedTuple):
             yield from (f"zombie {each.name} ({each.pid})" for each in now if each.zombie)
         for old, new in zip(before.cores, self.cores, strict=False):
             yield from _more("core", old, new)
+        known = {each.pid: each for each in before.others}
+        for each in self.others:
+            if each.pid in known:
+                yield from _more(f"{each.name} ({each.pid})", known[each.pid], each)
 
 
 def _more(who: str, before: ProcessStats, now: ProcessStats) -> Iterator[str]:

@@ -29,7 +29,7 @@ from ..fuzz.disconnecting_clients import StreamQuestion, plan_client
 from ..load.pipeline_models import DOUBLE, STREAM, write_model
 from ..server_process import ServerAddress, children, is_ready, own_server
 from .bodies import format_memory, tracebacks
-from .disconnects import at_rest, run_clients
+from .disconnects import Visit, at_rest, run_clients
 from .process_stats import ServerStats, Trend, read_server_stats, settled, trend, until_idle
 
 PROCESSES = 3
@@ -258,7 +258,7 @@ async def _asking(place: ServerAddress, seed: int, told: bool) -> AsyncIterator[
 async def abandon_many(place: ServerAddress, count: int, seed: int, tell: Tell = lambda: None) -> PhaseResult:
     """Let so many clients ask for streams and leave."""
     result, left = PhaseResult(Counter(), [], []), 0
-    visits = [plan_client(seed, number, DOORS) for number in range(count)]
+    visits = [Visit(STREAMED, plan_client(seed, number, DOORS)) for number in range(count)]
 
     def one_left() -> None:
         nonlocal left
@@ -266,8 +266,8 @@ async def abandon_many(place: ServerAddress, count: int, seed: int, tell: Tell =
         look_now_and_then(place, result, left, count)
         tell()
 
-    await run_clients(place, STREAMED, visits, one_left)
-    result.ends.update(each.moment.value for each in visits)
+    result.faults.extend(await run_clients(place, visits, one_left))
+    result.ends.update(each.plan.moment.value for each in visits)
     await until_idle(place)
     return result
 

@@ -1,7 +1,7 @@
 """A coroutine that was begun goes on like any other."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -160,6 +160,36 @@ async def test_cancelled_before_there_is_a_task() -> None:
     assert task is not None
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_cancellation_that_comes_before_the_tasks_first_step_reaches_what_has_begun() -> None:
+    ended: list[bool] = []
+
+    async def work(wait: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    def begin_and_cancel(wait: Callable[[], Awaitable[object]]) -> "asyncio.Task[None]":
+        task = start_eagerly(work(wait))
+        assert task is not None
+        task.cancel()
+        return task
+
+    for wait in (
+        asyncio.Event().wait,
+        lambda: asyncio.sleep(0),
+        lambda: asyncio.create_task(asyncio.sleep(60)),
+        lambda: asyncio.gather(asyncio.sleep(60), asyncio.sleep(60)),
+    ):
+        made: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(lambda made=made, wait=wait: made.set_result(begin_and_cancel(wait)))
+        with pytest.raises(asyncio.CancelledError):
+            await (await made)
+        assert ended.pop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "what it waited for is cancelled, too"
 
 
 async def test_within_a_task_it_starts_as_any_task_does() -> None:
