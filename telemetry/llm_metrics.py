@@ -77,6 +77,7 @@ class EngineState(NamedTuple):
     drafters_off: int = 0
     drafters: Mapping[str, DrafterTotals] = {}
     eager_steps: int = 0
+    failed_captures: int = 0
     kv_capacity: int = 0
     recomputed_tokens: int = 0
     sequence_seconds: Mapping[str, float] = {}
@@ -111,6 +112,7 @@ class EngineState(NamedTuple):
                 )
             yield Reading("charonia_drafting_seconds_total", drafter.seconds, labels)
         yield Reading("charonia_eager_steps_total", self.eager_steps)
+        yield Reading("charonia_graph_capture_failures_total", self.failed_captures)
         yield Reading("charonia_kv_cache_tokens", self.kv_capacity)
         yield Reading("charonia_recomputed_tokens_total", self.recomputed_tokens)
         for state, seconds in self.sequence_seconds.items():

@@ -48,6 +48,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_drafting_seconds_total", "counter", "Time that drafting took, a draft model's included"),
     MetricFamily("charonia_drafters_off", "gauge", "Drafters turned off because they raised or were too slow"),
     MetricFamily("charonia_eager_steps_total", "counter", "Decode steps on a GPU that found no CUDA graph"),
+    MetricFamily("charonia_graph_capture_failures_total", "counter", "CUDA graphs that could not be captured"),
     MetricFamily("charonia_kv_cache_tokens", "gauge", "Tokens that the KV cache holds when it is full"),
     MetricFamily("charonia_recomputed_tokens_total", "counter", "Tokens computed again after a preemption"),
     MetricFamily("charonia_sequence_seconds_total", "counter", "Time of sequences in the engine, by their state"),

@@ -1,13 +1,15 @@
 """Stand-ins of a GPU for steps that are recorded: an attention that reads rows on the device alone, and a recorder that
 replays launches over the same buffers."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from charonia.engine.attention.backend import AttentionBackend
 from charonia.engine.attention.torch_attention import TorchStepAttention
-from charonia.engine.gpu.graphs import Launches
+from charonia.engine.gpu.graphs import CudaRecorder, Launches
 from charonia.engine.step_batch import StepBatch
+from tests.cuda_stand_in import StandInCuda
 
 
 class DeviceAttention(AttentionBackend):
@@ -46,17 +48,29 @@ class DeviceAttention(AttentionBackend):
 
 
 class Recorder:
-    """In place of `CudaRecorder`: counts captures and replays."""
+    """A `CudaRecorder` over a stand-in for CUDA, whose replays compute: counts captures and replays. `failing`: how
+    many captures to come are invalidated."""
 
     def __init__(self) -> None:
-        self.captures = self.replays = 0
+        self.captures = self.replays = self.failing = 0
+        self.cuda, self._record = StandInCuda(), CudaRecorder(torch.device("cpu"))
 
     def __call__(self, launches: Launches) -> Launches:
         self.captures += 1
-        launches()
+
+        def recorded() -> None:
+            if self.failing:
+                self.failing -= 1
+                self.cuda.invalidate()
+            launches()
+
+        with pytest.MonkeyPatch.context() as patch:
+            self.cuda.put_in_place(patch)
+            check = self._record(recorded)
 
         def replay() -> None:
             self.replays += 1
+            check()
             launches()
 
         return replay

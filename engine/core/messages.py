@@ -116,7 +116,7 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     compiled; masks made for tokens, the seconds of the step loop that took, and tokens that a grammar left no choice
     about; drafters that were turned off; and what each drafter did that did anything; and decode steps that found no
     CUDA graph, the warm-up's too; tokens computed again after preemptions; the seconds of sequences by
-    `SequenceState`."""
+    `SequenceState`; CUDA graphs that could not be captured, the warm-up's too."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -133,6 +133,7 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     eager_steps: int = 0
     recomputed_tokens: int = 0
     sequence_seconds: dict[str, float] = {}
+    failed_captures: int = 0
 
 
 NO_STEP = StepStats()

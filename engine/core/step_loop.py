@@ -14,6 +14,7 @@ import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs
+from ...core.metrics import DrafterTotals
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import SamplerParams, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
@@ -234,9 +235,9 @@ class EngineCore:
             grammars = self._grammars.totals
             compiled = grammars.compiled, grammars.seconds, grammars.hits
         guided = guides.masks, guides.seconds, guides.forced
-        eager, again = self._executor.eager_steps, totals.recomputed_tokens
-        spent = totals.sequence_seconds.copy()
-        if (speculation := self._scheduler.speculation) is None:
-            return CoreTotals(*counted, *compiled, *guided, 0, {}, eager, again, spent)
-        drafted = speculation.drafters_off, speculation.copied_totals()
-        return CoreTotals(*counted, *compiled, *guided, *drafted, eager, again, spent)
+        drafted: tuple[int, dict[str, DrafterTotals]] = 0, {}
+        if (speculation := self._scheduler.speculation) is not None:
+            drafted = speculation.drafters_off, speculation.copied_totals()
+        eager, failed = self._executor.eager_steps, self._executor.failed_captures
+        again, spent = totals.recomputed_tokens, totals.sequence_seconds.copy()
+        return CoreTotals(*counted, *compiled, *guided, *drafted, eager, again, spent, failed)

@@ -254,6 +254,7 @@ class EngineClient:
             drafters_off=totals.drafters_off,
             drafters=self._no_drafts | totals.drafters,
             eager_steps=totals.eager_steps,
+            failed_captures=totals.failed_captures,
             kv_capacity=capacity,
             recomputed_tokens=totals.recomputed_tokens,
             sequence_seconds=dict.fromkeys(SequenceState, 0.0) | totals.sequence_seconds,

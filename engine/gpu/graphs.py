@@ -7,11 +7,14 @@ launch for all kernels. Rows with drafts have several places, packed as in any s
 """
 
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -25,6 +28,9 @@ log = logging.getLogger(__name__)
 
 CAPTURE_SECONDS = 1.0
 """The least time between two captures under load: each one holds up its step for some tenths of a second."""
+
+LONGEST_RETRY_SECONDS = 600.0
+"""After a capture that failed the next one waits twice as long each time, up to this."""
 
 GRAPH_BYTES = 4 << 20
 """What CUDA keeps of one graph, about 10 KiB a node, beside the tensors that torch knows of; twice that with adapters,
@@ -40,18 +46,54 @@ Recorder: TypeAlias = Callable[[Launches], Launches]
 
 
 class CudaRecorder:
-    """Records CUDA graphs whose tensors share one memory pool: they are never replayed at once."""
+    """Records CUDA graphs on `device`, the current one, whose tensors share one memory pool: they are never replayed at
+    once. A pool that the last of its graphs has left can't be captured into again, so the next graph begins another. A
+    capture that fails leaves nothing behind."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # of the pool
+        self._number = torch.zeros(1, device=device)
 
     def __call__(self, launches: Launches) -> Launches:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: one that reads an adapter, for instance.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            launches()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads may use the device meanwhile: one that reads an adapter, for instance.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                launches()
+        except BaseException:
+            self._undo(stream)
+            raise
+        self._graphs.add(graph)
         replay: Launches = graph.replay
         return replay
+
+    def _undo(self, stream: torch.cuda.Stream) -> None:
+        """What a capture that failed leaves behind: its stream is the current one in place of `stream`, memory is taken
+        from its pool, and the random numbers' generator waits for its end, which the next capture to succeed brings:
+        one of nothing much. Until then whoever draws, or replays, would be refused."""
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError, AttributeError):  # memory was never, or is no longer, taken from it
+            torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
+            torch._C._cuda_releasePool(stream.device_index, self._pool)
+        self._graphs.clear()  # those that live keep their pool
+        with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._number.zero_()
+            graph.capture_end()
+
+
+class _Failures(NamedTuple):
+    """Captures that failed one after the other, and the time from which it is tried again."""
+
+    times: int = 0
+    again: float = -math.inf
+
+    def more(self, now: float) -> "_Failures":
+        return _Failures(self.times + 1, now + min(CAPTURE_SECONDS * 2 ** (self.times + 1), LONGEST_RETRY_SECONDS))
 
 
 class GraphKey(NamedTuple):
@@ -132,7 +174,8 @@ class StaticStep(NamedTuple):
 class DecodeGraphs:
     """`compute(step)`: what comes out of a step at each of its places, the logits [N, vocabulary] first. It reads
     numbers on the device alone, and whatever else it reads or writes stays where it is until `forget`. `eager_steps`
-    counts steps that found no graph. Not for threads."""
+    counts steps that found no graph, `failed_captures` graphs that could not be captured: each is tried again later.
+    Not for threads."""
 
     def __init__(
         self,
@@ -145,9 +188,9 @@ class DecodeGraphs:
         self._compute, self.buckets, self._device = compute, buckets, device
         self._record, self._clock = record, clock
         self._captured_at = -CAPTURE_SECONDS
-        self._usable = True
+        self._failures: dict[GraphKey | None, _Failures] = {}  # of each bucket; None: in a row, whatever the bucket
         self._output_bytes = 0
-        self.eager_steps = 0
+        self.eager_steps = self.failed_captures = 0
         self.forget()
 
     def forget(self) -> None:
@@ -180,10 +223,12 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_one(self) -> bool:
-        """Capture a graph that is missing, in the order of `GraphBuckets.keys`, for an idle engine; False: there is
-        none."""
-        key = next((each for each in self.buckets.keys if each not in self._replays), None)
-        if key is None or not self._usable:
+        """Capture a graph that is missing, in the order of `GraphBuckets.keys` but those last that failed, for an idle
+        engine; False: there is none, or it is too soon after one that failed."""
+        now = self._clock()
+        missing = (key for key in self.buckets.keys if key not in self._replays and self._may_try(key, now))
+        key = min(missing, key=lambda key: self._failures.get(key, _Failures()).times, default=None)
+        if key is None:
             return False
         self._capture(key)
         return True
@@ -192,7 +237,7 @@ class DecodeGraphs:
     def capture_now(self, places: int, longest: int, most: int = 1) -> None:
         """Capture the graph for steps of so many places, in sequences of up to `longest` tokens; for measurements."""
         key = self.buckets.find(places, most, longest, False)
-        if self._usable and key is not None:
+        if key is not None:
             self._capture(key)
 
     @torch.inference_mode()
@@ -204,9 +249,15 @@ class DecodeGraphs:
 
     def _may_replay(self, key: GraphKey) -> bool:
         """Whether there is a graph, captured now if it is time for one."""
-        if self._usable and key not in self._replays and self._clock() - self._captured_at >= CAPTURE_SECONDS:
-            self._capture(key)
+        if key not in self._replays:
+            now = self._clock()
+            if now - self._captured_at >= CAPTURE_SECONDS and self._may_try(key, now):
+                self._capture(key)
         return key in self._replays
+
+    def _may_try(self, key: GraphKey, now: float) -> bool:
+        """Whether it is long enough since the bucket's capture failed, and since any did if none has succeeded."""
+        return all(now >= self._failures[each].again for each in (key, None) if each in self._failures)
 
     def _capture(self, key: GraphKey) -> None:
         """Record the step of a bucket. The first computation compiles kernels and finds out how wide outputs are."""
@@ -217,11 +268,20 @@ class DecodeGraphs:
                 self._outputs = [each.new_zeros((self.buckets.places, each.shape[1])) for each in first]
             out = [each[: key.places] for each in self._outputs]
             self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
-        except RuntimeError as error:
-            self._usable = False
-            self.forget()
-            log.warning("decode steps are computed without CUDA graphs: %s", error)
+        except Exception as error:  # the step is launched kernel by kernel, which shows whether it can be computed
+            self._count_failure(key, error)
+        else:
+            self._failures = {each: seen for each, seen in self._failures.items() if each not in (key, None)}
         self._captured_at = self._clock()
+
+    def _count_failure(self, key: GraphKey, error: Exception) -> None:
+        now = self._clock()
+        self.failed_captures += 1
+        failures = {each: self._failures.get(each, _Failures()).more(now) for each in (key, None)}
+        self._failures |= failures
+        seconds = max(each.again for each in failures.values()) - now
+        message = "a CUDA graph for steps of %d places could not be captured, and is tried again in %.0f s: %s"
+        log.warning(message, key.places, seconds, _first_cause(error))
 
     def _padded_step(self, key: GraphKey) -> StaticStep:
         """The step of a bucket, all of whose rows are padded: it touches nothing."""
@@ -264,3 +324,10 @@ def _bucket(size: int, buckets: Sequence[int]) -> int | None:
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong first: a capture's end reports only that something did."""
+    while error.__context__ is not None and not error.__suppress_context__:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}"

@@ -30,7 +30,7 @@ from ...scheduler.plan import MaskArray, MaskSource
 from ..checkpoint.build_context import Shard, SingleRank, TensorGroup, all_rank_slices
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
-from ..worker.loaded_rank import LoadedRank, assign_device, load_rank
+from ..worker.loaded_rank import LoadedRank, assign_device, load_rank, resolve_device
 from . import rank_messages as messages
 from .local_ranks import RankLayout, RankPlace
 from .rank_connections import listen_on
@@ -65,8 +65,14 @@ def open_store(host: str) -> Any:
     )
 
 
+def rank_device(config: EngineConfig, place: RankPlace) -> torch.device:
+    """The device of the rank at `place`, on its machine. Raises as `assign_device` and `resolve_device`."""
+    return resolve_device(assign_device(config, place.local_rank, place.local_ranks))
+
+
 def join_ranks(host: str, port: int, rank: int, layout: RankLayout, device: torch.device) -> None:
-    """Connect with the other ranks, by the store there; returns when all have come.
+    """Connect with the other ranks, by the store there; returns when all have come. A GPU is the `device` with its
+    index.
 
     Raises:
         PeerLost: a rank is missing.
@@ -183,13 +189,14 @@ def _run(
 ) -> None:
     LogForwarder(report).install(logging.WARNING)
     torch.set_num_threads(config.threads_each(place.local_ranks))
-    config = msgspec.structs.replace(config, device=assign_device(config, place.local_rank, place.local_ranks))
+    device = rank_device(config, place)
+    config = msgspec.structs.replace(config, device=str(device))
     store = open_store(place.host) if place.rank == 0 else None  # the others use it as long as they live
     report(messages.RankStarted(store.host, store.port) if store else messages.RankStarted())
     command = messages.decode_command(connection.recv_bytes())
     if not isinstance(command, messages.JoinRanks):
         raise EOFError
-    join_ranks(command.host, command.port, place.rank, place.layout, torch.device(config.device))
+    join_ranks(command.host, command.port, place.rank, place.layout, device)
     report(messages.RankJoined())
     shard = rank_shard(place.rank, place.layout, config.parallel.layers)
     loaded = load_rank(config, shard, lambda fraction: report(messages.WeightsProgress(fraction)))

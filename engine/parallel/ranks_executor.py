@@ -107,7 +107,7 @@ class RanksExecutor:
         self._adapters.held.discard(digest)
         self._command(messages.UnloadRankAdapter(digest))
 
-    eager_steps = 0
+    eager_steps = failed_captures = 0
 
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`: there is nothing to prepare."""

@@ -64,6 +64,10 @@ class Executor(Protocol):
     def eager_steps(self) -> int:
         """Decode steps that were launched kernel by kernel, for want of a CUDA graph, where there are some."""
 
+    @property
+    def failed_captures(self) -> int:
+        """CUDA graphs that could not be captured; each is tried again later."""
+
     def use_idle_time(self) -> None:
         """Prepare a little of what later steps profit from: some tenths of a second at most. No step is under way."""
 

@@ -124,7 +124,7 @@ class FakeExecutor:
     def unload_adapter(self, digest: str) -> None:
         self.adapters.discard(digest)
 
-    eager_steps = 0
+    eager_steps = failed_captures = 0
 
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`: there is nothing to prepare."""

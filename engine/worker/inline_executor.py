@@ -56,6 +56,10 @@ class InlineExecutor:
     def eager_steps(self) -> int:
         return sum(each.eager_steps for each in self.rank.runner.all_graphs)
 
+    @property
+    def failed_captures(self) -> int:
+        return sum(each.failed_captures for each in self.rank.runner.all_graphs)
+
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`."""
         any(graphs.capture_one() for graphs in self.rank.runner.all_graphs)

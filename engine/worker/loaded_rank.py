@@ -106,7 +106,8 @@ def assign_device(config: EngineConfig, local: int = 0, here: int = 1) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a name means; "auto" is a GPU wherever torch finds one.
+    """The device that a name means; "auto" is a GPU wherever torch finds one. A GPU has its index: of its calls torch
+    lets some do without, and NCCL and `set_device` refuse it.
 
     Raises:
         InvalidArgument: there is no such device, or none of that kind on this machine.
@@ -119,7 +120,7 @@ def resolve_device(name: str) -> torch.device:
         raise InvalidArgument(f"device {name!r} is not on this machine", field="device")
     if (device.index or 0) and device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
         raise InvalidArgument(f"device {name!r} is not on this machine, which has {count} of them", field="device")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _fastest() -> str:
@@ -230,7 +231,7 @@ def load_rank(
         _use_level(config)
     found, block_size = found or checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     context = _build_context(config, found, shard, progress)
-    if context.device.index is not None and context.device.type == "cuda":
+    if context.device.type == "cuda":
         torch.cuda.set_device(context.device)  # of the thread: kernels, streams and events go by it, not by tensors
     _check_products(context)
     capable_backends(config.attention, context.device, context.dtype, block_size, config.cache.dtype)
@@ -247,7 +248,7 @@ def load_rank(
     draft = _load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     runner = ModelRunner(decoder, attention, rows, context.device, draft)
     if context.device.type == "cuda":
-        record_decode_steps(config, context, runner, CudaRecorder())
+        record_decode_steps(config, context, runner, CudaRecorder(context.device))
     return LoadedRank(config, context, shape, attention, runner, adapters, served, draft)
 
 

@@ -104,7 +104,7 @@ class Layout(NamedTuple):
 class ThreadedExecutor:
     """An executor over threads, one for each rank."""
 
-    eager_steps = 0
+    eager_steps = failed_captures = 0
 
     def use_idle_time(self) -> None: ...
 

@@ -14,6 +14,7 @@ from charonia.bench.inline_loop import run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.drafters.laboratory import Record, SyntheticDrafter
+from charonia.engine.gpu.graphs import CudaRecorder
 from charonia.engine.step_batch import HostCopy, StepBatch, to_device
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -49,6 +50,32 @@ def test_the_device_derives_what_the_host_does() -> None:
         assert getattr(device, name).tolist() == getattr(host, name).tolist()
     assert device.slots().tolist() == host.slots().tolist()
     assert [each.tolist() for each in device.on_device[:4]] == [each.tolist() for each in host.on_device[:4]]
+
+
+def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:
+    """And a pool whose graphs are gone is followed by another."""
+    device = torch.device("cuda", 0)
+    number, record, stream = torch.zeros(4, device=device), CudaRecorder(device), torch.cuda.current_stream()
+
+    def waits() -> None:
+        number.add_(1)
+        number.sum().item()
+
+    add, double = partial(number.add_, 1), partial(number.mul_, 2)
+    replay = record(add)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            record(waits)
+        assert torch.cuda.current_stream() == stream
+        assert torch.rand(3, device=device).max() < 1
+        torch.cuda.empty_cache()
+        replay()
+    record(double)()
+    assert number.tolist() == [4.0] * 4
+    del replay
+    for _ in range(3):
+        record(double)()  # and forgotten
+    assert number.tolist() == [32.0] * 4
 
 
 class EveryDraft(Speculation):

@@ -6,6 +6,7 @@ Whatever they read on the host is as wrong here as in a graph, because a recorde
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -435,17 +436,79 @@ def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
     assert not graphs._replays
 
 
-def test_a_step_that_cannot_be_recorded_is_computed_without(caplog: pytest.LogCaptureFixture) -> None:
-    def compute(step: StaticStep) -> list[Tensor]:
-        raise RuntimeError("operation not permitted when stream is capturing")
+def test_graphs_that_were_forgotten_are_captured_again() -> None:
+    """Into another pool: CUDA takes no graph into one that its last graph has left."""
+    graphs, recorder = table(sums, lambda: 0.0)
+    for times in (1, 2):
+        while graphs.capture_one():
+            pass
+        assert (recorder.captures, graphs.failed_captures) == (10 * times, 0)
+        assert [users for users in recorder.cuda.users.values() if users] == [10]
+        graphs.forget()
+    assert not any(recorder.cuda.users.values())
 
-    graphs, _ = table(compute, lambda: 0.0)
-    assert graphs.replay(batch((1,), 5)) is None
-    graphs.capture_one()
-    assert [record.message for record in caplog.records] == [
-        "decode steps are computed without CUDA graphs: operation not permitted when stream is capturing"
+
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    """Neither its stream nor its pool, nor a generator that waits for its end: random numbers are drawn, the graph that
+    there was is replayed, and others are captured."""
+    now = [0.0]
+    graphs, recorder = table(sums, lambda: now[0])
+    assert graphs.capture_one()
+    recorder.failing = 1
+    assert graphs.capture_one()
+    assert graphs.failed_captures == 1
+    cuda = recorder.cuda
+    assert cuda.stream is cuda.default_stream
+    assert not cuda.taken_from
+    cuda.draw()
+    assert graphs.replay(batch((1,), 5)) is not None
+    now[0] = 2.0
+    while graphs.capture_one():
+        pass
+    assert (len(graphs._replays), graphs.failed_captures) == (10, 1)
+    graphs.forget()
+    assert not any(cuda.users.values())
+
+
+def test_what_could_not_be_captured_is_tried_again_after_twice_as_long(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    graphs, recorder = table(sums, lambda: now[0])
+    recorder.failing = 3
+    for seconds, captures in ((0.0, 1), (1.9, 1), (2.0, 2), (5.9, 2), (6.0, 3), (13.9, 3)):
+        now[0] = seconds
+        assert graphs.replay(batch((1,), 5)) is None
+        assert not graphs.capture_one()
+        assert recorder.captures == captures
+    now[0] = 14.0
+    assert graphs.replay(batch((1,), 5)) is not None
+    assert (graphs.failed_captures, graphs.eager_steps) == (3, 6)
+    assert caplog.messages == [
+        f"a CUDA graph for steps of 1 places could not be captured, and is tried again in {wait} s: "
+        "RuntimeError: operation not permitted when stream is capturing"
+        for wait in (2, 4, 8)
     ]
-    assert graphs.eager_steps == 1
+
+
+def test_a_bucket_without_a_graph_keeps_no_other_from_its_own() -> None:
+    def compute(step: StaticStep) -> list[Tensor]:
+        if step.numbers.shape[1] == 2 and step.most == 1:
+            raise RuntimeError("out of memory")
+        return sums(step)
+
+    graphs, _ = table(compute, count().__next__)
+    for _ in range(60):
+        graphs.capture_one()
+    assert len(graphs._replays) == 8
+    assert 2 <= graphs.failed_captures <= 12
+
+
+def test_steps_are_right_while_captures_fail(setting: Setting) -> None:
+    setting.set_pace(1.0)
+    setting.recorder.failing = 3
+    found = run(setting, 1, {})
+    assert found == expected(setting, found)
+    assert (setting.executor.failed_captures, setting.recorder.failing) == (3, 0)
+    assert setting.graphs._replays
 
 
 def test_buckets_reach_the_limits() -> None:

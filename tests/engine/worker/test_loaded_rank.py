@@ -45,7 +45,9 @@ def test_a_rank_computes_on_the_gpu_that_is_its_own(monkeypatch: pytest.MonkeyPa
     second = replace_fields(EngineConfig(model=str(DEMO), device="cuda", data_parallel_size=2), replica=1)
     with pytest.raises(RuntimeError, match="nothing to compute on"):
         load_rank(replace_fields(second, device=assign_device(second)))
-    assert chosen == [torch.device("cuda", 1)]
+    with pytest.raises(RuntimeError, match="nothing to compute on"):
+        load_rank(EngineConfig(model=str(DEMO), device="cuda"))
+    assert chosen == [torch.device("cuda", 1), torch.device("cuda", 0)]
     with pytest.raises(InvalidArgument, match="device 'cuda:2' is not on this machine, which has 2 of them"):
         load_rank(EngineConfig(model=str(DEMO), device="cuda:2"))
 
