@@ -7,6 +7,7 @@ preemption, a step ahead.
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -84,6 +85,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 app = App(name="python -m charonia.bench.proofs.families", help=__doc__)
 
 
+def is_known(family: str) -> bool:
+    """Whether the transformers that is installed has the model type."""
+    from transformers import CONFIG_MAPPING
+
+    return family in CONFIG_MAPPING
+
+
 def faults(family: str, directory: Path, device: str = "cpu") -> Iterator[str]:
     """The differences of one family, whose checkpoint is made in `directory`."""
     write_random(directory, _TINY | FAMILIES[family] | {"model_type": family})
@@ -144,6 +152,9 @@ def main(device: str = "cpu") -> None:
     """Compare all families on `device`; the exit code is 0 if all are equal."""
     broken = 0
     for family in FAMILIES:
+        if not is_known(family):
+            print(f"{family}: left out, transformers {version('transformers')} has no such model type")
+            continue
         with TemporaryDirectory() as scratch:
             found = list(faults(family, Path(scratch), device))
         broken += bool(found)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
@@ -66,7 +67,9 @@ def engine_tokens(checkpoint: Path, device: str, sampling: SamplerParams = GREED
 
 @torch.inference_mode()
 def right_tokens(checkpoint: Path, device: str) -> list[list[int]]:
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
+    """By the attention that is written out: in that of torch some versions leave Gemma 2's soft cap out, unsaid."""
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").to(device)
     model.generation_config.eos_token_id = None
     found = []
     for prompt in prompts():
@@ -95,6 +98,8 @@ def test_more_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], na
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_sinks_and_unequal_heads_are_transformers(family: str, tmp_path: Path) -> None:
     """As tests/e2e/test_proofs.py and `make proof` on the CPU."""
+    if not families.is_known(family):
+        pytest.skip(f"transformers {transformers.__version__} has no model type {family}")
     assert list(families.faults(family, tmp_path, "cuda")) == []
 
 
