@@ -75,12 +75,14 @@ SHAPES: dict[ShapeName, dict[str, Any]] = {
 app = App(name="python -m charonia.bench.checkpoint", help=__doc__)
 
 
-def write_random(directory: Path, config: Mapping[str, Any], *, seed: int = 0, shard: str = "5GB") -> None:
+def write_random(
+    directory: Path, config: Mapping[str, Any], *, seed: int = 0, shard: str = "5GB", device: str = "cpu"
+) -> None:
     """Write config.json and safetensors of a causal language model, or of one that takes images too.
 
     `config` is an AutoConfig's fields with `model_type` among them; its `dtype` is the one the weights are stored
     in. Every parameter is random, norms and biases included, and large enough for attention to matter. `shard` is
-    the largest size of one file.
+    the largest size of one file. They are drawn on `device`: a GPU draws billions in a moment.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -89,7 +91,8 @@ def write_random(directory: Path, config: Mapping[str, Any], *, seed: int = 0, s
     parsed = AutoConfig.for_model(**config)
     text = type(parsed) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto: Any = AutoModelForCausalLM if text else AutoModelForImageTextToText
-    model = auto.from_config(parsed, dtype=parsed.dtype)
+    with torch.device(device):
+        model = auto.from_config(parsed, dtype=parsed.dtype)
     for name, parameter in model.named_parameters():
         _randomise(name, parameter.data)
     model.save_pretrained(directory, max_shard_size=shard)

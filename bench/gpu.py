@@ -1,27 +1,29 @@
-"""The engine on a CUDA device, against what the device allows: attention, steps, and offline beside transformers.
+"""The engine on a CUDA device, against what the device allows: its tests, attention, steps, served over HTTP, and
+offline beside transformers.
 
-    python -m charonia.bench.gpu [--out FILE] [--minutes 9]
+    python -m charonia.bench.gpu [--tests tests/gpu] [--out FOLDER] [--minutes 9]
 
-The model has the shape of Llama-3.1-8B, with random weights made on the device. A line is printed, and written to FILE,
-as soon as it is measured: a run that is cut off loses nothing, and one whose time is up leaves the rest out. A row that
-fails says so, and the others go on. Whether the results are right is tests/gpu's business; `make gpu` runs both.
+The models have the shapes of Llama-3.1-8B and Llama-3.2-1B, with random weights made on the device. Kernels are timed
+in a CUDA graph, out of several layers' caches in turn. Each figure is printed, appended to FOLDER/gpu.jsonl, and stands
+in the table of FOLDER/gpu.md as soon as it is measured: whatever ends a run loses nothing. What there is no time for is
+left out; a row that fails takes no other with it; the last line says what failed.
 """
 
 import gc
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from datetime import date
 from functools import cached_property, partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from cyclopts import App
-from rich.console import Console
+from cyclopts import App, Parameter
 from torch import Tensor
 
 from ..engine.attention.backend import CacheSpec
@@ -46,10 +48,14 @@ from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 from .checkpoint import LLAMA_ONE_BILLION
+from .gpu_report import Figure, GpuReport, run_tests
+from .gpu_served import StepRates, StreamLoads, served_figures, written_checkpoint
 from .inline_loop import run_to_end
+from .server_process import ServerAddress, exit_on_signals, own_server
+from .step_trace import HOST, lane_microseconds, trace_step, write_picture
 
-LLAMA_EIGHT_BILLION: dict[str, Any] = LLAMA_ONE_BILLION | {
-    "architectures": ["LlamaForCausalLM"],
+LLAMA_ONE: dict[str, Any] = LLAMA_ONE_BILLION | {"architectures": ["LlamaForCausalLM"]}
+LLAMA_EIGHT_BILLION: dict[str, Any] = LLAMA_ONE | {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "head_dim": 128,
@@ -60,6 +66,10 @@ LLAMA_EIGHT_BILLION: dict[str, Any] = LLAMA_ONE_BILLION | {
 """Llama-3.1-8B's config.json, as far as it shapes the computation."""
 
 BLOCK = 16
+PEAKS = "copy bandwidth", "products"
+"""The rows that the shares of all others are of."""
+_TESTS_SECONDS = 240.0
+"""The most that tests may take of the time."""
 
 app = App(help=__doc__, help_format="plaintext")
 
@@ -67,14 +77,17 @@ app = App(help=__doc__, help_format="plaintext")
 class GpuWork(NamedTuple):
     """What is measured: `batches` decode at `context`, and the second of them with `drafts` a row; `prompt` tokens are
     one prefill; `offline` sequences generate `new` tokens each behind `new` others, `more_offline` beside them by our
-    engine alone. `attended`: rows and context of the attention alone. `experts`: how many there are, and of a token,
-    and their sizes: Qwen3-30B-A3B's."""
+    engine alone. `attended`: rows and context of the attention alone. `far`: rows of a decode step, and of the
+    attention alone, in a long context, and that context. `experts`: how many there are, and of a token, and their
+    sizes: Qwen3-30B-A3B's. `served`: the requests of loads over HTTP, with so many `frontends`."""
 
+    name: str = "8B"
     config: dict[str, Any] = LLAMA_EIGHT_BILLION
     dtype: str = "bfloat16"
     batches: tuple[int, ...] = (1, 64, 256)
     context: int = 1024
     attended: tuple[int, int] = (64, 2048)
+    far: tuple[int, int, int] = (16, 64, 16384)
     prompt: int = 8192
     offline: int = 64
     more_offline: int = 256
@@ -84,25 +97,19 @@ class GpuWork(NamedTuple):
     multiplied: int = 8192
     drafts: int = 4
     experts: tuple[int, int, int, int] = (128, 8, 2048, 768)
+    served: StreamLoads = StreamLoads({1: 2, 64: 128, 256: 256}, 1000, 300, 128256)
+    frontends: tuple[int, ...] = (1, 4)
 
 
-class Figure(NamedTuple):
-    """A line of the table: `share` of the bound that `of` names, and the least share that is wanted."""
+SMALL = GpuWork("1B", LLAMA_ONE, context=256, served=StreamLoads({1: 4, 64: 128, 256: 512}, 128, 300, 128256))
+
+
+class Row(NamedTuple):
+    """Figures that are measured together, which takes about so many `seconds` on an H200."""
 
     name: str
-    value: float
-    unit: str
-    share: float | None = None
-    of: str = ""
-    bar: float | None = None
-
-    def __str__(self) -> str:
-        told = f"{self.name}: {self.value:,.4g} {self.unit}"
-        if self.share is not None:
-            told += f", {self.share:.2f} of {self.of}"
-        if self.bar is not None and self.share is not None:
-            told += f" (bar {self.bar:g}: {'met' if self.share >= self.bar else 'missed'})"
-        return told
+    seconds: float
+    measure: Callable[[], Iterator[Figure]]
 
 
 class RandomWeights:
@@ -163,32 +170,70 @@ class RandomExecutor(InlineExecutor):
 
 
 class GpuBench:
-    """Measures `work` on `device`, in order of worth; peaks of the device first."""
+    """Measures `work` on `device`, in order of worth; peaks of the device first. `pictures`: the folder for those.
+    `start`: a server over the arguments that it is given."""
 
-    def __init__(self, work: GpuWork, device: str) -> None:
+    def __init__(
+        self,
+        work: GpuWork,
+        device: str,
+        pictures: Path,
+        start: Callable[..., AbstractContextManager[ServerAddress]] = own_server,
+    ) -> None:
         self.work, self.device, self.read, self.operations = work, torch.device(device), 1.0, 1.0
-        self.rows, self.length = max(*work.batches, work.more_offline), max(work.prompt, 2 * work.new, 2 * work.context)
+        self.pictures, self.start = pictures, start
+        self.rows = max(*work.batches, work.more_offline)
+        far = work.far[2] + work.steps + 20
+        self.length = max(work.prompt, 2 * work.new, 2 * work.context, far)
+        self.decode_seconds: dict[int, float] = {}
+        self.prompt_rate = 0.0
 
-    def figures(self) -> list[Callable[[], Iterator[Figure]]]:
+    def table(self, small: "GpuBench | None" = None) -> list[Row]:
+        """All rows; `small`: another model, whose steps are measured because it is served."""
+        work, (far_rows, far_attended, far) = self.work, self.work.far
+        of_small = [] if small is None else small.served_rows(self)
         return [
-            self.copy_bandwidth,
-            self.matmul_peak,
-            self.decode_attention,
-            self.prefill_attention,
-            *(lambda rows=rows: self.decode_steps(rows) for rows in self.work.batches),
-            lambda: self.decode_steps(self.work.batches[1], self.work.drafts),
-            self.prefill,
-            *(lambda kept=kept: self.decode_attention(kept) for kept in self.coded),
-            *(lambda kept=kept: self.prefill_attention(kept) for kept in self.coded),
-            self.experts,
-            self.offline,
-            self.transformers_offline,
+            Row(PEAKS[0], 3, self.copy_bandwidth),
+            Row(PEAKS[1], 3, self.matmul_peak),
+            Row("attention, decode", 6, lambda: self.decode_attention(*work.attended)),
+            Row("attention, prefill", 6, lambda: self.prefill_attention(work.prompt)),
+            *self.step_rows(),
+            Row("decode steps with drafts", 10, lambda: self.decode_steps(work.batches[1], work.drafts)),
+            Row("pictures of steps", 15, self.trace),
+            *self.served_rows(None),
+            *of_small,
+            Row("attention in a long context", 8, lambda: self.decode_attention(far_attended, far)),
+            Row("prefill attention of a long prompt", 8, lambda: self.prefill_attention(far)),
+            Row("decode steps in a long context", 25, lambda: self.decode_steps(far_rows, context=far)),
+            *(
+                Row(f"attention over a cache in {kept}", 12, partial(self.coded_attention, kept))
+                for kept in (["fp8", "int8"] if runtime.serves_fp8(self.dtype, self.device) else ["int8"])
+            ),
+            Row("experts", 20, self.experts),
+            Row("offline", 15, lambda: self.offline(work.offline)),
+            Row("transformers offline", 90, self.transformers_offline),
+            Row("more sequences offline", 40, lambda: self.offline(work.more_offline)),
         ]
 
-    @property
-    def coded(self) -> list[str]:
-        """The kinds of codes that a cache on this device may have."""
-        return ["fp8", "int8"] if runtime.serves_fp8(self.dtype, self.device) else ["int8"]
+    def step_rows(self) -> list[Row]:
+        """What a served model's steps are."""
+        steps = [
+            Row(f"{self.work.name} steps of {rows}", 12, partial(self.decode_steps, rows)) for rows in self.work.batches
+        ]
+        return [*steps, Row(f"{self.work.name} prefill", 8, self.prefill)]
+
+    def served_rows(self, peaks: "GpuBench | None") -> list[Row]:
+        """The model over HTTP; and its steps before, with another's `peaks`, if they are not measured anyway."""
+        served = Row(f"{self.work.name} served", 55 * len(self.work.frontends) + 20, self.served)
+        if peaks is None:
+            return [served]
+
+        def begin() -> Iterator[Figure]:
+            peaks.release()
+            self.read, self.operations = peaks.read, peaks.operations
+            return iter(())
+
+        return [Row(f"{self.work.name} steps and server begin", 0, begin), *self.step_rows(), served]
 
     def copy_bandwidth(self) -> Iterator[Figure]:
         source = torch.ones(self.work.copied, dtype=torch.uint8, device=self.device)
@@ -202,24 +247,28 @@ class GpuBench:
         self.operations = 2 * size**3 / self.seconds(lambda: left @ right)
         yield Figure(f"{self.work.dtype} products", self.operations / 1e12, "TFLOP/s")
 
-    def decode_attention(self, kept: str = "auto") -> Iterator[Figure]:
+    def decode_attention(self, rows: int, context: int, kept: str = "auto") -> Iterator[Figure]:
         """Of codes, the bytes that are to be read are theirs and their scales'."""
-        rows, context = self.work.attended
         seconds, token_bytes = self.attention(rows, context - 1, 1, kept)
         share = rows * context * token_bytes / seconds / self.read
         name = f"attention, decode of {rows} at {context:,}{_told(kept)}"
         yield Figure(name, 1e6 * seconds, "us", share, "bandwidth", 0.8 if kept == "auto" else None)
 
-    def prefill_attention(self, kept: str = "auto") -> Iterator[Figure]:
-        tokens, config = self.work.prompt, self.work.config
+    def prefill_attention(self, tokens: int, kept: str = "auto") -> Iterator[Figure]:
+        config = self.work.config
         seconds, _ = self.attention(1, 0, tokens, kept)
         share = 2 * tokens**2 * config["num_attention_heads"] * config["head_dim"] / seconds / self.operations
         name = f"attention, prefill of {tokens:,}{_told(kept)}"
         yield Figure(name, 1e6 * seconds, "us", share, "peak", 0.45 if kept == "auto" else None)
 
-    def decode_steps(self, rows: int, drafts: int = 0) -> Iterator[Figure]:
+    def coded_attention(self, kept: str) -> Iterator[Figure]:
+        yield from self.decode_attention(*self.work.attended, kept)
+        yield from self.decode_attention(*self.work.far[1:], kept)
+        yield from self.prefill_attention(self.work.prompt, kept)
+
+    def decode_steps(self, rows: int, drafts: int = 0, context: int | None = None) -> Iterator[Figure]:
         """Steps that are begun one ahead, each with so many drafts a row; the first ones capture what is recorded."""
-        work, executor, context = self.work, self.executor, self.work.context
+        work, executor, context = self.work, self.executor, context or self.work.context
         each = -(-(context + work.steps + 20 + drafts) // BLOCK)
         self.allocate(rows * each)
         plans = [*_decode_plans(rows, context, work.steps + 14, each)]
@@ -227,8 +276,8 @@ class GpuBench:
             plans = [_with_drafts(plan, drafts) for plan in plans]
         runner = executor.rank.runner
         if runner.graphs is not None:
-            runner.graphs.forget()
             runner.graphs.capture_now(rows * (1 + drafts), context + work.steps + 14 + drafts, 1 + drafts)
+        eager = 0 if runner.graphs is None else runner.graphs.eager_steps
         runner.begin_step(plans[0])
         launching, began = 0.0, 0.0
         for at, plan in enumerate(plans[1:]):
@@ -241,12 +290,14 @@ class GpuBench:
         seconds = (perf_counter() - began) / (len(plans) - 13)
         runner.finish_step()
         bound = (self.weight_bytes + rows * context * self.token_bytes) / self.read
-        bar = None if drafts else 0.78 if rows == 1 else 0.65
-        name = f"decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
-        yield Figure(name, 1e3 * seconds, "ms", bound / seconds, "bandwidth", bar)
-        yield Figure(f"{name}: host's time to launch it", 1e3 * launching / (len(plans) - 13), "ms")
-        eager = 0 if runner.graphs is None else runner.graphs.eager_steps
-        yield Figure(f"{name}: launched kernel by kernel so far", eager, "steps")
+        bar = None if drafts or context > work.context else 0.78 if rows == 1 else 0.65
+        name = f"{work.name} decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
+        more = f"launched in {1e3 * launching / (len(plans) - 13):.2f} ms of the host"
+        if runner.graphs is not None and (launched := runner.graphs.eager_steps - eager):
+            more += f", {launched} steps kernel by kernel"
+        if not drafts and context == work.context:
+            self.decode_seconds[rows] = seconds
+        yield Figure(name, 1e3 * seconds, "ms", bound / seconds, "bandwidth", bar, more)
 
     def prefill(self) -> Iterator[Figure]:
         tokens, executor = self.work.prompt, self.executor
@@ -258,10 +309,55 @@ class GpuBench:
         seconds = self.seconds(lambda: executor.rank.runner.run_step(whole), 3)
         spec = executor.rank.shape
         products = 2 * tokens * (self.weight_bytes / self.dtype.itemsize - spec.vocab_size * spec.hidden_size)
-        share = (
-            (products + 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.attention)) / seconds / self.operations
-        )
-        yield Figure(f"prefill of {tokens:,}", 1e3 * seconds, "ms", share, "peak", 0.6)
+        attention = 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.attention)
+        share = (products + attention) / seconds / self.operations
+        self.prompt_rate = tokens / seconds
+        yield Figure(f"{self.work.name} prefill of {tokens:,}", 1e3 * seconds, "ms", share, "peak", 0.6)
+
+    def trace(self) -> Iterator[Figure]:
+        """A decode step, and one that computes a part of a prompt, too; kernel by kernel."""
+        rows, context, runner = self.work.batches[1], self.work.context, self.executor.rank.runner
+        chunk = min(context, self.work.prompt // 8)
+        each = -(-max(context + 4, 4 * chunk) // BLOCK)
+        for name, plans in (
+            (f"decode step of {rows}", _decode_plans(rows, context, 4, each)),
+            (f"step of {rows} and {chunk:,} tokens of a prompt", _mixed_plans(rows, context, 4, each, chunk)),
+        ):
+            self.allocate((rows + 1) * each)
+            if runner.graphs is not None:
+                runner.graphs.capture_now(rows, context + 4)
+            runner.run_step(next(plans))
+
+            def compute(plans: Iterator[StepPlan] = plans) -> None:
+                runner.run_step(next(plans))
+
+            spans = trace_step(compute, self.device)
+            file = (
+                self.pictures
+                / f"gpu-{name.split(' and ')[0].replace(' ', '-')}{'-mixed' if 'prompt' in name else ''}.svg"
+            )
+            title = f"{self.work.name} {name} at {context:,}"
+            write_picture(spans, title, file)
+            lanes = lane_microseconds(spans)
+            told = ", ".join(f"{lane} {microseconds / 1e3:.2f}" for lane, microseconds in lanes.items())
+            kernels = sum(microseconds for lane, microseconds in lanes.items() if lane != HOST)
+            yield Figure(f"{title}: kernels at work", kernels / 1e3, "ms", more=f"{told} ms; {file.name}")
+
+    def served(self) -> Iterator[Figure]:
+        """The model in a server of its own, over a checkpoint that is made for it."""
+        work = self.work
+        self.release()
+        rates = StepRates(self.prompt_rate, self.decode_seconds)
+        complete = self.prompt_rate > 0 and rates.decode_seconds.keys() >= work.served.requests.keys()
+        config = {name: value for name, value in work.config.items() if name != "architectures"}
+        with written_checkpoint(config, str(self.device)) as directory:
+            self.empty_cache()
+            for frontends in work.frontends:
+                flags = ["--device", self.device.type, "--max-num-seqs", str(max(work.served.requests))]
+                began = perf_counter()
+                with self.start(str(directory), *flags, "--frontends", str(frontends)) as place:
+                    yield Figure(f"{work.name} server ready, frontends: {frontends}", perf_counter() - began, "s")
+                    yield from served_figures(work.name, place, work.served, rates if complete else None, frontends)
 
     def experts(self) -> Iterator[Figure]:
         """The experts of a layer, as floats and in the codes that the device multiplies."""
@@ -274,35 +370,27 @@ class GpuBench:
         for kind in ("none", "int8", "fp8") if runtime.serves_fp8(self.dtype, self.device) else ("none",):
             built = BuildContext(self.dtype, self.device, rows, quantization=kind)
             layer = build_experts(WeightLoader(source, built), specs, range(count))
-            seconds = self.seconds(partial(layer, x, chosen, weights, context))
+            seconds = self.kernel_seconds(partial(layer, x, chosen, weights, context))
             width = self.dtype.itemsize if kind == "none" else 1
             share = int(chosen.flatten().bincount().count_nonzero()) * 3 * hidden * inner * width / seconds / self.read
             name = f"{rows} tokens by {count} experts, {self.work.dtype if kind == 'none' else kind}"
             yield Figure(name, 1e6 * seconds, "us", share, "bandwidth")
 
-    def offline(self) -> Iterator[Figure]:
-        for sequences in (self.work.offline, self.work.more_offline):
-            blocks = self.allocate(sequences * -(-2 * self.work.new // BLOCK))
-            most = max(self.work.prompt, sequences)
-            rule = SchedulerConfig(
-                max_num_seqs=sequences, max_num_batched_tokens=most, max_model_len=self.length, ahead=1
-            )
-            scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
-            asked = [
-                SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
-                for key, prompt in enumerate(self.prompts(sequences))
-            ]
-            seconds = run_to_end(scheduler, self.executor, asked).seconds
-            yield Figure(f"offline, {sequences} sequences", sequences * self.work.new / seconds, "tokens/s")
+    def offline(self, sequences: int) -> Iterator[Figure]:
+        blocks = self.allocate(sequences * -(-2 * self.work.new // BLOCK))
+        most = max(self.work.prompt, sequences)
+        rule = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=most, max_model_len=self.length, ahead=1)
+        scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
+        asked = [
+            SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
+            for key, prompt in enumerate(self.prompts(sequences))
+        ]
+        seconds = run_to_end(scheduler, self.executor, asked).seconds
+        yield Figure(f"offline, {sequences} sequences", sequences * self.work.new / seconds, "tokens/s")
 
     def transformers_offline(self) -> Iterator[Figure]:
         """Its continuous batching, with the attention that it chooses."""
-        if "executor" in self.__dict__:
-            self.executor.close()
-            del self.executor
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.release()
         transformers: Any = import_module("transformers")
         fields = {name: value for name, value in self.work.config.items() if name != "architectures"}
         config: Any = transformers.AutoConfig.for_model(**fields)
@@ -333,7 +421,7 @@ class GpuBench:
             torch.randn(rows * count, each, spec.head_dim, dtype=self.dtype, device=self.device)
             for each in (heads, kv_heads, kv_heads)
         )
-        seconds = self.seconds(lambda: [step(layer, q, k, v) for layer in range(layers)])
+        seconds = self.kernel_seconds(lambda: [step(layer, q, k, v) for layer in range(layers)])
         return seconds / layers, backend.block_bytes / BLOCK / layers
 
     def prompts(self, sequences: int) -> list[list[int]]:
@@ -377,6 +465,29 @@ class GpuBench:
         """Of a token's keys and values."""
         return self.executor.rank.attention.block_bytes // BLOCK
 
+    def release(self) -> None:
+        """Give the model's memory back; whoever asks for the executor makes another."""
+        if "executor" in self.__dict__:
+            self.executor.close()
+            del self.executor
+            self.__dict__.pop("most_blocks", None)
+        self.empty_cache()
+
+    def empty_cache(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def kernel_seconds(self, compute: Callable[[], object]) -> float:
+        """Of the kernels that a call launches, without the time that the host takes to launch them."""
+        if self.device.type != "cuda":
+            return self.seconds(compute)
+        compute()  # which compiles them
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compute()
+        return self.seconds(graph.replay)
+
     def seconds(self, compute: Callable[[], object], times: int = 10) -> float:
         """Of one call, the mean of `times` behind each other, after two to warm up."""
         for _ in range(2):
@@ -414,6 +525,22 @@ def _with_drafts(plan: StepPlan, each: int) -> StepPlan:
     return plan._replace(counts=counts, num_logits=counts, drafts=drafts, drafted=drafted)
 
 
+def _mixed_plans(rows: int, context: int, steps: int, blocks: int, chunk: int) -> Iterator[StepPlan]:
+    """The same beside a sequence of which each step computes `chunk` tokens of its prompt."""
+    every, is_decoding = np.arange(rows + 1, dtype=np.int32), np.arange(rows + 1) < rows
+    known, prompt = np.ones(context, np.int32), np.ones(chunk * (steps + 1), np.int32)
+    new = [NewSequence(row, known, context - 1, SamplerParams()) for row in range(rows)]
+    new.append(NewSequence(rows, prompt, 0, SamplerParams()))
+    appended = np.stack([every.repeat(blocks), np.arange((rows + 1) * blocks, dtype=np.int32)], 1)
+    for step in range(steps):
+        starts = np.where(is_decoding, context - 1 + step, chunk * step).astype(np.int32)
+        counts = np.where(is_decoding, 1, chunk).astype(np.int32)
+        columns = every, starts, counts, is_decoding, is_decoding.astype(np.int32)
+        first = step == 0
+        added = appended if first else appended[:0]
+        yield StepPlan(step, *columns, added, tuple(new) if first else (), np.zeros(0, np.int32))
+
+
 def _plan(
     step: int, start: int, count: int, rows: IntArray, new: Sequence[NewSequence], appended: IntArray
 ) -> StepPlan:
@@ -422,44 +549,66 @@ def _plan(
     return StepPlan(step, *columns, appended, tuple(new), np.zeros(0, np.int32))
 
 
-def measure(bench: GpuBench, out: Path, minutes: float, tell: Callable[[str], None]) -> int:
-    """Measure everything that there is time for; each figure goes to the file `out` at once. Returns how many rows
-    failed."""
-    ends, failed = perf_counter() + 60 * minutes, 0
-    with out.open("a") as file:
-        for row in bench.figures():
-            if perf_counter() > ends:
-                tell("no time is left for the rest")
-                break
-            try:
-                for figure in row():
-                    tell(str(figure))
-                    file.write(json.dumps(figure._asdict()) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-            except Exception as error:  # a row that fails takes no other with it
-                failed += 1
-                tell(f"failed: {type(error).__name__}: {error}")
-    return failed
+def measure(rows: Sequence[Row], report: GpuReport, ends: float) -> None:
+    """Measure every row that there is time for before `ends`, by `perf_counter`."""
+    for row in rows:
+        if perf_counter() + row.seconds > ends:
+            report.leave_out(row.name)
+            continue
+        try:
+            for figure in row.measure():
+                report.add(figure)
+        except Exception as error:  # a row that fails takes no other with it
+            report.fail(row.name, f"{type(error).__name__}: {error}")
+
+
+def _about(command: str) -> str:
+    packages = [f"Python {sys.version.split()[0]}"]
+    for name in ("torch", "triton", "transformers"):
+        with suppress(PackageNotFoundError):
+            packages.append(f"{name} {version(name)}")
+    return f"{date.today()}, {torch.cuda.get_device_name()}, {', '.join(packages)}; `{command}`"
 
 
 @app.default
-def main(*, out: Path = Path("gpu.jsonl"), minutes: float = 9.0) -> None:
+def main(
+    *,
+    tests: Path | None = None,
+    out: Path = Path(),
+    minutes: float = 9.0,
+    only: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+) -> None:
     """Measure, a line each.
 
     Parameters
     ----------
+    tests
+        Folder of tests that are run first.
     out
-        File that lines are appended to, as JSON.
+        Folder for gpu.jsonl, which is appended to, gpu.md and the pictures of steps.
     minutes
-        When no further row is begun.
+        How long all of it may take.
+    only
+        The rows whose name has one of these in it; the peaks are measured anyway.
     """
+    ends = perf_counter() + 60 * minutes
     if not torch.cuda.is_available():
         sys.exit("no CUDA device on this machine, or a torch without CUDA")
-    console = Console()
-    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    tell = lambda line: console.print(line, highlight=False, soft_wrap=True)  # noqa: E731
-    sys.exit(1 if measure(GpuBench(GpuWork(), "cuda"), out, minutes, tell) else 0)
+    out.mkdir(parents=True, exist_ok=True)
+    command = f"python -m charonia.bench.gpu --minutes {minutes:g}" + (f" --tests {tests}" if tests else "")
+    report = GpuReport(_about(command), out / "gpu.jsonl", out / "gpu.md", partial(print, flush=True))
+    is_finished = False
+    try:
+        with exit_on_signals():
+            if tests is not None:
+                run_tests(tests, _TESTS_SECONDS, report)
+            rows = GpuBench(GpuWork(), "cuda", out).table(GpuBench(SMALL, "cuda", out))
+            parts = (*PEAKS, *only) if only else ("",)
+            measure([row for row in rows if any(part in row.name for part in parts)], report, ends)
+            is_finished = True
+    finally:
+        report.close(is_finished)
+    sys.exit(1 if report.failures else 0)
 
 
 if __name__ == "__main__":

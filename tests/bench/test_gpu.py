@@ -1,9 +1,18 @@
-"""The measurements for a GPU, of a tiny model on the CPU: every row comes, and reaches the file at once."""
+"""The measurements for a GPU, of tiny models on the CPU: every row comes, and reaches the files at once."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
-from charonia.bench.gpu import LLAMA_EIGHT_BILLION, Figure, GpuBench, GpuWork, measure
+import pytest
+from safetensors import safe_open
+
+from charonia.bench.gpu import LLAMA_EIGHT_BILLION, GpuBench, GpuWork, measure
+from charonia.bench.gpu_report import Figure, GpuReport
+from charonia.bench.gpu_served import StreamLoads
 
 TINY = LLAMA_EIGHT_BILLION | {
     "hidden_size": 64,
@@ -14,45 +23,91 @@ TINY = LLAMA_EIGHT_BILLION | {
     "intermediate_size": 96,
     "vocab_size": 384,
 }
-WORK = GpuWork(TINY, "float32", (1, 3), 24, (2, 40), 64, 2, 3, 8, 4, 1 << 20, 64, experts=(4, 2, 64, 32))
+WORK = GpuWork(
+    "tiny",
+    TINY,
+    "float32",
+    batches=(1, 3),
+    context=24,
+    attended=(2, 40),
+    far=(2, 3, 80),
+    prompt=64,
+    offline=2,
+    more_offline=3,
+    new=8,
+    steps=4,
+    copied=1 << 20,
+    multiplied=64,
+    experts=(4, 2, 64, 32),
+    served=StreamLoads({1: 1, 3: 3}, 5, 4, 384),
+    frontends=(1,),
+)
 
 
 class Cpu(GpuBench):
-    def transformers_offline(self) -> list[Figure]:  # type: ignore[override] - its continuous batching needs a GPU
-        raise RuntimeError("no GPU")
+    """One whose server does not come up; `flags`: what it was to be started with."""
+
+    def __init__(self, work: GpuWork, pictures: Path) -> None:
+        self.flags: list[str] = []
+        super().__init__(work, "cpu", pictures, self.start_nothing)
+
+    @contextmanager
+    def start_nothing(self, checkpoint: str, *flags: str) -> Iterator[Any]:
+        with safe_open(Path(checkpoint) / "model.safetensors", framework="pt") as file:
+            assert file.get_slice("lm_head.weight").get_shape() == [384, 64]
+        self.flags = [*flags]
+        raise ConnectionError("no server")
+        yield
+
+    def transformers_offline(self) -> Iterator[Figure]:
+        raise RuntimeError("no GPU")  # which its continuous batching needs
+        yield
 
 
-def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(tmp_path: Path) -> None:
-    told: list[str] = []
-    assert measure(Cpu(WORK, "cpu"), tmp_path / "out", 9, told.append) == 1
-    assert told[-1] == "failed: RuntimeError: no GPU"
-    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+@pytest.fixture
+def report(tmp_path: Path) -> GpuReport:
+    return GpuReport("a card", tmp_path / "gpu.jsonl", tmp_path / "gpu.md", lambda line: None)
+
+
+def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: GpuReport, tmp_path: Path) -> None:
+    bench = Cpu(WORK, tmp_path)
+    measure(bench.table(Cpu(WORK._replace(name="small"), tmp_path)), report, perf_counter() + 10_000)
+    report.close(is_finished=True)
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    steps = [*(f"decode step of {rows} at 24" for rows in (1, 3)), "prefill of 64"]
+    pictures = "decode step of 3", "step of 3 and 8 tokens of a prompt"
     assert [line["name"] for line in lines] == [
         "copy bandwidth",
         "float32 products",
         "attention, decode of 2 at 40",
         "attention, prefill of 64",
-        *(
-            f"decode step of {rows}{what}"
-            for rows in ("1 at 24", "3 at 24", "3 at 24 with 4 drafts each")
-            for what in ("", ": host's time to launch it", ": launched kernel by kernel so far")
-        ),
-        "prefill of 64",
+        *(f"tiny {step}" for step in steps),
+        "tiny decode step of 3 at 24 with 4 drafts each",
+        *(f"tiny {name} at 24: kernels at work" for name in pictures),
+        *(f"small {step}" for step in steps),
+        "attention, decode of 3 at 80",
+        "attention, prefill of 80",
+        "tiny decode step of 2 at 80",
         "attention, decode of 2 at 40, cache in int8",
+        "attention, decode of 3 at 80, cache in int8",
         "attention, prefill of 64, cache in int8",
         "2 tokens by 4 experts, float32",
         "offline, 2 sequences",
         "offline, 3 sequences",
     ]
-    assert all(line["value"] > 0 for line in lines if line["unit"] != "steps")
+    assert all(line["value"] > 0 for line in lines)
+    assert bench.flags == ["--device", "cpu", "--max-num-seqs", "3", "--frontends", "1"]
+    assert report.last_line == "failed: tiny served, small served, transformers offline"
+    table = (tmp_path / "gpu.md").read_text().splitlines()
+    assert table[0] == "a card"
+    assert len([line for line in table if line.startswith("| ")]) == 1 + len(lines)
+    assert table[-1] == report.last_line
+    assert {file.name for file in tmp_path.glob("*.svg")} == {"gpu-decode-step-of-3.svg", "gpu-step-of-3-mixed.svg"}
 
 
-def test_rows_that_have_no_time_are_left_out(tmp_path: Path) -> None:
-    told: list[str] = []
-    assert measure(Cpu(WORK, "cpu"), tmp_path / "out", 0, told.append) == 0
-    assert told == ["no time is left for the rest"]
-
-
-def test_a_figure_says_whether_its_bar_is_met() -> None:
-    told = str(Figure("prefill", 512, "ms", 0.61, "peak", 0.6))
-    assert told == "prefill: 512 ms, 0.61 of peak (bar 0.6: met)"
+def test_rows_that_have_no_time_are_left_out(report: GpuReport, tmp_path: Path) -> None:
+    bench = Cpu(WORK, tmp_path)
+    rows = [row for row in bench.table() if row.name in ("copy bandwidth", "experts")]
+    measure(rows, report, perf_counter() + rows[0].seconds + 5)
+    report.close(is_finished=True)
+    assert report.last_line == "nothing failed; left out for want of time: experts"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from charonia.bench import serve
+from charonia.bench.gpu_served import StepRates, StreamLoads, served_figures
 from charonia.bench.load import frontend_cost
 from charonia.bench.load.bare_server import bare_server
 from charonia.bench.load.bare_streams import FrameSpec, event_of, response_of
@@ -246,3 +247,17 @@ def test_the_grpc_client_hears_what_a_bare_stream_sends() -> None:
     assert seen.statuses == {"ok": 6}
     assert seen.frames == 6 * 5
     assert seen.size == pytest.approx(30 * 120, rel=0.05)
+
+
+def test_a_served_model_stands_beside_what_its_steps_give(place: ServerAddress) -> None:
+    load = StreamLoads({1: 2, 3: 6}, 8, 10, 256)
+    rates = StepRates(1000.0, {1: 0.01, 3: 0.02})
+    assert rates.tokens_per_second(load, 3) == pytest.approx(60 / (0.048 + 2 * 10 * 0.02))
+    one, three = served_figures("fake", place, load, rates, 1)
+    assert (one.name, three.name) == (
+        "fake served, 1 x 8 + 10, 1 frontend",
+        "fake served, 3 x 8 + 10, 1 frontend",
+    )
+    assert three.value > 0
+    assert three.share == pytest.approx(three.value / rates.tokens_per_second(load, 3))
+    assert "ITL p50, p99, max " in three.more

@@ -1,0 +1,138 @@
+"""What `make gpu` leaves behind, whenever it ends: a line of JSON for each figure, a table as docs/performance.md has
+it, and a last line that says what failed. Also the tests that it runs first."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Timer
+from time import perf_counter
+from typing import NamedTuple
+
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+"""The line of a test in pytest's summary."""
+_MOST_WORKERS = 12
+"""Each has a context on the device, and most of its time goes to compiling kernels."""
+
+
+class Figure(NamedTuple):
+    """A row of the table: `share` of the bound that `of` names, and the least share that is wanted. `more`: what else
+    there is to say of it."""
+
+    name: str
+    value: float
+    unit: str
+    share: float | None = None
+    of: str = ""
+    bar: float | None = None
+    more: str = ""
+
+    @property
+    def measured(self) -> str:
+        told = f"{self.value:,.4g} {self.unit}" if self.value < 10_000 else f"{self.value:,.0f} {self.unit}"
+        if self.share is not None:
+            told += f", {self.share:.2f} of {self.of}"
+        return f"{told}; {self.more}" if self.more else told
+
+    @property
+    def verdict(self) -> str:
+        if self.bar is None or self.share is None:
+            return ""
+        return f"{self.bar:g}: {'met' if self.share >= self.bar else 'missed'}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.measured}" + (f" (bar {self.verdict})" if self.verdict else "")
+
+
+class GpuReport:
+    """The figures of a run as they come: each is on the disk before the next is measured. `about`: the card, versions
+    and the command. `lines`: a file that is appended to; `table`: one that is written anew each time."""
+
+    def __init__(self, about: str, lines: Path, table: Path, tell: Callable[[str], None]) -> None:
+        self._about, self._lines, self._table, self._tell = about, lines, table, tell
+        self._figures: list[Figure] = []
+        self.failures: list[str] = []
+        self.left_out: list[str] = []
+        self._is_finished = False
+        self._write_table()
+
+    def add(self, figure: Figure) -> None:
+        self._figures.append(figure)
+        with self._lines.open("a") as file:
+            file.write(json.dumps(figure._asdict()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._write_table()
+        self._tell(str(figure))
+
+    def fail(self, what: str, why: str) -> None:
+        self.failures.append(what)
+        self._tell(f"failed: {what}: {why}")
+        self._write_table()
+
+    def leave_out(self, what: str) -> None:
+        """For want of time."""
+        self.left_out.append(what)
+        self._write_table()
+
+    def close(self, is_finished: bool) -> None:
+        self._is_finished = is_finished
+        self._write_table()
+        self._tell(self.last_line)
+
+    @property
+    def last_line(self) -> str:
+        told = f"failed: {', '.join(self.failures)}" if self.failures else "nothing failed"
+        told += f"; left out for want of time: {', '.join(self.left_out)}" if self.left_out else ""
+        return told if self._is_finished else f"{told}; it was stopped before its end"
+
+    def _write_table(self) -> None:
+        rows = (f"| {each.name} | {each.verdict} | {each.measured} |" for each in self._figures)
+        lines = (self._about, "", "| row | bar | measured |", "|---|---|---|", *rows, "", self.last_line, "")
+        beside = self._table.with_name(f".{self._table.name}.new")
+        beside.write_text("\n".join(lines))
+        beside.replace(self._table)
+
+
+def run_tests(folder: Path, seconds: float, report: GpuReport) -> None:
+    """Run the tests in `folder`, side by side where pytest can, for so many seconds at most; each one that fails is a
+    failure of the report."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", str(folder)]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["--numprocesses", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"]
+    what, began, said = f"tests of {folder}", perf_counter(), list[str]()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as tests:
+        timer = Timer(seconds, _end, (tests,))
+        timer.start()
+        try:
+            for line in tests.stdout or ():
+                print(line, end="", flush=True)
+                said.append(line)
+            tests.wait()
+        finally:
+            timer.cancel()
+            _end(tests)
+    output = "".join(said)
+    failed = [*dict.fromkeys(_FAILED.findall(output))]
+    for name in failed:
+        report.fail(name, "see above")
+    if tests.returncode < 0:
+        report.fail(what, f"not done after {seconds:.0f} s")
+    elif tests.returncode and not failed:
+        report.fail(what, f"pytest ended with {tests.returncode}")
+    summary = next((line.strip("= \n") for line in reversed(said) if " in " in line), "no summary")
+    report.add(Figure(what, perf_counter() - began, "s", more=summary.partition(" in ")[0]))
+
+
+def _end(tests: "subprocess.Popen[str]") -> None:
+    """Its workers, too."""
+    with suppress(ProcessLookupError):
+        os.killpg(tests.pid, signal.SIGKILL)

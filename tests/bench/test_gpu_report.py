@@ -1,0 +1,76 @@
+"""What `make gpu` leaves behind when it ends, and when it does not."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from charonia.bench.gpu_report import Figure, GpuReport, run_tests
+
+TESTS = """
+import time
+import pytest
+def test_right(): pass
+def test_wrong(): assert False
+@pytest.mark.skip(reason="no device")
+def test_skipped(): pass
+"""
+
+
+def report_in(directory: Path, told: list[str]) -> GpuReport:
+    return GpuReport("a card", directory / "gpu.jsonl", directory / "gpu.md", told.append)
+
+
+def test_a_figure_says_whether_its_bar_is_met() -> None:
+    assert str(Figure("prefill", 512, "ms", 0.61, "peak", 0.6)) == "prefill: 512 ms, 0.61 of peak (bar 0.6: met)"
+    assert str(Figure("tokens", 12345.6, "tokens/s", more="all")) == "tokens: 12,346 tokens/s; all"
+
+
+def test_what_was_measured_is_there_at_every_moment(tmp_path: Path) -> None:
+    """A run that is stopped leaves a table that says so; the next one appends its lines."""
+    told: list[str] = []
+    report = report_in(tmp_path, told)
+    assert (tmp_path / "gpu.md").read_text().endswith("\n\nnothing failed; it was stopped before its end\n")
+    report.add(Figure("first", 1.5, "ms", 0.5, "peak", 0.6))
+    report.fail("second", "KeyError: 'x'")
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    assert lines == [
+        "a card",
+        "",
+        "| row | bar | measured |",
+        "|---|---|---|",
+        "| first | 0.6: missed | 1.5 ms, 0.50 of peak |",
+        "",
+        "failed: second; it was stopped before its end",
+    ]
+    report.close(is_finished=True)
+    assert told[-1] == "failed: second"
+    report_in(tmp_path, told).add(Figure("third", 2.0, "ms"))
+    assert [json.loads(line)["name"] for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == [
+        "first",
+        "third",
+    ]
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+def test_tests_that_fail_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no xdist
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:asyncio\n")
+    (tmp_path / "test_it.py").write_text(TESTS)
+    told: list[str] = []
+    report = report_in(tmp_path, told)
+    run_tests(tmp_path, 60.0, report)
+    [failed] = report.failures
+    assert failed.endswith("test_it.py::test_wrong")
+    assert "; 1 failed, 1 passed, 1 skipped" in told[-1]
+    assert "no device" in capfd.readouterr().out
+
+
+def test_tests_that_take_too_long_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    report = report_in(tmp_path, [])
+    run_tests(tmp_path, 0.0, report)
+    assert report.failures == [f"tests of {tmp_path}"]
