@@ -59,9 +59,33 @@ class KnownMembers(NamedTuple):
 
 def known_members(body: dict[str, Any], shape: Shape) -> KnownMembers:
     """Leaves `body` as it is. Raises `InvalidArgument` if it has too many unknown names."""
+    if _is_known(body, shape):
+        return KnownMembers(body, "")
     search = _Search()
     known = search.known(body, shape, "")
     return KnownMembers(known, search.warning)
+
+
+def _is_known(members: dict[str, Any], shape: Shape) -> bool:
+    """Whether nothing in it is unknown, nor to be noted: so it is nearly always, and that is to cost little."""
+    if not shape.known.issuperset(members) or not shape.notes.keys().isdisjoint(members):
+        return False
+    for key, inner in shape.inner.items():
+        value = members.get(key)
+        if value.__class__ is list:
+            for item in value:
+                if item.__class__ is dict and not _is_known_by_type(item, inner):
+                    return False
+        elif value.__class__ is dict and not _is_known_by_type(value, inner):
+            return False
+    return True
+
+
+def _is_known_by_type(members: dict[str, Any], shape: Shape | ShapeByType) -> bool:
+    if shape.__class__ is ShapeByType:
+        chosen = shape.of(members)
+        return chosen is None or _is_known(members, chosen)
+    return _is_known(members, shape)
 
 
 class _Search:

@@ -62,6 +62,10 @@ class CompletionFormat:
             "text_offset": list(accumulate(lengths, initial=offset))[:-1],
         }
 
+    def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
+        """Those of the event that only says why a text has ended: columns without rows, for readers of each event's."""
+        return None if spec.logprobs is None else self.logprobs(_END, 0, spec)
+
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         """Add to a response `body` what it says of its choices' prompts: `prompts[i]` of choice i, as `name`."""
         for choice, prompt in zip(body["choices"], prompts, strict=True):
@@ -102,6 +106,10 @@ class ChatFormat:
     def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
         """An entry for each token."""
         return {"content": token_entries(chunk.logprobs, spec.tokens_as_ids), "refusal": None}
+
+    def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
+        """None, as OpenAI has it."""
+        return None
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         body[name] = prompts[0]
@@ -226,7 +234,8 @@ class OpenAIResponseWriter:
         end = b""
         if chunk.finish_reason:  # in an event of its own: there are clients that look at nothing else of that one
             last = msgspec.structs.replace(_END, finish_reason=chunk.finish_reason, stop_reason=chunk.stop_reason)
-            end = self._detailed_event(index, last)
+            ending = self._format.delta(index, last, self._format.no_logprobs(self._spec))
+            end = self._event([self._with_details(ending, last, index in self._calling)])
             chunk = msgspec.structs.replace(chunk, finish_reason=None, stop_reason=None)
         if several or chunk.logprobs or chunk.prompt_logprobs or prompt_ids or changes:
             return begin + self._detailed_event(index, chunk, prompt_ids) + end

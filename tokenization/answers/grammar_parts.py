@@ -48,7 +48,13 @@ def any_text() -> Part:
     return {"type": "any_text"}
 
 
+NO_MEMBERS: Mapping[str, Any] = {"type": "object", "const": {}}
+"""The schema of an object without members, of which there is no more to write than two braces."""
+
+
 def json_value(schema: Any) -> Part:
+    if schema == NO_MEMBERS:
+        return const("{}")
     return {"type": "json_schema", "json_schema": schema}
 
 

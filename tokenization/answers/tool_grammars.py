@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.errors import InvalidArgument
 from ...core.request import GuidedDecoding, Tool, ToolUse
-from .grammar_parts import Part, any_text, const, either, json_value, regex, sequence, tag
+from .grammar_parts import NO_MEMBERS, Part, any_text, const, either, json_value, regex, sequence, tag
 from .marked_answer import ToolFormat
 
 _MOST_CHARACTERS = 1 << 18
@@ -83,7 +83,9 @@ def closed(parameters: dict[str, Any]) -> dict[str, Any]:
     a model that may write any goes on for as long as it likes."""
     alone = "allOf" not in json.dumps(parameters)  # whose parts would have to close each other's objects
     inside = {name: _closed_inside(each) if alone else each for name, each in parameters.items()}
-    return inside | {"additionalProperties": False} if _may_close(parameters) else inside
+    if not _may_close(parameters):
+        return inside
+    return inside | {"additionalProperties": False} if parameters.get("properties") else {**NO_MEMBERS}
 
 
 def _may_close(node: dict[str, Any]) -> bool:

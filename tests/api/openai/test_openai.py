@@ -334,7 +334,7 @@ async def test_logprobs_of_a_text(client: httpx.AsyncClient) -> None:
     }
     chunks = events(await client.post(TEXT, json=PROMPT | {"logprobs": 0, "stream": True}))
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert [logprobs and logprobs["text_offset"] for logprobs in told] == [[0], [3], None]
+    assert [logprobs["text_offset"] for logprobs in told] == [[0], [3], []]
     assert chunks[1]["choices"][0]["logprobs"]["top_logprobs"] == [{" two": -1.0}]
 
 

@@ -51,7 +51,7 @@ async def test_an_echo_has_logprobs_as_the_rest_has(client: httpx.AsyncClient) -
 async def test_a_streamed_echo_has_its_logprobs_in_the_first_chunk(client: httpx.AsyncClient) -> None:
     chunks = events(await client.post(TEXT, json=PROMPT | {"echo": True, "logprobs": 0, "stream": True}))
     *told, end = (chunk["choices"][0]["logprobs"] for chunk in chunks)
-    assert end is None
+    assert end == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     assert [each["tokens"] for each in told] == [["h", "i", "one"], [" two"]]
     assert [each["text_offset"] for each in told] == [[0, 1, 2], [5]]
     assert told[0]["token_logprobs"] == [None, -1.0, -1.0]

@@ -192,7 +192,7 @@ INNER = {"type": "object", "properties": {"b": {"type": "integer"}}}
     ("parameters", "good", "bad"),
     [
         ({"properties": {}}, "{}", '{"a": 1}'),
-        ({"type": "object"}, "{}", '{"a": 1}'),
+        ({"type": "object"}, "{}", "{ }"),
         ({"properties": {"a": {"type": "integer"}}}, '{"a": 1}', '{"a": 1, "b": 2}'),
         ({"properties": {"a": INNER}}, '{"a": {"b": 1}}', '{"a": {"b": 1, "c": 2}}'),
         ({"properties": {"a": {"type": "object"}}}, '{"a": {"c": 2}}', '{"c": 2}'),
