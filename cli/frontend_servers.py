@@ -100,7 +100,7 @@ class FrontendServers:
         for server in self._servers:
             await server.start()
         if self._ports.http is not None:
-            say(f"Listening on {self._url(self._ports.http)}")
+            say(f"Listening on {bound_url(self._ports.http, self._plan.endpoints.tls is not None)}")
 
     async def ended(self) -> None:
         """Return, or raise, when one of the servers for requests ends."""
@@ -177,8 +177,17 @@ def machine_metric_sources(
 
 def reachable_address(address: str, port: int) -> str:
     """The address and port by which a client on this machine reaches what listens on `address`."""
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    return _address({"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address), port)
+
+
+def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bound_url(sock: socket.socket, encrypted: bool = False) -> str:
+    """The URL of the address that a socket is bound to, which may stand for all of the machine's."""
+    host, port = sock.getsockname()[:2]
+    return f"{'https' if encrypted else 'http'}://{_address(host, port)}"
 
 
 def base_url(address: str, port: int, encrypted: bool = False) -> str:

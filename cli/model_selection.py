@@ -153,6 +153,10 @@ class ModelSelection:
             names = list(dict.fromkeys([*names, *in_memory]))
         elif self.options.model_control_mode == "explicit":
             names = in_memory
+        for place in self.catalog.empty_repositories():
+            log.warning("model repository %s has no models: a model is a folder in it", place)
+        for reason in self.catalog.dangling_links().values():
+            log.warning("no model: %s", reason)
         unknown = self.catalog.unknown
         if unknown:
             print(f"charonia: model repository {unknown[0]} is away, and was never read from here", file=sys.stderr)

@@ -70,14 +70,17 @@ def print_check_report(places: Sequence[str], options: ConfigOptions, cache: Pat
     ):
         _refuse_nothing_to_check(catalog, places)
         failed = [not _print_findings(name, catalog, check) for name in catalog.model_names()]
-        return max(any(failed), _check_routes(catalog))
+        links = catalog.dangling_links()
+        for name, reason in links.items():
+            print(f"{name}: WRONG: {reason}")
+        return max(any(failed), bool(links), _check_routes(catalog))
 
 
 def _refuse_nothing_to_check(catalog: RepositoryCatalog, places: Sequence[str]) -> None:
     """Raises `InvalidArgument` where there is no model, or a bucket that could not be listed."""
     if catalog.unknown:
         raise InvalidArgument(f"model repository {catalog.unknown[0]} is away, and was never read from here")
-    if catalog.model_names():
+    if catalog.model_names() or catalog.dangling_links():
         return
     for place in places:
         if not is_bucket_url(place) and is_checkpoint(Path(place)):

@@ -241,6 +241,10 @@ class Gateway(Protocol):
     async def unready_reason(self, name: str, version: str = "") -> str:
         """Why `is_model_ready` does not hold, or why the model itself says that it is not ready; empty where it is."""
 
+    @property
+    def loads_on_request(self) -> bool:
+        """Whether requests may load and unload models of the repositories."""
+
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         """Every version that the repositories hold, or that was loaded."""
 

@@ -470,6 +470,10 @@ class RemoteGateway:
     async def unready_reason(self, name: str, version: str = "") -> str:
         raise Unsupported(_ASKED_AS_A_WHOLE)
 
+    @property
+    def loads_on_request(self) -> bool:
+        raise Unsupported(_ASKED_AS_A_WHOLE)
+
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         raise Unsupported(_ASKED_AS_A_WHOLE)
 

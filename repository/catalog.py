@@ -79,6 +79,18 @@ class RepositoryCatalog:
         single = [] if self._single is None else [self._single.name]
         return [*single, *sorted(found - set(single))]
 
+    def empty_repositories(self) -> list[str]:
+        """Those that can be read, and hold no model."""
+        local = [str(path) for path in self._repositories if _model_folders(path) == []]
+        return local + [bucket.url for bucket in self._buckets if bucket.is_known and not bucket.model_names()]
+
+    def dangling_links(self) -> dict[str, str]:
+        """What is to be said of links among the models' folders that lead nowhere, by the names of the models that they
+        would be."""
+        entries = sorted(path for repository in self._repositories for path in repository.glob("[!.]*"))
+        links = [path for path in entries if path.is_symlink() and not path.exists()]
+        return {path.name: f"{path} is a link to '{os.path.realpath(path)}', which is not there" for path in links}
+
     def _directories(self, name: str) -> list[Path]:
         """The directories of models of that name; none for a name that no directory can have."""
         return [path for repository in self._repositories if os.path.isdir(path := repository / name)]

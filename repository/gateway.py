@@ -376,6 +376,10 @@ class InProcessGateway:
             raise InvalidArgument(f"requested model version is not available for model '{name}'")
         return found
 
+    @property
+    def loads_on_request(self) -> bool:
+        return self.model_control is not None
+
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         known = [shown for entry in self.registry.entries.values() for shown in entry.index()]
         loadable = [] if self.model_control is None else self.model_control.loadable_models()

@@ -27,6 +27,9 @@ _DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 _ALARM = 1.0
 """Seconds of delay from which on the log says what the loop is held by."""
 
+_IDLE = ("uvloop", "asyncio", "selectors")
+"""Packages whose code runs where a loop waits, or turns, and no code of ours holds it."""
+
 _WINDOW = 10.0
 """A delay is remembered for at least as many seconds, and at most twice as many."""
 
@@ -123,13 +126,18 @@ class LoopLag:
 
 
 def _holder(thread: int) -> str:
-    """The code of a model that a thread is in, else the innermost function."""
+    """The code of a model that a thread is in, else the innermost function; where the thread is in the loop's own code
+    by now, what held it is over, or was no code: the process had no processor, or was stopped."""
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None:
         if (name := frame.f_globals.get(HOLDER)) is not None:
             return f"{name}, at {_place(frame)}"
         frame = frame.f_back
-    return "a thread that has ended" if innermost is None else _place(innermost)
+    if innermost is None:
+        return "a thread that has ended"
+    if str(innermost.f_globals.get("__name__")).partition(".")[0] in _IDLE:
+        return "nothing that still runs: what held it is over, or the process had no processor, or was stopped"
+    return _place(innermost)
 
 
 def _place(frame: FrameType) -> str:

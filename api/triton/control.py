@@ -31,6 +31,8 @@ _MODEL = "/v2/models/{model}"
 _VERSION = _MODEL + "/versions/{version:int}"
 _SYSTEM_MEMORY, _CUDA_MEMORY = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 _FILE = "file:"
+_CONTROL = "x-charonia-model-control"
+"""The header of an index that says whether requests may load and unload models."""
 _PIECE = 1 << 16
 """Characters of base64 that are decoded at a time."""
 
@@ -131,7 +133,8 @@ class ControlEndpoints:
                 "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean",
                 field="ready",
             )
-        return json_response([_entry(each) for each in self._gateway.repository_index(ready)])
+        control = {_CONTROL: "explicit" if self._gateway.loads_on_request else "none"}
+        return json_response([_entry(each) for each in self._gateway.repository_index(ready)], headers=control)
 
     async def load(self, request: Request) -> Response:
         _refuse_repository(request)

@@ -14,7 +14,7 @@ import torch  # before the library is opened: its OpenMP then is torch's, with t
 from ...core.errors import Internal
 from ..kernel_choice import LEVEL_VARIABLE, native_library
 from ..step_batch import SAMPLING_DTYPE
-from .compile_kernels import COMMAND as BUILD_COMMAND
+from .compile_kernels import COMMAND
 from .source_stamp import source_stamp
 
 LEVELS_OF = {"x86_64": ("avx2", "avx512", "avx512bf16", "amx"), "aarch64": ("dotprod", "i8mm", "bfmmla")}
@@ -25,6 +25,8 @@ LEVELS = ("portable", *LEVELS_OF.get(platform.machine(), ()))
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that kernels compute on, with C's number for each (`enum kind` in simd.h)."""
+
+BUILD_COMMAND = COMMAND
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "s": ctypes.c_char_p}
 

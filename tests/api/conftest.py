@@ -185,6 +185,8 @@ class FakeGateway:
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         return [each for each in self.counted if name in ("", each.name) and version in ("", each.version)]
 
+    loads_on_request = True
+
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         return [entry for entry in self.indexed if not ready_only or entry.state is ModelState.READY]
 

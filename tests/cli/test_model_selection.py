@@ -9,6 +9,7 @@ from charonia.cli.model_selection import parse_lora_modules, select_models
 from charonia.cli.options import ConfigOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
 from charonia.repository.backend_registry import check_backend
+from charonia.repository.gateway import InProcessGateway
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "nonsense"])
@@ -74,6 +75,23 @@ def test_names_that_are_none(tmp_path: Path) -> None:
         InvalidArgument, match="name a checkpoint, before --served-model-name, which takes what follows"
     ):
         select_models(None, RepositoryOptions(served_model_name=("a", str(tmp_path))), {})
+
+
+async def test_repositories_without_models_and_links_that_lead_nowhere_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "gone").symlink_to("/no/where")
+    places = (str(tmp_path / "empty"), str(tmp_path / "linked"))
+    selection = select_models(None, RepositoryOptions(model_repository=places), {})
+    gateway = InProcessGateway(builder=selection.builder)
+    assert await selection.load_startup_models(selection.create_watcher(gateway), strict=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"model repository {places[0]} has no models: a model is a folder in it",
+        f"model repository {places[1]} has no models: a model is a folder in it",
+        f"no model: {places[1]}/gone is a link to '/no/where', which is not there",
+    ]
 
 
 def test_flags_about_executions_are_parameters_of_all_backends(tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_several_repositories_are_checked_as_one_server_has_them(
     assert "nothing to check: name a model repository" in capsys.readouterr().err
 
 
+def test_a_link_that_leads_nowhere_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gone").symlink_to("elsewhere")
+    assert print_check_report([str(tmp_path)], ConfigOptions()) == 1
+    told = f"gone: WRONG: {tmp_path}/gone is a link to '{tmp_path}/elsewhere', which is not there"
+    assert capsys.readouterr().out.splitlines() == [told]
+
+
 def test_routes_are_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "a", GOOD)
     for routes, status, says in (

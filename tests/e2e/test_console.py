@@ -1,5 +1,6 @@
 """The console in headless Chromium, over a real server: what its user sees, types and presses."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+
+from charonia import __version__
 
 from .models import FAKE, write_config, write_model
 from .serving import Server, serving
@@ -257,6 +260,79 @@ def test_a_chat_is_streamed_and_timed(page: Any) -> None:
     expect(page.locator(".turn.answer")).to_have_count(1)
 
 
+WRITTEN = """# Reverse
+
+Use **slices**, `x[::-1]`, [the docs](https://docs.python.org) and never [this](javascript:alert(1)):
+
+- one
+- two
+  - deeper
+
+```python
+print("<b>", x[::-1])
+```
+
+<img src=x onerror="document.title = 'broken'">
+| a | b |
+|---|---|
+| 1 | 2 |
+"""
+
+
+def test_what_is_written_in_markdown_is_shown_as_such_and_markup_as_text(page: Any) -> None:
+    """It comes in pieces of three letters, as from a model that writes it."""
+    events = [
+        "data: " + json.dumps({"choices": [{"delta": {"content": WRITTEN[at : at + 3]}}]}) + "\n\n"
+        for at in range(0, len(WRITTEN), 3)
+    ]
+    answer = {"status": 200, "content_type": "text/event-stream", "body": "".join([*events, "data: [DONE]\n\n"])}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+    page.evaluate("location.hash = '#chat/talker'")
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_label("Endpoint").evaluate("select => select.value = 'chat'")
+    page.get_by_label("Message").fill("how?")
+    page.keyboard.press("Enter")
+    shown = page.locator(".turn.answer .text").last
+    expect(page.locator(".turn.answer .times").last).to_contain_text("in all")
+    page.unroute("**/v1/chat/completions")
+    expect(shown.locator("h3")).to_have_text("Reverse")
+    expect(shown.locator("strong")).to_have_text("slices")
+    assert shown.locator("a").evaluate_all("links => links.map(link => link.href)") == ["https://docs.python.org/"]
+    assert shown.locator("li li").all_inner_texts() == ["deeper"]
+    expect(shown.locator("pre code")).to_have_text('print("<b>", x[::-1])')
+    fonts = shown.locator("code").evaluate_all("codes => codes.map(code => getComputedStyle(code).fontFamily)")
+    assert len(fonts) == 2
+    assert all("monospace" in font for font in fonts)
+    assert shown.locator("td").all_inner_texts() == ["1", "2"]
+    assert shown.locator("img, b").count() == 0
+    expect(shown).to_contain_text("<img src=x onerror=")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    shown.get_by_role("button", name="Copy code").click()
+    expect(shown.get_by_role("button", name="Copy code")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == 'print("<b>", x[::-1])'
+    page.set_viewport_size({"width": 360, "height": 640})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_the_page_says_whose_server_it_is(page: Any) -> None:
+    expect(page.locator("#server .name")).to_have_text(f"Charonia {__version__}")
+
+
+def test_what_a_server_refuses_is_not_offered(browser: Any, server: Server) -> None:
+    """A server that was started without control says so with its list of models."""
+    with console(browser, server) as locked:
+        locked.route(
+            "**/v2/repository/index",
+            lambda route: route.fulfill(
+                response=(answer := route.fetch()), headers=answer.headers | {"x-charonia-model-control": "none"}
+            ),
+        )
+        give_key(locked, KEY)
+        expect(row(locked, "talker").get_by_role("button", name="Config talker")).to_be_visible()
+        expect(locked.locator("#models .notice")).to_contain_text("loads and unloads nothing on request")
+        assert locked.get_by_role("button", name=re.compile("load", re.IGNORECASE)).count() == 0
+
+
 def test_what_limits_a_model_is_explained_on_demand(page: Any, server: Server) -> None:
     page.get_by_role("button", name="Explain talker").click()
     limits = page.locator("#document .limits")
@@ -354,6 +430,12 @@ def test_a_small_screen_has_all_of_it(page: Any) -> None:
         page.get_by_role("link", name=section.capitalize(), exact=True).first.click()
         expect(page.locator(f"#{section}")).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, section
+        if section == "graph":
+            picture = page.get_by_role("img", name=re.compile("^pair: "))
+            assert picture.bounding_box()["width"] < float(picture.get_attribute("width"))
+        if section == "models":
+            buttons = page.locator("#models .actions > *").evaluate_all("all => all.map(each => each.offsetHeight)")
+            assert min(buttons) >= 40, "too small for a finger"
     page.locator("#key").click()
     box = page.locator("#credentials").bounding_box()
     assert box["x"] >= 0

@@ -1,14 +1,46 @@
 """The alarm of the event loop's lag, on a loop that is really held up."""
 
+import asyncio
 import re
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import uvloop
 
 from charonia.telemetry import loop_lag
 
 from ..waiting import TIMEOUT
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_loop_that_waits_for_work_is_not_blamed(run: Callable[[Any], None]) -> None:
+    """As when the process was stopped: by the time that somebody looks nothing holds it."""
+    begun, loops = threading.Event(), list[asyncio.AbstractEventLoop]()
+
+    async def idle() -> None:
+        loops.append(asyncio.get_running_loop())
+        begun.set()
+        await asyncio.sleep(TIMEOUT)
+
+    def serve() -> None:
+        with suppress(asyncio.CancelledError):
+            run(idle())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert begun.wait(TIMEOUT)
+    assert thread.ident is not None
+    blamed, until = "", time.monotonic() + TIMEOUT
+    while "nothing that still runs" not in blamed and time.monotonic() < until:
+        blamed = loop_lag._holder(thread.ident)
+    loops[0].call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loops[0])])
+    thread.join()
+    assert "nothing that still runs" in blamed
+
 
 HOLDS = """
 def hold(alarm, seconds):

@@ -16,11 +16,16 @@ export class Catalog extends EventTarget {
   server = null;
   ready = false;
   known = false;
+  /** Whether the server loads and unloads models on request. */
+  changeable = true;
   #configs = new Map();
 
   async refresh() {
     const asked = [
-      askJson("v2/repository/index", { method: "POST", body: {} }),
+      ask("v2/repository/index", { method: "POST", body: {} }).then(async (answer) => {
+        this.changeable = answer.headers.get("x-charonia-model-control") !== "none";
+        return answer.json();
+      }),
       askJson("v1/models"),
       this.server ?? askJson("v2"),
       ask("v2/health/ready").then((answer) => answer.text()),

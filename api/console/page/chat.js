@@ -2,6 +2,7 @@
 
 import { mannerOf } from "./catalog.js";
 import { element, nothing, number, offer, problem, refill, seconds } from "./dom.js";
+import { Rendering } from "./markdown.js";
 import { Refusal, ask, encoded, errorOf, events } from "./server.js";
 
 /** Pixels from the end from which on the text that comes is followed. */
@@ -119,7 +120,7 @@ export class ChatView {
         ? problem(servedError)
         : talking.length
           ? nothing(
-              `Ask ${this.#model.value}`,
+              `A chat with ${this.#model.value}`,
               "Answers come as they are made, with the time to the first token and the tokens per second.",
             )
           : nothing("Nobody to talk to", "No language model or pipeline is loaded: load one under Models."),
@@ -165,14 +166,15 @@ export class ChatView {
     const answer = new Answer(model);
     this.#log.append(answer.element);
     this.#follow(true);
+    let near = true;
+    answer.onrender = () => this.#follow(near);
     const turns = (this.#turns = [...this.#turns, { role: "user", content }]);
     const stopping = (this.#stopping = new AbortController());
     this.#send.textContent = "Stop";
     try {
       for await (const piece of this.#pieces(model, content, stopping.signal)) {
-        const near = this.#isNearEnd();
+        near = this.#isNearEnd();
         answer.add(piece);
-        this.#follow(near);
       }
       answer.end();
     } catch (error) {
@@ -287,7 +289,10 @@ class Answer {
     element("summary", {}, "Thinking"),
     this.#thought,
   );
-  #body = element("p", { class: "text" });
+  #body = element("div", { class: "text" });
+  #rendering = new Rendering(this.#body);
+  /** Of a frame that will show what has come, if one is due. */
+  #due = 0;
   #times = element("p", { class: "times muted" });
 
   constructor(model) {
@@ -304,7 +309,7 @@ class Answer {
     }
     if (text) {
       this.text += text;
-      this.#body.append(text);
+      this.#due ||= requestAnimationFrame(() => this.#render());
     }
     if (text || reasoning) {
       this.#last = performance.now();
@@ -313,7 +318,15 @@ class Answer {
     this.#show([]);
   }
 
+  #render() {
+    cancelAnimationFrame(this.#due);
+    this.#due = 0;
+    this.#rendering.show(this.text);
+    this.onrender?.();
+  }
+
   end(...more) {
+    this.#render();
     this.element.removeAttribute("aria-busy");
     this.#ended = true;
     const { reason, arm, warning } = this.#known;

@@ -4,6 +4,8 @@ import { askedBy } from "./catalog.js";
 import { drawing, element, nothing, offer, problem, refill } from "./dom.js";
 import { ask, encoded } from "./server.js";
 
+/** What a picture shrinks to before it scrolls. */
+const SMALLEST = 0.6;
 /** What is copied; all else stays away. */
 const SHAPES = {
   rect: ["class", "x", "y", "width", "height", "rx", "fill-opacity"],
@@ -86,6 +88,7 @@ export class GraphView {
     try {
       const answer = await ask(`v2/models/${encoded(model)}/graph?format=svg&statistics=1`);
       const picture = copied(await answer.text(), model);
+      picture.style.minWidth = `${SMALLEST * Number(picture.getAttribute("width"))}px`;
       if (this.#choice.value === model) refill(this.#holder, element("div", { class: "scroll", tabindex: 0 }, picture));
     } catch (error) {
       if (this.#choice.value === model) refill(this.#holder, problem(error));

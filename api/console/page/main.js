@@ -12,6 +12,8 @@ import { RoutesView } from "./routes.js";
 import { Scrapes } from "./scrapes.js";
 import { credentials, hasCredentials, keyText } from "./server.js";
 
+/** The server's id where nobody gave it one, for clients that know Triton. */
+const USUAL_ID = "triton";
 const MODELS_SECONDS = 5;
 const BUSY_SECONDS = 1;
 const METRICS_SECONDS = 2;
@@ -61,7 +63,8 @@ function decoded(text) {
 function showServer() {
   const { server, ready, reachable } = catalog;
   const [kind, word] = !reachable ? ["bad", "no answer"] : ready ? ["good", "ready"] : ["warn", "not ready"];
-  const name = server && element("span", { class: "name" }, `${server.name} ${server.version}`);
+  const id = server && server.name !== USUAL_ID ? ` · ${server.name}` : "";
+  const name = server && element("span", { class: "name" }, `Charonia ${server.version}${id}`);
   byId("server").replaceChildren(...[name, element("span", { class: `state ${kind}` }, word)].filter(Boolean));
 }
 

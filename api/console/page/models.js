@@ -6,7 +6,6 @@ import { bytes, element, nothing, number, problem, refill } from "./dom.js";
 import { showLimits } from "./limits.js";
 import { askJson, encoded, post } from "./server.js";
 
-const NOT_ALLOWED = /explicit model load/;
 const MANY = 10;
 
 export class ModelsView {
@@ -19,8 +18,6 @@ export class ModelsView {
   #filter = "";
   /** Models that a request of this page loads or unloads now, and the word for it. */
   #working = new Map();
-  /** Whether the server said that it loads nothing on request. */
-  #fixed = false;
 
   constructor(section, catalog, scrapes, refresh) {
     this.#catalog = catalog;
@@ -79,7 +76,7 @@ export class ModelsView {
     );
     refill(
       this.#holder,
-      this.#fixed &&
+      !this.#catalog.changeable &&
         element(
           "p",
           { class: "notice" },
@@ -119,6 +116,7 @@ export class ModelsView {
   }
 
   #actions(name, config) {
+    const { changeable } = this.#catalog;
     const served = this.#catalog.served.some((card) => card.id === name);
     const talks = this.#catalog.talking.some((card) => card.id === name);
     const busy =
@@ -137,8 +135,8 @@ export class ModelsView {
         element("a", { href: `#graph/${encoded(name)}`, "data-key": `graph ${name}` }, "Graph"),
       served && button("Explain", () => showLimits(name), false),
       served && button("Config", () => showConfig(name), false),
-      served && button("Unload", () => this.#unload(name, config), busy || this.#fixed),
-      button(served ? "Reload" : "Load", () => this.#load(name, served), busy || this.#fixed),
+      changeable && served && button("Unload", () => this.#unload(name, config), busy),
+      changeable && button(served ? "Reload" : "Load", () => this.#load(name, served), busy),
     ];
   }
 
@@ -175,8 +173,7 @@ export class ModelsView {
       await post(`v2/repository/models/${encoded(name)}/${verb}`, body);
       tell(done);
     } catch (error) {
-      if (NOT_ALLOWED.test(error.message)) this.#fixed = true;
-      else tell(`${name}: ${error.message}`, true);
+      tell(`${name}: ${error.message}`, true);
     }
     this.#working.delete(name);
     this.#draw();

@@ -26,7 +26,7 @@ from charonia.core.errors import InvalidArgument
 KEYS = Keyring([("secret", Tenant("alpha"))])
 RULES = HttpRules(console_hosts=parse_console_hosts(("Console.Example",), "server.internal"))
 PAGE = Path(__file__).parents[3] / "api" / "console" / "page"
-MOST_LINES, MOST_BYTES = 2500, 100_000
+MOST_LINES, MOST_BYTES = 2_800, 110_000
 
 
 @asynccontextmanager

@@ -101,6 +101,10 @@ async def test_index(client: httpx.AsyncClient, gateway: Any) -> None:
         assert (await client.post(path)).json() == everything
         assert (await client.post(path, json={"ready": False})).json() == everything
         assert (await client.post(path, json={"ready": True})).json() == everything[:1]
+    for loads, mode in ((True, "explicit"), (False, "none")):
+        gateway.loads_on_request = loads
+        answer = await client.post("/v2/repository/index")
+        assert answer.headers["x-charonia-model-control"] == mode
     response = await client.post("/v2/repository/index", json={"ready": 1})
     assert response.status_code == 400
     expected = "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean"
