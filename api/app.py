@@ -163,7 +163,7 @@ def all_routes(
         *V2Endpoints(gateway, info, rules.forwarding).routes(),
         *OpenAIRoutes(gateway, info).routes(),
         *ResponsesRoutes(gateway, info).routes(),
-        *MessagesRoutes(gateway, info.max_input_size).routes(),
+        *MessagesRoutes(gateway, info).routes(),
         *EncoderRoutes(gateway, info.max_input_size).routes(),
         *ScoringRoutes(gateway, info.max_input_size).routes(),
         *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
@@ -267,7 +267,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         told = send if isinstance(response, EventStreamResponse) else _with_answer_headers(scope, send)
         await response(scope, receive, told)
     except CharoniaError as error:
-        record_error(scope, error)
+        record_error(scope, error.with_traceback(None))  # its frames may hold large tensors
         await error_response(error, scope["path"])(scope, receive, _with_answer_headers(scope, send))
     except ClientDisconnected:
         await Response(status_code=CLIENT_LEFT)(scope, receive, send)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from .json_tensors import Buffer, JsonObject, malformed_json, parse_json, parse_json_object
+from .json_tensors import Buffer, JsonObject, NestedTooDeeply, malformed_json, parse_json, parse_json_object
 
 PIECE_BYTES = 1 << 16
 """Bytes that are parsed at a time; shorter bodies are parsed at once."""
@@ -98,7 +98,7 @@ class _Text:
             marks, state = self._marks(block)
             self._least.append(min(self._states[block].depth, int(marks.depths.min(initial=_DEEPEST))))
             if marks.depths.max(initial=0) > _DEEPEST:
-                raise malformed_json("it is nested too deeply", block * _BLOCK)
+                raise NestedTooDeeply(block * _BLOCK)
             await asyncio.sleep(0)
         if state.depth > 0 or state.quoted:
             raise malformed_json("unexpected end of data", len(self))

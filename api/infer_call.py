@@ -18,8 +18,9 @@ from ..core.gateway import ModelHandle, ResponseStream
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
 from ..core.tensor import NUMPY_TYPES, Tensor
+from ..processes import gc_tuning
 from ..processes.client_shared_memory import CudaSlice, LentMemory
-from . import json_tensors, raw_tensors
+from . import json_tensors, raw_tensors, size_limits
 from .chunked_json import PIECE_BYTES, UnparsedContainer
 from .raw_tensors import DeclaredInput, RawBytes
 
@@ -158,6 +159,32 @@ async def decode_long_json(given: DeclaredInput, array: UnparsedContainer) -> Te
         done += len(values)
     json_tensors.check_element_count(datatype, count, done)
     return given.tensor(data.reshape(given.shape))
+
+
+_JSON_SHARE = 4
+
+
+class ResponseSize:
+    """Counts the bytes of a response's tensors. `limit`: of all that are returned raw; of those that become JSON, whose
+    text is several times as long, a quarter of it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sizes = {True: 0, False: 0}
+
+    def add(self, tensor: Tensor, as_json: bool) -> None:
+        """Raises `InvalidArgument` for the output that is one too many: a client may ask for less, or otherwise."""
+        self._sizes[as_json] = size = self._sizes[as_json] + raw_tensors.byte_size(tensor)
+        limit = self._limit // _JSON_SHARE if as_json else self._limit
+        size_limits.check_response_size(tensor.name, size, limit, as_json)
+
+
+def release_memory_after(response: InferResponse) -> None:
+    """Have the memory that a large response leaves free given back before long. For the event loop's thread."""
+    for tensor in response.outputs:
+        texts = tensor.datatype == "BYTES" and raw_tensors.is_long(tensor)
+        if texts or tensor.data.nbytes > gc_tuning.LARGE_REQUEST_BYTES:
+            gc_tuning.release_memory_soon()
 
 
 async def read_up_to_two(responses: ResponseStream[InferResponse], decoupled: bool) -> list[InferResponse]:

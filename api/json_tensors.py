@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -48,12 +48,24 @@ def unreadable_json(error: ValueError | RecursionError, offset: int = 0) -> Char
         return malformed_json(error.msg, max(0, offset + error.pos))
     if isinstance(error, UnicodeDecodeError):
         return malformed_json(f"it is not UTF-8: {error.reason}", max(0, offset + error.start))
-    deep = isinstance(error, RecursionError)
-    return malformed_json("it is nested too deeply" if deep else "a number has too many digits", max(0, offset))
+    if isinstance(error, RecursionError):
+        return NestedTooDeeply(max(0, offset))
+    return malformed_json("a number has too many digits", max(0, offset))
 
 
 def malformed_json(reason: str, offset: int = 0) -> CharoniaError:
-    return InvalidArgument(f"failed to parse the request JSON buffer: {reason} at {offset}")
+    return InvalidArgument(_malformed(reason, offset))
+
+
+def _malformed(reason: str, offset: int) -> str:
+    return f"failed to parse the request JSON buffer: {reason} at {offset}"
+
+
+class NestedTooDeeply(InvalidArgument):
+    """A body whose values are nested more deeply than is read."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(_malformed("it is nested too deeply", offset))
 
 
 def wrong_json_type(field: str, texts: str) -> CharoniaError:
@@ -134,6 +146,7 @@ def as_parameter(key: str, value: Any) -> ParameterValue:
 PIECE_ELEMENTS = 1 << 14
 """Elements that are encoded at a time."""
 
+_PIECE_CHARACTERS = 1 << 18
 _DEEPEST = 100
 _BINARY_ONLY = ("FP16", "BF16")
 _FLOATS = ("FP32", "FP64")
@@ -237,7 +250,8 @@ def check_element_count(datatype: str, expected: int, got: int) -> None:
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """The tensor's elements, flat, as JSON values; raises `InvalidArgument` if JSON has no numbers for the datatype."""
+    """The tensor's elements, flat, as JSON values; raises `InvalidArgument` if JSON has no numbers for the datatype, or
+    strings are not UTF-8."""
     if tensor.datatype in _BINARY_ONLY:
         raise InvalidArgument(
             f"sending {tensor.datatype} data via JSON is not supported. "
@@ -245,12 +259,32 @@ def to_list(tensor: Tensor) -> list[Any]:
             field=tensor.name,
         )
     values: list[Any] = tensor.data.ravel().tolist()
-    return [value.decode(errors="replace") for value in values] if tensor.datatype == "BYTES" else values
+    return _decode_strings(tensor, values) if tensor.datatype == "BYTES" else values
+
+
+def _decode_strings(tensor: Tensor, values: Iterable[bytes]) -> list[str]:
+    try:
+        return [value.decode() for value in values]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"sending BYTES data via JSON is not supported where they are not UTF-8 ({error.reason}). "
+            f"Please use the binary data format for output {tensor.name}",
+            field=tensor.name,
+        ) from None
 
 
 def encode_in_pieces(tensor: Tensor, strict: bool) -> Iterator[bytes]:
-    """The JSON of the elements without its brackets, some elements at a time."""
+    """The JSON of the elements without its brackets, some elements at a time, and of long strings some characters."""
     flat_data, between = tensor.data.ravel(), b""
+    if tensor.datatype == "BYTES" and flat_data.size <= PIECE_ELEMENTS:
+        for value in flat_data:
+            yield between + b'"'
+            [text] = _decode_strings(tensor, [value])
+            for begin in range(0, len(text), _PIECE_CHARACTERS):
+                yield orjson.dumps(text[begin : begin + _PIECE_CHARACTERS])[1:-1]
+            yield b'"'
+            between = b","
+        return
     for begin in range(0, flat_data.size, PIECE_ELEMENTS):
         piece = flat_data[begin : begin + PIECE_ELEMENTS]
         part = Tensor(tensor.name, tensor.datatype, piece.shape, piece)

@@ -10,7 +10,7 @@ from ..core.gateway import Gateway
 from ..core.metrics import ModelStatistics, StatisticDuration
 from ..core.tensor import TensorSpec
 from ..processes.client_shared_memory import CudaMemoryRegion
-from .size_limits import MAX_RAW_BYTES
+from .size_limits import MAX_RAW_BYTES, MAX_RESPONSE_BYTES
 
 EXTENSIONS = (
     "classification",
@@ -32,12 +32,14 @@ EXTENSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server's name and version; and how many bytes of JSON, and of raw tensors, a request may have."""
+    """The server's name and version; how many bytes of JSON, and of raw tensors, a request may have, and of tensors a
+    response."""
 
     name: str = "triton"
     version: str = ""
     max_input_size: int = 64 * 1024 * 1024
     max_raw_size: int = MAX_RAW_BYTES
+    max_response_size: int = MAX_RESPONSE_BYTES
 
 
 def server_metadata(info: ServerInfo) -> dict[str, Any]:

@@ -24,10 +24,12 @@ _MOST_SAFE_ELEMENTS = _MOST_ELEMENTS // 8
 """As many elements of any datatype have a size in bytes that 63 bits can hold."""
 
 _PIECE = 1 << 14
-"""Strings that are joined at a time."""
+"""Strings that are handled at a time: the interpreter's lock is kept for as long as that takes."""
 
-MAX_STRINGS = 1 << 20
-"""Elements that a BYTES tensor of a request may have: each becomes an object of its own."""
+LONG_ELEMENTS = 1 << 14
+_LONG_STRING_BYTES = 1 << 18
+"""Elements of a tensor, and bytes of its strings, beyond which it is long."""
+
 _MOST_DIMENSIONS = 64
 """Dimensions that an array of numpy may have."""
 
@@ -59,7 +61,7 @@ def element_count(given: DeclaredInput) -> int:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
         raise InvalidArgument(f"invalid shape for input '{name}': {text}", field=name)
     count = math.prod(shape)
-    if count <= (MAX_STRINGS if datatype == "BYTES" else _MOST_SAFE_ELEMENTS) and (not shape or min(shape) >= 0):
+    if count <= _MOST_SAFE_ELEMENTS and (not shape or min(shape) >= 0):
         return count
     # An unknown datatype counts as 1 byte, as BYTES does, whose elements have a size of their own.
     width = _DTYPES[datatype].itemsize if datatype in NUMPY_TYPES and datatype != "BYTES" else 1
@@ -71,8 +73,6 @@ def element_count(given: DeclaredInput) -> int:
         text += f" causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
     elif count * width > _MOST_ELEMENTS:
         text = f"byte size overflow for input '{name}': shape {shown} exceeds {_MOST_ELEMENTS} bytes"
-    elif datatype == "BYTES":
-        text += f" has {count} strings, more than the {MAX_STRINGS} that a request may have in an input"
     else:
         return count
     raise InvalidArgument(text, field=name)
@@ -144,8 +144,25 @@ def string_array(given: DeclaredInput, elements: list[bytes], count: int) -> NDA
     """The data of a BYTES tensor; raises `InvalidArgument` unless it has `count` elements."""
     check_string_count(given, count, len(elements))
     data = np.empty(len(elements), np.object_)
-    data[:] = elements
+    for begin in range(0, len(elements), _PIECE):
+        data[begin : begin + _PIECE] = elements[begin : begin + _PIECE]
     return data
+
+
+def byte_size(tensor: Tensor) -> int:
+    """The number of the tensor's raw bytes."""
+    if tensor.datatype != "BYTES":
+        return tensor.data.nbytes
+    flat = tensor.data.ravel()
+    pieces = (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
+    return _LENGTH.size * flat.size + sum(sum(map(len, piece)) for piece in pieces)
+
+
+def is_long(tensor: Tensor) -> bool:
+    """Whether to write the tensor's elements, or its strings, takes longer than the event loop should be held."""
+    if tensor.data.size > LONG_ELEMENTS:
+        return True
+    return tensor.datatype == "BYTES" and byte_size(tensor) > _LONG_STRING_BYTES
 
 
 def encode(tensor: Tensor) -> bytes:
@@ -153,7 +170,6 @@ def encode(tensor: Tensor) -> bytes:
     if tensor.datatype != "BYTES":
         return tensor.data.tobytes()
     flat = tensor.data.ravel()
-    # One join keeps the interpreter's lock as long as it takes: hence pieces.
     pieces = (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
     return b"".join(
         [b"".join([part for each in piece for part in (_LENGTH.pack(len(each)), each)]) for piece in pieces]

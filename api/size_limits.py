@@ -7,6 +7,9 @@ from ..core.errors import InvalidArgument
 MAX_RAW_BYTES = 32 * 1024 * 1024
 """Bytes of a request's raw tensors, over HTTP and gRPC alike, unless a flag says otherwise."""
 
+MAX_RESPONSE_BYTES = 1 << 30
+"""Bytes of the tensors that a response may have, unless a flag says otherwise."""
+
 BODY_TIMEOUT = 60.0
 """Seconds of silence within a request's body after which it is given up, unless a flag says otherwise."""
 
@@ -25,6 +28,8 @@ FILE_LIMITS = FileLimits()
 
 _HINT = "Use --http-max-input-size to increase the limit."
 _RAW_HINT = "Use --max-raw-input-size to increase the limit."
+_RESPONSE_HINT = "Use --max-response-bytes to increase the limit."
+_JSON_RESPONSE_HINT = f"It is a quarter of --max-response-bytes: ask for binary data. {_RESPONSE_HINT}"
 
 
 class BodyTooLarge(InvalidArgument):
@@ -54,6 +59,14 @@ def check_raw_size(size: int, limit: int) -> None:
 def check_decompressed_size(size: int, limit: int) -> None:
     if size > limit:
         raise BodyTooLarge(f"Decompressed data size {_exceeds(limit)}")
+
+
+def check_response_size(output: str, size: int, limit: int, as_json: bool) -> None:
+    """Raises `InvalidArgument` for a response of more bytes with this `output`: a client may ask for less."""
+    if size > limit:
+        most, hint = (f"{limit} bytes as JSON", _JSON_RESPONSE_HINT) if as_json else (f"{limit} bytes", _RESPONSE_HINT)
+        text = f"Response with output '{output}' has a byte_size ({size} bytes) that exceeds the maximum allowed value"
+        raise InvalidArgument(f"{text} of {most}. {hint}", field=output)
 
 
 def _exceeds(limit: int) -> str:

@@ -184,7 +184,7 @@ def complete_config(raw: RawConfig, found: FoundModel, parameters: Parameters) -
     given = [*(raw.get("input") or ()), *(raw.get("output") or ())]
     # A tensor of the config with all of the model's dims would have the batch among them.
     batches = all(each.shape and each.shape[0] == -1 for each in tensors) and all(
-        len(_model_dims(each)) != ranks.get(each["name"]) for each in given
+        len(model_dims(each)) != ranks.get(each["name"]) for each in given
     )
     if size and not batches:
         name = raw.get("name", "")
@@ -252,7 +252,7 @@ def _check_tensor(config: ModelConfig, path: str, found: FoundTensor, spec: Tens
         raise _refuse(config, f"{path}.data_type", message)
     if raw.get("allow_ragged_batch") or found.shape is None:
         return  # a ragged tensor is flat, whatever the dims of a request
-    dims = _model_dims(raw) if raw else spec.dims
+    dims = model_dims(raw) if raw else spec.dims
     shape = (-1, *dims) if config.max_batch_size else tuple(dims)
     if not found.shape and all(dim == -1 for dim in shape):
         return  # onnxruntime reports a scalar and an unknown rank alike
@@ -265,7 +265,7 @@ def _check_tensor(config: ModelConfig, path: str, found: FoundTensor, spec: Tens
         raise _refuse(config, f"{path}.dims", message + batch)
 
 
-def _model_dims(raw: RawConfig) -> Sequence[int]:
+def model_dims(raw: RawConfig) -> tuple[int, ...]:
     """The dims of a config's tensor as the model sees them."""
     reshaped = raw.get("reshape")
     dims = raw.get("dims", ()) if reshaped is None else reshaped.get("shape", ())

@@ -5,6 +5,7 @@ Knows nothing of protocols, of the source of its config, and of how its runtimes
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from functools import partial
@@ -50,7 +51,10 @@ from .runtime import InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 
+log = logging.getLogger(__name__)
+
 _NO_SAMPLES = ModelSamples()
+_WARMING_UP = "model '%s' instance %s is running warmup sample '%s' for iteration %d"
 
 
 class ClassicModel:
@@ -276,9 +280,10 @@ class ClassicModel:
         config = self.config if self._sequences is None else self._sequences.runtime_config
         runtime = self._loader.load(self._directory, config, placement, self._parameters)
         try:
-            for sample in self._warmup_requests:
-                for _ in range(sample.times):
-                    self._warm_up(runtime, sample.request, placement.name)
+            for request, times in self._warmup_requests:
+                for iteration in range(1, times + 1):
+                    log.debug(_WARMING_UP, self.config.name, placement.name, request.id, iteration)
+                    self._warm_up(runtime, request, placement.name)
         except BaseException:
             runtime.close()
             raise
@@ -296,7 +301,7 @@ class ClassicModel:
             errors = [execute_batch(runtime, self._layout, [job], instance).error]
         for error in errors:
             if error is not None:
-                raise InvalidArgument(f"failed to run warmup sample on '{instance}': {error}")
+                raise InvalidArgument(f"failed to run warmup sample '{request.id}' on '{instance}': {error}")
 
 
 def _read_count(request: InferRequest, name: str) -> int:

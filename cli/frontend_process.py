@@ -24,7 +24,7 @@ from ..frontends.messages import FrontendListening, LogText
 from ..frontends.remote_gateway import RemoteGateway
 from ..processes import gc_tuning
 from ..processes.client_shared_memory import SharedMemoryRegistry
-from ..processes.host import raise_open_file_limit
+from ..processes.host import map_large_blocks_separately, raise_open_file_limit
 from ..telemetry.logging_setup import LogSettings, logging_to
 from ..telemetry.loop_lag import LoopLag
 from ..telemetry.request_log import LoggedRequests
@@ -91,6 +91,7 @@ async def _serve(
     setup: FrontendSetup, name: str, connection: Connection, files: tuple[int, int], relay: LogRelay
 ) -> None:
     raise_open_file_limit()
+    map_large_blocks_separately()
     lag = LoopLag(setup.max_lag, name=f"the event loop of {name}")
     shared = SharedState(SharedMemoryRegistry(setup.allows_client_memory))
     shared.traces.sends_spans = setup.sends_spans

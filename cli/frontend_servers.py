@@ -60,7 +60,8 @@ class FrontendServers:
             shown = build_registry(measured, vllm, plan.metrics.hidden, custom)
             self._metrics = HttpServer(metrics_app(shown), ports.metrics, access_log=False)
         metrics = MetricRegistries(shown, build_registry(sources))
-        info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
+        sizes = server.http_max_input_size, server.max_raw_input_size, server.max_response_bytes
+        info = ServerInfo(server.id, __version__, *sizes)
         self._servers: list[HttpServer | GrpcServer | FrontendPool] = []
         if server.frontends > 1:
             from .several_frontends import frontend_pool

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from ..api.size_limits import BODY_TIMEOUT, FILE_LIMITS, MAX_RAW_BYTES, FileLimits
+from ..api.size_limits import BODY_TIMEOUT, FILE_LIMITS, MAX_RAW_BYTES, MAX_RESPONSE_BYTES, FileLimits
 from ..engine.options import EngineOptions
 from ..telemetry.logging_setup import LogSettings
 from ..telemetry.request_log import LoggedRequests
@@ -188,6 +188,8 @@ class ServerOptions:
     """Largest request body in JSON, in bytes."""
     max_raw_input_size: Annotated[int, Parameter(validator=Number(gte=1, lte=2**31 - 1))] = MAX_RAW_BYTES
     """Largest request with raw tensors, over HTTP and gRPC, in bytes."""
+    max_response_bytes: Annotated[int, Parameter(validator=Number(gte=1))] = MAX_RESPONSE_BYTES
+    """Largest response of a model of tensors, in bytes of its outputs; a quarter of it where they become JSON."""
     strict_readiness: BooleanFlag = "true"
     """Ready only when every known model is."""
     exit_on_error: BooleanFlag = "true"

@@ -16,7 +16,7 @@ from ..core.request_context import RequestContext
 from ..core.tasks import wait_for_first
 from ..processes import gc_tuning
 from ..processes.child_process import drop_prepared_children
-from ..processes.host import raise_open_file_limit
+from ..processes.host import map_large_blocks_separately, raise_open_file_limit
 from ..processes.scratch import remove_abandoned_scratch
 from ..repository.gateway import InProcessGateway
 from ..repository.watcher import RepositoryWatcher
@@ -73,6 +73,7 @@ class StopSignals:
 async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     """Serve until a signal asks to stop, or a server ends by itself; the status to exit with."""
     raise_open_file_limit()
+    map_large_blocks_separately()
     swept = remove_abandoned_scratch()
     if swept:
         log.info("removed %d scratch directories of servers that were killed", swept)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.tensor import NUMPY_TYPES, Tensor
+from ..processes import gc_tuning
 from ..processes.shared_arena import SharedArena, SharedArenaView
 
 _DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name != "BYTES"}
@@ -69,11 +70,14 @@ class TensorExchange:
 
     def __init__(self, mine: int, theirs: int, on_unread: Callable[[], None]) -> None:
         self.arena = SharedArena(mine)
+        gc_tuning.memory_releases.add(self.arena.trim)
         self._view = SharedArenaView(theirs)
         self._unread: deque[int] = deque()
         self._on_unread = on_unread
 
     def message(self, tensor: Tensor) -> SentTensor:
+        if tensor.data.nbytes > gc_tuning.LARGE_REQUEST_BYTES:
+            gc_tuning.release_memory_soon()
         return SentTensor.of(tensor, self.arena)
 
     def tensor(self, message: SentTensor) -> Tensor:
@@ -111,6 +115,7 @@ class TensorExchange:
 
     def close(self) -> None:
         """The other end is gone: give the memory back that nobody reads."""
+        gc_tuning.memory_releases.discard(self.arena.trim)
         self.arena.close()
         self._view.close()
 

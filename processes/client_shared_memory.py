@@ -98,8 +98,9 @@ class _LentRegion(NamedTuple):
 
 class SharedMemoryRegistry:
     """Every registered region. Without `allowed` none can be registered; the status always works. A region that is
-    taken back stays open, and in the status, while a view of it is held, and no longer: what opened it is the view's
-    base, and goes with the last of them. `driver`: of this machine's GPUs; raises `CudaError` where there are none."""
+    taken back stays open, in the status and for further views while a view of it is held, and no longer: what opened it
+    is the view's base, and goes with the last of them. `driver`: of this machine's GPUs; raises `CudaError` where there
+    are none."""
 
     def __init__(self, allowed: bool = False, driver: Callable[[], CudaDriver] = cuda_driver) -> None:
         self._allowed = allowed
@@ -110,14 +111,12 @@ class SharedMemoryRegistry:
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Map a client's region. Raises `Unsupported` if the server was not started for that, `AlreadyExists` if the
-        name is taken, `InvalidArgument` if the object has no such bytes, or the key is reserved or names nothing, and
-        `Internal` if there is no such object, or it may not be opened."""
+        name is taken, `InvalidArgument` if the object has no such bytes, or the key is reserved, and `Internal` if
+        there is no such object, or it may not be opened."""
         self._check_free(name)
         if key.lstrip("/").startswith(_RESERVED):
             message = f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved"
             raise InvalidArgument(f"{message} prefix '{_RESERVED}'", field="key")
-        if not key.strip("/"):
-            raise InvalidArgument(f"shared memory region '{name}' has a key without a name: '{key}'", field="key")
         region = SharedMemoryRegion(name, key, offset, byte_size)
         self._open[name] = _LentRegion(region, _map_region(region))
 
@@ -159,9 +158,10 @@ class SharedMemoryRegistry:
     def view(self, span: SharedMemorySlice) -> LentMemory:
         """The slice's bytes, to read and to write; to be held no longer than the request. Raises `NotFound` if there is
         no such region, and `InvalidArgument` if it has no such bytes, or its object was made shorter since."""
-        if span.region not in self._open:
+        lent = self._open.get(span.region) or self._leaving_region(span.region)
+        if lent is None:
             raise NotFound(f"Unable to find shared memory region: '{span.region}'", field=span.region)
-        region, memory = self._open[span.region]
+        region, memory = lent
         if not 0 <= span.offset < region.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field=region.name)
         end = span.offset + span.byte_size
@@ -200,6 +200,14 @@ class SharedMemoryRegistry:
     def _in_use(self) -> list[tuple[SharedMemoryRegion | CudaMemoryRegion, weakref.ref[_Opened]]]:
         """The regions that were taken back and of which a view is still held."""
         return [(region, memory) for region, memory in self._leaving if memory() is not None]
+
+    def _leaving_region(self, name: str) -> _LentRegion | None:
+        """A region that was taken back and is in use."""
+        for region, reference in reversed(self._leaving):
+            memory = reference()
+            if region.name == name and memory is not None:
+                return _LentRegion(region, memory)
+        return None
 
     def _check_allowed(self) -> None:
         if not self._allowed:

@@ -2,10 +2,11 @@
 
 Nearly everything is freed as its last reference goes; Python's cycle collector is for cycles, which stay rare while
 serving, and each of its rounds walks over what it could not free before. What is freed the C library keeps for later:
-after a large request that is most of what the process holds.
+after a large request or response that is most of what the process holds.
 """
 
 import gc
+from collections.abc import Callable
 
 from .host import release_free_memory
 
@@ -35,14 +36,18 @@ def collect_and_freeze(*, frozen_too: bool = True) -> None:
 LARGE_REQUEST_BYTES = 1 << 20
 """Bytes of a request after which memory is given back."""
 
-_RELEASE_DELAYS = (2.0, 7.0)
-"""Seconds after the first large request since the last release; it may take a while."""
+_RELEASE_DELAYS = (2.0, 7.0, 20.0)
+"""Seconds after the first large request, or response, since the last release; it may take a while."""
 
 _scheduled_releases: set[float] = set()
 
+memory_releases: set[Callable[[], None]] = set()
+"""Called in the event loop's thread before memory is given back: each gives back what its owner holds for later."""
+
 
 def release_memory_soon() -> None:
-    """Return to the system, before long, the memory that a large request leaves free. For the event loop's thread."""
+    """Return to the system, before long, the memory that a large request or response leaves free. For the event loop's
+    thread."""
     import asyncio  # engine cores have no event loop
 
     for moment in _RELEASE_DELAYS:
@@ -55,4 +60,6 @@ def _release(moment: float) -> None:
     import asyncio
 
     _scheduled_releases.discard(moment)
+    for release in tuple(memory_releases):
+        release()
     asyncio.get_running_loop().run_in_executor(None, release_free_memory)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None)
-_M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 
 _NICENESS = 10
@@ -104,10 +104,12 @@ def own_anonymous_memory(root: Path = _ROOT) -> int:
 
 
 def map_large_blocks_separately() -> None:
-    """Let weights come and go as mappings of their own. glibc begins so, and at the first large block that is freed
-    starts to put the next ones among the small, which then hold their pages."""
+    """Let weights, and tensors of large requests, come and go as mappings of their own. glibc begins so, and at the
+    first large block that is freed starts to put the next ones among the small, which then hold their pages; and to
+    keep up to 64 MiB at the end of each thread's memory, which `release_free_memory` cannot return."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        _libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
 
 def release_free_memory() -> None:

@@ -34,7 +34,9 @@ class InstanceRate(NamedTuple):
 
 
 def parse_resource_limits(flags: Iterable[str]) -> dict[Resource, int]:
-    """Limits from `<name>:<count>[:<device>]`; without a device it is that of each device, and of the whole server.
+    """Limits from `<name>:<count>[:<device>]`; without a device it is that of each device, and of the whole server. The
+    host is device 0, as in tritonserver.
+
     Raises `InvalidArgument` for another form."""
     limits = {}
     for flag in flags:
@@ -73,13 +75,6 @@ class RateLimiter:
             return claim
 
     def _check(self, resource: Resource, count: int) -> None:
-        limit = self._given_limit(resource)
-        if limit is not None and count > limit:
-            raise InvalidArgument(
-                f'Resource count for "{resource.name}" is limited to {limit} which will prevent scheduling of one or '
-                f"more model instances, the minimum required count is {count}",
-                field="instance_group.rate_limiter",
-            )
         known = {other for claim in self._claims for other, _ in claim.rate.resources if other.name == resource.name}
         if any((other.device is None) != (resource.device is None) for other in known):
             raise InvalidArgument(
@@ -87,13 +82,23 @@ class RateLimiter:
                 "configuration.",
                 field="instance_group.rate_limiter",
             )
+        limit = self._given_limit(resource)
+        if limit is not None and count > limit:
+            raise InvalidArgument(
+                f'Resource count for "{resource.name}" is limited to {limit} which will prevent scheduling of one or '
+                f"more model instances, the minimum required count is {count}",
+                field="instance_group.rate_limiter",
+            )
 
     def _given_limit(self, resource: Resource) -> int | None:
-        """Of a resource of the server the device that a flag names is ignored, as in tritonserver."""
-        for_all = self._limits.get(Resource(resource.name, None))
-        if resource.device is not None:
-            return self._limits.get(resource, for_all)
-        return next((count for each, count in self._limits.items() if each.name == resource.name), None)
+        """As in tritonserver: of a resource of the server the device that a flag names is ignored; of one that flags
+        limit on other devices alone there is nothing on this one."""
+        limits = {limited.device: count for limited, count in self._limits.items() if limited.name == resource.name}
+        if not limits:
+            return None
+        if resource.device is None:
+            return next(iter(limits.values()))
+        return limits.get(resource.device, limits.get(None, 0))
 
     def _limit(self, resource: Resource) -> int:
         given = self._given_limit(resource)

@@ -54,6 +54,11 @@ class SharedArena:
             begin, end = min(begin, at), max(end, at + length)
         insort(self._free, (begin, end - begin))
 
+    def trim(self) -> None:
+        """Give back to the system what blocks took, while there is none."""
+        if self._free and not self._used and hasattr(mmap, "MADV_REMOVE"):
+            self._memory.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Unmap it: the reader is gone, and there is no room for anything more."""
         self._free.clear()

@@ -43,6 +43,9 @@ _SINGLE_RESPONSE_BACKENDS = (
 _CPU_ONLY = ("fil",)
 """Backends that on a GPU answer as on the CPU, and compute on that."""
 
+_TAKE_SCALARS = ("onnxruntime", "openvino", "pytorch", "tensorflow")
+"""Backends whose models may have tensors without dimensions, which a config has as a reshape to none."""
+
 _WITHOUT_SEQUENCES = (*LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND)
 _DECOUPLED = "model_transaction_policy.decoupled"
 _IGNORED = ("runtime", "cc_model_filenames")
@@ -232,7 +235,8 @@ def _check_tensors(config: ConfigMessage, side: str, tensors: Iterable[ConfigMes
 def _check_reshape(config: ConfigMessage, side: str, tensor: ConfigMessage, of: str) -> None:
     where, shape = f"{side}.{tensor.name}.reshape", list(tensor.reshape.shape)
     message = f"model {side} cannot have empty reshape for non-batching model as scalar tensors are not supported {of}"
-    _require(bool(shape) or config.max_batch_size > 0, where, message)
+    scalar = config.max_batch_size > 0 or config.backend in _TAKE_SCALARS
+    _require(bool(shape) or scalar, where, message)
     message = f"model {side} reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension {of}"
     _require(all(dim >= 1 or dim == -1 for dim in shape), where, message)
     message = f"model {side} has different number of variable-size dimensions for dims and reshape {of}"

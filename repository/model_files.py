@@ -123,7 +123,7 @@ def _sample_data(given: ConfigMessage, batch: tuple[int, ...], directory: Path, 
             return _random_data(datatype, shape)
         case "data_file" | "input_data_file" as source:
             file = path_within(directory.parent, f"{directory.name}/{getattr(given, source)}")
-            return _file_data(datatype, shape, file, of)
+            return _file_data(datatype, batch, tuple(given.dims), file, of)
     *others, last = (source.name for source in sources.fields)
     raise InvalidArgument(f"{of} must have one of {', '.join(others)} and {last}", field=field)
 
@@ -141,23 +141,31 @@ def _random_data(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return generator.integers(0, 2 if datatype == "BOOL" else 100, shape).astype(dtype)
 
 
-def _file_data(datatype: str, shape: tuple[int, ...], file: Path, of: str) -> NDArray[Any]:
-    """The file's raw elements in the machine's byte order; strings each after its length in 4 bytes."""
+def _file_data(datatype: str, batch: tuple[int, ...], dims: tuple[int, ...], file: Path, of: str) -> NDArray[Any]:
+    """The file's raw elements in the machine's byte order; strings each after its length in 4 bytes. As in Triton a
+    file holds one item, which all of the batch are; one that holds the whole batch is taken, too."""
     try:
         content = file.read_bytes()
     except OSError as error:
         raise InvalidArgument(f"{of}: cannot read {file}: {error.strerror}") from None
     if datatype != "BYTES":
         dtype = np.dtype(NUMPY_TYPES[datatype])
-        wanted = prod(shape) * dtype.itemsize
-        if len(content) != wanted:
+        wanted = prod(dims) * dtype.itemsize
+        if len(content) not in (wanted, prod(batch) * wanted):
             raise InvalidArgument(f"{of}: {file} has {len(content)} bytes, not {wanted}")
-        return np.frombuffer(content, dtype).reshape(shape)
+        return _batch_of(np.frombuffer(content, dtype), batch, dims)
     strings, position = [], 0
     while position + 4 <= len(content):
         end = position + 4 + int.from_bytes(content[position : position + 4], "little")
         strings.append(content[position + 4 : end])
         position = end
-    if position != len(content) or len(strings) != prod(shape):
-        raise InvalidArgument(f"{of}: {file} does not hold {prod(shape)} strings, each after its length")
-    return np.array(strings, np.object_).reshape(shape)
+    count = prod(dims)
+    if position != len(content) or len(strings) not in (count, prod(batch) * count):
+        raise InvalidArgument(f"{of}: {file} does not hold {count} strings, each after its length")
+    return _batch_of(np.array(strings, np.object_), batch, dims)
+
+
+def _batch_of(elements: NDArray[Any], batch: tuple[int, ...], dims: tuple[int, ...]) -> NDArray[Any]:
+    """The elements of one item, or of a whole batch, as a batch."""
+    repeated = prod(batch) if elements.size == prod(dims) else 1
+    return np.tile(elements, repeated).reshape((*batch, *dims))

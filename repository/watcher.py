@@ -164,9 +164,9 @@ class RepositoryWatcher:
 
     async def _record_unreadable(self, name: str, error: CharoniaError) -> None:
         entry = self._registry.get_or_add(name)
-        if isinstance(error, AlreadyExists):  # it is unknown which of them is wanted
+        if isinstance(error, AlreadyExists):
+            # It is unknown which of them is wanted. As in tritonserver, the others that serve keep the server ready.
             await self._lifecycle.unload(name)
-            entry.should_serve = True
         entry.record_load_failure(error.message, () if entry.loaded_versions else entry.versions)
 
     async def _load_one(self, read: ReadSource, needed: Sequence[asyncio.Task[bool]], listener: LoadListener) -> bool:

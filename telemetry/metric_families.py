@@ -3,12 +3,14 @@
 Names are as they stand on the wire, counters with or without `_total`. Knows no values.
 """
 
-import re
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..core.errors import InvalidArgument
 from ..core.metrics import Histogram, QuantileSummary, Reading
+
+log = logging.getLogger(__name__)
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 
@@ -242,7 +244,6 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _SWITCHES = {"counter_latencies": "counters", "summary_latencies": "summaries", "histogram_latencies": "histograms"}
-_QUANTILE = re.compile(r"(?:0(?:\.\d+)?|1(?:\.0+)?):(?:0(?:\.\d+)?|1(?:\.0+)?)")
 
 
 class MetricsConfig(NamedTuple):
@@ -277,12 +278,29 @@ def parse_metrics_config(words: Iterable[str]) -> MetricsConfig:
             switched: dict[str, Any] = {_SWITCHES[name]: _BOOLEANS[value.lower()]}
             config = config._replace(**switched)
         elif name == "summary_quantiles":
-            pairs = value.strip('"').split(",")
-            if not all(_QUANTILE.fullmatch(pair) for pair in pairs):
-                message = f"--metrics-config {word}: expected <quantile>:<error>, each from 0 to 1, and commas"
-                raise InvalidArgument(message)
-            config = config._replace(quantiles=tuple(float(pair.partition(":")[0]) for pair in pairs))
+            config = config._replace(quantiles=_read_quantiles(value))
         else:
             known = ", ".join((*(f"{switch}=true|false" for switch in _SWITCHES), "summary_quantiles=0.5:0.05,..."))
             raise InvalidArgument(f"--metrics-config {word}: expected one of {known}")
     return config
+
+
+def _read_quantiles(value: str) -> tuple[float, ...]:
+    """The quantiles of `<quantile>:<error>,...`. As in tritonserver, a pair that cannot be read is told in the log and
+    left out; the default ones where none is left."""
+    quantiles = []
+    for pair in value.strip('"').split(","):
+        quantile, _, error = pair.partition(":")
+        try:
+            numbers = [float(quantile), float(error)]
+        except ValueError:
+            numbers = []
+        if numbers and all(0 <= number <= 1 for number in numbers):
+            quantiles.append(numbers[0])
+        else:
+            log.error(
+                "--metrics-config summary_quantiles: Invalid option: [%s]. Expected format is <quantile>:<error>, "
+                "each from 0 to 1; it is left out",
+                pair,
+            )
+    return tuple(quantiles) or MetricsConfig().quantiles

@@ -16,6 +16,7 @@ from ..http.connection import CancelOnDisconnect
 from ..http.error_responses import json_response
 from ..http.keep_alive import KeepAlive, KeepAliveStreamResponse
 from ..http.request_context import context_of, request_id_of
+from ..metadata import ServerInfo
 from ..openai.json_body import model_field, read_members
 from ..openai.translated_chat import answer_chat
 from .message_writer import AnthropicMessageWriter
@@ -27,9 +28,9 @@ PING = KeepAlive(b'event: ping\ndata: {"type":"ping"}\n\n', 10.0)
 class MessagesRoutes:
     """The endpoints and their handlers."""
 
-    def __init__(self, gateway: Gateway, max_input_size: int, ping: KeepAlive = PING) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo, ping: KeepAlive = PING) -> None:
         self._gateway = gateway
-        self._max_input_size = max_input_size
+        self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size
         self._ping = ping
 
     def routes(self) -> list[Route]:
@@ -44,7 +45,7 @@ class MessagesRoutes:
         asked = parse_messages_body(body, request_id_of(request.scope))
         with model_field():
             model = await self._gateway.acquire(context, asked.chat.response.model)
-        stream = answer_chat(model, asked.chat, asked.names, context)
+        stream = answer_chat(model, asked.chat, asked.names, context, self._max_response_size)
         writer = AnthropicMessageWriter(asked, model.name)
         for warning in asked.warnings:
             context.warn(warning)

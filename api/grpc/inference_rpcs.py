@@ -68,7 +68,8 @@ async def model_infer(
             responses = await read_up_to_two(stream, config.decoupled)
         if len(responses) != 1:
             raise Unsupported(_DECOUPLED)
-        return await write_response_off_loop(model.config, call, _with_notes(responses[0], context))
+        response = _with_notes(responses[0], context)
+        return await write_response_off_loop(model.config, call, response, limit=caller.max_response_size)
 
 
 async def model_stream_infer(
@@ -171,13 +172,14 @@ class StreamInferCall:
     ) -> AsyncGenerator[ProtoMessage, None]:
         """The responses to one request, each marked whether it is the last."""
         config, final, begun = model.config, False, False
+        limit = self._caller.max_response_size
         call = await _read_call(self._gateway, model, message, self._caller)
         async with aclosing(model.infer(call.request)) as responses:
             async for response in responses:
                 final = response.final or not config.decoupled
                 told = response if begun else _with_notes(response, context)
                 begun = True
-                yield await write_response_off_loop(model.config, call, told, final)
+                yield await write_response_off_loop(model.config, call, told, final, limit)
         if not final and wants_empty_final(message):
             yield await write_response_off_loop(model.config, call, InferResponse(()), True)
 

@@ -22,8 +22,9 @@ from ...core.tensor import NUMPY_TYPES, Tensor
 from ...processes.client_shared_memory import LentMemory, SharedMemoryRegistry, SharedMemorySlice
 from .. import infer_call, raw_tensors
 from ..http.error_responses import printable
-from ..infer_call import DeferredInputs, InferCall, RequestedOutput
+from ..infer_call import DeferredInputs, InferCall, RequestedOutput, ResponseSize, release_memory_after
 from ..raw_tensors import DeclaredInput, RawBytes
+from ..size_limits import MAX_RESPONSE_BYTES
 from .settings import Caller, RpcContext
 from .wire_format import LazyInferRequest, ProtoMessage, iter_contents
 
@@ -126,7 +127,7 @@ def _outputs(message: ProtoMessage, regions: SharedMemoryRegistry) -> dict[str, 
     for output in message.outputs:
         name, classes, memory = output.name, 0, None
         if name in outputs:
-            raise InvalidArgument(f"Duplicate output name '{name}' is not allowed in a request", field=name)
+            raise InvalidArgument(f"output '{name}' already exists in request", field=name)
         if _CLASSES in output.parameters:
             parameter = output.parameters[_CLASSES]
             if parameter.WhichOneof("parameter_choice") != "int64_param":
@@ -226,9 +227,6 @@ def _values(given: DeclaredInput, contents: ProtoMessage) -> Any:
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
-_LONG = 1 << 14
-"""Outputs of more elements are written in another thread."""
-
 _FINAL = "triton_final_response"
 _LARGEST = 2**31 - 1
 """Bytes that one message of gRPC, and of protobuf, can have."""
@@ -241,24 +239,37 @@ _STATUS = {code: grpc.StatusCode[_UNLIKE.get(code.name, code.name)] for code in 
 
 
 async def write_response_off_loop(
-    config: ModelConfig, call: InferCall, response: InferResponse, final: bool | None = None
+    config: ModelConfig,
+    call: InferCall,
+    response: InferResponse,
+    final: bool | None = None,
+    limit: int = MAX_RESPONSE_BYTES,
 ) -> ProtoMessage:
     """The message that `write_response` makes, in another thread where that takes long."""
-    if call.writes_to_gpu or any(tensor.data.size > _LONG for tensor in response.outputs):
-        return await asyncio.to_thread(write_response, config, call, response, final)
-    return write_response(config, call, response, final)
+    release_memory_after(response)
+    if call.writes_to_gpu or any(map(raw_tensors.is_long, response.outputs)):
+        return await asyncio.to_thread(write_response, config, call, response, final, limit)
+    return write_response(config, call, response, final, limit)
 
 
 def write_response(
-    config: ModelConfig, call: InferCall, response: InferResponse, final: bool | None = None
+    config: ModelConfig,
+    call: InferCall,
+    response: InferResponse,
+    final: bool | None = None,
+    limit: int = MAX_RESPONSE_BYTES,
 ) -> ProtoMessage:
-    """The message of one response; tensors are raw contents. `final`: whether it is the last of a stream. Raises
-    `CharoniaError` if an output cannot be returned as `call` asks for it, or the message would be too large."""
+    """The message of one response; tensors are raw contents. `final`: whether it is the last of a stream; `limit`: see
+    `ResponseSize`. Raises `CharoniaError` if an output cannot be returned as `call` asks for it, or the message would
+    be too large."""
     message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=call.request.id)
     outputs, contents = message.outputs, message.raw_output_contents
+    response_size = ResponseSize(limit)
     for output in response.outputs:
         wanted = call.outputs.get(output.name, call.default_output)
         tensor = wanted.apply(config, output)
+        if wanted.memory is None:
+            response_size.add(tensor, as_json=False)
         outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         contents.append(raw_tensors.encode(tensor) if wanted.memory is None else b"")
     size = sum(map(len, contents))

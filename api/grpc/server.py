@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,8 @@ class GrpcServer:
         self._gateway, self._info, self._settings = gateway, info, settings
         self._closing = asyncio.Event()
         self._calls: set[asyncio.Task[Any]] = set()
-        self._policy, self._control_rpcs = policy, control_rpcs
+        self._policy = replace(policy, max_response_size=info.max_response_size)
+        self._control_rpcs = control_rpcs
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:

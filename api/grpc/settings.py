@@ -13,6 +13,7 @@ from ...core.errors import Unavailable
 from ...core.request_context import RequestContext
 from ..api_keys import ANONYMOUS, Keyring, Tenant
 from ..header_rules import HeaderForwarding, RequiredHeader, read_restrictions
+from ..size_limits import MAX_RESPONSE_BYTES
 from ..tls import TlsFiles
 
 RpcContext: TypeAlias = Any
@@ -59,12 +60,13 @@ def peer_address(context: RpcContext) -> str:
 
 class Caller(NamedTuple):
     """The client of an inference call: its tenant, its metadata that becomes parameters of requests, its id for them,
-    and its address."""
+    its address, and how many bytes of tensors a response to it may have."""
 
     tenant: Tenant = ANONYMOUS
     parameters: Mapping[str, str] = MappingProxyType({})
     request_id: str = ""
     address: str = ""
+    max_response_size: int = MAX_RESPONSE_BYTES
 
     def note_in(self, context: RequestContext) -> None:
         """Note the tenant, the id and the address in the context of a request."""
@@ -74,19 +76,22 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GrpcCallPolicy:
-    """`required_headers` by the name of the RPC; `forwarding` selects the metadata that models get."""
+    """`required_headers` by the name of the RPC; `forwarding` selects the metadata that models get;
+    `max_response_size`: bytes of tensors."""
 
     keys: Keyring = field(default_factory=Keyring)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
+    max_response_size: int = MAX_RESPONSE_BYTES
 
     def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]], address: str = "") -> Caller:
         """The client of an inference call; raises as `authorize`, and `InvalidArgument` as the forwarding does."""
         request_id = str(dict(metadata).get("x-request-id", ""))
         if not (self.keys or self.required_headers or self.forwarding):
-            return Caller(request_id=request_id, address=address)
+            return Caller(request_id=request_id, address=address, max_response_size=self.max_response_size)
         texts = {name: value for name, value in metadata if isinstance(value, str)}
-        return Caller(self.authorize(rpc, texts), self.forwarding.select(texts.items()), request_id, address)
+        tenant = self.authorize(rpc, texts)
+        return Caller(tenant, self.forwarding.select(texts.items()), request_id, address, self.max_response_size)
 
     def authorize(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
         """The tenant of a call. Raises `Unavailable` without the header that the RPC requires, `Unauthenticated`

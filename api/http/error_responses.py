@@ -53,12 +53,17 @@ class ApiError(CharoniaError):
 
 
 def status_of(error: CharoniaError) -> int:
-    """The HTTP status of an error, the same for all protocols."""
+    """The HTTP status of an error as OpenAI's clients and Anthropic's know it."""
     if isinstance(error, BodyTimeout):
         return 408
     if isinstance(error, ApiError):
         return error.status
     return 413 if isinstance(error, BodyTooLarge) else _STATUS[error.code]
+
+
+def v2_status_of(error: CharoniaError) -> int:
+    """The HTTP status of an error in v2: Triton knows no 413."""
+    return _STATUS[error.code] if isinstance(error, BodyTooLarge) else status_of(error)
 
 
 def v2_error_body(error: CharoniaError) -> dict[str, Any]:
@@ -112,7 +117,8 @@ def error_response(error: CharoniaError, path: str) -> Response:
         headers = {"connection": "close"}
     elif isinstance(error, ApiError):
         headers = {"x-should-retry": "false"}  # OpenAI's package would ask again after 409 and 5xx, to no avail
-    return json_response(error_body(error, path), status_of(error), headers)
+    status = status_of(error) if is_openai_path(path) else v2_status_of(error)
+    return json_response(error_body(error, path), status, headers)
 
 
 _OPENAI_PATHS = (

@@ -18,6 +18,7 @@ MAX_CHUNKS = 65536
 """Chunks of a request's body that are not empty, as many as tritonserver takes."""
 
 _LINGER_SECONDS = 2.0
+_SHOWN_BYTES = 100
 _CACHED_TARGETS = 256
 _LONGEST_CACHED_TARGET = 256
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -47,6 +48,15 @@ def head_too_large() -> HttpProtocolError:
 def too_many_chunks() -> HttpProtocolError:
     text = f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
     return HttpProtocolError(HTTPStatus.BAD_REQUEST, text, client_still_sends=True)
+
+
+def check_transfer_encoding(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raises `HttpProtocolError` for a body in another encoding than in chunks: the parser, which takes a length beside
+    chunks, would read it to the connection's end."""
+    encodings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if encodings and encodings != [b"chunked"]:
+        shown = b", ".join(encodings)[:_SHOWN_BYTES].decode("latin-1")
+        raise HttpProtocolError(HTTPStatus.BAD_REQUEST, f"Transfer-Encoding must be chunked, got {shown!r}")
 
 
 def head_size(url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> int:

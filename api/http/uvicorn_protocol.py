@@ -7,6 +7,7 @@ it takes of every request or for what a client may do to the server:
 - a request starts in the turn of the event loop that completes its head, and gets a task only when it waits;
 - complete bodies and responses may pass ASGI's messages by, responses of one turn leave together;
 - heads, trailers and numbers of chunks are limited, silence within a body too; what is no request is told in JSON;
+- a body in chunks may have a length in its head, which does not count;
 - offers to speak another protocol are declined, and HTTP/1.0 gets no chunks.
 
 Knows nothing of applications. The range of versions in pyproject.toml is the one that the tests were run with.
@@ -18,6 +19,7 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from ...processes import gc_tuning
 from .eager import start_eagerly
 from .request_cycle import Http10Cycle, Http11Cycle, HttpServerState
 from .request_head import (
@@ -26,6 +28,7 @@ from .request_head import (
     MAX_HEADERS,
     HttpProtocolError,
     LingeringConnection,
+    check_transfer_encoding,
     head_size,
     head_too_large,
     head_without_upgrade,
@@ -46,9 +49,11 @@ class HttpProtocol(HttpToolsProtocol):
     _chunked_cycle: object = None
     _chunks = 0
     _trailing_bytes = 0
+    _large_unread = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._allow_length_beside_chunks()
         self._await_request()
 
     # From bytes to requests
@@ -95,7 +100,21 @@ class HttpProtocol(HttpToolsProtocol):
                     raise HttpParserError from None
                 head, rest = head_without_upgrade(method, self.url, version, self.headers), rest[offer.args[0] :]
                 self.parser = HttpRequestParser(self)
+                self._allow_length_beside_chunks()
                 self.parser.feed_data(head)
+
+    def _allow_length_beside_chunks(self) -> None:
+        """Read a body in chunks as such where its head has a length, too, as Python's requests sends it."""
+        self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
+
+    def _drop_length(self, cycle: Any) -> None:
+        """Of a body in chunks no length holds, and the connection is used no further: a proxy may have gone by that
+        (https://www.rfc-editor.org/rfc/rfc9112#section-6.3)."""
+        headers = cycle.scope["headers"]
+        left = [header for header in headers if header[0] != b"content-length"]
+        if len(left) < len(headers):
+            headers[:] = left
+            cycle.keep_alive = False
 
     def _should_upgrade(self) -> bool:
         return True  # uvicorn then waits for the other protocol, and takes nothing for the request's end
@@ -112,6 +131,7 @@ class HttpProtocol(HttpToolsProtocol):
         long = self._head_bytes >= 0 or self._received > MAX_HEAD_BYTES
         if len(self.headers) > MAX_HEADERS or (long and head_size(self.url, self.headers) > MAX_HEAD_BYTES):
             raise head_too_large()
+        check_transfer_encoding(self.headers)
         if self.parser.should_upgrade():
             return
         self._idle = False
@@ -130,6 +150,7 @@ class HttpProtocol(HttpToolsProtocol):
         """httptools' callback: each chunk has one, the empty one at the end too."""
         if self._chunked_cycle is not self.cycle:
             self._chunked_cycle, self._chunks = self.cycle, 0
+            self._drop_length(self.cycle)
         self._trailing_bytes = 0
         self._chunks += 1
         if self._chunks == MAX_CHUNKS + 2:
@@ -199,6 +220,15 @@ class HttpProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
         else:
             super().timeout_keep_alive_handler()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._large_unread = self.transport.get_write_buffer_size() > gc_tuning.LARGE_REQUEST_BYTES
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._large_unread:  # what a slow client has read of a response is free only now
+            gc_tuning.release_memory_soon()
 
     def eof_received(self) -> None:
         self.server_state.coalescer.flush()

@@ -31,7 +31,7 @@ class ResponsesRoutes:
 
     def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
         self._gateway = gateway
-        self._max_input_size = info.max_input_size
+        self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size
 
     def routes(self) -> list[Route]:
         return [
@@ -48,7 +48,7 @@ class ResponsesRoutes:
         asked = parse_responses(body, request_id_of(request.scope))
         with model_field():
             model = await self._gateway.acquire(context, asked.chat.response.model)
-        chunks = answer_chat(model, asked.chat, asked.names, context)
+        chunks = answer_chat(model, asked.chat, asked.names, context, self._max_response_size)
         echo = asked.echo | {"model": model.name}
         output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs, asked.calls)
         for warning in asked.warnings:

@@ -104,7 +104,7 @@ class OpenAIRoutes:
         streams: list[ResponseStream[GenerateChunk]]
         if model.config.openai_api:
             asked = read_tensor_request(model.config, api_format.endpoint, parsed)
-            streams = [generate_from_tensors(model, asked, context)]
+            streams = [generate_from_tensors(model, asked, context, self._info.max_response_size)]
         else:
             streams = [model.generate(each) for each in parsed.requests]
         if parsed.stream and len(streams) == 1:

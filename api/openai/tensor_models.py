@@ -27,6 +27,8 @@ from ...core.request import (
 from ...core.request_context import RequestContext
 from ...core.tensor import Tensor, TensorSpec
 from .. import json_tensors
+from ..infer_call import ResponseSize
+from ..size_limits import MAX_RESPONSE_BYTES
 from .json_body import NoOpValues, shortened
 from .request_parsing import ParsedCompletion
 
@@ -166,25 +168,44 @@ def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
 
 
 async def generate_from_tensors(
-    model: ModelHandle, request: InferRequest, context: RequestContext
+    model: ModelHandle, request: InferRequest, context: RequestContext, limit: int = MAX_RESPONSE_BYTES
 ) -> AsyncGenerator[GenerateChunk, None]:
-    """The text of a model's responses. Its end, and the usage, are those of the language models that it asked.
+    """The text of a model's responses. Its end, and the usage, are those of the language models that it asked. `limit`:
+    of all responses together, see `ResponseSize`.
 
-    Raises as `ModelHandle.infer` does, and `Internal` for a response without the text.
+    Raises as `ModelHandle.infer` does, and `Internal` for a response without the text, or with one that is not UTF-8.
     """
-    decoder = getincrementaldecoder("utf-8")("replace")
+    size, text_of = ResponseSize(limit), _TextDecoder(model.config.name)
     async with aclosing(model.infer(request)) as responses:
         async for response in responses:
             if response.outputs:
-                text = decoder.decode(_text_bytes(model.config.name, response.outputs))
+                output = _text_output(model.config.name, response.outputs)
+                size.add(output, as_json=True)
+                text = text_of(b"".join(output.data.ravel().tolist()))
                 yield GenerateChunk(text=text, token_ids=(), usage=context.usage)
     ends = [each.finish_reason for each in context.all_sequences if each.finish_reason is not None]
     reason = ends[-1] if ends else FinishReason.STOP
-    yield GenerateChunk(text=decoder.decode(b"", True), token_ids=(), usage=context.usage, finish_reason=reason)
+    yield GenerateChunk(text=text_of(b"", True), token_ids=(), usage=context.usage, finish_reason=reason)
 
 
-def _text_bytes(model: str, outputs: tuple[Tensor, ...]) -> bytes:
+class _TextDecoder:
+    """The text of bytes that come in pieces, of which each may end within a character."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._decoder = getincrementaldecoder("utf-8")()
+
+    def __call__(self, piece: bytes, final: bool = False) -> str:
+        """Raises `Internal` for what is not UTF-8."""
+        try:
+            return self._decoder.decode(piece, final)
+        except UnicodeDecodeError as error:
+            message = f"model '{self._model}' has answered with an output '{OUTPUT}' that is not UTF-8: {error.reason}"
+            raise Internal(message) from None
+
+
+def _text_output(model: str, outputs: tuple[Tensor, ...]) -> Tensor:
     for tensor in outputs:
         if tensor.name == OUTPUT and tensor.datatype == "BYTES":
-            return b"".join(tensor.data.ravel().tolist())
+            return tensor
     raise Internal(f"model '{model}' has answered without its output '{OUTPUT}' of TYPE_STRING")

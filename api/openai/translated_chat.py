@@ -30,9 +30,10 @@ class FieldNames:
 
 
 def answer_chat(
-    model: ModelHandle, chat: ParsedCompletion, names: FieldNames, context: RequestContext
+    model: ModelHandle, chat: ParsedCompletion, names: FieldNames, context: RequestContext, limit: int
 ) -> ResponseStream[GenerateChunk]:
-    """The one answer of a model to `chat`. Raises, and lets the stream raise, what the model does."""
+    """The one answer of a model to `chat`. `limit`: see `generate_from_tensors`. Raises, and lets the stream raise,
+    what the model does."""
     if not model.config.openai_api:
         return _rename_errors(model.generate(chat.requests[0]), names)
     try:
@@ -40,7 +41,7 @@ def answer_chat(
     except CharoniaError as error:
         names.rename(error)
         raise
-    return _rename_errors(generate_from_tensors(model, asked, context), names)
+    return _rename_errors(generate_from_tensors(model, asked, context, limit), names)
 
 
 async def _rename_errors(

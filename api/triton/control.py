@@ -5,6 +5,7 @@ https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
 
 import base64
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,7 +23,7 @@ from ..chunked_json import read_whole_json_object
 from ..graph_formats import GRAPH_FORMATS
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
-from ..json_tensors import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
+from ..json_tensors import JsonObject, NestedTooDeeply, as_array, as_boolean, as_object, as_string, as_unsigned
 from ..metadata import cuda_region_json, model_stats_json
 from ..model_graph import GraphModel, graph_of_models, node_times
 from .endpoints import model_and_version
@@ -33,6 +34,7 @@ _SYSTEM_MEMORY, _CUDA_MEMORY = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 _FILE = "file:"
 _CONTROL = "x-charonia-model-control"
 """The header of an index that says whether requests may load and unload models."""
+_NESTED_READY = re.compile(rb'"ready"\s*:\s*[\[{]')
 _PIECE = 1 << 16
 """Characters of base64 that are decoded at a time."""
 
@@ -127,7 +129,13 @@ class ControlEndpoints:
     # Repository
 
     async def index(self, request: Request) -> Response:
-        ready = (await self._document(request)).get("ready", False)
+        body = await self._body(request)
+        try:
+            ready = (await _read_document(body)).get("ready", False)
+        except NestedTooDeeply:
+            if not _NESTED_READY.search(body):
+                raise
+            ready = None
         if not isinstance(ready, bool):
             raise InvalidArgument(
                 "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean",
@@ -228,12 +236,19 @@ class ControlEndpoints:
         shown = {name: list(each) if name == "trace_level" else ",".join(each) for name, each in texts.items()}
         return json_response(shown)
 
+    async def _body(self, request: Request) -> bytes | bytearray:
+        return await read_json_body(request, self._max_size) if request.method == "POST" else b""
+
     async def _document(self, request: Request) -> JsonObject:
-        body = await read_json_body(request, self._max_size) if request.method == "POST" else b""
-        return await read_whole_json_object(body) if body else {}
+        return await _read_document(await self._body(request))
 
     async def _parameters(self, request: Request) -> JsonObject:
         return as_object("parameters", (await self._document(request)).get("parameters", {}))
+
+
+async def _read_document(body: bytes | bytearray) -> JsonObject:
+    """An empty body is an empty object."""
+    return await read_whole_json_object(body) if body else {}
 
 
 def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:

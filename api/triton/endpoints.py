@@ -24,7 +24,7 @@ from ..header_rules import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, v2_error_body
 from ..http.request_context import context_of, record_error
-from ..infer_call import is_empty_final, read_up_to_two
+from ..infer_call import is_empty_final, read_up_to_two, release_memory_after
 from ..metadata import ServerInfo, model_metadata, server_metadata
 from .generate import encode_generate_response, generate_body_to_infer_request, is_long, parse_long_generate_body
 from .infer import InferEndpoint
@@ -86,15 +86,17 @@ class V2Endpoints:
         if len(responses) != 1:
             record_error(request.scope, error := Unsupported(_NOT_ONE))
             return json_response(v2_error_body(error))  # with status 200, as Triton's first response has it
+        release_memory_after(responses[0])
+        asked = model.config, request_id, responses[0], self._info.max_response_size
         if is_long(responses[0]):
-            body = await to_thread(encode_generate_response, model.config, request_id, responses[0])
+            body = await to_thread(encode_generate_response, *asked)
         else:
-            body = encode_generate_response(model.config, request_id, responses[0])
+            body = encode_generate_response(*asked)
         return Response(body, headers=_load_header(request, model), media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:
         model, infer_request = await self._read(request, stream=True)
-        encoder = GenerateEventEncoder(model, infer_request.id)
+        encoder = GenerateEventEncoder(model, infer_request.id, self._info.max_response_size)
         return EventStreamResponse(model.infer(infer_request), encoder, _load_header(request, model))
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelHandle, InferRequest]:
@@ -131,20 +133,21 @@ def model_and_version(request: Request) -> tuple[str, str]:
 
 
 class GenerateEventEncoder:
-    """A model's responses as server-sent events."""
+    """A model's responses as server-sent events. `limit`: see `ResponseSize`."""
 
-    def __init__(self, model: ModelHandle, request_id: str) -> None:
+    def __init__(self, model: ModelHandle, request_id: str, limit: int) -> None:
         self._model = model  # whose config is that of the arm of a route once it answers
-        self._id = request_id
+        self._id, self._limit = request_id, limit
 
     def encode_item(self, response: InferResponse) -> bytes | Awaitable[bytes]:
         if is_long(response):
+            release_memory_after(response)
             return to_thread(self._encode, response)
         ended = self._model.config.decoupled and is_empty_final(response)
         return b"" if ended else self._encode(response)
 
     def _encode(self, response: InferResponse) -> bytes:
-        return sse_event(encode_generate_response(self._model.config, self._id, response))
+        return sse_event(encode_generate_response(self._model.config, self._id, response, self._limit))
 
     def encode_end(self) -> bytes:
         return b""

@@ -13,9 +13,11 @@ from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, InferResponse, ParameterValue
 from ...core.tensor import Tensor, TensorSpec
-from .. import json_tensors
+from .. import json_tensors, raw_tensors
 from ..chunked_json import MAX_IDS, PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_long_json
+from ..infer_call import ResponseSize
 from ..json_tensors import Buffer, as_parameter, as_request_id, as_string, malformed_json, unreadable_json
+from ..size_limits import MAX_RESPONSE_BYTES
 
 _SAMPLING = "sampling_parameters"
 
@@ -75,8 +77,14 @@ def generate_body_to_infer_request(body: bytes | JsonObjectPairs, config: ModelC
         raise unreadable_json(error) from None
 
 
-def encode_generate_response(config: ModelConfig, request_id: str, response: InferResponse) -> bytes:
-    """One model response as one JSON object with sorted keys."""
+def encode_generate_response(
+    config: ModelConfig, request_id: str, response: InferResponse, limit: int = MAX_RESPONSE_BYTES
+) -> bytes:
+    """One model response as one JSON object with sorted keys. `limit`: see `ResponseSize`. Raises `InvalidArgument` if
+    an output cannot be JSON."""
+    size = ResponseSize(limit)
+    for tensor in response.outputs:
+        size.add(tensor, as_json=True)
     members: dict[str, Any] = {"model_name": config.name, "model_version": config.version, **response.parameters}
     if request_id:
         members["id"] = request_id
@@ -90,14 +98,14 @@ def encode_generate_response(config: ModelConfig, request_id: str, response: Inf
 
 def is_long(response: InferResponse) -> bool:
     """Whether encoding the response takes longer than the event loop should be held."""
-    return any(tensor.data.size > json_tensors.PIECE_ELEMENTS for tensor in response.outputs)
+    return any(map(raw_tensors.is_long, response.outputs))
 
 
 def _long_json(members: dict[str, Any], response: InferResponse, strict: bool) -> bytes:
     """The object, made in pieces of which none takes long."""
     texts = {key: [json_tensors.dump_json(value, strict)] for key, value in members.items()}
     for tensor in response.outputs:
-        if tensor.data.size > json_tensors.PIECE_ELEMENTS:
+        if raw_tensors.is_long(tensor):
             texts[tensor.name] = [b"[", *json_tensors.encode_in_pieces(tensor, strict), b"]"]
         else:
             texts[tensor.name] = [json_tensors.dump_json(_plain(tensor), strict)]

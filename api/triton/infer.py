@@ -28,15 +28,19 @@ from ..http.connection import CancelOnDisconnect, offload_if_large, receive_body
 from ..http.eager import EagerAwaitable
 from ..http.request_context import context_of
 from ..http.request_cycle import send_complete_response
-from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
+from ..infer_call import (
+    InferCall,
+    ResponseSize,
+    read_up_to_two,
+    release_memory_after,
+    supports_single_response,
+    wants_stream,
+)
 from ..metadata import ServerInfo
 from .infer_request import InferRequestReader, parse_long_document
 
 _COPIED = 1 << 16
 """Bytes of tensors up to which it is cheaper to join them than to send them apart."""
-
-LONG_OUTPUT_ELEMENTS = json_tensors.PIECE_ELEMENTS
-"""Elements beyond which an output is written in pieces."""
 
 
 class EncodedInferResponse(NamedTuple):
@@ -55,33 +59,37 @@ def is_long(call: InferCall, response: InferResponse) -> bool:
     if call.outputs and call.writes_to_gpu:
         return True
     for tensor in response.outputs:
-        if tensor.data.size > LONG_OUTPUT_ELEMENTS:
+        if raw_tensors.is_long(tensor):
             output = call.outputs.get(tensor.name, call.default_output)
             if tensor.datatype == "BYTES" or not (output.binary or output.memory is not None):
                 return True
     return False
 
 
-def encode_infer_response(config: ModelConfig, call: InferCall, response: InferResponse) -> EncodedInferResponse:
-    """The body of the response, each output as `call` asks for it.
+def encode_infer_response(
+    config: ModelConfig, call: InferCall, response: InferResponse, limit: int = size_limits.MAX_RESPONSE_BYTES
+) -> EncodedInferResponse:
+    """The body of the response, each output as `call` asks for it. `limit`: see `ResponseSize`.
 
     Raises `CharoniaError` if an output cannot be returned like that.
     """
     outputs: list[_OutputJson] = []
     blobs: list[bytes | memoryview] = []
-    strict = True
+    strict, size = True, ResponseSize(limit)
     for given in response.outputs:
         wanted = call.outputs.get(given.name, call.default_output)
         tensor = wanted.apply(config, given)
         members: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         long = None
+        if wanted.memory is None:
+            size.add(tensor, as_json=not wanted.binary)
         if wanted.binary:
             blob = raw_tensors.encode(tensor) if tensor.data.nbytes < _COPIED else raw_tensors.encode_view(tensor)
             blobs.append(blob)
             members["parameters"] = {"binary_data_size": len(blob)}
         elif wanted.memory is None:
             strict = strict and json_tensors.is_strict_json(tensor)
-            if tensor.data.size > LONG_OUTPUT_ELEMENTS:
+            if raw_tensors.is_long(tensor):
                 long = tensor
             else:
                 members["data"] = json_tensors.to_list(tensor)
@@ -140,6 +148,7 @@ class InferEndpoint:
     def __init__(self, gateway: ServerGateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
         self._gateway = gateway
         self._max_size, self._max_raw_size = info.max_input_size, info.max_raw_size
+        self._max_response_size = info.max_response_size
         self._forwarding = forwarding
 
     @cached_property
@@ -157,10 +166,12 @@ class InferEndpoint:
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
         response = await _single_response(model.infer(call.request), config.decoupled, request.receive)
+        release_memory_after(response)
+        asked = model.config, call, response, self._max_response_size
         if is_long(call, response):
-            encoded = await asyncio.to_thread(encode_infer_response, model.config, call, response)
+            encoded = await asyncio.to_thread(encode_infer_response, *asked)
         else:
-            encoded = encode_infer_response(model.config, call, response)
+            encoded = encode_infer_response(*asked)
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
         encoding = content_encoding.negotiate_encoding(accepted) if accepted else ""
         if not encoding:

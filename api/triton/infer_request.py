@@ -264,7 +264,7 @@ class _Reading:
             output = as_object("outputs", each)
             name = as_string("name", required_member(output, "name"))
             if name in outputs:
-                raise InvalidArgument(f"Duplicate output name '{name}' is not allowed in a request", field=name)
+                raise InvalidArgument(f"output '{name}' already exists in request", field=name)
             if "parameters" not in output:
                 outputs[name] = RequestedOutput()
                 continue

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, ErrorCode
 from ...core.model import ModelConfig, RawConfig
+from ...processes.host import release_free_memory
 from ...processes.log_forwarding import LogForwarder, LogRecordMessage, MessageWriter
 from ..python_stub.messages import TensorMessage
 from ..python_stub.tensor_memory import V2_NAMES, BlockReader, BlockWriter
@@ -35,6 +36,10 @@ class ExecuteBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     inputs: list[TensorMessage]
     wanted: tuple[str, ...]
+
+
+class ReturnMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give back to the system what memory is free."""
 
 
 class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -65,6 +70,7 @@ class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     report: str = ""
 
 
+ToInstance: TypeAlias = ExecuteBatch | ReturnMemory
 FromInstance: TypeAlias = InstanceLoaded | OutputsMade | ConfigCompleted | InstanceFailed | LogRecordMessage
 
 
@@ -99,6 +105,10 @@ class TensorConnection(Generic[T]):
         self._connection.close()
         self._reader.close()
         self._writer.close()
+
+    def trim(self) -> None:
+        """Give back to the system what is free of the memory for the other end; from any thread."""
+        self._writer.trim()
 
     def write(self, arrays: Arrays) -> list[TensorMessage]:
         """Write arrays for the other end.
@@ -154,11 +164,16 @@ def instance_main(connection: Connection, descriptors: tuple[int, int], task: In
     server.send(InstanceLoaded(runtime.traits.ragged))
     with suppress(EOFError, OSError):
         while True:
-            server.send(_execute(runtime, server, server.receive()))
+            message = server.receive()
+            if isinstance(message, ReturnMemory):
+                server.trim()
+                release_free_memory()
+            else:
+                server.send(_execute(runtime, server, message))
     return runtime.close()
 
 
-def _execute(runtime: Runtime, server: TensorConnection[ExecuteBatch], batch: ExecuteBatch) -> FromInstance:
+def _execute(runtime: Runtime, server: TensorConnection[ToInstance], batch: ExecuteBatch) -> FromInstance:
     try:
         # No name holds the inputs: their blocks travel back with the outputs.
         return OutputsMade(server.write(only_response(runtime.execute(_read_inputs(server, batch), batch.wanted))))
@@ -167,7 +182,7 @@ def _execute(runtime: Runtime, server: TensorConnection[ExecuteBatch], batch: Ex
         return failure_message(error)
 
 
-def _read_inputs(server: TensorConnection[ExecuteBatch], batch: ExecuteBatch) -> Arrays:
+def _read_inputs(server: TensorConnection[ToInstance], batch: ExecuteBatch) -> Arrays:
     inputs = server.read(batch.inputs)
     for array in inputs.values():
         array.flags.writeable = False
@@ -191,7 +206,7 @@ def completion_main(
     return server.send(ConfigCompleted({**completed}))
 
 
-def _connect(connection: Connection, descriptors: tuple[int, int]) -> TensorConnection[ExecuteBatch]:
+def _connect(connection: Connection, descriptors: tuple[int, int]) -> TensorConnection[ToInstance]:
     """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported. Threads
     of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two at the
     same time would each take several times as long as alone. And the threads of a language model stand still together
@@ -199,6 +214,6 @@ def _connect(connection: Connection, descriptors: tuple[int, int]) -> TensorConn
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
     os.nice(NICENESS)
-    server = TensorConnection[ExecuteBatch](connection, descriptors, ExecuteBatch)
+    server = TensorConnection[ToInstance](connection, descriptors, ToInstance)
     LogForwarder(server.send).install(logging.INFO)
     return server

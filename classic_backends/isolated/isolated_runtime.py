@@ -8,7 +8,7 @@ import logging
 import os
 import select
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import Pipe
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...processes import gc_tuning
 from ...processes.child_process import anonymous_file, describe_exit, python_child
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
@@ -29,7 +30,9 @@ from .instance_main import (
     InstanceLoaded,
     InstanceTask,
     OutputsMade,
+    ReturnMemory,
     TensorConnection,
+    ToInstance,
     completion_main,
     instance_main,
     resolve_loader,
@@ -176,8 +179,9 @@ class InstanceProcess:
         self._poll = select.poll()
         for descriptor in (self._connection.fileno(), self.sentinel):
             self._poll.register(descriptor, select.POLLIN)
+        gc_tuning.memory_releases.add(self.return_memory)
 
-    def send(self, message: ExecuteBatch) -> None:
+    def send(self, message: ToInstance) -> None:
         """Raises `ProcessLost`."""
         try:
             self.tensors.send(message)
@@ -199,6 +203,12 @@ class InstanceProcess:
                 return message
             message.log_here()
 
+    def return_memory(self) -> None:
+        """Give back to the system what is free of the memory for tensors, here and there; from any thread."""
+        with suppress(OSError):  # the process may be lost
+            self.tensors.trim()
+            self.tensors.send(ReturnMemory())
+
     def kill(self, reason: str) -> None:
         """Kill the process, from any thread; `ProcessLost` tells the reason."""
         self._kill_reason = reason
@@ -206,6 +216,7 @@ class InstanceProcess:
 
     def close(self) -> None:
         """Let the process end by itself, or else kill it; it is gone afterwards."""
+        gc_tuning.memory_releases.discard(self.return_memory)
         self.tensors.close()
         self._process.close(_LEAVE_SECONDS)
         self._resources.close()

@@ -8,7 +8,7 @@ https://github.com/triton-inference-server/onnxruntime_backend.
 import ctypes
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from ..backend_config import (
     declares_tensors,
     file_identity,
     memory_shared_by_instances,
+    model_dims,
     read_placements,
     warn_unknown_parameters,
 )
@@ -40,6 +41,8 @@ _DATATYPES |= {"uint16": "UINT16", "float": "FP32", "double": "FP64", "string": 
 
 _BFLOAT16 = 16
 """onnx.TensorProto.BFLOAT16"""
+
+Shape: TypeAlias = tuple[int, ...]
 
 _Key: TypeAlias = tuple[tuple[object, ...], SessionPlan]
 
@@ -220,8 +223,9 @@ class OnnxLoader(RuntimeLoader):
         plan = read_session_plan(config.raw, placement, parameters)
         session = open_session(_model_file(directory, config.raw), plan)
         self._completed = None
-        check_config_matches(config, session.tensors)
-        return OnnxRuntime(session)
+        scalars = _scalar_dims(config, session.tensors)
+        check_config_matches(config, _with_dims(session.tensors, scalars))
+        return OnnxRuntime(session, scalars)
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         file = _model_file(directory, raw)
@@ -243,6 +247,21 @@ class OnnxLoader(RuntimeLoader):
         return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()
 
 
+def _scalar_dims(config: ModelConfig, found: FoundModel) -> dict[str, Shape]:
+    """The dims that a config gives to tensors that have none in the model: as in Triton any number of ones."""
+    scalars = {tensor.name for tensor in (*found.inputs, *found.outputs) if tensor.shape == ()}
+    tensors = [*config.raw.get("input", ()), *config.raw.get("output", ())] if not config.max_batch_size else []
+    dims = {tensor["name"]: model_dims(tensor) for tensor in tensors if tensor["name"] in scalars}
+    return {name: ones for name, ones in dims.items() if set(ones) == {1}}
+
+
+def _with_dims(found: FoundModel, dims: Mapping[str, Shape]) -> FoundModel:
+    inputs, outputs = (
+        tuple(tensor._replace(shape=dims.get(tensor.name, tensor.shape)) for tensor in tensors) for tensors in found
+    )
+    return FoundModel(inputs, outputs)
+
+
 def _model_file(directory: Path, raw: RawConfig) -> Path:
     """The model's file; in a directory of that name it lies beside its weights."""
     name = raw.get("default_model_filename") or "model.onnx"
@@ -250,10 +269,11 @@ def _model_file(directory: Path, raw: RawConfig) -> Path:
 
 
 class OnnxRuntime(Runtime):
-    """One instance: a session that it shares with the others until it is closed."""
+    """One instance: a session that it shares with the others until it is closed. `scalars`: see `_scalar_dims`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, scalars: Mapping[str, Shape]) -> None:
         self._session: Session | None = session
+        self._scalars = scalars
         self._options = session.run_options()
         self._interrupted = ""
         self.traits = RuntimeTraits(ragged=True, interrupt=self._interrupt)
@@ -263,12 +283,18 @@ class OnnxRuntime(Runtime):
         if self._interrupted:
             self._interrupted, self._options.terminate = "", False
         try:
+            if self._scalars:
+                inputs = {name: array.reshape(()) if name in self._scalars else array for name, array in inputs.items()}
             outputs = self._session.run(inputs, output_names, self._options)
         except CharoniaError:
             raise
         except Exception as error:
             raise Internal(self._interrupted) if self._interrupted else _in_tritons_words(error) from error
-        yield dict(zip(output_names, outputs, strict=True))
+        made = dict(zip(output_names, outputs, strict=True))
+        for name, dims in self._scalars.items():
+            if name in made:
+                made[name] = made[name].reshape(dims)
+        yield made
 
     def _interrupt(self, reason: str) -> None:
         self._interrupted, self._options.terminate = f"onnx runtime error: the run was ended: {reason}", True

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from ...processes import gc_tuning
 from ...processes.child_process import ChildProcess, anonymous_file, describe_exit
 from ..python_stub import messages
 from ..python_stub.tensor_memory import BlockReader, BlockWriter
@@ -139,12 +140,17 @@ class StubProcess:
             raise
         self._output.follow(self._loop)
         self._loop.add_reader(self._end, self._on_end)
+        gc_tuning.memory_releases.add(self._trim_memory)
 
     def send(self, body: Any) -> None:
         """Send a message, one of the named tuples of `python_stub.messages`; from any thread. Nothing happens once the
         process has ended."""
         payload = self._encode((type(body).__name__, body, self.reader.take_released()))
         self._loop.call_soon_threadsafe(self._write, messages.frame(payload))
+
+    def _trim_memory(self) -> None:
+        self.writer.trim()
+        self.send(messages.TrimMemory())
 
     async def close(self, seconds: float) -> None:
         """Let the process finalize its model and end, or else kill it after so many seconds; it is gone afterwards."""
@@ -178,6 +184,7 @@ class StubProcess:
         self._loop.call_later(0 if self._transport.is_closing() else _LAST_MESSAGES_SECONDS, self._finish)
 
     def _finish(self) -> None:
+        gc_tuning.memory_releases.discard(self._trim_memory)
         if not self.lost:
             self.lost = True
             self._loop.remove_reader(self._end)

@@ -5,6 +5,7 @@ Beside it the API's errors.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -42,6 +43,8 @@ class TritonError:
 ERROR_NAMES = {number: name for name, number in vars(TritonError).items() if isinstance(number, int)}
 
 
+_libc = ctypes.CDLL(None)
+
 _RELEASED_BLOCKS = 64
 """Released blocks that are told to the server by themselves, where no other message takes them along."""
 
@@ -64,6 +67,7 @@ class ServerConnection:
         self.writer = writer
         self.handlers: dict[str, Callable[..., None]] = {
             "Release": lambda: None,
+            "TrimMemory": self._trim_memory,
             "CallAnswer": lambda call, *answer: self._calls.pop(call).put(answer),
             "InferAnswer": self._on_infer_answer,
         }
@@ -138,6 +142,11 @@ class ServerConnection:
                     self.handlers[kind](*body)
         finally:
             os._exit(1)  # the server is gone, or this process is of no more use to it
+
+    def _trim_memory(self) -> None:
+        self.writer.trim()
+        if hasattr(_libc, "malloc_trim"):
+            _libc.malloc_trim(0)
 
     def _count_release(self) -> None:
         if self.reader.released_count >= _RELEASED_BLOCKS:

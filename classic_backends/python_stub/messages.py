@@ -120,6 +120,10 @@ class Release(NamedTuple):
     """Only carries the released blocks."""
 
 
+class TrimMemory(NamedTuple):
+    """Give back to the system what memory is free."""
+
+
 class Finalize(NamedTuple):
     """The last message: finalize the model, and end."""
 

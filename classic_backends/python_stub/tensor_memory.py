@@ -2,7 +2,7 @@
 
 The `BlockWriter` of one side allocates blocks, the `BlockReader` of the other makes arrays over them; a block is
 released when the last of its arrays is gone, and its number travels back with the next message. The memory grows to
-what was in use at once, and stays.
+what is in use at once, and stays so until it is trimmed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class BlockWriter:
     def __init__(self, descriptor: int, size: int = 1 << 20, growth: int = 1 << 20) -> None:
         self._descriptor = descriptor
         self._growth = growth
+        self._closed = False
         self._lock = threading.Lock()
         self._used: dict[int, int] = {}
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset, no two of them adjacent
         self._end = 0
         self._grow(size)
+        self._first_end = self._end
 
     def write(self, name: str, datatype: str, array: np.ndarray[Any, Any]) -> TensorMessage:
         """Write a tensor into a new block.
@@ -91,9 +93,24 @@ class BlockWriter:
             for offset in offsets:
                 self._free_range(offset, self._used.pop(offset))
 
+    def trim(self) -> None:
+        """Give back to the system what is free at the end of the memory, but for the size at the start."""
+        with self._lock:
+            free_from = self._free[-1][0] if self._free and sum(self._free[-1]) == self._end else self._end
+            grown = max(0, free_from - self._first_end)
+            end = self._first_end + -(-grown // self._growth) * self._growth
+            if end >= self._end or self._closed:
+                return
+            os.ftruncate(self._descriptor, end)
+            self._memory = mmap.mmap(self._descriptor, end)
+            self._end = end
+            self._free[-1:] = [(free_from, end - free_from)] if end > free_from else []
+
     def close(self) -> None:
         """Let go of the memory; nothing may be written any more."""
-        del self._memory
+        with self._lock:
+            self._closed = True  # the descriptor may be another file's soon
+            del self._memory
 
     @property
     def used_bytes(self) -> int:

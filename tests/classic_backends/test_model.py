@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -485,17 +487,23 @@ async def test_a_load_that_fails_leaves_nothing() -> None:
     await until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("gated_")])
 
 
-async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load() -> None:
+async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "charonia.classic_backends.model")
     runtime = Gated()
     async with serving(
         runtime,
         config(raw={"instance_group": [{"count": 2}]}),
-        samples=ModelSamples([WarmupRequest(ask(7), times=2)]),
+        samples=ModelSamples([WarmupRequest(msgspec.structs.replace(ask(7), id="small"), times=2)]),
     ) as model:
         assert runtime.batches == [[7]] * 4
         assert model.statistics().execution_count == 0
-    with pytest.raises(InvalidArgument, match=r"failed to run warmup sample on 'gated_0_0': .*negative"):
-        async with serving(runtime, config(), samples=ModelSamples([WarmupRequest(ask(-1))])):
+    running = "model 'gated' instance gated_0_{} is running warmup sample 'small' for iteration {}"
+    assert caplog.messages == [running.format(instance, turn) for instance in (0, 1) for turn in (1, 2)]
+    bad = ModelSamples([WarmupRequest(msgspec.structs.replace(ask(-1), id="bad"))])
+    with pytest.raises(InvalidArgument, match=r"failed to run warmup sample 'bad' on 'gated_0_0': .*negative"):
+        async with serving(runtime, config(), samples=bad):
             pass
     assert runtime.closed == 3
 

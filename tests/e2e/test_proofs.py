@@ -13,6 +13,7 @@ from charonia.bench.proofs import (
     fairness,
     families,
     kills,
+    large_answers,
     overload,
     pipelines,
     processes,
@@ -41,6 +42,15 @@ async def test_wrong_requests_hurt_nobody(place: ServerAddress) -> None:
     assert {"2xx", "4xx", "OK", "INVALID_ARGUMENT"} <= {verdict.answer for verdict in found.verdicts}
     assert bodies.tracebacks(place) == broken
     assert [core.pid for core in read_server_stats(place).cores] == [core.pid for core in cores]
+
+
+def test_large_answers_leave_no_memory_behind() -> None:
+    size, allowed = 32 << 20, 8 << 20
+    with large_answers.large_server(size) as place:
+        found = large_answers.run(place, size, 30, allowed)
+    assert [each.partition(",")[0] for each in found.told] == ["200", "OK", *["200"] * 4, "400"]
+    assert min(found.most.more_than(found.before)) > size // 2
+    assert max(found.after.more_than(found.before)) <= allowed
 
 
 def test_hostile_bodies_are_answered_or_refused(place: ServerAddress) -> None:

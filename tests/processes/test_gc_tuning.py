@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -39,6 +40,8 @@ def test_what_lasts_is_left_alone_and_still_freed_when_it_goes() -> None:
 
 async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[bool] = []
+    holders: list[threading.Thread] = []
+    monkeypatch.setattr(gc_tuning, "memory_releases", {lambda: holders.append(threading.current_thread())})
     monkeypatch.setattr(gc_tuning, "_RELEASE_DELAYS", (0.0, 0.01))
     monkeypatch.setattr(gc_tuning, "release_free_memory", lambda: released.append(True))
     for _ in range(2):
@@ -46,3 +49,4 @@ async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pyt
             gc_tuning.release_memory_soon()
         await asyncio.sleep(0.05)
     assert len(released) == 4
+    assert holders == [threading.current_thread()] * 4

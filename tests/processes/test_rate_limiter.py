@@ -85,6 +85,13 @@ def test_limits_by_device_and_of_the_server() -> None:
     assert second.labels == {"resource": "s", "device": "global"}
 
 
+def test_of_what_flags_give_to_other_devices_there_is_none_here() -> None:
+    limiter = RateLimiter(parse_resource_limits(["r:10:10"]))
+    limiter.claim(InstanceRate(((Resource("r", 10), 10),)))
+    with pytest.raises(InvalidArgument, match=r'"r" is limited to 0 which .* minimum required count is 4'):
+        limiter.claim(rate(r=4))
+
+
 @pytest.mark.parametrize("flag", ["", "R", ":3", "R:x", "R:-1", "R:1:2:3", "R:1:x", "R:"])
 def test_flags_that_mean_nothing_are_refused(flag: str) -> None:
     with pytest.raises(InvalidArgument, match="--rate-limit-resource must be <name>:<count>"):

@@ -28,6 +28,22 @@ def test_the_other_side_reads_what_was_placed(file: int) -> None:
     assert view.read(first, 3).readonly
 
 
+def test_what_was_written_is_given_back_while_nobody_reads_it(file: int) -> None:
+    arena, view = SharedArena(file), SharedArenaView(file)
+    offset = arena.place(memoryview(b"one"))
+    assert offset is not None
+    arena.trim()
+    assert bytes(view.read(offset, 3)) == b"one"
+    arena.release(offset)
+    assert os.fstat(file).st_blocks > 0
+    arena.trim()
+    assert os.fstat(file).st_blocks == 0
+    assert arena.place(memoryview(b"two")) == offset
+    assert bytes(view.read(offset, 3)) == b"two"
+    arena.close()
+    arena.trim()
+
+
 def test_what_finds_no_room_is_not_placed(file: int) -> None:
     arena = SharedArena(file)
     assert arena.place(memoryview(bytes(SIZE + 1))) is None

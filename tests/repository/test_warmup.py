@@ -52,6 +52,17 @@ def test_data_from_files(tmp_path: Path) -> None:
     assert tensor.data.tolist() == [b"a", b"", b"bc"]
 
 
+@pytest.mark.parametrize("items", [1, 2])
+def test_a_file_holds_one_item_for_all_of_a_batch_or_the_batch(tmp_path: Path, items: int) -> None:
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "x").write_bytes(np.arange(3 * items, dtype=np.float32).tobytes())
+    tensor = one_input(tmp_path, "FP32", 'input_data_file: "x"')
+    assert (tensor.shape, tensor.data.tolist()) == ((2, 3), [[0, 1, 2], [0, 1, 2] if items == 1 else [3, 4, 5]])
+    (tmp_path / "warmup" / "x").write_bytes(b"\1\0\0\0a\0\0\0\0\2\0\0\0bc" * items)
+    tensor = one_input(tmp_path, "STRING", 'input_data_file: "x"')
+    assert tensor.data.tolist() == [[b"a", b"", b"bc"]] * 2
+
+
 @pytest.mark.parametrize(
     ("datatype", "content", "says"),
     [

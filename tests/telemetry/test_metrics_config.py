@@ -39,16 +39,29 @@ def test_quantiles() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "left_out", "quantiles"),
+    [
+        ("", [""], MetricsConfig().quantiles),
+        ("0.5", ["0.5"], MetricsConfig().quantiles),
+        ("0.5:0.05,1.5:0.1", ["1.5:0.1"], (0.5,)),
+        ("0.5:x, 0.9:0.01,,:0.1,nan:0", ["0.5:x", "", ":0.1", "nan:0"], (0.9,)),
+    ],
+)
+def test_quantiles_that_mean_nothing_are_left_out(
+    value: str, left_out: list[str], quantiles: tuple[float, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert parse_metrics_config([f"summary_quantiles={value}"]).quantiles == quantiles
+    assert [record.args for record in caplog.records] == [(pair,) for pair in left_out]
+    assert all("Invalid option: [" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
     "word",
     [
         "summary_latencies",
         "summary_latencies=maybe",
         "colour=red",
         "",
-        "summary_quantiles=",
-        "summary_quantiles=0.5",
-        "summary_quantiles=1.5:0.1",
-        "summary_quantiles=0.5:x",
     ],
 )
 def test_what_it_cannot_say_is_refused(word: str) -> None:

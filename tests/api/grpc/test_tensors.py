@@ -228,7 +228,7 @@ WRONG = [
     (
         {"outputs": [{"name": "O"}, {"name": "O"}]},
         InvalidArgument,
-        "Duplicate output name 'O' is not allowed in a request",
+        "output 'O' already exists in request",
     ),
     (
         {"inputs": [INPUT | {"datatype": "FP16", "contents": {"fp32_contents": [1, 2]}}]},
@@ -292,3 +292,10 @@ def test_a_response_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InvalidArgument) as caught:
         write_response(MODEL, read(pb.ModelInferRequest()), InferResponse((Tensor.from_values("T", "INT32", [1, 2]),)))
     assert caught.value.message == "Response has byte size 8 which exceeds gRPC's byte size limit 7."
+
+
+def test_a_response_has_a_bound() -> None:
+    asked, tensor = read(pb.ModelInferRequest()), Tensor.from_values("T", "INT32", [1, 2])
+    assert write_response(MODEL, asked, InferResponse((tensor,)), limit=8).raw_output_contents
+    with pytest.raises(InvalidArgument, match=r"output 'T' has .* \(8 bytes\) .* 7 bytes. Use --max-response-bytes"):
+        write_response(MODEL, asked, InferResponse((tensor,)), limit=7)

@@ -48,7 +48,8 @@ async def test_a_refusal_before_any_model_is_an_end(keyed: httpx.AsyncClient, ga
     path, body = ENDPOINTS[endpoint]
     assert (await keyed.post(path, json=body)).status_code == 401
     assert (await keyed.post(path, content=b"{", headers=KEY)).status_code == 400
-    assert (await keyed.post(path, content=b" " * 3000, headers=KEY)).status_code == 413
+    too_large = await keyed.post(path, content=b" " * 3000, headers=KEY)
+    assert too_large.status_code == (400 if path.startswith("/v2/") else 413)
     invalid = ("rejected", "invalid_argument")
     expected = [("", "rejected", "unauthenticated"), ("alice", *invalid), ("alice", *invalid)]
     assert ends(gateway) == [(endpoint, *each) for each in expected]

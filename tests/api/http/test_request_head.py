@@ -156,12 +156,23 @@ def echo() -> Any:
     return ok
 
 
+ENCODINGS = [b"gzip", b"gzip, chunked", b"chunked, chunked", b"chunked\r\ntransfer-encoding: chunked"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("more", [b"", b"content-length: 2\r\n"])
+async def test_a_body_in_another_encoding_than_in_chunks(http: int, encoding: bytes, more: bytes) -> None:
+    asked = b"POST /v2/logging HTTP/1.1\r\nhost: x\r\n%btransfer-encoding: %b\r\n\r\n{}" % (more, encoding)
+    status, headers, body = await answer(http, asked)
+    assert (status, headers["connection"]) == (400, "close")
+    assert "Transfer-Encoding" in body["error"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         b"this is no request\r\n\r\n",
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-        b"POST /v2/logging HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n",
         CHUNKED + b"zz\r\n",
         b"CONNECT there:1 HTTP/1.1\r\n\r\n",
     ],

@@ -47,6 +47,9 @@ class Transport(asyncio.Transport):
     def pause_reading(self) -> None:
         pass
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         pass
 
@@ -174,6 +177,19 @@ async def test_a_body_in_pieces() -> None:
     assert not connection.answers
     await connection.send(whole[-1:])
     assert connection.answers == [b"abcd"]
+
+
+@pytest.mark.parametrize("cuts", [(), (-12,), (-12, -7), (40,)])
+async def test_chunks_count_and_not_the_length_beside_them(cuts: tuple[int, ...]) -> None:
+    app = App()
+    connection = Connection(app)
+    whole = request(b"4\r\nabcd\r\n0\r\n\r\n", b"Transfer-Encoding: chunked")
+    pieces = [whole[begin:end] for begin, end in zip((0, *cuts), (*cuts, None), strict=True)]
+    await connection.send(*pieces)
+    assert connection.answers == [b"abcd"]
+    assert (b"transfer-encoding", b"chunked") in app.scopes[0]["headers"]
+    assert b"content-length" not in dict(app.scopes[0]["headers"])
+    assert connection.transport.closed, "a proxy may have taken what follows for another request"
 
 
 async def test_a_client_that_waits_for_permission_gets_it() -> None:

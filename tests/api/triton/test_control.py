@@ -111,6 +111,21 @@ async def test_index(client: httpx.AsyncClient, gateway: Any) -> None:
     assert response.json() == {"error": expected}
 
 
+@pytest.mark.parametrize("depth", [900, 2000, 40_000])
+async def test_an_index_request_that_is_nested_deeply(gateway: Any, depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    app = build_app(gateway, ServerInfo())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as client:
+        response = await client.post("/v2/repository/index", content=b'{"ready": %b}' % nested)
+        expected = "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean"
+        assert (response.status_code, response.json()) == (400, {"error": expected})
+        response = await client.post("/v2/repository/index", content=b'{"x": %b}' % nested)
+        assert (response.status_code, "it is nested too deeply" in response.text) == (
+            200 if depth == 900 else 400,
+            depth > 900,
+        )
+
+
 async def test_load_and_unload(client: httpx.AsyncClient, gateway: Any) -> None:
     lines = base64.encodebytes(b"\0model" * 20).decode()
     assert lines.count("\n") > 1

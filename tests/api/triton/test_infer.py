@@ -4,12 +4,14 @@ import gzip
 import json
 import threading
 import zlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from charonia.api import raw_tensors
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.cli.options import HttpOptions
@@ -383,7 +385,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (
         {"inputs": [MATRIX], "outputs": [{"name": "OUT"}] * 2},
         400,
-        "Duplicate output name 'OUT' is not allowed in a request",
+        "output 'OUT' already exists in request",
     ),
     ({"inputs": [NO_DATA]}, 400, ONE_SOURCE + "But no field is set"),
     (with_input(parameters={"binary_data_size": 1}), 400, ONE_SOURCE + "But set 'data' 'binary_data_size'"),
@@ -416,7 +418,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ),
     (
         b" " * 2001,
-        413,
+        400,
         "request JSON size of 2001 bytes exceeds the maximum allowed input size of 2000 bytes. "
         "Use --http-max-input-size to increase the limit.",
     ),
@@ -504,7 +506,7 @@ async def test_header_length(client: httpx.AsyncClient, length: str, text: str) 
 )
 async def test_refused_raw_requests(client: httpx.AsyncClient, path: str, size: int, text: str) -> None:
     response = await post(client, bytes(size), path=path, **{LENGTH: "0"})
-    assert response.status_code == (413 if size > 10_000 else 400)
+    assert response.status_code == 400
     assert text in response.json()["error"]
 
 
@@ -522,7 +524,7 @@ async def test_refused_raw_requests(client: httpx.AsyncClient, path: str, size: 
 )
 async def test_broken_compression(client: httpx.AsyncClient, body: bytes, text: str) -> None:
     response = await post(client, body, **{"content-encoding": "gzip"})
-    assert response.status_code == (413 if text.startswith("Decompressed") else 400)
+    assert response.status_code == 400
     assert response.json()["error"].startswith(text)
 
 
@@ -536,6 +538,65 @@ async def test_outputs_json_has_no_numbers_for(client: httpx.AsyncClient, gatewa
     response = await post(client, {"inputs": [MATRIX]})
     text = "sending FP16 data via JSON is not supported. Please use the binary data format for output OUT"
     assert (response.status_code, response.json()) == (400, {"error": text})
+
+
+@pytest.mark.parametrize("path", [NUMBERS, "/v2/models/llm/generate", "/v2/models/llm/generate_stream"])
+@pytest.mark.parametrize("count", [1, 20_000])
+async def test_strings_that_are_not_utf_8_are_never_replaced(
+    client: httpx.AsyncClient, gateway: Any, path: str, count: int
+) -> None:
+    gateway.responses = (InferResponse((Tensor.from_values("OUT", "BYTES", [b"a\xff"] * count),)),)
+    response = await post(client, {"inputs": [MATRIX]} if path == NUMBERS else {"text_input": "x"}, path=path)
+    assert response.status_code == 400
+    text = "sending BYTES data via JSON is not supported where they are not UTF-8 (invalid start byte). "
+    assert response.json() == {"error": f"{text}Please use the binary data format for output OUT"}
+    if path == NUMBERS:
+        response = await post(client, {"inputs": [MATRIX], "parameters": {"binary_data_output": True}})
+        assert response.content.endswith(b"\2\0\0\0a\xff")
+
+
+# Large responses
+
+
+LIMITED = 4000
+
+
+@pytest.fixture
+async def limited(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = build_app(gateway, ServerInfo("triton", "9.9", max_response_size=LIMITED))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as connected:
+        yield connected
+
+
+@pytest.mark.parametrize("binary", [False, True])
+async def test_a_response_has_a_bound(limited: httpx.AsyncClient, gateway: Any, binary: bool) -> None:
+    most = LIMITED if binary else LIMITED // 4
+    first, other = Tensor.from_values("A", "UINT8", [7] * 100), Tensor.from_values("B", "BYTES", [b"x" * (most - 104)])
+    asked = {"inputs": [MATRIX], "parameters": {"binary_data_output": binary}}
+    gateway.responses = (InferResponse((first, other)),)
+    assert (await post(limited, asked)).status_code == 200
+    gateway.responses = (InferResponse((Tensor.from_values("A", "UINT8", [7] * 101), other)),)
+    refused = await post(limited, asked)
+    hint = "" if binary else "It is a quarter of --max-response-bytes: ask for binary data. "
+    text = (
+        f"Response with output 'B' has a byte_size ({most + 1} bytes) that exceeds the maximum allowed value of {most} "
+        f"bytes{'' if binary else ' as JSON'}. {hint}Use --max-response-bytes to increase the limit."
+    )
+    assert (refused.status_code, refused.json()) == (400, {"error": text})
+    for path in ("/v2/models/llm/generate", "/v2/models/llm/generate_stream"):
+        refused = await post(limited, {"text_input": "x"}, path=path)
+        assert (refused.status_code, "output 'B' has a byte_size" in refused.json()["error"]) == (400, True)
+
+
+async def test_a_long_string_is_written_in_pieces(client: httpx.AsyncClient, gateway: Any) -> None:
+    texts = ['é"\\n' * 100_000, "", "b"]
+    outputs = Tensor.from_values("A", "BYTES", [text.encode() for text in texts]), OUT
+    gateway.responses = (InferResponse(outputs),)
+    assert raw_tensors.is_long(outputs[0])
+    answer = (await post(client, {"inputs": [MATRIX]})).json()
+    assert [output["data"] for output in answer["outputs"]] == [texts, [1.5, 2.0]]
+    generated = (await post(client, {"text_input": "x"}, path="/v2/models/llm/generate")).json()
+    assert generated["A"] == texts
 
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"

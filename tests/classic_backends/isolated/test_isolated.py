@@ -32,6 +32,7 @@ from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unava
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.tensor import Tensor, TensorSpec
+from charonia.processes import gc_tuning
 from charonia.processes.child_process import anonymous_file
 
 from ...waiting import until
@@ -139,7 +140,11 @@ def runtime(directory: Path) -> Iterator[IsolatedRuntime]:
         made = opened(directory)
     yield made
     pid = pid_of(made)
+    process = made._process
+    assert process.return_memory in gc_tuning.memory_releases
     made.close()
+    assert process.return_memory not in gc_tuning.memory_releases
+    process.return_memory()
     assert (directory / "closed").exists()
     assert not alive(pid)
 
@@ -203,6 +208,25 @@ def test_memory_stays_whatever_is_executed(runtime: IsolatedRuntime) -> None:
         tensors = runtime._process.tensors
         assert tensors._writer.used_bytes <= 2 * batch.nbytes + 4096
         assert os.fstat(tensors._reader._descriptor).st_size <= 3 * batch.nbytes
+
+
+def test_memory_that_is_free_is_given_back(runtime: IsolatedRuntime) -> None:
+    large, process = np.arange(1 << 18), runtime._process
+    tensors = process.tensors
+
+    def size() -> int:
+        return min(tensors._writer.size, os.fstat(tensors._reader._descriptor).st_size)
+
+    kept = ask(runtime, X=large)["X"]
+    assert size() > large.nbytes
+    process.return_memory()
+    assert ask(runtime, X=np.ones(1))["X"].tolist() == [1]
+    assert kept.sum() == large.sum(), "it is still read"
+    del kept
+    ask(runtime, X=np.ones(1))  # the process tells that it has read the input, and learns that its output was
+    process.return_memory()
+    assert ask(runtime, X=np.ones(1))["X"].tolist() == [1]
+    assert os.fstat(tensors._reader._descriptor).st_size == tensors._writer.size == large.nbytes // 2
 
 
 def test_inputs_are_read_only_there(runtime: IsolatedRuntime) -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +20,13 @@ from charonia.classic_backends.onnx.onnx_backend import ONNX
 from charonia.classic_backends.onnx.session_plan import read_session_plan
 from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
-from charonia.core.model import ModelConfig
+from charonia.core.gateway import ModelServices
+from charonia.core.model import Model, ModelConfig
+from charonia.core.request import InferRequest
+from charonia.core.request_context import RequestContext
+from charonia.core.tensor import Tensor
+from charonia.repository.builder import ModelBuilder
+from charonia.repository.model_source import read_model
 
 Describe = Callable[[Mapping[str, Any]], ModelConfig]
 
@@ -104,14 +110,17 @@ def test_text_that_is_not_utf8_cannot_be_given_back(
     ("tensor", "fits"),
     [
         ({"dims": [2]}, False),
-        ({"dims": [1]}, False),
+        ({"dims": [1]}, True),
+        ({"dims": [1, 1]}, True),
+        ({"dims": [1, 2]}, False),
         ({"dims": [-1, 2]}, False),
         ({"dims": [-1]}, True),
         ({"dims": [1], "reshape": {"shape": []}}, True),
-        ({"dims": [1], "reshape": {"shape": [1]}}, False),
+        ({"dims": [1], "reshape": {"shape": [1]}}, True),
+        ({"dims": [2], "reshape": {"shape": [2]}}, False),
     ],
 )
-def test_a_tensor_of_rank_0_has_no_dims(
+def test_a_tensor_of_rank_0_has_dims_of_ones_or_none(
     version: Path, onnx_models: ModuleType, described: Describe, tensor: dict[str, Any], fits: bool
 ) -> None:
     onnx_models.write_identity(version / "model.onnx", TensorProto.FLOAT, ())
@@ -189,6 +198,30 @@ def test_a_reshaped_input_fits_by_what_the_model_sees(
     found = ONNX.complete(version, {}, {})
     assert found["input"] == [{"name": "X", **scalar}]
     assert run(load(version, described(found)), ["Y"], X=np.ones(3, np.float32))["Y"].shape == (3,)
+
+
+def built(version: Path, dims: str) -> Model:
+    """A model whose input and output have these `dims` in its config, or no config without any."""
+    if dims:
+        sides = ("input", "X"), ("output", "Y")
+        tensors = (f'{side} {{ name: "{name}" data_type: TYPE_FP32 {dims} }}' for side, name in sides)
+        (version.parent / "config.pbtxt").write_text(f'backend: "onnxruntime" {" ".join(tensors)}')
+    source, nothing = read_model(version.parent), cast(Any, None)
+    factory = ModelBuilder().prepare(source, source.versions[0], ModelServices(nothing, nothing))
+    return factory.build(lambda *_: None)
+
+
+@pytest.mark.parametrize("dims", ["", "dims: 1 reshape { shape: [] }", "dims: 1", "dims: [ 1, 1 ]"])
+async def test_a_tensor_without_dimensions(version: Path, onnx_models: ModuleType, dims: str) -> None:
+    onnx_models.write_identity(version / "model.onnx", TensorProto.FLOAT, ())
+    model = built(version, dims)
+    await model.load()
+    data = np.full((1, 1) if dims == "dims: [ 1, 1 ]" else (1,), 7, np.float32)
+    request = InferRequest(inputs={"X": Tensor("X", "FP32", data.shape, data)})
+    [response] = [response async for response in model.infer(request, RequestContext("test"))]
+    [output] = response.outputs
+    assert (output.shape, output.data.tolist()) == (data.shape, data.tolist())
+    await model.unload()
 
 
 def test_an_input_with_a_default_may_be_left_out(version: Path, onnx_models: ModuleType, described: Describe) -> None:
