@@ -185,7 +185,7 @@ async def generate_from_tensors(
                 yield GenerateChunk(text=text, token_ids=(), usage=context.usage)
     ends = [each.finish_reason for each in context.all_sequences if each.finish_reason is not None]
     reason = ends[-1] if ends else FinishReason.STOP
-    yield GenerateChunk(text=text_of(b"", True), token_ids=(), usage=context.usage, finish_reason=reason)
+    yield GenerateChunk(text=text_of.end(), token_ids=(), usage=context.usage, finish_reason=reason)
 
 
 class _TextDecoder:
@@ -195,13 +195,18 @@ class _TextDecoder:
         self._model = model
         self._decoder = getincrementaldecoder("utf-8")()
 
-    def __call__(self, piece: bytes, final: bool = False) -> str:
+    def __call__(self, piece: bytes) -> str:
         """Raises `Internal` for what is not UTF-8."""
         try:
-            return self._decoder.decode(piece, final)
+            return self._decoder.decode(piece)
         except UnicodeDecodeError as error:
             message = f"model '{self._model}' has answered with an output '{OUTPUT}' that is not UTF-8: {error.reason}"
             raise Internal(message) from None
+
+    def end(self) -> str:
+        """What stands for a last character that is cut off, as a length limit leaves it; mostly nothing."""
+        pending, _ = self._decoder.getstate()
+        return pending.decode(errors="replace")
 
 
 def _text_output(model: str, outputs: tuple[Tensor, ...]) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from charonia.api.app import build_app
+from charonia.api.metadata import ServerInfo
 from charonia.core.errors import Internal
 from charonia.core.request import FinishReason, InferResponse, SamplingParams
 from charonia.core.request_context import RequestEnd
@@ -46,6 +48,31 @@ def asked(gateway: Any) -> dict[str, Any]:
     """The inputs of the only request that the model got."""
     [request] = gateway.asked
     return {name: (tensor.datatype, tensor.shape, tensor.data.tolist()) for name, tensor in request.inputs.items()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_that_is_not_utf_8_is_never_replaced(client: httpx.AsyncClient, gateway: Any, stream: bool) -> None:
+    gateway.responses = (InferResponse((Tensor.from_values("text_output", "BYTES", [b"a\xffb"]),)),)
+    answer = await client.post(CHAT, json={"model": "answering", "messages": TURNS, "stream": stream})
+    said = "model 'answering' has answered with an output 'text_output' that is not UTF-8: invalid start byte"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, said)
+
+
+async def test_a_text_has_a_bound(gateway: Any) -> None:
+    app = build_app(gateway, ServerInfo(max_response_size=400))
+    half = InferResponse((Tensor.from_values("text_output", "BYTES", [b"x" * 46]),))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as client:
+        for count, status in ((2, 200), (3, 400)):
+            gateway.responses = (half,) * count
+            chat = {"messages": TURNS[-1:]}
+            for path, body in (
+                (CHAT, chat),
+                ("/v1/messages", chat | {"max_tokens": 9}),
+                ("/v1/responses", {"input": "x"}),
+            ):
+                answer = await client.post(path, json={"model": "chatting", **body})
+                assert answer.status_code == status, (path, answer.text)
+                assert ("Response with output 'text_output'" in answer.text) is (status == 400)
 
 
 async def test_messages_and_fields_become_inputs(client: httpx.AsyncClient, gateway: Any) -> None:
