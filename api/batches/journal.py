@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import orjson
 
+from ..http.error_responses import printable
 from .store import write_failed
 
 _READ_BYTES = 1 << 20
@@ -29,13 +30,14 @@ class _JournalLine(msgspec.Struct, frozen=True):
 
 class LineOutcome(NamedTuple):
     """How one request ended: an answer, of whatever status, whose `body` is JSON; or, without a status, an error that
-    kept it from being asked."""
+    kept it from being asked. `warning`: of the answer."""
 
     status: int = 0
     request_id: str = ""
     body: bytes = b""
     code: str = ""
     message: str = ""
+    warning: str = ""
 
     @property
     def succeeded(self) -> bool:
@@ -54,7 +56,8 @@ def encode_outcome(batch_id: str, index: int, custom_id: str, outcome: LineOutco
         error = orjson.dumps({"code": outcome.code, "message": outcome.message})
         return head + b',"response":null,"error":' + error + b"}\n"
     body = (outcome.body or b"null").replace(b"\r", b" ").replace(b"\n", b" ")  # within strings JSON has them escaped
-    response = orjson.dumps({"status_code": outcome.status, "request_id": outcome.request_id})[:-1]
+    told = {"warning": printable(outcome.warning)} if outcome.warning else {}
+    response = orjson.dumps({"status_code": outcome.status, "request_id": outcome.request_id, **told})[:-1]
     return head + b',"response":' + response + b',"body":' + body + b'},"error":null}\n'
 
 

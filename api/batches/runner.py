@@ -264,7 +264,7 @@ class BatchRunner:
                     busy = answer.status == 429
                     return batch.put_back(index, asyncio.get_running_loop().time(), wait=not busy)
                 batch.note_answer()
-                outcome = LineOutcome(answer.status, answer.request_id, answer.body)
+                outcome = LineOutcome(answer.status, answer.request_id, answer.body, warning=answer.warning)
             text = encode_outcome(batch.record.id, index, line.custom_id, outcome)
             self.store.charge(len(text))
             batch.charged += len(text)

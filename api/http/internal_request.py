@@ -14,7 +14,7 @@ from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ..api_keys import Tenant
 from .error_responses import INTERNAL_SERVER_ERROR, error_response
-from .request_context import endpoint_name, internal_scope
+from .request_context import LONGEST_WARNING, endpoint_name, internal_scope
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +22,15 @@ EndpointFunction: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class InternalAnswer(NamedTuple):
-    """What an endpoint answered. `error`: what it raised, if it did; `begun`: an engine had begun with the request."""
+    """What an endpoint answered. `error`: what it raised, if it did; `begun`: an engine had begun with the request;
+    `warning`: what a client that waits reads in the header."""
 
     status: int
     body: bytes
     request_id: str
     error: CharoniaError | None = None
     begun: bool = False
+    warning: str = ""
 
 
 async def ask_endpoint(
@@ -72,4 +74,6 @@ async def ask_endpoint(
             await error_response(failure, path)(scope, receive, send)
         begun = any(each.submitted is not None for each in context.sequences)
     status: Any = messages[0]["status"]
-    return InternalAnswer(status, b"".join(each.get("body", b"") for each in messages[1:]), request_id, failure, begun)
+    told = "; ".join(context.warnings)[:LONGEST_WARNING]
+    body_sent = b"".join(each.get("body", b"") for each in messages[1:])
+    return InternalAnswer(status, body_sent, request_id, failure, begun, told)

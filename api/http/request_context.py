@@ -47,7 +47,7 @@ _TENANT = "charonia.tenant"
 _WARNINGS = "charonia.warnings"
 ARM_HEADER = "x-charonia-arm"
 WARNING_HEADER = "x-charonia-warning"
-_LONGEST_WARNING = 2000
+LONGEST_WARNING = 2000
 """Bytes of all warnings together: clients and proxies refuse long headers."""
 _LONGEST_ID = 256
 """Bytes that are kept of a client's id."""
@@ -146,7 +146,7 @@ def _warning_header(warnings: Sequence[str]) -> list[tuple[bytes, bytes]]:
         return []
     text = "; ".join(warnings).encode("ascii", "backslashreplace")
     printable = bytes(byte if 32 <= byte < 127 else 32 for byte in text)  # a field's name may hold line ends
-    shortened = printable if len(printable) <= _LONGEST_WARNING else printable[: _LONGEST_WARNING - 3] + b"..."
+    shortened = printable if len(printable) <= LONGEST_WARNING else printable[: LONGEST_WARNING - 3] + b"..."
     return [(WARNING_HEADER.encode(), shortened)]
 
 

@@ -82,7 +82,7 @@ def _is_known(members: dict[str, Any], shape: Shape) -> bool:
 
 
 def _is_known_by_type(members: dict[str, Any], shape: Shape | ShapeByType) -> bool:
-    if shape.__class__ is ShapeByType:
+    if isinstance(shape, ShapeByType):
         chosen = shape.of(members)
         return chosen is None or _is_known(members, chosen)
     return _is_known(members, shape)

@@ -17,7 +17,7 @@ from charonia.api.batches.records import BatchRecord, BatchStatus, FilePurpose, 
 from charonia.api.batches.runner import BatchRunner
 from charonia.api.batches.store import FileStore, open_store
 from charonia.api.http.error_responses import json_response
-from charonia.api.http.request_context import context_of
+from charonia.api.http.request_context import context_of, record_warning
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, NotReady, QueueFull, RequestTimeout
 
 PATH = "/v1/completions"
@@ -158,6 +158,22 @@ async def test_every_request_is_answered_once(laboratory: Laboratory, lines: Any
     view = record.view()
     reached = {name for name, value in view.items() if name.endswith("_at") and value}
     assert reached == {"created_at", "expires_at", "in_progress_at", "finalizing_at", "completed_at"}
+    await laboratory.runner.pause()
+
+
+async def test_what_is_ignored_of_a_line_is_named_in_its_answer(laboratory: Laboratory, line: Any) -> None:
+    async def script(request: Request, prompt: str) -> Response | None:
+        if prompt == "p1":
+            record_warning(request.scope, "ignored: trace_id")
+        return None
+
+    laboratory.script = script
+    record = laboratory.add(line(0) + line(1))
+    laboratory.runner.start()
+    await laboratory.ended(record)
+    answers = {each["custom_id"]: each["response"] for each in laboratory.lines(record.output_id)}
+    assert answers["r1"]["warning"] == "ignored: trace_id"
+    assert "warning" not in answers["r0"]
     await laboratory.runner.pause()
 
 
