@@ -34,6 +34,10 @@ class Keyring:
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
+    @property
+    def tenant_count(self) -> int:
+        return len({tenant.name for _, tenant in self._tenants})
+
     def authenticate(self, authorization: str | None) -> Tenant:
         """The tenant of the key in an `authorization` header or metadata; as slow for a wrong key as for a right one.
         Raises `Unauthenticated` for an unknown key, or none."""

@@ -322,3 +322,14 @@ async def read_whole_json_object(body: Buffer) -> JsonObject:
 async def parse_fully(value: Any, values: ValueBudget) -> Any:
     """The value, parsed if it is still text."""
     return await value.parse(values) if isinstance(value, UnparsedContainer) else value
+
+
+async def check_config_size(config: str) -> None:
+    """Raises `InvalidArgument` for the `config` of a load, JSON in a string, that has more values than other JSON of a
+    request may have, or is none: a long one is scanned in pieces before protobuf's parser takes it at once."""
+    if len(config) <= PIECE_BYTES:
+        return
+    try:
+        await read_whole_json_object(config.encode(errors="surrogatepass"))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"config: {error.message}", field="config") from None

@@ -14,11 +14,17 @@ BODY_TIMEOUT = 60.0
 """Seconds of silence within a request's body after which it is given up, unless a flag says otherwise."""
 
 
+SLOW_BODY_SECONDS, SLOW_BODY_BYTES = 30.0, 30 * 1024
+"""A body of which fewer bytes come in so many seconds of waiting for it is given up: 1 KiB a second."""
+
+
 class FileLimits(NamedTuple):
-    """Bytes of one file of /v1/files and of all; requests of a batch; seconds that a file is kept."""
+    """Bytes of one file of /v1/files, of all, and of those of one tenant; requests of a batch; seconds that a file is
+    kept."""
 
     file_bytes: int = 200 << 20
     total_bytes: int = 10 << 30
+    tenant_bytes: int = 10 << 30
     lines: int = 50_000
     seconds: int = 30 * 86_400
 

@@ -191,7 +191,7 @@ class ServerOptions:
     max_response_bytes: Annotated[int, Parameter(validator=Number(gte=1))] = MAX_RESPONSE_BYTES
     """Largest response of a model of tensors, in bytes of its outputs; a quarter of it where they become JSON."""
     strict_readiness: BooleanFlag = "true"
-    """Ready only when every known model is."""
+    """Ready when each model of the start has served, as long as all in memory are ready; false: at once."""
     exit_on_error: BooleanFlag = "true"
     """End if a model fails to load at the start."""
     exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
@@ -338,6 +338,8 @@ class FilesOptions:
     """Bytes of one file."""
     files_total_bytes: Annotated[int, Parameter(validator=Number(gte=1))] = FILE_LIMITS.total_bytes
     """Bytes of all files together."""
+    files_tenant_bytes: Annotated[int | None, Parameter(validator=Number(gte=1))] = None
+    """Bytes of all files of one tenant; without it, half of all where keys name several tenants."""
     files_max_days: Annotated[int, Parameter(validator=Number(gte=1, lte=36_500))] = FILE_LIMITS.seconds // 86_400
     """Days after which a file is removed."""
     batch_max_requests: Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))] = FILE_LIMITS.lines
@@ -345,10 +347,11 @@ class FilesOptions:
     batch_concurrency: Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))] = 32
     """Requests of all batches that are under way at a time."""
 
-    @property
-    def limits(self) -> FileLimits:
-        seconds = self.files_max_days * 86_400
-        return FileLimits(self.files_max_bytes, self.files_total_bytes, self.batch_max_requests, seconds)
+    def limits(self, tenants: int) -> FileLimits:
+        """The limits where keys name so many `tenants`."""
+        seconds, total = self.files_max_days * 86_400, self.files_total_bytes
+        share = self.files_tenant_bytes or (total if tenants < 2 else total // 2)
+        return FileLimits(self.files_max_bytes, total, share, self.batch_max_requests, seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
         engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
     directory = options.files.files_dir
-    store = None if directory is None else open_store(directory, options.files.limits)
+    store = None if directory is None else open_store(directory, options.files.limits(endpoints.keys.tenant_count))
     return ServePlan(options, endpoints, selection, _shared_state(options.server, logs), metrics, store)
 
 

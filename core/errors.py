@@ -3,6 +3,7 @@
 Each has a protocol-neutral code, which endpoints map to HTTP and gRPC.
 """
 
+import errno
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -30,8 +31,8 @@ _NAMED = re.compile(r"Object (?P<problem>missing required|contains unknown) fiel
 
 
 class ErrorCode(StrEnum):
-    """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue, UNAUTHENTICATED for a missing key,
-    ABORTED for a change of what somebody else has changed meanwhile."""
+    """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue and a full disk, UNAUTHENTICATED for a
+    missing key, ABORTED for a change of what somebody else has changed meanwhile."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -133,6 +134,21 @@ class RequestTimeout(Unavailable):
 
     def __init__(self, message: str = "Request timeout expired") -> None:
         super().__init__(message)
+
+
+class DiskFull(Internal):
+    """What the request wants kept finds no room on a disk of the server, or in what a user may have of one."""
+
+    code = ErrorCode.RESOURCE_EXHAUSTED
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether that is what an error of the system says, or the one that it was raised from."""
+    while error is not None:
+        if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            return True
+        error = error.__cause__
+    return False
 
 
 class QueueFull(CharoniaError):

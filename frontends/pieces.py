@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..api.api_keys import Tenant
 from ..api.http.connection import CancelOnDisconnect, ClientDisconnected
 from ..api.http.control_call import ControlRequest, stays_connected
-from ..api.http.error_responses import INTERNAL_SERVER_ERROR, error_response
+from ..api.http.error_responses import INTERNAL_SERVER_ERROR, error_response, unexpected_error
 from ..api.http.request_context import control_scope
 from .messages import CallFailed, HttpAnswer, HttpCall, HttpPiece, PieceWanted, SentError
 from .relay import HubLink
@@ -69,12 +69,12 @@ class AnsweredInPieces:
         scope = control_scope(request.method, request.path, request.query, request.headers, tenant)
         try:
             await app(scope, self._receive, self._send)
-        except Exception:
+        except Exception as error:
             log.exception("%s %s failed", request.method, request.path)
             if self._begun:
                 self._link.send(CallFailed(self._key, SentError.of(INTERNAL_SERVER_ERROR)))
             else:
-                await error_response(INTERNAL_SERVER_ERROR, request.path)(scope, self._receive, self._send)
+                await error_response(unexpected_error(error), request.path)(scope, self._receive, self._send)
 
     async def _receive(self) -> Message:
         if self._whole:

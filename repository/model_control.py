@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 
-from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound
+from ..core.errors import CharoniaError, DiskFull, Internal, InvalidArgument, NotFound, is_disk_full
 from ..processes.scratch import ScratchDirectory
 from .backend_registry import PYTHON, is_own_backend
 from .catalog import RepositoryCatalog
@@ -92,12 +92,14 @@ class ModelControl:
             if from_disk and not isinstance(error, NotFound):
                 self._registry.get_or_add(name).record_load_failure(error.message)
             message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
-            raise Internal(message, field=error.field) from None
+            kind = DiskFull if isinstance(error, DiskFull) else Internal
+            raise kind(message, field=error.field) from None
         try:
             await self._load_with_steps(source, release, asked_by)
         except LoadFailure as failure:
+            log.error("model '%s' failed to load for a request: version %s: %s", name, failure.version, failure)
             message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
-            raise InvalidArgument(message) from None
+            raise (DiskFull if is_disk_full(failure) else InvalidArgument)(message) from None
         self._overridden.pop(name, None)
         if not from_disk:  # which nothing but this request has
             self._registry.entries[name].pinned = True
@@ -180,7 +182,9 @@ class ModelControl:
     ) -> tuple[ModelSource, Callable[[], None]]:
         if files and config is None:
             raise InvalidArgument("Load parameter 'config' must be specified for model file override")
-        override = None if config is None else parse_config_override(config)
+        override = None
+        if config is not None:  # which protobuf may take a tenth of a second for
+            override = await self._lifecycle.run_blocking(parse_config_override, config)
         if not files:
             source, release = await self._lifecycle.read(self._catalog, name, override)
             try:
@@ -234,7 +238,8 @@ def _write_uploaded_files(name: str, files: Mapping[str, bytes]) -> tuple[Scratc
                 file.write_bytes(content)
         except (OSError, UnicodeEncodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise InvalidArgument(f"cannot write the files of model '{name}': {reason}") from None
+            kind = DiskFull if is_disk_full(error) else InvalidArgument
+            raise kind(f"cannot write the files of model '{name}': {reason}") from None
         unless_written.pop_all()
     return scratch, scratch.path / name
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _STATE = "routes"
 _MAX_ROUTES = 1000
+"""Of files and of requests together: each is a series of metrics, and all are kept with each change."""
 
 
 class RouteRecord(msgspec.Struct, frozen=True):
@@ -64,11 +65,12 @@ class RouteControl:
         """Serve what the files say, and what requests made of that before the server's start. Blocks.
 
         Raises:
-            InvalidArgument: what was kept is damaged.
+            InvalidArgument: what was kept is damaged, or there are too many routes.
             Internal: it cannot be written.
         """
         kept = None if self._state is None else self._state.read(_STATE, RouteRecords)
         records = _followed(kept or RouteRecords(), files, complete=not self._catalog.unknown)
+        _check_count(records)
         if self._state is not None and records != kept:
             self._state.write(_STATE, records)
         self._serve(records)
@@ -78,7 +80,8 @@ class RouteControl:
         """Serve what the files say now of routes of which they said something else before.
 
         Raises:
-            InvalidArgument: they name versions that are not served, of models that are; the routes stay as they are.
+            InvalidArgument: they name versions that are not served, of models that are, or there are too many of them;
+                the routes stay as they are.
             Internal: it cannot be kept; the same.
         """
         async with self._changing:
@@ -146,7 +149,7 @@ class RouteControl:
         self._check_changeable()
         self._expected(name, expect)
         if name not in self._table.served and len(self._table.served) >= _MAX_ROUTES:
-            raise InvalidArgument(f"there are {_MAX_ROUTES} routes: no more are taken from requests")
+            raise _too_many(_MAX_ROUTES + 1)
         check_route(name, route, self._table.served, await asyncio.to_thread(self._catalog.servable_names, route))
         try:
             with self.versions.coming([route]):
@@ -191,6 +194,7 @@ class RouteControl:
 
     async def _keep_and_serve(self, records: RouteRecords) -> None:
         if records != self._records:
+            _check_count(records)
             if self._state is not None:
                 await asyncio.to_thread(self._state.write, _STATE, records)
             self._serve(records)
@@ -230,6 +234,19 @@ def _followed(records: RouteRecords, files: Mapping[str, Route], complete: bool 
                 log.warning(message, name, record.changed_by, _said(record))
             followed[name] = RouteRecord(record.version + (record.route != file), file, file, ROUTES_FILE)
     return _tidied(followed, records.forgotten)
+
+
+def _check_count(records: RouteRecords) -> None:
+    """Raises `InvalidArgument` for too many routes."""
+    served = sum(record.route is not None for record in records.routes.values())
+    if served > _MAX_ROUTES:
+        raise _too_many(served)
+
+
+def _too_many(count: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"{count} routes, of {ROUTES_FILE} and of requests, are more than there may be: {_MAX_ROUTES}"
+    )
 
 
 def _tidied(records: dict[str, RouteRecord], forgotten: int) -> RouteRecords:

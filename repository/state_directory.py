@@ -2,13 +2,14 @@
 
 import fcntl
 import os
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from ..core.errors import Internal, InvalidArgument
+from ..core.errors import DiskFull, Internal, InvalidArgument, is_disk_full
 from ..processes.private_directory import PART_SUFFIX, make_private_directory, replace_file
 
 _FLAG = "--state-dir"
@@ -38,7 +39,8 @@ class StateDirectory:
             self.close()
             raise InvalidArgument(f"{_FLAG} {path} is another server's: each needs its own") from None
         for part in path.glob(f"*{PART_SUFFIX}"):
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder of somebody else's
+                part.unlink()
 
     def close(self) -> None:
         os.close(self._lock)
@@ -59,9 +61,11 @@ class StateDirectory:
             ) from None
 
     def write(self, name: str, kept: msgspec.Struct) -> None:
-        """Keep it in place of what was written by that name. Raises `Internal` if the disk refuses: nothing changed."""
+        """Keep it in place of what was written by that name. Raises `Internal` if the disk refuses, `DiskFull` if it is
+        that: nothing changed."""
         content = msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n"
         try:
             replace_file(self.path / f"{name}.json", sha256(content).hexdigest().encode() + b"\n" + content)
         except OSError as error:
-            raise Internal(f"{_FLAG} {self.path} cannot be written: {error.strerror}; nothing is changed") from None
+            kind = DiskFull if is_disk_full(error) else Internal
+            raise kind(f"{_FLAG} {self.path} cannot be written: {error.strerror}; nothing is changed") from None

@@ -10,6 +10,9 @@ from .request_fields import FieldPath
 _MAX_ARMS, _MAX_RULES = 32, 64
 """Each is looked at for a request, in the event loop."""
 
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-9, 1e9
+"""Sums and quotients of weights between are numbers."""
+
 
 class RouteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A model and a version of it; version 0 is the latest at the time of a request."""
@@ -35,8 +38,11 @@ class RouteArm(RouteTarget, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     def __post_init__(self) -> None:
         RouteTarget.__post_init__(self)
-        if not 0 <= self.weight < math.inf:
-            raise ValueError(f"weight must be a finite number of at least 0, got {self.weight}")
+        if self.weight and not _LEAST_WEIGHT <= self.weight <= _MOST_WEIGHT:
+            raise ValueError(
+                f"weight must be a finite number of at least 0, got {self.weight}: 0, or from {_LEAST_WEIGHT:g} to "
+                f"{_MOST_WEIGHT:g}"
+            )
 
 
 class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -7,7 +7,7 @@ say what is done, everything else runs again.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -140,13 +140,15 @@ class BatchRunner:
             self._spawn(self._run(batch))
 
     async def cancel(self, record: BatchRecord) -> None:
-        """Ask for the end of a batch, which has not ended."""
+        """Ask for the end of a batch, which has not ended. Raises `StorageFull` if that cannot be kept now: it ends all
+        the same, unless the server does before there is room."""
         if record.ends_as is None:
             record.ends_as = BatchStatus.CANCELLED
-            await self._enter(record, BatchStatus.CANCELLING)
+            self._note(record, BatchStatus.CANCELLING)
             batch = self._batches.get(record.id)
             if batch is not None:
                 batch.stop.set()
+            await self._save(record)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -185,7 +187,7 @@ class BatchRunner:
                     await self.store.in_thread(batch.recover)
                 finally:
                     batch.charged = batch.output.size + batch.errors.size
-                    self.store.used += batch.charged
+                    self.store.count(record.tenant, batch.charged)
             return
         async with self._checking:
             most = self.store.limits.lines
@@ -266,7 +268,7 @@ class BatchRunner:
                 batch.note_answer()
                 outcome = LineOutcome(answer.status, answer.request_id, answer.body, warning=answer.warning)
             text = encode_outcome(batch.record.id, index, line.custom_id, outcome)
-            self.store.charge(len(text))
+            self.store.charge(batch.record.tenant, len(text))
             batch.charged += len(text)
             await self.store.in_thread(batch.write, index, text, outcome.succeeded)
             self._answers["completed" if outcome.succeeded else "failed"] += 1
@@ -291,7 +293,7 @@ class BatchRunner:
             record.has_output = await self._publish(batch, record.output_id, "output")
             record.has_errors = await self._publish(batch, record.error_id, "error")
             batch.count_answers()
-            store.used -= batch.charged
+            store.count(record.tenant, -batch.charged)
         await self._enter(record, record.ends_as)
         done, total = record.completed, record.total
         log.info("batch %s %s: %d of %d requests answered well", record.id, record.ends_as.value, done, total)
@@ -300,7 +302,7 @@ class BatchRunner:
         """Let clients see a journal that is whole, as a file; False for one without a line."""
         record, store = batch.record, self.store
         journal = batch.output if file_id == record.output_id else batch.errors
-        await self._persist(journal.sync)
+        await self._persist(partial(store.in_thread, journal.sync))
         if not journal.size:
             return False
         now = store.time_ns()
@@ -313,24 +315,30 @@ class BatchRunner:
             made=now,
             expires_at=now // 10**9 + record.output_seconds,
         )
-        await self._persist(partial(store.write_file, file))
-        store.used += charged(file.size)
+        await self._persist(partial(store.in_thread, store.write_file, file))
+        store.count(file.tenant, charged(file.size))
         store.add_file(file)
         return True
 
     async def _enter(self, record: BatchRecord, status: BatchStatus) -> None:
+        self._note(record, status)
+        await self._persist(partial(self._save, record))
+
+    def _note(self, record: BatchRecord, status: BatchStatus) -> None:
         record.status = status
         record.times[status.value] = self.store.now()
         self.store.add_batch(record)
-        async with self._saving:
-            text = msgspec.json.encode(record)
-            await self._persist(partial(self.store.write_batch, record.id, text))
 
-    async def _persist(self, write: Callable[[], object]) -> None:
+    async def _save(self, record: BatchRecord) -> None:
+        """Write the record as it is when its turn comes. Raises `StorageFull`."""
+        async with self._saving:
+            await self.store.in_thread(self.store.write_batch, record.id, msgspec.json.encode(record))
+
+    async def _persist(self, write: Callable[[], Awaitable[object]]) -> None:
         """Write what the state of a batch depends on, as often as it takes."""
         while True:
             try:
-                await self.store.in_thread(write)
+                await write()
                 return
             except StorageFull as error:
                 log.warning("a batch waits for the disk: %s", error.message)

@@ -11,8 +11,9 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,6 +36,8 @@ FILE_CHARGE = 64 << 10
 
 _LOCK, _FILES, _BATCHES = ".lock", "files", "batches"
 _RECORD = ".json"
+_MAX_RECORD_BYTES = 8 << 20
+"""Of a batch with the errors of a hundred lines it may be a megabyte."""
 
 _THREADS = 4
 
@@ -44,11 +47,12 @@ Record = TypeVar("Record", StoredFile, BatchRecord)
 
 
 class StorageFull(ApiError):
-    """Nothing more can be stored: `--files-total-bytes` is reached, or the disk is full or broken."""
+    """Nothing more can be stored: `--files-tenant-bytes` or `--files-total-bytes` is reached, or the disk is full or
+    broken."""
 
 
-def quota_reached(limit: int) -> StorageFull:
-    text = f"files take all of the {limit} bytes that they may have together (--files-total-bytes): delete some"
+def quota_reached(whose: str, limit: int, flag: str) -> StorageFull:
+    text = f"{whose} take all of the {limit} bytes that they may have together ({flag}): delete some"
     return StorageFull(text, 413, "storage_quota_exceeded")
 
 
@@ -60,13 +64,16 @@ def write_failed(error: OSError) -> StorageFull:
 
 
 class FileStore:
-    """The files and batches in `directory`, which is this server's alone until `close`. `used`: bytes of all files,
-    those being written included. `unfinished`: the batches that have not ended. Made by `open_store`."""
+    """The files and batches in `directory`, which is this server's alone until `close`. `unfinished`: the batches that
+    have not ended. `damaged`: by the id, why the record of a file or batch, or its content, can't be read. Made by
+    `open_store`."""
 
     def __init__(self, directory: Path, limits: FileLimits, lock: int, clock: Callable[[], float]) -> None:
         self.directory, self.limits, self.clock = directory, limits, clock
-        self.used = 0
         self.unfinished: dict[str, BatchRecord] = {}
+        self.damaged: dict[str, str] = {}
+        # Bytes of the files of each tenant, those being written included; of nobody: what is damaged.
+        self._used: Counter[str | None] = Counter()
         self._files: defaultdict[str, dict[str, StoredFile]] = defaultdict(dict)
         self._batches: defaultdict[str, dict[str, BatchRecord]] = defaultdict(dict)
         self._last = 0
@@ -103,20 +110,42 @@ class FileStore:
 
     # Room
 
-    def charge(self, size: int) -> None:
-        """Count bytes that are about to be written. Raises `StorageFull` if there is no room for them."""
+    @property
+    def used(self) -> int:
+        """Bytes of all files, those being written included."""
+        return self._used.total()
+
+    def charge(self, tenant: str, size: int) -> None:
+        """Count bytes that are about to be written for a tenant. Raises `StorageFull` if there is no room for them."""
+        if size > 0 and self._used[tenant] + size > self.limits.tenant_bytes:
+            raise quota_reached("your files", self.limits.tenant_bytes, "--files-tenant-bytes")
         if size > 0 and self.used + size > self.limits.total_bytes:
-            raise quota_reached(self.limits.total_bytes)
-        self.used += size
+            raise quota_reached("files", self.limits.total_bytes, "--files-total-bytes")
+        self.count(tenant, size)
+
+    def count(self, tenant: str | None, size: int) -> None:
+        """Count bytes that are there, or no longer where `size` is negative, whatever the limits are."""
+        self._used[tenant] += size
+        if not self._used[tenant]:
+            del self._used[tenant]
 
     # Files
 
     def find_file(self, tenant: str, file_id: str) -> StoredFile:
-        """Raises `ApiError` 404 for an id that is unknown, another tenant's, or of a file whose time is over."""
+        """Raises `ApiError` 404 for an id that is unknown, another tenant's, or of a file whose time is over; 500 for a
+        damaged one."""
+        self._check_damage("file", file_id)
         found = self._files.get(tenant, {}).get(file_id)
         if found is None or self._is_over(found):
             raise ApiError(f"No such File object: {file_id[:100]}", 404, field="id")
         return found
+
+    def _check_damage(self, kind: str, id_: str) -> None:
+        """Raises `ApiError`. Ids are unguessable: who has one has had it from here."""
+        if id_ in self.damaged:
+            raise ApiError(
+                f"the {kind} {id_} is damaged on the server's disk, whose log says how", 500, "storage_damaged"
+            )
 
     def list_files(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the oldest first."""
@@ -141,7 +170,7 @@ class FileStore:
     def forget_file(self, file: StoredFile) -> None:
         """Out of the index."""
         del self._files[file.tenant][file.id]
-        self.used -= charged(file.size)
+        self.count(file.tenant, -charged(file.size))
 
     def unpublish(self, batch: BatchRecord) -> None:
         """Forget the files of a batch that was about to end: it writes them anew."""
@@ -157,7 +186,8 @@ class FileStore:
     # Batches
 
     def find_batch(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Raises `ApiError` 404 for an id that is unknown or another tenant's."""
+        """Raises `ApiError` 404 for an id that is unknown or another tenant's, and 500 for one that is damaged."""
+        self._check_damage("batch", batch_id)
         found = self._batches.get(tenant, {}).get(batch_id)
         if found is None:
             raise ApiError(f"No such Batch object: {batch_id[:100]}", 404, field="id")
@@ -225,40 +255,79 @@ def open_store(directory: Path, limits: FileLimits, clock: Callable[[], float] =
         os.close(lock)
         raise InvalidArgument(f"--files-dir {directory} is another server's: each needs its own") from None
     store = FileStore(directory, limits, lock, clock)
-    for batch in _read_records(directory / _BATCHES, BatchRecord):
+    for batch in _read_records(store, directory / _BATCHES, BatchRecord):
         store.add_batch(batch)
-    for file in _read_records(directory / _FILES, StoredFile):
-        if store.path(file.id).is_file():
-            store.add_file(file)
-            store.used += charged(file.size)
+    for file in _read_records(store, directory / _FILES, StoredFile):
+        _add_stored_file(store, file)
     _remove_leftovers(store)
     return store
 
 
-def _read_records(directory: Path, kind: type[Record]) -> Iterable[Record]:
-    """The records of a directory, the oldest first. One that cannot be read is told of, and left where it is."""
+def _read_records(store: FileStore, directory: Path, kind: type[Record]) -> Iterable[Record]:
+    """The records of a directory, the oldest first. What cannot be read is told of, left where it is, and `damaged`."""
     found: list[Record] = []
     for path in directory.glob("*" + _RECORD):
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=kind)
-        except (OSError, msgspec.DecodeError) as error:
-            log.warning("%s cannot be read, and is as if it were not there: %s", path, error)
+            record = msgspec.json.decode(_read_record(path), type=kind)
+            if record.id != path.stem:
+                raise ValueError(f"it is the record of {record.id[:100]!r}")
+        except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
+            _note_damage(store, path, error)
             continue
-        if record.id == path.stem:
-            found.append(record)
+        found.append(record)
     return sorted(found, key=attrgetter("made"))
 
 
+def _read_record(path: Path) -> bytes:
+    """Raises `OSError`, and `ValueError` for what is no regular file, or too long for a record."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_RECORD_BYTES:
+        raise ValueError(f"it is no regular file of up to {_MAX_RECORD_BYTES} bytes")
+    return path.read_bytes()
+
+
+def _add_stored_file(store: FileStore, file: StoredFile) -> None:
+    path = store.path(file.id)
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file.size:
+            raise ValueError(f"it is no regular file of {file.size} bytes")
+    except (OSError, ValueError) as error:
+        _note_damage(store, path, error)
+    else:
+        store.add_file(file)
+        store.count(file.tenant, charged(file.size))
+
+
+def _note_damage(store: FileStore, path: Path, error: Exception) -> None:
+    log.error("%s is damaged, and is answered with 500: %s", path, error)
+    id_ = path.name.removesuffix(_RECORD)
+    store.damaged[id_] = str(error)
+    content = store.path(id_)
+    if content.is_file():
+        store.count(None, charged(content.stat().st_size))
+
+
 def _remove_leftovers(store: FileStore) -> None:
-    """Remove contents without a record, but for those that unfinished batches write."""
+    """Remove contents without a record, but for those that unfinished batches write, or may write: it is unknown which
+    those of a damaged batch are. A folder is not ours."""
+    damaged_batches = any((store.directory / _BATCHES / (id_ + _RECORD)).exists() for id_ in store.damaged)
     written = {name for each in store.unfinished.values() for name in (each.output_id, each.error_id)}
     folder = store.directory / _FILES
     there = {path.name for path in folder.iterdir()}
     for name in there:
-        if name not in written and not name.endswith(_RECORD) and name + _RECORD not in there:
-            (folder / name).unlink(missing_ok=True)
+        has_record = name in written or name.endswith(_RECORD) or name + _RECORD in there
+        if not (has_record or damaged_batches or name.endswith(PART_SUFFIX)):
+            _remove(folder / name)
     for path in (*folder.glob("*" + PART_SUFFIX), *(store.directory / _BATCHES).glob("*" + PART_SUFFIX)):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
         path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s does not belong here, and cannot be removed: %s", path, error.strerror)
 
 
 def write_aside(path: Path, content: bytes) -> None:

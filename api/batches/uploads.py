@@ -54,7 +54,7 @@ async def receive_file(request: Request, store: FileStore, tenant: str) -> Store
         raise _too_large(store)
     if request.headers.get("content-encoding", "identity") != "identity":
         raise InvalidArgument("compressed uploads are not taken: send the file as it is")
-    upload = Upload(store, _boundary(request.headers.get("content-type", "")))
+    upload = Upload(store, tenant, _boundary(request.headers.get("content-type", "")))
     try:
         upload.charge(FILE_CHARGE)
         async with asyncio.timeout(MAX_UPLOAD_SECONDS):
@@ -74,11 +74,11 @@ async def receive_file(request: Request, store: FileStore, tenant: str) -> Store
     except BaseException as error:
         # Not awaited: this task may be cancelled. The upload's lock keeps it after what another thread writes now.
         store.in_thread_later(upload.discard)
-        store.used -= upload.charged
+        store.count(tenant, -upload.charged)
         if isinstance(error, TimeoutError):
             raise ApiError(f"the upload took more than {MAX_UPLOAD_SECONDS:g} s", 408, field="file") from None
         raise
-    store.used += charged(file.size) - upload.charged
+    store.count(tenant, charged(file.size) - upload.charged)
     store.add_file(file)
     return file
 
@@ -107,8 +107,8 @@ class Upload:
     """The parts of one form. `fields`: those that are no file. Methods block, but for `charge`, and take turns: a
     thread may still write while another one discards. Nothing is written once it was discarded."""
 
-    def __init__(self, store: FileStore, boundary: bytes) -> None:
-        self.store, self.file_id = store, new_id("file-")
+    def __init__(self, store: FileStore, tenant: str, boundary: bytes) -> None:
+        self.store, self.tenant, self.file_id = store, tenant, new_id("file-")
         self.fields: dict[str, str] = {}
         self.filename, self.size, self.charged = "", 0, 0
         self._turn = Lock()
@@ -136,8 +136,8 @@ class Upload:
         )
 
     def charge(self, size: int) -> None:
-        """Count bytes against the store's room, in the event loop. Raises `StorageFull`."""
-        self.store.charge(size)
+        """Count bytes against the room of the tenant and of all, in the event loop. Raises `StorageFull`."""
+        self.store.charge(self.tenant, size)
         self.charged += size
 
     def feed(self, piece: bytes) -> None:

@@ -13,6 +13,7 @@ from ...processes.client_shared_memory import CudaMemoryRegion
 from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
 from ...telemetry.trace_settings import TraceSettingsChange
+from ..chunked_json import check_config_size
 from ..metadata import cuda_region_json, model_metadata, model_stats_json
 from .messages import parse_version, read_parameter
 from .wire_format import ProtoMessage
@@ -67,6 +68,7 @@ async def load_model(gateway: ServerGateway, request: ProtoMessage) -> None:
     for key, parameter in request.parameters.items():
         if key == "config":
             config = read_parameter(parameter, "string_param", f"load parameter '{key}'", key)
+            await check_config_size(config)
         elif key.startswith(_FILE):
             files[key.removeprefix(_FILE)] = read_parameter(parameter, "bytes_param", f"load parameter '{key}'", key)
         else:

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2
 from ...core.errors import CharoniaError, ServerExiting, Unavailable, shutdown_error
 from ...processes import gc_tuning
 from ...telemetry.shared_state import ServerGateway
-from ..http.error_responses import INTERNAL_SERVER_ERROR
+from ..http.error_responses import unexpected_error
 from ..metadata import ServerInfo, server_metadata
 from .control_rpcs import CONTROL_RPCS, ControlRpc
 from .inference_rpcs import model_infer, model_stream_infer
@@ -155,9 +155,9 @@ class GrpcServer:
                 if exiting is None:
                     raise
                 refusal = exiting
-            except Exception:
+            except Exception as error:
                 log.exception("%s failed", name)
-                refusal = INTERNAL_SERVER_ERROR
+                refusal = unexpected_error(error)
             finally:
                 self._calls.discard(task)
             return await abort_call(context, refusal)

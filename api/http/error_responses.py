@@ -6,7 +6,16 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from ...core.errors import CharoniaError, ContextLengthExceeded, ErrorCode, Internal, InvalidArgument, Unauthenticated
+from ...core.errors import (
+    CharoniaError,
+    ContextLengthExceeded,
+    DiskFull,
+    ErrorCode,
+    Internal,
+    InvalidArgument,
+    Unauthenticated,
+    is_disk_full,
+)
 from ..size_limits import BodyTooLarge
 from .content_encoding import ACCEPTED_ENCODINGS, UnsupportedEncoding
 
@@ -24,7 +33,12 @@ _STATUS = {
     ErrorCode.ABORTED: 409,
 }
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
-_OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+_OPENAI_CODE = {
+    401: "invalid_api_key",
+    404: "model_not_found",
+    429: "rate_limit_exceeded",
+    507: "storage_full",
+}
 
 _ANTHROPIC_TYPE = {
     401: "authentication_error",
@@ -37,11 +51,24 @@ _ANTHROPIC_TYPE = {
 INTERNAL_SERVER_ERROR = Internal("Internal Server Error")
 
 
+def unexpected_error(error: Exception) -> CharoniaError:
+    """The error that a client gets for one that nobody expected, whose traceback is in the log."""
+    return DiskFull("the server's disk is full") if is_disk_full(error) else INTERNAL_SERVER_ERROR
+
+
 class BodyTimeout(InvalidArgument):
     """A request's body came to a halt before its end; the response is the connection's last."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the request body is incomplete: nothing more of it came for {seconds:g} s")
+
+
+class BodyTooSlow(BodyTimeout):
+    """A request's body comes, and so slowly that it only holds a connection."""
+
+    def __init__(self, size: int, seconds: float) -> None:
+        message = f"the request body comes too slowly: {size} bytes in {seconds:.0f} s"
+        InvalidArgument.__init__(self, message)
 
 
 class ApiError(CharoniaError):
@@ -58,6 +85,8 @@ def status_of(error: CharoniaError) -> int:
         return 408
     if isinstance(error, ApiError):
         return error.status
+    if isinstance(error, DiskFull):
+        return 507
     return 413 if isinstance(error, BodyTooLarge) else _STATUS[error.code]
 
 

@@ -15,7 +15,7 @@ from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
-from .error_responses import INTERNAL_SERVER_ERROR, error_response, is_anthropic_path, is_openai_path
+from .error_responses import error_response, is_anthropic_path, is_openai_path, unexpected_error
 from .request_cycle import add_response_header
 
 log = logging.getLogger(__name__)
@@ -82,10 +82,10 @@ class RequestContextMiddleware:
                 context.client = scope["client"][0] if scope.get("client") else ""
                 scope[_CONTEXT] = context
                 await self._app(scope, receive, send)
-        except Exception:
+        except Exception as error:
             # Streams answer for themselves once they have begun (`EventStreamResponse`), so nothing was sent yet.
             log.exception("%s %s failed", scope["method"], path)
-            await error_response(INTERNAL_SERVER_ERROR, path)(scope, receive, send)
+            await error_response(unexpected_error(error), path)(scope, receive, send)
 
 
 def internal_scope(path: str, context: RequestContext, request_id: str) -> Scope:

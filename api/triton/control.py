@@ -19,7 +19,7 @@ from ...core.gateway import RepositoryIndexEntry
 from ...processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegistry
 from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerGateway
-from ..chunked_json import read_whole_json_object
+from ..chunked_json import check_config_size, read_whole_json_object
 from ..graph_formats import GRAPH_FORMATS
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
@@ -150,6 +150,7 @@ class ControlEndpoints:
         for key, value in (await self._parameters(request)).items():
             if key == "config":
                 config = as_string(key, value)
+                await check_config_size(config)
             elif key.startswith(_FILE):
                 text = as_string(key, value)
                 files[key.removeprefix(_FILE)] = await offload_if_large(len(text), _decoded, key, text)

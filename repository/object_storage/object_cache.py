@@ -19,14 +19,14 @@ from tempfile import mkdtemp
 from threading import Event
 from time import time
 
-from ...core.errors import Unavailable
+from ...core.errors import DiskFull
 from ...core.metrics import Measurement, Reading
 from ...processes.private_directory import make_private_directory
 from .download import PARTS, Download, WantedObject
 from .stores import ObjectStore, StoredObject
 
 
-class CacheFull(Unavailable):
+class CacheFull(DiskFull):
     """What is to be kept is more than the budget has room for beside what is in use."""
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, Conflict, Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.tensor import TensorSpec
+from charonia.repository import route_control
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.route_control import RouteControl, RouteRecords
@@ -168,6 +169,8 @@ ARM = {"model": "m", "weight": 1}
         ("r", {"arms": [{**ARM, "model": "r"}]}, "route 'r': its arm 'r' is a route"),
         ("r", {"arms": [{"model": "m", "wight": 1}]}, r"route 'r': arms\[0\].wight is unknown"),
         ("r", {"arms": [{**ARM, "weight": -1}]}, r"route 'r': arms\[0\] is wrong: weight must be a finite number"),
+        ("r", {"arms": [{**ARM, "weight": 1e308}]}, "weight must be a finite number .*: 0, or from 1e-09 to 1e\\+09"),
+        ("r", {"arms": [{**ARM, "weight": 5e-324}]}, "weight must be a finite number"),
         ("r", {"arms": [ARM, ARM]}, "route 'r': is wrong: arm 'm' is there twice"),
         ("r", {"arms": [{**ARM, "version": at} for at in range(33)]}, "at most 32 arms, got 33"),
         ("r", [], "route 'r': must be an object, got a list"),
@@ -190,6 +193,31 @@ async def test_a_route_that_is_refused_changes_nothing(server: Server, name: str
     assert server.served == {"s": (1,)}
     server.restart()
     assert server.served == {"s": (1,)}
+
+
+async def test_so_many_routes_there_may_be_of_files_and_of_requests_together(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route_control, "_MAX_ROUTES", 3)
+    server.write({"a": (1,), "b": (1,)})
+    await server.poll()
+    puts = (server.control.put(name, share(1), "x") for name in "cde")
+    outcomes = await asyncio.gather(*puts, return_exceptions=True)
+    refused = [each for each in outcomes if isinstance(each, InvalidArgument)]
+    assert len(refused) == 2
+    assert "4 routes, of routes.yaml and of requests, are more than there may be: 3" in str(refused[0])
+    served = server.served
+    assert len(served) == 3
+    server.write(dict.fromkeys("abfg", (1,)))
+    with pytest.raises(InvalidArgument, match="are more than"):
+        await server.poll()
+    assert server.served == served
+    await server.control.put("a", share(1, 1), "x")
+    await server.control.delete("b", "x")
+    with pytest.raises(InvalidArgument, match="are more than"):
+        server.restart()
+    server.write({})
+    server.restart()
 
 
 async def test_what_is_not_there_is_not_found(server: Server) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from charonia.core.errors import Internal, InvalidArgument
+from charonia.core.errors import DiskFull, InvalidArgument
 from charonia.repository.state_directory import StateDirectory
 
 
@@ -22,9 +22,11 @@ def test_what_was_written_is_read_by_the_next_server(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"^--state-dir .*state is another server's: each needs its own$"):
         StateDirectory(tmp_path / "state")
     (state.path / "numbers.json.0.part").write_text("half of one")
+    (state.path / "somebody-else.part").mkdir()
     state.close()
     state = StateDirectory(tmp_path / "state")
     assert state.read("numbers", Kept) == Kept([2, 3])
+    (state.path / "somebody-else.part").rmdir()
     assert sorted(path.name for path in state.path.iterdir()) == [".lock", "numbers.json"]
     assert stat.S_IMODE(state.path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in state.path.iterdir()} == {0o600}
@@ -64,7 +66,7 @@ def test_a_write_that_fails_leaves_what_was(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(Internal, match="cannot be written: No space left on device; nothing is changed"):
+    with pytest.raises(DiskFull, match="cannot be written: No space left on device; nothing is changed"):
         state.write("numbers", Kept([2]))
     assert state.read("numbers", Kept) == Kept([1])
     assert sorted(path.name for path in state.path.iterdir()) == [".lock", "numbers.json"]

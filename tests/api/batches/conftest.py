@@ -10,7 +10,7 @@ import pytest
 from charonia.api.batches.store import FileStore, open_store
 from charonia.api.size_limits import FileLimits
 
-LIMITS = FileLimits(file_bytes=200_000, total_bytes=1 << 20, lines=50, seconds=30 * 86_400)
+LIMITS = FileLimits(file_bytes=200_000, total_bytes=1 << 20, tenant_bytes=1 << 20, lines=50, seconds=30 * 86_400)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Batches run: whatever the endpoint answers, and whenever the server ends, each request stands in the files once."""
 
 import asyncio
+import errno
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -12,10 +13,10 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from charonia.api.batches import running_batch
+from charonia.api.batches import runner, running_batch, store
 from charonia.api.batches.records import BatchRecord, BatchStatus, FilePurpose, StoredFile, new_id
 from charonia.api.batches.runner import BatchRunner
-from charonia.api.batches.store import FileStore, open_store
+from charonia.api.batches.store import FileStore, StorageFull, open_store
 from charonia.api.http.error_responses import json_response
 from charonia.api.http.request_context import context_of, record_warning
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, NotReady, QueueFull, RequestTimeout
@@ -85,7 +86,7 @@ class Laboratory:
         self.store.path(file.id).write_bytes(content)
         self.store.write_file(file)
         self.store.add_file(file)
-        self.store.charge(65536)
+        self.store.charge("", 65536)
         record = BatchRecord(
             id=new_id("batch_"),
             tenant=tenant,
@@ -285,6 +286,43 @@ async def test_a_cancelled_batch_keeps_what_was_answered(laboratory: Laboratory,
     assert Counter(told.values())[200] == record.completed >= 4
     assert set(told.values()) == {200, "batch_cancelled"}
     assert all(each.closed and each.end.outcome == "cancelled" for each in laboratory.gateway.contexts[-2:])
+    await laboratory.runner.pause()
+
+
+async def test_a_batch_is_cancelled_while_the_disk_is_full(
+    laboratory: Laboratory, lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client is told at once that it was not kept, also where others wait for the disk; the batch ends with it."""
+    full, hanging = True, asyncio.Event()
+
+    async def script(request: Request, prompt: str) -> Response | None:
+        hanging.set()
+        await asyncio.Event().wait()
+        return None
+
+    def write_aside(path: Path, content: bytes) -> None:
+        if full:
+            raise store.write_failed(OSError(errno.ENOSPC, "no space"))
+        replace(path, content)
+
+    replace = store.write_aside
+    monkeypatch.setattr(runner, "_DISK_SECONDS", 0.001)
+    laboratory.script = script
+    records = [laboratory.add(lines(20)) for _ in range(2)]
+    laboratory.runner.start()
+    await hanging.wait()
+    await until(lambda: all(record.total for record in records))
+    monkeypatch.setattr(store, "write_aside", write_aside)
+    for record in records:
+        with pytest.raises(StorageFull) as refused:
+            await laboratory.runner.cancel(record)
+        assert refused.value.status == 507
+    await asyncio.sleep(0.01)
+    assert not any(record.status.ended for record in records)
+    full = False
+    for record in records:
+        await laboratory.ended(record)
+        assert record.status is BatchStatus.CANCELLED
     await laboratory.runner.pause()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from charonia.api.batches.records import FilePurpose, StoredFile, new_id
 from charonia.api.batches.store import FILE_CHARGE, StorageFull, open_store
+from charonia.api.http.error_responses import ApiError
 from charonia.core.errors import InvalidArgument
 
 
@@ -28,14 +29,14 @@ def file(store: Any, content: bytes = b"x", tenant: str = "", seconds: int = 10*
     store.path(made.id).write_bytes(content)
     store.write_file(made)
     store.add_file(made)
-    store.charge(FILE_CHARGE)
+    store.charge(tenant, FILE_CHARGE)
     return made
 
 
 def test_a_directory_is_one_server_s_alone(store: Any, limits: Any) -> None:
     with pytest.raises(InvalidArgument, match="another server"):
         open_store(store.directory, limits)
-    store.charge(0)
+    store.charge("", 0)
 
 
 def test_only_the_owner_may_look(store: Any) -> None:
@@ -57,16 +58,64 @@ def test_what_is_half_done_is_swept_and_what_is_whole_stays(store: Any, limits: 
     folder = store.directory / "files"
     for name in ("file-1.part", "file-2", "file-3.json.part"):
         (folder / name).touch()
-    (folder / "file-4").touch()
-    (folder / "file-4.json").write_text("{")  # not ours to remove
+    (folder / "file-5.part").mkdir()  # not ours to remove
+    (folder / "lost+found").mkdir()
     os.close(store._lock)
     again = open_store(store.directory, limits)
     left = {path.name for path in folder.iterdir()}
-    assert left == {kept.id, kept.id + ".json", "file-4", "file-4.json"}
+    assert left == {kept.id, kept.id + ".json", "file-5.part", "lost+found"}
     assert again.list_files("") == [kept]
     assert again.used == FILE_CHARGE
     again.close()
     store._lock = os.open("/dev/null", os.O_RDONLY)
+
+
+def test_what_is_damaged_is_named_kept_and_answered_as_such(
+    tmp_path: Path, limits: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No record of it is taken for one that is not there, and what a damaged batch may have written stays."""
+    before = open_store(tmp_path / "other", limits)
+    whole, cut, gone, swapped = (file(before, b"abc", tenant="a") for _ in range(4))
+    folder, batches = before.directory / "files", before.directory / "batches"
+    before.path(cut.id).write_bytes(b"a")
+    before.path(gone.id).unlink()
+    before.path(swapped.id).unlink()
+    before.path(swapped.id).mkdir()
+    before.close()
+    (folder / "file-4").write_bytes(bytes(limits.tenant_bytes))
+    (folder / "file-4.json").write_text("{")
+    (folder / "file-5.json").mkdir()
+    (folder / "file-6.json").write_bytes((folder / (whole.id + ".json")).read_bytes())
+    os.mkfifo(folder / "file-7.json")
+    (folder / "file-8").touch()  # of the batch
+    (batches / "batch_1.json").write_bytes(b"\xff")
+    store = open_store(tmp_path / "other", limits)
+    damaged = {cut.id, gone.id, swapped.id, "file-4", "file-5", "file-6", "file-7"}
+    assert store.damaged.keys() == {*damaged, "batch_1"}
+    assert len(caplog.records) == len(store.damaged)
+    assert store.list_files("a") == [whole]
+    for find, ids in ((store.find_file, damaged), (store.find_batch, {"batch_1"})):
+        for id_ in ids:
+            with pytest.raises(ApiError, match=f"{id_} is damaged on the server's disk") as raised:
+                find("a", id_)
+            assert raised.value.status == 500
+    assert (folder / "file-8").exists()
+    assert store.used == limits.tenant_bytes + 2 * FILE_CHARGE, "of nobody, and so in nobody's way"
+    store.close()
+
+
+def test_a_tenant_has_a_share(tmp_path: Path, limits: Any) -> None:
+    store = open_store(tmp_path / "other", limits._replace(tenant_bytes=3 * FILE_CHARGE))
+    for _ in range(3):
+        file(store, tenant="a")
+    with pytest.raises(StorageFull, match=r"your files take all of the 196608 bytes .* \(--files-tenant-bytes\)"):
+        store.charge("a", 1)
+    mine = file(store, tenant="b")
+    store.count("a", 10)  # what a batch had written before the share was made smaller
+    store.charge("b", 2 * FILE_CHARGE)
+    store.forget_file(mine)
+    store.charge("b", FILE_CHARGE)
+    store.close()
 
 
 def test_files_are_parted_by_tenant_and_end_in_time(tmp_path: Path, limits: Any) -> None:

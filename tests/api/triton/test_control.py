@@ -1,6 +1,7 @@
 """Configs, statistics, repository, shared memory and settings over HTTP; and who may ask for them."""
 
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from charonia.api.metadata import ServerInfo
 from charonia.api.triton import control
 from charonia.cli.options import HttpOptions
 from charonia.cli.plan import parse_http_rules
-from charonia.core.errors import Internal, InvalidArgument
+from charonia.core.errors import DiskFull, Internal, InvalidArgument
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
 from charonia.core.metrics import InferenceStatistics, ModelStatistics, StatisticDuration, VersionStatistics
 from charonia.processes.client_shared_memory import SharedMemoryRegistry
@@ -32,8 +33,8 @@ DISABLED = "Client shared memory is disabled. Start the server with '--allow-cli
 
 
 @asynccontextmanager
-async def served(gateway: Any, **flags: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(gateway, ServerInfo(max_input_size=2000), rules=parse_http_rules(HttpOptions(**flags)))
+async def served(gateway: Any, max_input_size: int = 2000, **flags: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = build_app(gateway, ServerInfo(max_input_size=max_input_size), rules=parse_http_rules(HttpOptions(**flags)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as client:
         yield client
 
@@ -164,6 +165,16 @@ def test_a_file_in_pieces_is_the_one_at_once(content: bytes, put: str, at: int) 
             assert expected is None or len("".join(text.split())) % 4  # what Python makes of "AAAA="
 
 
+async def test_the_config_of_a_load_has_so_many_values(gateway: Any) -> None:
+    long = [json.dumps({"version_policy": {"specific": {"versions": [1] * count}}}) for count in (30_000, 40_000)]
+    async with served(gateway, 1 << 20) as client:
+        for config, status in ((long[0], 200), (long[1], 400), ("[" * 100_000, 400)):
+            response = await client.post(LOAD, json={"parameters": {"config": config}})
+            assert response.status_code == status
+            assert status == 200 or response.json()["error"].startswith("config: ")
+    assert [load[1] for load in gateway.loads] == long[:1]
+
+
 REPOSITORY_ERRORS = [
     (LOAD, {"parameters": 1}, 400, "Unable to parse 'parameters': attempt to access JSON non-object as object"),
     (LOAD, {"parameters": {"config": 1}}, 400, "Unable to parse 'config': attempt to access JSON non-string as string"),
@@ -195,6 +206,7 @@ async def test_repository_errors(
     [
         (Internal("failed to load 'm', failed to poll from model repository"), 500),
         (InvalidArgument("load failed"), 400),
+        (DiskFull("failed to load 'm': the disk is full"), 507),
     ],
 )
 async def test_what_the_gateway_refuses(client: httpx.AsyncClient, gateway: Any, error: Any, status: int) -> None:
