@@ -270,7 +270,7 @@ class _AnsweredStream:
 class InProcessGateway:
     """The models of the server, and the requests to them.
 
-    With `strict`, the server is ready only when every known model is; nothing is ready while the process is not
+    With `strict`, the server is ready when its registry is, else at once; nothing is ready while the process is not
     `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
     mode explicit, `on_demand` where requests load models, `route_control` and `rollouts` where there are repositories;
     `in_flight` counts the requests that are being answered.
@@ -310,8 +310,7 @@ class InProcessGateway:
     def ready(self) -> bool:
         if self._exiting or not self._healthy():
             return False
-        wanted = [entry for entry in self.registry.entries.values() if entry.should_serve]
-        return not self._strict or all(entry.ready for entry in wanted)
+        return not self._strict or self.registry.ready
 
     def exiting(self) -> bool:
         return self._exiting

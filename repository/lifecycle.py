@@ -180,7 +180,7 @@ class ModelLifecycle:
     async def _load(
         self, entry: ModelEntry, source: ModelSource, on_progress: OnProgress, shared: SharedRelease
     ) -> None:
-        entry.should_serve, entry.pinned = True, source.pinned
+        entry.pinned, entry.reason = source.pinned, ""
         served, new = entry.loaded_versions, {}
         try:
             for version in source.versions:
@@ -204,7 +204,7 @@ class ModelLifecycle:
         """Load one version. Raises `LoadFailure`, which the entry has recorded."""
         started, known = time.monotonic(), entry.get_or_add_version(version.number)
         if known.loaded is None:
-            known.state, known.reason = ModelState.LOADING, ""
+            known.state, known.reason, known.failure = ModelState.LOADING, "", ""
         try:
             factory = await self._prepare_when_memory_allows(source, version)
             model = await self._build_and_load(factory, on_progress)
@@ -273,7 +273,7 @@ class ModelLifecycle:
                     except CharoniaError as error:
                         entry.record_load_failure(error.message, [version.number])
                         raise LoadFailure(version.number, error) from error
-                entry.should_serve, entry.pinned, entry.routed = True, False, source.routed
+                entry.pinned, entry.routed = False, source.routed
                 for old in entry.publish({}):
                     self._retire(entry, old)
                 entry.describe(configs)
@@ -291,7 +291,6 @@ class ModelLifecycle:
         if entry is None:
             return
         async with entry.change_lock:
-            entry.should_serve = False
             for old in entry.publish({}):
                 self._retire(entry, old)
 

@@ -82,12 +82,14 @@ class LoadedModel:
 @dataclass(slots=True)
 class ModelVersion:
     """A version that is served, or was meant to be. `loaded` is set while it is in memory; `state` and `reason` say why
-    it is not. `described`: the config of one that is not and that its next request loads."""
+    it is not. `failure`: why its last load failed, whatever serves meanwhile. `described`: the config of one that its
+    next request loads."""
 
     number: str
     loaded: LoadedModel | None = None
     state: ModelState = ModelState.UNAVAILABLE
     reason: str = ""
+    failure: str = ""
     described: ModelConfig | None = None
 
     @property
@@ -98,27 +100,29 @@ class ModelVersion:
     @property
     def ready(self) -> bool:
         if self.loaded is None:
-            return self.described is not None and self.reason in ("", ON_DEMAND)  # its last load did not fail
+            return self.described is not None and not self.failure
         return self.loaded.model.stats().ready
 
-    def index_entry(self, name: str) -> RepositoryIndexEntry:
-        state = self.state
+    def index_entry(self, name: str, model_failure: str) -> RepositoryIndexEntry:
+        """`model_failure`: why the last load of the model as a whole failed, whatever serves meanwhile."""
+        state, failure = self.state, self.reason
         if self.loaded is not None:
-            state = ModelState.READY if self.ready else ModelState.UNAVAILABLE
-        return RepositoryIndexEntry(name, self.number, state, self.reason)
+            state, failure = ModelState.READY if self.ready else ModelState.UNAVAILABLE, self.failure
+        return RepositoryIndexEntry(name, self.number, state, model_failure or failure)
 
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A known model. `should_serve`: readiness waits for it, as it does not for one that a user unloaded. `reason`: why
-    it has no versions. `failures`: failed loads by version. `change_lock`: held while versions load, or wait for that,
-    and while they are taken out of service. `pinned`: it stays in memory, whoever needs that. `routed`: the versions
-    that are served for routes alone, none of which is the latest."""
+    """A known model. `awaited`: it is one of those of the start, and has neither served nor been unloaded since.
+    `reason`: why its last load failed as a whole, whatever serves meanwhile. `failures`: failed loads by version.
+    `change_lock`: held while versions load, or wait for that, and while they are taken out of service. `pinned`: it
+    stays in memory, whoever needs that. `routed`: the versions that are served for routes alone, none of which is the
+    latest."""
 
     name: str
     versions: dict[str, ModelVersion] = field(default_factory=dict)
     latest: ModelVersion | None = None
-    should_serve: bool = True
+    awaited: bool = False
     pinned: bool = False
     routed: frozenset[str] = frozenset()
     reason: str = ""
@@ -127,9 +131,8 @@ class ModelEntry:
 
     @property
     def ready(self) -> bool:
-        """Whether every version that is to be served is ready."""
-        wanted = [version for version in self.versions.values() if version.reason != UNLOADED]
-        return bool(wanted) and all(version.ready for version in wanted)
+        """Whether every version in memory is."""
+        return all(version.ready for version in self.versions.values() if version.loaded is not None)
 
     @property
     def sorted_versions(self) -> list[ModelVersion]:
@@ -175,8 +178,8 @@ class ModelEntry:
             version = self.get_or_add_version(number)
             version.loaded, version.described = new.get(number), None
             version.state = ModelState.READY if number in new else ModelState.UNAVAILABLE
-            version.reason = "" if number in new else UNLOADED
-        self.reason = ""
+            version.reason, version.failure = "" if number in new else UNLOADED, ""
+        self.reason, self.awaited = "", False
         self.latest = self._latest_of(new)
         return [loaded for number, loaded in old.items() if loaded is not new.get(number)]
 
@@ -211,17 +214,18 @@ class ModelEntry:
         """Record that these versions, or without any the model as a whole, did not load; what is served stays."""
         numbers = tuple(numbers)
         self.failures.update(numbers or ("",))
-        if not numbers and not self.loaded_versions:
+        if not numbers:
             self.reason = reason
         for number in numbers:
             version = self.get_or_add_version(number)
+            version.failure = reason
             if version.loaded is None:
                 version.state, version.reason = ModelState.UNAVAILABLE, reason
 
     def index(self) -> list[RepositoryIndexEntry]:
         if not self.versions:
             return [RepositoryIndexEntry(self.name, "", ModelState.UNAVAILABLE, self.reason)]
-        return [version.index_entry(self.name) for version in self.sorted_versions]
+        return [version.index_entry(self.name, self.reason) for version in self.sorted_versions]
 
     def statistics(self, wanted: str = "") -> list[ModelStatistics]:
         return [
@@ -231,15 +235,20 @@ class ModelEntry:
         ]
 
     def measurements(self) -> Iterator[Measurement]:
-        """The readings of each version, also of those that never loaded."""
+        """The readings of each version, also of those that never loaded, and of the model as a whole, without a number,
+        if that failed to load. Of what was unloaded none but the count of failures is left: nobody waits for it."""
         for number in sorted({*self.versions, *self.failures}):
-            version = self.versions.get(number, ModelVersion(number))
+            as_a_whole = ModelVersion(number, reason=self.reason or UNLOADED, failure=self.reason)
+            version = self.versions.get(number, as_a_whole)
             yield Measurement(self.labels(number), tuple(self._readings(version)))
 
     def _readings(self, version: ModelVersion) -> Iterator[Reading]:
+        yield Reading("charonia_model_load_failures_total", self.failures[version.number])
+        if version.reason == UNLOADED:
+            return
+        yield Reading("charonia_model_last_load_failed", int(bool(version.failure)))
         yield Reading("charonia_model_ready", int(version.ready))
         yield Reading("charonia_model_resident", int(version.loaded is not None))
-        yield Reading("charonia_model_load_failures_total", self.failures[version.number])
         if version.loaded is not None:
             yield Reading("nv_model_load_duration_secs", version.loaded.load_seconds)
             if version.loaded.measured is not None:
@@ -254,12 +263,19 @@ class ModelEntry:
 
 class ModelRegistry:
     """Every known model by its name. `aliases`: other names of some, which win over a model that has one for a name.
-    `route_names`: those that no model may be loaded by."""
+    `route_names`: those that no model may be loaded by. `starting`: the loads of the server's start go on."""
 
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}
         self.aliases: dict[str, str] = {}
         self.route_names: frozenset[str] = frozenset()
+        self.starting = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether each model of the start has served, or was unloaded, and all that is in memory is ready: a load that
+        fails later, of a new version or model, leaves the server as it was."""
+        return all(entry.ready and not entry.awaited for entry in self.entries.values())
 
     def find(self, name: str) -> ModelEntry | None:
         """The model of that name, or that has it as another one, or an adapter of that name."""
@@ -311,25 +327,28 @@ class ModelRegistry:
         Raises:
             NotFound: no such model or version, or none of its versions is served.
             Unavailable: that version is not served.
-            NotReady: the model is being loaded.
+            NotReady: the model is being loaded, or the server starts and may know it soon.
         """
         entry, adapter = self.resolve(name)
         if context is not None:
             context.model, context.version = name if entry is None else entry.name, number
             context.model_found, context.adapter = entry is not None, adapter
+        if entry is None and self.starting:  # nor are adapters and other names known before their models
+            raise NotReady(f"Request for unknown model: '{name}' is not found while the server starts")
         if entry is None:
             owners = [f"'{each.name}:{name}'" for each in self._adapter_owners(name)]
             hint = f"; several models have such an adapter: ask for {' or '.join(owners)}" if owners else ""
             raise NotFound(f"Request for unknown model: '{name}' is not found{hint}")
-        version = entry.find_version(number)
-        if version is None and number:
+        version, loading = entry.find_version(number), self.starting or entry.change_lock.locked()
+        if version is None and number and not self.starting:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
         if context is not None and version is not None:
             context.version = version.number
         if version is not None and version.config is not None:
             return version
         if number:
-            raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state")
-        if entry.change_lock.locked():
+            message = f"Request for unknown model: '{name}' version {number} is not at ready state"
+            raise NotReady(message) if loading else Unavailable(message)
+        if loading:
             raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")

@@ -136,6 +136,9 @@ class OnDemandLoader:
             except ServerExiting:
                 raise
             except (LoadFailure, CharoniaError) as error:
+                if isinstance(error, CharoniaError):  # it could not be read
+                    entry = self._registry.get_or_add(name)
+                    entry.record_load_failure(error.message, entry.versions)
                 cause = error.cause if isinstance(error, LoadFailure) else error
                 if isinstance(cause, InsufficientMemory):
                     raise NotReady(f"there is no room for it beside the models in use: {cause.message}") from None

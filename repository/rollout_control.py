@@ -301,13 +301,16 @@ class RolloutControl:
         return before
 
     def measurements(self) -> Iterator[Measurement]:
-        """The share of the new arm of each rollout that runs, and what was decided."""
+        """The share of the new arm of each rollout that runs, and what was decided. Ways back are counted from 0 on:
+        so the first one is an increase."""
+        decided = Counter(self._decided)
         for name, record in self._records.items():
             if record.state is RolloutState.RUNNING:
+                decided[name, "back"] += 0
                 labels = {"model": record.plan.to.model, "version": str(record.plan.to.version)}
                 percent = record.plan.steps[record.step]
                 yield Measurement(labels, (Reading("charonia_rollout_share_ratio", percent / 100, {"route": name}),))
-        for (name, decision), count in self._decided.items():
+        for (name, decision), count in decided.items():
             labels = {"route": name, "decision": decision}
             yield Measurement(labels, (Reading("charonia_rollout_decisions_total", count),))
 

@@ -1,6 +1,7 @@
 """The versions that routes name: they are loaded, and stay, beside those that `version_policy` serves."""
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,8 @@ from .lifecycle import LoadFailure, ModelLifecycle
 from .model_registry import ModelEntry
 from .model_source import ModelSource, VersionSource
 from .route_table import RouteTable
+
+log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 """Between looks whether sequences of a version go on."""
@@ -81,6 +84,7 @@ class RoutedVersions:
                 else:  # its requests load it
                     await self._lifecycle.describe(wanted, release)
             except LoadFailure as failure:
+                log.error("model '%s' failed to load for a route: version %s: %s", model, failure.version, failure)
                 raise InvalidArgument(f"version {failure.version} of model '{model}': {failure}") from None
 
     def release_later(self, route: Route) -> None:

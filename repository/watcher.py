@@ -79,8 +79,12 @@ class RepositoryWatcher:
         """Load the models of these names, or where requests load models those `in_memory`; returns whether all of them
         did. A failure leaves the others alone."""
         for name in names:
-            self._registry.get_or_add(name)  # known, and not ready
-        return await self._load(names, listener, in_memory)
+            self._registry.get_or_add(name).awaited = True
+        self._registry.starting = True
+        try:
+            return await self._load(names, listener, in_memory)
+        finally:
+            self._registry.starting = False
 
     async def poll(self, every: float) -> None:
         """Poll for changes every so many seconds, forever."""

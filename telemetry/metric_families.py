@@ -96,6 +96,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_start_time_seconds", "gauge", "When the frontend started, in Unix time"),
     MetricFamily("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
     MetricFamily("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
+    MetricFamily("charonia_model_last_load_failed", "gauge", "1 where the last load failed, whatever serves, else 0"),
     MetricFamily("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
     MetricFamily("charonia_model_resident", "gauge", "1 where the version is in memory, else 0"),
     MetricFamily("charonia_on_demand_loads_total", "counter", "Loads of models that requests waited for"),

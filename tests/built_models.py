@@ -7,8 +7,9 @@ from charonia.repository.model_registry import LoadedModel
 
 
 async def serve_model(gateway: InProcessGateway, model: Model, version: str) -> None:
-    """Load and publish a model; one that fails is known by its failure."""
+    """Load and publish a model of the server's start; one that fails is known by its failure."""
     entry = gateway.registry.get_or_add(model.config.name)
+    entry.awaited = True
     try:
         await model.load()
     except CharoniaError as error:

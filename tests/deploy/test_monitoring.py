@@ -33,6 +33,8 @@ def series(scraped: str) -> dict[str, set[str]]:
     # Where there are several: tests/e2e/test_frontends.py.
     found["charonia_event_loop_lag_seconds"].add("frontend")
     found["charonia_frontend_restarts_total"] = set()
+    # Where there are rollouts: tests/e2e/test_rollouts.py.
+    found["charonia_rollout_decisions_total"] = {"route", "decision"}
     return found
 
 
@@ -78,7 +80,16 @@ def test_the_rules_watch_what_there_is(rules: list[Any], series: dict[str, set[s
     wrong = [said for rule in rules for said in complaints(rule["expr"], str(rule["annotations"]), series)]
     assert wrong == []
     watched = " ".join(rule["expr"] for rule in rules)
-    for name in ("load_failures", "model_ready", "queue_age", "kv_cache_usage", "core_restarts", "instance_restarts"):
+    for name in (
+        "last_load_failed",
+        "rollout_decisions",
+        "up{",
+        "model_ready",
+        "queue_age",
+        "kv_cache_usage",
+        "core_restarts",
+        "instance_restarts",
+    ):
         assert name in watched
 
 

@@ -1,6 +1,7 @@
 """Models come and go while a real server runs: by requests of the published client, and by changes on disk."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -158,12 +159,17 @@ def test_polling_follows_the_files(serve: Callable[..., Any], repository: Path) 
     with serve("--model-repository", str(repository), *poll) as server:
         v2 = f"{server.url}/v2"
         write_config(repository, "c", "nonsense")
-        until(lambda: httpx.get(f"{v2}/health/ready").status_code == 400)
+        failed = 'charonia_model_last_load_failed{model="c"} 1'
+        until(lambda: failed in httpx.get(server.metrics_url).text)
+        assert httpx.get(f"{v2}/health/ready").status_code == 200
+        assert "config.pbtxt:1" in httpx.post(f"{v2}/repository/index").text
         write_config(repository, "c", IDENTITY, version="3")
         until(lambda: httpx.get(f"{v2}/models/c/versions/3/ready").status_code == 200)
         assert httpx.get(f"{v2}/health/ready").status_code == 200
         shutil.rmtree(repository / "a")
         until(lambda: httpx.get(f"{v2}/models/a/ready").status_code == 400)
+        scraped = httpx.get(server.metrics_url).text
+        assert set(re.findall(r'charonia_model_(?:ready|last_load_failed)\{model="(.)"', scraped)) == {"b", "c"}
         refused = httpx.post(f"{v2}/repository/models/b/load")
         assert (refused.status_code, refused.json()) == (
             503,

@@ -244,12 +244,15 @@ async def test_what_is_measured_of_models() -> None:
         ("echo", "charonia_model_ready"): 1,
         ("echo", "charonia_model_resident"): 1,
         ("echo", "charonia_model_load_failures_total"): 0,
+        ("echo", "charonia_model_last_load_failed"): 0,
         ("broken", "charonia_model_ready"): 0,
         ("broken", "charonia_model_resident"): 0,
         ("broken", "charonia_model_load_failures_total"): 1,
+        ("broken", "charonia_model_last_load_failed"): 1,
         ("strange", "charonia_model_ready"): 0,
         ("strange", "charonia_model_resident"): 0,
         ("strange", "charonia_model_load_failures_total"): 1,
+        ("strange", "charonia_model_last_load_failed"): 1,
     }
     with gateway.open_request("test") as context:
         assert (await gateway.acquire(context, "echo")).stats().ready

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from charonia.core.errors import Internal, InvalidArgument, NotFound, ServerExiting, Unavailable
+from charonia.core.errors import Internal, InvalidArgument, NotFound, NotReady, ServerExiting, Unavailable
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.watcher import RepositoryWatcher
+from charonia.routing.route import Route, RouteArm
 
 from ..waiting import until
 from .conftest import CONFIG, Toy, World
@@ -56,15 +57,20 @@ async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None
     slow = {name: world.write(name, {"1": 1}) / "1" / "hangs" for name in names}
     for file in slow.values():
         file.touch()
+    world.gateway.routes.replace({"route": Route((RouteArm("b", 0, 1),))})
     world.gateway.lifecycle.load_sequentially()
     starting = asyncio.create_task(world.start())
     await until(lambda: world.states() == {("a", "1"): "LOADING", ("b", ""): "UNAVAILABLE", ("c", ""): "UNAVAILABLE"})
+    for asked in (("route",), ("b",), ("b", "1"), ("b:adapter",)):
+        with pytest.raises(NotReady) as refused:
+            await world.ask(*asked)
+        assert refused.value.retry_after
     world.gateway.lifecycle.load_concurrently()
     await until(lambda: ("b", "1") in world.states())
     assert world.states()["c", ""] == "UNAVAILABLE"
     slow["b"].unlink()
     await until(lambda: ("c", "1") in world.states())
-    assert await world.ask("b") == 1
+    assert (await world.ask("b"), await world.ask("route")) == (1, 1)
     for name in "ac":
         with pytest.raises(Unavailable, match=f"'{name}' is not at ready state: it is being loaded"):
             await world.ask(name)
@@ -73,6 +79,8 @@ async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None
     slow["c"].unlink()
     assert await starting
     assert world.gateway.ready()
+    with pytest.raises(NotFound):
+        await world.ask("b:adapter")
     assert world.loads[0] == "b"
     await world.gateway.lifecycle.close()
 
@@ -459,6 +467,95 @@ async def test_polling_follows_the_files(world: World, toys: list[Toy]) -> None:
         await world.ask("m")
     with pytest.raises(Unavailable, match="explicit model load / unload is not allowed if polling is enabled"):
         await world.gateway.load_model("new")
+
+
+def series(world: World, family: str) -> dict[tuple[str, str], float]:
+    """The values of a metric by model and version."""
+    return {
+        (measured.labels["model"], measured.labels["version"]): reading.value
+        for measured in world.gateway.measurements()
+        for reading in measured.readings
+        if reading.family == f"charonia_model_{family}"
+    }
+
+
+def reasons(world: World) -> dict[str, tuple[str, str]]:
+    """State and reason in the index, by version."""
+    return {entry.version: (str(entry.state), entry.reason) for entry in world.gateway.repository_index()}
+
+
+async def test_a_load_that_fails_while_the_model_serves_is_told_and_takes_no_readiness(world: World) -> None:
+    """A new version, the files of the one that serves, and the config, each broken and then mended."""
+    model = world.write("m", {"1": 10})
+    assert await world.start()
+    world.write("m", {"2": 20})
+    (model / "2" / "fails").write_text("no weights")
+    await world.watcher.poll_once(world)
+    assert (world.gateway.ready(), await world.ask("m"), world.failures["m"]) == (True, 10, "no weights")
+    assert reasons(world) == {"1": ("READY", ""), "2": ("UNAVAILABLE", "no weights")}
+    assert series(world, "last_load_failed") == {("m", "1"): 0, ("m", "2"): 1}
+    assert series(world, "resident") == {("m", "1"): 1, ("m", "2"): 0}
+    shutil.rmtree(model / "2")
+    (model / "1" / "fails").write_text("half a file")
+    await world.watcher.poll_once(world)
+    assert (world.gateway.ready(), await world.ask("m")) == (True, 10)
+    assert reasons(world)["1"] == ("READY", "half a file")
+    assert series(world, "last_load_failed")["m", "1"] == 1
+    (model / "1" / "fails").unlink()
+    await world.watcher.poll_once(world)
+    assert reasons(world) == {"1": ("READY", ""), "2": ("UNAVAILABLE", "unloaded")}
+    assert series(world, "last_load_failed") == series(world, "ready") | {("m", "1"): 0} == {("m", "1"): 0}
+    world.write("m", {}, "nonsense")
+    await world.watcher.poll_once(world)
+    assert (world.gateway.ready(), await world.ask("m")) == (True, 10)
+    assert reasons(world)["1"][0] == "READY"
+    assert "failed to read text proto" in reasons(world)["1"][1]
+    assert series(world, "last_load_failed") == {("m", ""): 1, ("m", "1"): 0}
+    world.write("m", {})
+    await world.watcher.poll_once(world)
+    assert (reasons(world)["1"], series(world, "last_load_failed")) == (("READY", ""), {("m", "1"): 0})
+    assert series(world, "load_failures_total") == {("m", ""): 1, ("m", "1"): 1, ("m", "2"): 1}
+
+
+@pytest.mark.parametrize("config", ["nonsense", CONFIG])
+async def test_readiness_waits_for_the_models_of_the_start_and_for_no_later_one(world: World, config: str) -> None:
+    def write_broken(name: str) -> None:
+        (world.write(name, {"1": 1}, config) / "1" / "fails").write_text("no")
+
+    world.write("m", {"1": 10})
+    write_broken("bad")
+    assert not await world.start()
+    assert not world.gateway.ready()
+    with pytest.raises(NotFound, match="has no available versions"):
+        await world.ask("bad")
+    shutil.rmtree(world.root / "bad")
+    await world.watcher.poll_once(world)
+    assert (world.gateway.ready(), series(world, "last_load_failed")) == (True, {("m", "1"): 0})
+    write_broken("new")
+    await world.watcher.poll_once(world)
+    assert (world.gateway.ready(), list(world.failures)) == (True, ["bad", "new"])
+    assert sum(series(world, "last_load_failed").values()) == 1
+
+
+@pytest.mark.parametrize(("config", "kind"), [("nonsense", Internal), (CONFIG, InvalidArgument)])
+async def test_a_load_by_request_that_fails_is_told_and_takes_no_readiness(
+    world: World, caplog: pytest.LogCaptureFixture, config: str, kind: type[Exception]
+) -> None:
+    world.explicit()
+    (world.write("m", {"1": 10}, config) / "1" / "fails").write_text("no weights")
+    with pytest.raises(kind):
+        await world.gateway.load_model("m")
+    assert (world.gateway.ready(), len(caplog.records)) == (True, 1)
+    assert all(reason for _, reason in reasons(world).values())
+    assert list(series(world, "last_load_failed").values()) == [1]
+    await world.gateway.unload_model("m")
+    assert (series(world, "last_load_failed"), series(world, "ready")) == ({}, {})
+    (world.root / "m" / "1" / "fails").unlink()
+    world.write("m", {})
+    await world.gateway.load_model("m")
+    assert (await world.ask("m"), list(series(world, "ready").values())) == (10, [1])
+    await world.gateway.unload_model("m")
+    assert series(world, "ready") == series(world, "resident") == {}
 
 
 async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: World, toys: list[Toy]) -> None:

@@ -317,7 +317,10 @@ async def test_the_task_takes_it_up(server: Server) -> None:
 
 async def test_the_share_of_the_new_version_is_measured_while_it_runs(server: Server) -> None:
     await server.rollouts.start("r", PLAN, "x")
-    assert list(rollout_readings(server)) == [("m", "2", "charonia_rollout_share_ratio", 0.1)]
+    assert list(rollout_readings(server)) == [
+        ("m", "2", "charonia_rollout_share_ratio", 0.1),
+        ("r", "back", "charonia_rollout_decisions_total", 0),
+    ]
     await server.rollouts.abort("r", "x")
     assert [reading[-2:] for reading in rollout_readings(server)] == [("charonia_rollout_decisions_total", 1)]
     loaded = server.gateway.registry.entries["m"].loaded_versions.values()
