@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ..size_limits import BODY_TIMEOUT
-from .error_responses import BodyTimeout
+from ..size_limits import BODY_TIMEOUT, SLOW_BODY_BYTES, SLOW_BODY_SECONDS
+from .error_responses import BodyTimeout, BodyTooSlow
 from .request_head import parse_target
 
 _EXTENSION = "charonia.direct"
@@ -111,6 +111,9 @@ class Http11Cycle(RequestResponseCycle):
     direct_headers = b""
     message_event: MessageEvent
     _body_halted = False
+    # Of the body, since its pace was last judged: bytes, and seconds in which they were waited for.
+    _paced_bytes = 0
+    _paced_seconds = 0.0
 
     def __init__(self, connection: HttpToolsProtocol, state: HttpServerState, version: str) -> None:
         target = parse_target(connection.url)
@@ -146,9 +149,10 @@ class Http11Cycle(RequestResponseCycle):
         self._state, self._loop = state, connection.loop
 
     async def receive(self) -> Any:
-        """ASGI's `receive`. Raises `BodyTimeout` if nothing comes of a body for too long."""
+        """ASGI's `receive`. Raises `BodyTimeout` if nothing comes of a body for too long, or too little."""
         if not self.more_body or self.response_complete:
             return await super().receive()
+        began = self._loop.time()
         timer = self._loop.call_later(self._state.body_timeout, self._halt_body)
         try:
             message: Any = await super().receive()
@@ -158,7 +162,18 @@ class Http11Cycle(RequestResponseCycle):
         if self._body_halted and message.get("more_body") and not message["body"]:
             raise BodyTimeout(self._state.body_timeout)
         self._body_halted = False
+        if message.get("more_body"):
+            self._check_pace(len(message["body"]), self._loop.time() - began)
         return message
+
+    def _check_pace(self, size: int, waited: float) -> None:
+        """Count what came of the body. Raises `BodyTooSlow`."""
+        self._paced_bytes += size
+        self._paced_seconds += waited
+        if self._paced_seconds >= SLOW_BODY_SECONDS:
+            if self._paced_bytes < SLOW_BODY_BYTES:
+                raise BodyTooSlow(self._paced_bytes, self._paced_seconds)
+            self._paced_bytes, self._paced_seconds = 0, 0.0
 
     def _halt_body(self) -> None:
         self._body_halted = True

@@ -23,6 +23,8 @@ _CACHED_TARGETS = 256
 _LONGEST_CACHED_TARGET = 256
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _UPGRADE_TOKENS = {b"upgrade", b"http2-settings"}
+_VERSIONS = ("1.1", "1.0")
+_FRAMING_HEADERS = frozenset((b"host", b"te", b"transfer-encoding"))
 
 
 class HttpProtocolError(Exception):
@@ -50,13 +52,33 @@ def too_many_chunks() -> HttpProtocolError:
     return HttpProtocolError(HTTPStatus.BAD_REQUEST, text, client_still_sends=True)
 
 
-def check_transfer_encoding(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raises `HttpProtocolError` for a body in another encoding than in chunks: the parser, which takes a length beside
-    chunks, would read it to the connection's end."""
-    encodings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
-    if encodings and encodings != [b"chunked"]:
-        shown = b", ".join(encodings)[:_SHOWN_BYTES].decode("latin-1")
-        raise HttpProtocolError(HTTPStatus.BAD_REQUEST, f"Transfer-Encoding must be chunked, got {shown!r}")
+def check_framing(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raises `HttpProtocolError` for a head that a proxy in front may read in another way than we do: where the request
+    ends, or whom it is for (RFC 9112, 2.3, 3.2 and 6.1). A body in another encoding than in chunks would be read to the
+    connection's end: the parser takes a length beside chunks."""
+    if version not in _VERSIONS:
+        raise _bad_request(f"its version is HTTP/{version}, and has to be HTTP/1.1 or HTTP/1.0")
+    hosts = codings = 0
+    for name, value in headers:
+        if name not in _FRAMING_HEADERS:
+            continue
+        if name == b"host":
+            hosts += 1
+        elif name == b"te":  # which may tell of codings of the response that the client knows, of chunks besides never
+            tokens = value.lower().replace(b" ", b"").split(b",")
+            if b"chunked" in tokens and len(tokens) > 1:
+                raise _bad_request("its TE names chunked with other codings")
+        else:
+            codings += 1
+            if value.strip().lower() != b"chunked" or codings > 1 or version == "1.0":
+                shown = value[:_SHOWN_BYTES].decode("latin-1")
+                raise _bad_request(f"its Transfer-Encoding must be chunked, once and in HTTP/1.1, got {shown!r}")
+    if hosts > 1 or (not hosts and version == "1.1"):
+        raise _bad_request(f"it has {hosts} Host headers, and has to have one")
+
+
+def _bad_request(problem: str) -> HttpProtocolError:
+    return HttpProtocolError(HTTPStatus.BAD_REQUEST, f"Invalid HTTP request received: {problem}")
 
 
 def head_size(url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> int:

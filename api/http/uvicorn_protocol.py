@@ -6,7 +6,8 @@ it takes of every request or for what a client may do to the server:
 - targets that repeat are parsed once, and there is one timer for an idle connection, not one for each request;
 - a request starts in the turn of the event loop that completes its head, and gets a task only when it waits;
 - complete bodies and responses may pass ASGI's messages by, responses of one turn leave together;
-- heads, trailers and numbers of chunks are limited, silence within a body too; what is no request is told in JSON;
+- heads, trailers and numbers of chunks are limited, silence within a body and its pace too; what is no request, or may
+  be taken for two, is told in JSON;
 - a body in chunks may have a length in its head, which does not count;
 - offers to speak another protocol are declined, and HTTP/1.0 gets no chunks.
 
@@ -28,7 +29,7 @@ from .request_head import (
     MAX_HEADERS,
     HttpProtocolError,
     LingeringConnection,
-    check_transfer_encoding,
+    check_framing,
     head_size,
     head_too_large,
     head_without_upgrade,
@@ -131,11 +132,12 @@ class HttpProtocol(HttpToolsProtocol):
         long = self._head_bytes >= 0 or self._received > MAX_HEAD_BYTES
         if len(self.headers) > MAX_HEADERS or (long and head_size(self.url, self.headers) > MAX_HEAD_BYTES):
             raise head_too_large()
-        check_transfer_encoding(self.headers)
+        version = self.parser.get_http_version()
+        check_framing(version, self.headers)
         if self.parser.should_upgrade():
             return
         self._idle = False
-        version, before = self.parser.get_http_version(), self.cycle
+        before = self.cycle
         self.cycle = cycle = (Http10Cycle if version == "1.0" else Http11Cycle)(self, self.server_state, version)
         self.headers = []  # trailers are no headers
         # Only the access log wants to know for whom a proxy asks.

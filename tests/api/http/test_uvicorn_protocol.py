@@ -135,7 +135,9 @@ class Connection:
 
 
 def request(body: bytes, *headers: bytes) -> bytes:
-    return b"\r\n".join([b"POST /a%20b?c=d HTTP/1.1", b"content-length: %d" % len(body), *headers, b"", body])
+    return b"\r\n".join(
+        [b"POST /a%20b?c=d HTTP/1.1", b"host: x", b"content-length: %d" % len(body), *headers, b"", body]
+    )
 
 
 async def turns() -> None:
@@ -152,7 +154,7 @@ async def test_what_does_not_wait_is_answered_in_place() -> None:
     [scope] = app.scopes
     assert (scope["method"], scope["path"], scope["raw_path"]) == ("POST", "/a b", b"/a%20b")
     assert (scope["query_string"], scope["http_version"], scope["scheme"]) == (b"c=d", "1.1", "http")
-    assert scope["headers"] == [(b"content-length", b"4"), (b"x-y", b"z")]
+    assert scope["headers"] == [(b"host", b"x"), (b"content-length", b"4"), (b"x-y", b"z")]
 
 
 async def test_what_waits_becomes_a_task_that_is_known_and_can_be_cancelled() -> None:
@@ -278,26 +280,80 @@ async def test_who_never_asks_is_not_waited_for(beginning: bytes) -> None:
     assert connection.transport.closed
 
 
+class Reading(App):
+    """Answers with the body's number of KiB, in 4 digits; what is wrong with it as the server does."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            size = len(await body_of(receive)) >> 10
+        except BodyTimeout as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+        else:
+            send_complete_response(scope, send, HEAD, (b"%04d" % size,))
+
+
+PIECE = bytes(60 << 10)
+
+
 async def test_a_body_that_gets_on_may_take_its_time() -> None:
-    connection = Connection(App())
-    whole = request(b"abcd")
-    await connection.send(whole[:-4])
-    for at in range(-4, -1):
+    connection = Connection(Reading())
+    whole = request(PIECE * 4)
+    await connection.send(whole[: -3 * len(PIECE)])
+    for _ in range(3):
         connection.clock.pass_to(connection.clock.now + 59)
-        await connection.send(whole[at : at + 1])
-    connection.clock.pass_to(connection.clock.now + 59)
-    await connection.send(whole[-1:])
-    assert connection.answers == [b"abcd"]
+        await connection.send(PIECE)
+    assert connection.answers == [b"0240"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_trickles_is_ended(chunked: bool) -> None:
+    """29 KiB in 30 s, after others had come fast: an announced body, and one in chunks."""
+    connection = Connection(Reading())
+    if chunked:
+        await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n", b"f000\r\n" + PIECE)
+        pieces = [b"\r\n3df\r\n" + bytes(0x3DF)] * 30
+    else:
+        await connection.send(request(PIECE * 2)[: -len(PIECE)])
+        pieces = [bytes(991)] * 30
+    for seconds in (29, 1):  # fast enough, with the first piece
+        connection.clock.pass_to(connection.clock.now + seconds)
+        await connection.send(pieces[0])
+    for piece in pieces[:-1]:
+        connection.clock.pass_to(connection.clock.now + 1)
+        await connection.send(piece)
+    assert not connection.transport.written
+    connection.clock.pass_to(connection.clock.now + 1)
+    await connection.send(pieces[-1])
+    assert connection.transport.written.startswith(b"HTTP/1.1 408 ")
+    assert b"the request body comes too slowly: 29730 bytes in 30 s" in connection.transport.written
+    assert connection.transport.closed
+
+
+async def test_a_body_that_waits_for_the_application_does_not_trickle() -> None:
+    """Only the time counts in which the client is waited for."""
+    connection = Connection(App())
+    busy = asyncio.Event()
+
+    async def read_slowly(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(3):
+            await receive()
+            await busy.wait()
+            busy.clear()
+        send_complete_response(scope, send, HEAD, (b"done",))
+
+    connection.protocol.app = connection.protocol.config.app = read_slowly  # type: ignore[assignment]
+    whole = request(b"abc")
+    await connection.send(whole[:-2])
+    for at in (-2, -1, 0):
+        connection.clock.pass_to(connection.clock.now + 100)
+        if at:
+            connection.protocol.data_received(whole[at : at + 1 or None])
+        busy.set()
+        await turns()
+    assert connection.answers == [b"done"]
 
 
 async def test_a_body_that_comes_to_a_halt_is_given_up() -> None:
-    class Reading(App):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            try:
-                await body_of(receive)
-            except BodyTimeout as error:
-                await error_response(error, scope["path"])(scope, receive, send)
-
     connection = Connection(Reading())
     await connection.send(request(b"abcd")[:-1])
     connection.clock.pass_to(59)
@@ -306,19 +362,20 @@ async def test_a_body_that_comes_to_a_halt_is_given_up() -> None:
     connection.clock.pass_to(60)
     await turns()
     assert connection.transport.written.startswith(b"HTTP/1.1 408 ")
+    assert b"nothing more of it came for 60 s" in connection.transport.written
     assert connection.transport.closed
 
 
 async def test_what_comes_in_the_very_moment_comes_in_time() -> None:
-    connection = Connection(App())
-    whole = request(b"abcd")
-    await connection.send(whole[:-2])
+    connection = Connection(Reading())
+    whole = request(PIECE * 3)
+    await connection.send(whole[: -2 * len(PIECE)])
     connection.clock.pass_to(60)
-    connection.protocol.data_received(whole[-2:-1])
+    connection.protocol.data_received(PIECE)
     await turns()
     connection.clock.pass_to(119)
-    await connection.send(whole[-1:])
-    assert connection.answers == [b"abcd"]
+    await connection.send(PIECE)
+    assert connection.answers == [b"0180"]
 
 
 async def test_an_application_that_fails_is_answered_for() -> None:
